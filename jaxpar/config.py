@@ -1,0 +1,243 @@
+"""The configuration of a run: frozen dataclasses that check themselves before anything is traced."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from jaxpar.axes import DATA, TENSOR
+from jaxpar.mesh import MeshConfig
+from jaxpar.placement import resolve_placement, slots
+
+# The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
+# trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
+VOCAB_MULTIPLE = 384
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _require_positive(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(value > 0, f"{name}={value}: must be positive")
+
+
+def _require_rate(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(0 <= value < 1, f"{name}={value}: must be at least 0 and less than 1")
+
+
+def nearest_multiples(size: int, divisor: int) -> str:
+    """The nearest positive sizes that `divisor` divides: "96 or 128" for 100 and 32."""
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A deep LSTM language model.
+
+    Attributes:
+      num_layers: LSTM layers.
+      hidden_size: units of each layer.
+      embed_size: width of the token embedding; at most hidden_size.
+      vocab_size: tokens; None takes what the corpus needs.
+      dropout: rate on the embedding, between layers and before the head.
+      forget_bias: initial bias of the forget gates.
+      tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
+      dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    embed_size: int = 256
+    vocab_size: int | None = None
+    dropout: float = 0.0
+    forget_bias: float = 1.0
+    tie_embedding: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self):
+        _require_positive(self, "num_layers", "hidden_size", "embed_size")
+        _require_rate(self, "dropout")
+        if self.vocab_size is not None:
+            _require_positive(self, "vocab_size")
+        _require(
+            self.embed_size <= self.hidden_size,
+            f"embed_size={self.embed_size} is larger than hidden_size={self.hidden_size}; "
+            f"use embed_size={self.hidden_size} or less",
+        )
+        _require(
+            not self.tie_embedding or self.embed_size == self.hidden_size,
+            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={self.hidden_size}; "
+            f"set embed_size={self.hidden_size}, or tie_embedding off",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How a batch moves through the stages; without stages, nothing here matters.
+
+    Attributes:
+      schedule: what runs when; see `schedule.make_schedule`.
+      num_microbatches: M, slices of the batch dim.
+      num_chunks: K, slices of the time dim; (h, c) stay on their stage between chunks.
+      num_groups: groups of layers on each stage, for "interleaved".
+      placement: layers on each stage (and group): "balanced", "even", or the numbers themselves.
+      head: "last" keeps the head on the last stage, "sharded" splits its vocabulary over all stages.
+      remat: keep inputs instead of residuals, and run each forward again before its backward.
+    """
+
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    num_microbatches: int = 1
+    num_chunks: int = 1
+    num_groups: int = 1
+    placement: str | tuple[int, ...] = "balanced"
+    head: Literal["last", "sharded"] = "sharded"
+    remat: bool = False
+
+    def __post_init__(self):
+        _require_positive(self, "num_microbatches", "num_chunks", "num_groups")
+        _require(
+            (self.num_groups > 1) == (self.schedule == "interleaved"),
+            f"num_groups={self.num_groups} with schedule={self.schedule!r}; use 2 or more groups with "
+            f'"interleaved", and 1 with the others',
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """A text, and how it is cut into batches.
+
+    Attributes:
+      corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
+      level: what a token is; "auto" takes the corpus's own.
+      max_vocab: the most frequent tokens kept; others become <unk>.
+      batch_size: rows of a global batch.
+      seq_len: time steps of a window; gradients flow through one window, the state through all.
+    """
+
+    corpus: str = "python-docs"
+    level: Literal["auto", "word", "char"] = "auto"
+    max_vocab: int = 10_000
+    batch_size: int = 32
+    seq_len: int = 32
+
+    def __post_init__(self):
+        _require_positive(self, "max_vocab", "batch_size", "seq_len")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimization, and what is printed and kept.
+
+    Attributes:
+      num_steps: optimizer steps.
+      optimizer: by its name in optax.
+      learning_rate: its peak.
+      lr_schedule: after the warm-up, constant or falling to zero at the last step.
+      warmup_steps: steps of linear warm-up from 0.
+      weight_decay: for adamw.
+      momentum: for sgd.
+      clip_norm: bound on the global norm of the gradients; 0 for none.
+      seed: of initial values, dropout and the order of the text.
+      fsdp: parameters stored split over `data` as well, gathered once a step.
+      update: "sharded" keeps optimizer state split over `data` (ZeRO-1, arXiv:1910.02054).
+      log_every: steps between lines of progress.
+      eval_every: steps between validations; 0 for the end only.
+      checkpoint_every: steps between checkpoints; 0 for the end only.
+      keep_checkpoints: the newest ones kept.
+      out_dir: where metrics, vocabulary, config and checkpoints are written; None takes the next free
+        folder of runs/0001, runs/0002, ...
+    """
+
+    num_steps: int = 500
+    optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    learning_rate: float = 3e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = 20
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    clip_norm: float = 1.0
+    seed: int = 0
+    fsdp: bool = False
+    update: Literal["replicated", "sharded"] = "replicated"
+    log_every: int = 10
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    out_dir: str | None = None
+
+    def __post_init__(self):
+        _require_positive(self, "num_steps", "learning_rate", "log_every", "keep_checkpoints")
+        _require_rate(self, "momentum")
+        for name in ("warmup_steps", "weight_decay", "clip_norm", "eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name}={value}: must not be negative")
+        _require(self.seed >= 0, f"seed={self.seed}: must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that a run is made from."""
+
+    mesh: MeshConfig = MeshConfig()
+    model: ModelConfig = ModelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers on each stage; 1 without stages."""
+        return self.pipeline.num_groups if self.mesh.stage > 1 else 1
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Layers on each stage; with several groups a stage, layers of each group, in the layers' order.
+
+        Raises:
+          ValueError: they do not fit.
+        """
+        return resolve_placement(
+            self.pipeline.placement, self.model.num_layers, self.mesh.stage * self.num_groups
+        )
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layer in each slot of the stacked parameters, -1 in empty ones."""
+        return slots(self.placement, self.num_groups)
+
+    def check(self) -> "Config":
+        """This config, if its parts fit each other.
+
+        Raises:
+          ValueError: a size does not divide; the message names both sizes and the nearest that work.
+        """
+        sizes = self.mesh.sizes
+        assert -1 not in sizes.values(), "resolve the mesh first"
+        M, K = self.pipeline.num_microbatches, self.pipeline.num_chunks
+        _check_divides("hidden_size", self.model.hidden_size, {TENSOR: sizes[TENSOR]})
+        _check_divides(
+            "batch_size", self.data.batch_size, {DATA: sizes[DATA], "num_microbatches": M}
+        )
+        _check_divides("seq_len", self.data.seq_len, {"num_chunks": K})
+        _ = self.placement
+        return self
+
+
+def _check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
+    divisor = 1
+    for value in divisors.values():
+        divisor *= value
+    parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
+    _require(
+        size % divisor == 0,
+        f"{name}={size} does not divide by {parts}"
+        + (f" = {divisor}" if len(divisors) > 1 else "")
+        + f"; use {name} {nearest_multiples(size, divisor)}, or other sizes of "
+        + " and ".join(divisors),
+    )

@@ -1,0 +1,183 @@
+"""Device meshes: `MeshConfig` -> `jax.sharding.Mesh`, and simulated devices for a laptop."""
+
+import dataclasses
+import difflib
+import math
+import re
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
+
+_SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The shape of the device mesh, and the devices in it.
+
+    Attributes:
+      data: number of data-parallel groups; each takes its share of the batch.
+      stage: number of pipeline stages; each holds its share of the layers.
+      tensor: number of devices that a weight matrix is split over.
+      devices: numbers of the devices to use, as in `jax.devices()`; None takes all of them.
+
+    One of the three sizes may be -1: it is inferred from the number of devices.
+
+    Raises:
+      ValueError: a size is not positive (nor a single -1), or a device number is repeated.
+    """
+
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    devices: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        for axis, size in self.sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+                raise ValueError(
+                    f"mesh {axis}={size!r}: use a positive whole number, or -1 to infer it"
+                )
+        if (inferred := [a for a, size in self.sizes.items() if size == -1])[1:]:
+            raise ValueError(
+                f"mesh has -1 for {' and '.join(inferred)}; only one size can be inferred"
+            )
+        if self.devices is not None:
+            repeated = sorted({d for d in self.devices if self.devices.count(d) > 1})
+            if repeated:
+                raise ValueError(
+                    f"mesh devices={self.devices} name {repeated} twice; name each once"
+                )
+            if not self.devices or min(self.devices) < 0:
+                raise ValueError(f"mesh devices={self.devices}: name at least one, numbers from 0")
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshConfig":
+        """Reads `"data=2,stage=2,tensor=2"` or the short form `"dp2pp2tp2"`; axes left out have size 1.
+
+        Raises:
+          ValueError: the text has neither form, names an unknown axis, or names an axis twice.
+        """
+        text = text.strip()
+        if re.fullmatch(r"((dp|pp|tp)-?\d+)+", text):
+            pairs = [(_SHORT_NAMES[a], size) for a, size in re.findall(r"(dp|pp|tp)(-?\d+)", text)]
+        else:
+            pairs = []
+            for part in text.split(","):
+                axis, equals, size = (piece.strip() for piece in part.partition("="))
+                if not equals or not re.fullmatch(r"-?\d+", size):
+                    raise ValueError(
+                        f"mesh {text!r}: cannot read {part!r}; write data=2,stage=2,tensor=2 or dp2pp2tp2"
+                    )
+                pairs.append((axis, size))
+        sizes: dict[str, int] = {}
+        for axis, size in pairs:
+            if axis not in MESH_AXES:
+                near = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.4)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"mesh {text!r}: unknown axis {axis!r}; axes are {MESH_AXES}{hint}"
+                )
+            if axis in sizes:
+                raise ValueError(f"mesh {text!r} names the axis {axis!r} twice; name it once")
+            sizes[axis] = int(size)
+        return cls(sizes.get(DATA, 1), sizes.get(STAGE, 1), sizes.get(TENSOR, 1))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size, outermost first; -1 where it is still to be inferred."""
+        return {DATA: self.data, STAGE: self.stage, TENSOR: self.tensor}
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the mesh needs; a size that is still to be inferred counts as one."""
+        return math.prod(size for size in self.sizes.values() if size != -1)
+
+    def resolve(self, num_available: int | None = None) -> "MeshConfig":
+        """This mesh with its -1 inferred, for exactly the devices that there are.
+
+        Args:
+          num_available: devices to fill; None asks JAX (which starts its backend), or counts `devices`.
+        Raises:
+          ValueError: the sizes do not multiply to the number of devices.
+        """
+        if self.devices is not None:
+            num_available = len(self.devices)
+        elif num_available is None:
+            num_available = jax.device_count()
+        inferred = [axis for axis, size in self.sizes.items() if size == -1]
+        if inferred:
+            if num_available % self.num_devices:
+                raise ValueError(
+                    f"mesh {self}: {num_available} devices do not divide by {self.num_devices}, so "
+                    f"{inferred[0]}=-1 cannot be inferred; use sizes that divide {num_available}"
+                )
+            return dataclasses.replace(self, **{inferred[0]: num_available // self.num_devices})
+        if self.num_devices != num_available:
+            raise ValueError(
+                f"mesh {self} needs {self.num_devices} devices, there are {num_available}; "
+                + (
+                    f"name {self.num_devices} of them with devices=(0, 1, ...), or set one size to -1"
+                    if self.num_devices < num_available
+                    else f"use sizes that multiply to {num_available}, or simulate "
+                    f"{self.num_devices} devices on the CPU (simulate_devices, --simulate)"
+                )
+            )
+        return self
+
+    def build(self) -> Mesh:
+        """The mesh over real devices, axes (data, stage, tensor), all of type Auto.
+
+        Devices are ordered by process, so that `tensor` (the axis with most traffic) stays inside a host
+        where it fits, and `data` is the one that crosses hosts.
+
+        Raises:
+          ValueError: the number of devices is not exactly right, or a device number does not exist.
+        """
+        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        if self.devices is not None:
+            missing = [number for number in self.devices if number >= len(devices)]
+            if missing:
+                raise ValueError(
+                    f"mesh devices={self.devices}: there is no device {missing[0]}; "
+                    f"numbers go from 0 to {len(devices) - 1}"
+                )
+            devices = [devices[number] for number in self.devices]
+        sizes = self.resolve(len(devices)).sizes
+        return jax.make_mesh(
+            tuple(sizes.values()),
+            tuple(sizes),
+            axis_types=(AxisType.Auto,) * len(sizes),
+            devices=devices,
+        )
+
+    def __str__(self) -> str:
+        return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+
+def simulate_devices(num_devices: int) -> None:
+    """Makes JAX show this machine's CPU as `num_devices` devices, and use no others.
+
+    They share the machine's cores: they prove correctness, bytes and memory, not speed. Works after
+    `import jax`, until the first use of a device starts JAX's backend.
+
+    Raises:
+      ValueError: `num_devices` is not positive.
+      RuntimeError: the backend has started with other devices.
+    """
+    if num_devices < 1:
+        raise ValueError(f"simulate_devices({num_devices}): use at least 1")
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError as error:
+        found = jax.devices()
+        if len(found) == num_devices and all(d.platform == "cpu" for d in found):
+            return
+        raise RuntimeError(
+            f"simulate_devices({num_devices}) came too late: JAX has already started with "
+            f"{len(found)} {found[0].platform} device(s); call it before anything touches a device, "
+            f"or in a notebook restart the kernel (or call jax.extend.backend.clear_backends())"
+        ) from error

@@ -1,0 +1,378 @@
+"""Pipeline schedules: what each stage does at each tick, as plain arrays. NumPy only.
+
+Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage. Unit u = m K + k
+is chunk k of microbatch m. Group v on stage s is virtual stage p = v S + s; a unit climbs all V S
+of them and comes back down.
+
+A tick has three parts, in this order, the same on every stage:
+
+    1. forward    at most one unit:  reads its input, writes its residuals into a slot
+    2. backward   at most one unit:  reads its cotangent and its slot, which is then free
+    3. exchange   activations go up the ring (s to s + 1 mod S), cotangents down (s to s - 1 mod S);
+                  both lie in a buffer until the tick, at least one later, that reads them
+
+Every schedule here is one picture and its mirror image. Forward units enter stage 0 in some order
+and move up one stage per tick; backward units enter stage S - 1 in some order and move down:
+
+    stage 0   F0   F1   F2   F3   .    .             stage 0   .    .    B0   B1   B2   B3
+    stage 1   .    F0   F1   F2   F3   .             stage 1   .    B0   B1   B2   B3   .
+    stage 2   .    .    F0   F1   F2   F3            stage 2   B0   B1   B2   B3   .    .
+
+The second is laid over the first as early as the last virtual stage allows, where a backward unit
+may use the forward of its own tick. The kinds differ only in the two orders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = ("gpipe", "1f1b", "interleaved")
+
+
+class Lane(NamedTuple):
+    """One direction of a schedule, forward or backward: five int32 arrays, all [ticks, num_stages].
+
+    A NamedTuple, so that it is a pytree: `jax.tree.map(lambda a: a[tick, stage], lane)` is what a
+    stage does at a tick. -1 is "none": mask it before indexing, where it would mean "the last".
+    """
+
+    unit: np.ndarray
+    """u = m K + k of the unit that runs; -1: idle."""
+    group: np.ndarray
+    """Which of the stage's V groups of layers runs it; 0 when idle."""
+    slot: np.ndarray
+    """Residual slot: forward writes it, backward frees it; -1: idle, or no backward pass."""
+    source: np.ndarray
+    """Buffer the input is read from; -1: idle, or from the embedding (backward: the head)."""
+    arrival: np.ndarray
+    """Buffer that takes what this tick's exchange brings to the stage; -1: nothing arrives."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """What each stage does at each tick; built by `make_schedule`. Its arrays are read-only."""
+
+    kind: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    num_groups: int
+    num_slots: int
+    """Residual slots that the fullest stage needs; 0 without a backward pass."""
+    num_forward_buffers: int
+    """Activations that wait on any one stage, at most; 0 if nothing is ever sent."""
+    num_backward_buffers: int
+    """Cotangents that wait on any one stage, at most."""
+    forward: Lane = dataclasses.field(repr=False)
+    backward: Lane = dataclasses.field(repr=False)
+    """All idle without a backward pass."""
+
+    @property
+    def num_units(self) -> int:
+        """M K. Each unit runs V times on every stage, once per group."""
+        return self.num_microbatches * self.num_chunks
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks until the last unit is done: the loop's length. `padded` arrays have more rows."""
+        busy_T = ((self.forward.unit >= 0) | (self.backward.unit >= 0)).any(axis=1)
+        return int(np.flatnonzero(busy_T)[-1]) + 1
+
+    @property
+    def bubble(self) -> float:
+        """Share of stage-time with nothing to do, where a backward unit costs two forward units.
+
+        (S-1) / (MK + S-1) for gpipe and 1f1b (arXiv:1811.06965, section 2.3, with MK for M), and
+        (S-1) / (VMK + S-1) for interleaved with MK >= S (arXiv:2104.04473, section 2.2, which
+        divides by the work instead of the whole).
+        """
+        return self.bubble_at()
+
+    def bubble_at(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> float:
+        """Share of stage-time with nothing to do, given the costs of a forward and a backward unit.
+
+        Stages run in lockstep: a tick costs its forward part if any stage runs one, plus its
+        backward part if any stage runs one.
+        """
+        if not (forward_cost > 0 and backward_cost > 0):
+            raise ValueError(
+                f"{forward_cost=} and {backward_cost=} must be above 0; use 1 and 2 if unknown."
+            )
+        elapsed = idle = 0.0
+        for lane, cost in ((self.forward, forward_cost), (self.backward, backward_cost)):
+            busy_TS = lane.unit >= 0
+            stage_ticks = int(busy_TS.any(axis=1).sum()) * self.num_stages
+            elapsed += cost * stage_ticks
+            idle += cost * (stage_ticks - int(busy_TS.sum()))
+        return idle / elapsed
+
+    @property
+    def live_units(self) -> tuple[int, ...]:
+        """Per stage, the largest number of units whose residuals are held at once.
+
+        With V groups a unit holds 1/V of the stage's layers. On stage s,
+
+            gpipe         MK
+            1f1b          min(MK, K + 2(S-1-s))
+            interleaved   min(VM, VS + S-1-2s)      for K = 1 and M a multiple of S
+
+        K because a sequence goes back in reverse order (arXiv:2406.03488); 2(S-1-s), where
+        arXiv:2006.09503 has S-1-s, because a lockstep tick holds a forward and a backward unit.
+        """
+        if not self.num_slots:
+            return (0,) * self.num_stages
+        live_TS = np.cumsum(self.forward.unit >= 0, axis=0, dtype=np.int64)
+        live_TS[1:] -= np.cumsum(self.backward.unit >= 0, axis=0, dtype=np.int64)[:-1]
+        return tuple(live_TS.max(axis=0).tolist())
+
+    def padded(self, num_rows: int) -> Schedule:
+        """Appends idle rows, so that schedules of several lengths share one array shape.
+
+        `num_ticks`, `bubble` and `to_text()` do not change.
+        """
+        rows = len(self.forward.unit)
+        if num_rows < rows:
+            raise ValueError(f"num_rows={num_rows} cannot hold {rows} ticks; use {rows} or more.")
+        idle = _idle_lane(num_rows - rows, self.num_stages)
+        forward = Lane(*map(np.concatenate, zip(self.forward, idle, strict=True)))
+        backward = Lane(*map(np.concatenate, zip(self.backward, idle, strict=True)))
+        return dataclasses.replace(self, forward=_frozen(forward), backward=_frozen(backward))
+
+    def to_text(self) -> str:
+        """The schedule as a picture: a row per stage, a column per tick, and its numbers below.
+
+        A tick has a forward column if any stage runs one, and a backward column if any does: the
+        share of dots is the bubble at equal costs.
+        """
+        stages, lanes = range(self.num_stages), (("F", self.forward), ("B", self.backward))
+        columns_T = [
+            [
+                [self._cell(letter, lane.unit[t, s], lane.group[t, s]) for s in stages]
+                for letter, lane in lanes
+                if (lane.unit[t] >= 0).any()
+            ]
+            for t in range(self.num_ticks)
+        ]
+        width = max(len(cell) for columns in columns_T for column in columns for cell in column)
+        rows = [["tick", *map(str, range(self.num_ticks))]]
+        for s in stages:
+            cells_T = [
+                " ".join(column[s].ljust(width) for column in columns) for columns in columns_T
+            ]
+            rows.append([f"stage {s}", *cells_T])
+        widths = [len(max(cells, key=len)) for cells in zip(*rows, strict=True)]
+        lines = ["|".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([*lines, self._caption()])
+
+    def _cell(self, letter: str, unit: int, group: int) -> str:
+        if unit < 0:
+            return "."
+        microbatch, chunk = divmod(int(unit), self.num_chunks)
+        chunk_text = f".{chunk}" if self.num_chunks > 1 else ""
+        group_text = f"/{group}" if self.num_groups > 1 else ""
+        return f"{letter}{microbatch}{chunk_text}{group_text}"
+
+    def _caption(self) -> str:
+        live = " ".join(map(str, self.live_units))
+        name = "microbatch" + ".chunk" * (self.num_chunks > 1) + "/group" * (self.num_groups > 1)
+        return (
+            f"{self.kind}: {self.num_ticks} ticks, bubble {self.bubble:.1%}, live units {live}  "
+            f"(F forward, B backward of {name})"
+        )
+
+
+def make_schedule(
+    kind: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    num_groups: int = 1,
+    *,
+    backward: bool = True,
+) -> Schedule:
+    """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
+
+    Stage s runs the forward of unit u = mK + k at tick u + s, and its backward at tick
+
+        gpipe         (MK-1 - u)     + (MK-1) + 2(S-1) - s       arXiv:1811.06965
+        1f1b          mK + (K-1 - k) + (K-1)  + 2(S-1) - s       arXiv:2006.09503, arXiv:2406.03488
+
+    interleaved (arXiv:2104.04473) sends units round the ring in rounds of S or a few more: a round
+    passes group 0, then group 1, and so on, and the next round follows without a gap. M need not be
+    a multiple of S, K need not be 1.
+
+    Args:
+      kind: "gpipe" (all forwards, then all backwards in reverse), "1f1b" (each backward as early
+        as it can be), or "interleaved" (1f1b with V groups of layers per stage and about 1/V of the
+        bubble).
+      num_stages: S.
+      num_microbatches: M.
+      num_chunks: K, chunks of time per sequence. State passes from chunk k to k + 1 on its stage,
+        and each group finishes a sequence before it starts the next: one state per group is enough.
+      num_groups: V; above 1 for "interleaved", 1 for the others.
+      backward: False leaves only the forward units, which then hold no residuals.
+    Raises:
+      ValueError: unknown kind, a count below 1, or a number of groups that the kind does not have.
+    """
+    _check(kind, num_stages, num_microbatches, num_chunks, num_groups)
+    num_units = num_microbatches * num_chunks
+    p = np.arange(num_groups * num_stages)
+    stage_P, group_P = p % num_stages, p // num_stages
+    entry_VU = _entry_ticks(num_stages, num_groups, num_units)
+    forward_PU = stage_P[:, None] + entry_VU[group_P]
+    forward_sent_PU = np.vstack([np.full_like(forward_PU[:1], -1), forward_PU[:-1]])
+
+    # The mirror image: stages, groups, chunks from last to first, and for gpipe microbatches too.
+    m, k = np.divmod(np.arange(num_units), num_chunks)
+    m = m[::-1] if kind == "gpipe" else m
+    turn_U = m * num_chunks + num_chunks - 1 - k
+    mirror_PU = (num_stages - 1 - stage_P)[:, None] + entry_VU[num_groups - 1 - group_P][:, turn_U]
+    backward_PU = mirror_PU + (forward_PU[-1] - mirror_PU[-1]).max()
+    backward_sent_PU = np.vstack([backward_PU[1:], np.full_like(backward_PU[:1], -1)])
+
+    num_ticks = int((backward_PU if backward else forward_PU).max()) + 1
+    slot_PU, num_slots = np.full_like(forward_PU, -1), 0
+    backward_lane, num_backward_buffers = _idle_lane(num_ticks, num_stages), 0
+    if backward:
+        # In half ticks: a residual lives from its forward part to the end of its backward part.
+        slot_PU, num_slots = _assign_slots(2 * forward_PU, 2 * backward_PU + 1, num_stages)
+        backward_lane, num_backward_buffers = _lane(
+            backward_PU, backward_sent_PU, slot_PU, num_stages, num_ticks
+        )
+    forward_lane, num_forward_buffers = _lane(
+        forward_PU, forward_sent_PU, slot_PU, num_stages, num_ticks
+    )
+    return Schedule(
+        kind=kind,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        num_groups=num_groups,
+        num_slots=num_slots,
+        num_forward_buffers=num_forward_buffers,
+        num_backward_buffers=num_backward_buffers,
+        forward=_frozen(forward_lane),
+        backward=_frozen(backward_lane),
+    )
+
+
+def _entry_ticks(num_stages: int, num_groups: int, num_units: int) -> np.ndarray:
+    """Returns the tick at which stage 0 runs the forward of each group and unit, [V, MK].
+
+    Even rounds of S units or a few more: a unit is back at stage 0, S ticks later, when the turn of
+    its next group comes. In a round of S + r units it waits r ticks, in up to r + 1 buffers. Fewer
+    than S units are one round, with gaps. With one group, unit u enters at tick u in any case.
+    """
+    num_rounds = max(1, num_units // num_stages)
+    bounds = np.arange(num_rounds + 1) * num_units // num_rounds
+    round_U = np.repeat(np.arange(num_rounds), np.diff(bounds))
+    start_U = bounds[round_U]
+    length_U = np.maximum(np.diff(bounds)[round_U], num_stages)
+    place_U = np.arange(num_units) - start_U
+    return num_groups * start_U + np.arange(num_groups)[:, None] * length_U + place_U
+
+
+def _assign_slots(
+    acquired_PU: np.ndarray, released_PU: np.ndarray, num_stages: int
+) -> tuple[np.ndarray, int]:
+    """Gives every interval a slot of its stage that no other has meanwhile, like registers.
+
+    Args:
+      acquired_PU, released_PU: first and last instant of each interval, [V S, MK]; acquired < 0:
+        needs no slot. Within a stage all instants differ.
+    Returns:
+      Slots [V S, MK], -1 where none is needed, and the number of slots on the fullest stage, which
+      is the most that are ever in use there.
+    """
+    slot_PU, num_slots = np.full_like(acquired_PU, -1), 0
+    for stage in range(num_stages):
+        mine = slice(stage, None, num_stages)
+        needed = acquired_PU[mine] >= 0
+        acquired, released = acquired_PU[mine][needed], released_PU[mine][needed]
+        by_acquired, by_released = np.argsort(acquired), np.argsort(released)
+        freed_before = np.searchsorted(released[by_released], acquired[by_acquired])
+        order = np.arange(len(acquired))
+        width = int((order + 1 - freed_before).max(initial=0))
+        # The free list is a queue: the first `width` intervals take the slots in order, each later
+        # one inherits the slot that has been free for longest. Follow inheritance back, doubling.
+        inherits_from = order.copy()
+        inherits_from[by_acquired[width:]] = by_released[: len(order) - width]
+        while (inherits_from[inherits_from] != inherits_from).any():
+            inherits_from = inherits_from[inherits_from]
+        first_slot = np.empty_like(order)
+        first_slot[by_acquired] = order
+        slot_PU[mine][needed] = first_slot[inherits_from]
+        num_slots = max(num_slots, width)
+    return slot_PU, num_slots
+
+
+def _lane(
+    tick_PU: np.ndarray, sent_PU: np.ndarray, slot_PU: np.ndarray, num_stages: int, num_ticks: int
+) -> tuple[Lane, int]:
+    """Turns "when" into "what".
+
+    Args:
+      tick_PU: when each virtual stage runs each unit, [V S, MK].
+      sent_PU: when its input was sent, -1 where it comes from the embedding or the head.
+      slot_PU: its residual slot.
+    Returns:
+      The lane, and the number of buffers on the fullest stage.
+    """
+    # In half ticks: an input lies in a buffer from the exchange that brought it until it is read.
+    acquired_PU = np.where(sent_PU < 0, -1, 2 * sent_PU + 1)
+    buffer_PU, num_buffers = _assign_slots(acquired_PU, 2 * tick_PU, num_stages)
+    lane = _idle_lane(num_ticks, num_stages)
+    p = np.arange(len(tick_PU))[:, None]
+    when = tick_PU, p % num_stages
+    lane.unit[when] = np.arange(tick_PU.shape[1])
+    lane.group[when] = p // num_stages
+    lane.slot[when] = slot_PU
+    lane.source[when] = buffer_PU
+    sent = np.nonzero(sent_PU >= 0)
+    lane.arrival[sent_PU[sent], sent[0] % num_stages] = buffer_PU[sent]
+    return lane, num_buffers
+
+
+def _idle_lane(num_ticks: int, num_stages: int) -> Lane:
+    nothing = [np.full((num_ticks, num_stages), -1, np.int32) for _ in Lane._fields]
+    return Lane(*nothing)._replace(group=np.zeros((num_ticks, num_stages), np.int32))
+
+
+def _frozen(lane: Lane) -> Lane:
+    for array in lane:
+        array.setflags(write=False)
+    return lane
+
+
+def _check(
+    kind: str, num_stages: int, num_microbatches: int, num_chunks: int, num_groups: int
+) -> None:
+    if kind not in KINDS:
+        nearest = difflib.get_close_matches(str(kind).lower(), KINDS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"kind={kind!r} is not a schedule; "
+            f"did you mean {nearest!r}? Use one of {', '.join(KINDS)}."
+        )
+    counts = {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "num_chunks": num_chunks,
+        "num_groups": num_groups,
+    }
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+            raise ValueError(f"{name}={count!r} is not a count; use an integer of 1 or more.")
+    if kind == "interleaved" and num_groups == 1:
+        raise ValueError(
+            "kind='interleaved' with num_groups=1 is '1f1b'; "
+            "use num_groups=2 or more, or kind='1f1b'."
+        )
+    if kind != "interleaved" and num_groups > 1:
+        raise ValueError(
+            f"kind={kind!r} has one group of layers per stage, not num_groups={num_groups}; "
+            f"use num_groups=1 or kind='interleaved'."
+        )

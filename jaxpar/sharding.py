@@ -1,0 +1,177 @@
+"""From named dims to shardings: one rule table maps each dim to the mesh axes that split it."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.axes import (
+    BATCH,
+    DATA,
+    DIMS,
+    EMBED,
+    HIDDEN,
+    LAYERS,
+    MESH_AXES,
+    STAGE,
+    TENSOR,
+    TOKENS,
+    VOCAB,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Dim name -> mesh axes that split it, outermost first. Dims without a rule stay whole.
+
+    Raises:
+      ValueError: an unknown dim or axis name, or an axis twice for one dim.
+    """
+
+    table: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __post_init__(self):
+        for dim, axes in self.table:
+            if dim not in DIMS:
+                raise ValueError(f"unknown dim name {dim!r} in a rule; names are {DIMS}")
+            for axis in axes:
+                if axis not in MESH_AXES:
+                    raise ValueError(
+                        f"rule {dim!r} -> {axes}: unknown mesh axis {axis!r}; axes are {MESH_AXES}"
+                    )
+            if len(set(axes)) < len(axes):
+                raise ValueError(f"rule {dim!r} -> {axes} names an axis twice; name it once")
+
+    @classmethod
+    def make(cls, table: Mapping[str, str | tuple[str, ...]]) -> "Rules":
+        """Rules from a dict such as `{"layers": "stage", "vocab": ("stage", "tensor")}`."""
+        return cls(tuple((d, (a,) if isinstance(a, str) else tuple(a)) for d, a in table.items()))
+
+    def replace(self, table: Mapping[str, str | tuple[str, ...]]) -> "Rules":
+        """These rules with some of them changed."""
+        return Rules.make({**dict(self.table), **table})
+
+    def spec(self, dims: tuple[str | None, ...]) -> P:
+        """The partition spec of an array with these named dims (None: a dim without a name).
+
+        Raises:
+          ValueError: two dims of the array map to the same axis.
+        """
+        table = dict(self.table)
+        axes = [table.get(dim, ()) if dim is not None else () for dim in dims]
+        used = [axis for split in axes for axis in split]
+        if repeated := {axis for axis in used if used.count(axis) > 1}:
+            raise ValueError(
+                f"the rules split two dims of one array {dims} over the axis {min(repeated)!r}: {axes}; "
+                f"change one of the rules"
+            )
+        return P(*(split[0] if len(split) == 1 else split or None for split in axes))
+
+
+# A head's vocabulary is shared by all stages; `RULES_LAST` keeps it on each stage, for the last one's use.
+RULES = Rules.make(
+    {BATCH: DATA, LAYERS: STAGE, HIDDEN: TENSOR, EMBED: TENSOR, VOCAB: (STAGE, TENSOR)}
+)
+RULES_LAST = RULES.replace({VOCAB: TENSOR})
+
+
+def split_over_data(rules: Rules) -> Rules:
+    """The rules with one dim of every parameter split over `data` as well.
+
+    That is FSDP for parameters (arXiv:2304.11277) and ZeRO-1 for optimizer state (arXiv:1910.02054).
+    """
+    table = dict(rules.table)
+    return rules.replace(
+        {HIDDEN: (*table[HIDDEN], DATA), VOCAB: (*table[VOCAB], DATA), TOKENS: DATA}
+    )
+
+
+def shardings(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+    """`tree` with a `NamedSharding` for every array: annotated ones by the rules, others replicated."""
+
+    def of(leaf):
+        if isinstance(leaf, nnx.Variable):
+            return leaf.replace(NamedSharding(mesh, _spec(leaf, rules)))
+        return NamedSharding(mesh, P())
+
+    return jax.tree.map(of, tree, is_leaf=_is_variable)
+
+
+def constrain(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+    """`tree` with its arrays laid out by the rules, inside a traced function."""
+    return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+
+
+def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
+    """Raises before tracing if a named dim does not divide by the axes that split it.
+
+    Raises:
+      ValueError: naming parameter, dim, axes, both sizes, and the nearest sizes that work.
+    """
+    for name, variable in annotated(tree):
+        for dim, size, axes in zip(
+            variable.out_sharding, variable.shape, _spec(variable, rules), strict=True
+        ):
+            if axes is None:
+                continue
+            axes = (axes,) if isinstance(axes, str) else axes
+            parts = math.prod(mesh.shape[axis] for axis in axes)
+            if size % parts:
+                below = size // parts * parts
+                nearest = f"{below} or {below + parts}" if below else f"{parts}"
+                over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+                raise ValueError(
+                    f"parameter {name}: dim {dim!r} has size {size}, which does not split over {over}"
+                    + (f" = {parts}" if len(axes) > 1 else "")
+                    + f"; use {nearest}, or another mesh"
+                )
+
+
+def misplaced(tree: Any, rules: Rules) -> list[str]:
+    """One line for every annotated array whose real sharding is not the one that its names ask for."""
+    lines = []
+    for name, variable in annotated(tree):
+        array = variable.get_value()
+        spec = _spec(variable, rules)
+        actual = array.sharding
+        if not isinstance(actual, NamedSharding):
+            lines.append(f"{name} {array.shape}: declared {spec}, but lies on {actual}")
+        elif not actual.is_equivalent_to(NamedSharding(actual.mesh, spec), array.ndim):
+            shard = actual.shard_shape(array.shape)
+            lines.append(
+                f"{name} {array.shape}: declared {spec}, but is sharded {actual.spec} (shards {shard})"
+            )
+    return lines
+
+
+def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
+    """Name and variable of everything in `tree` that carries named dims."""
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
+        if _is_variable(leaf) and leaf.get_metadata("out_sharding", None):
+            yield _name(path), leaf
+
+
+def _spec(variable: nnx.Variable, rules: Rules) -> P:
+    dims = variable.get_metadata("out_sharding", None)
+    if not dims:
+        return P()
+    if len(dims) != len(variable.shape):
+        raise ValueError(
+            f"a variable of shape {variable.shape} carries the names {dims}; an optimizer that keeps "
+            f"state of another shape than its parameter cannot be sharded by the parameter's names"
+        )
+    return rules.spec(dims)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))) for key in path)
+    return ".".join(str(key) for key in keys)

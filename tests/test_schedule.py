@@ -1,0 +1,341 @@
+"""Schedules are checked by playing them: messages, slots and buffers move as in an executor."""
+
+import dataclasses
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.schedule import KINDS, Schedule, make_schedule
+
+Message = tuple[str, int, int, int]  # what it is, virtual stage, microbatch, chunk
+Cells = list[Message | None]
+
+STAGES = st.integers(1, 6)
+MICROBATCHES = st.integers(1, 9)
+CHUNKS = st.integers(1, 5)
+
+
+@st.composite
+def schedules(draw, kinds=KINDS):
+    kind = draw(st.sampled_from(kinds))
+    groups = draw(st.integers(2, 4)) if kind == "interleaved" else 1
+    return make_schedule(kind, draw(STAGES), draw(MICROBATCHES), draw(CHUNKS), groups)
+
+
+def runs(schedule: Schedule, lane) -> dict[tuple[int, int, int], int]:
+    """Tick of every (virtual stage, microbatch, chunk) that the lane runs; none may run twice."""
+    tick_of = {}
+    for tick, stage in np.argwhere(lane.unit >= 0).tolist():
+        unit, group = int(lane.unit[tick, stage]), int(lane.group[tick, stage])
+        key = (group * schedule.num_stages + stage, *divmod(unit, schedule.num_chunks))
+        assert key not in tick_of, f"{key} runs twice"
+        tick_of[key] = tick
+    return tick_of
+
+
+def all_keys(schedule: Schedule) -> set[tuple[int, int, int]]:
+    return {
+        (p, m, k)
+        for p in range(schedule.num_groups * schedule.num_stages)
+        for m in range(schedule.num_microbatches)
+        for k in range(schedule.num_chunks)
+    }
+
+
+def play(schedule: Schedule) -> None:
+    """Moves labelled messages as the executor moves arrays; any wrong or clobbered read fails."""
+    S, V = schedule.num_stages, schedule.num_groups
+    last = V * S - 1
+    trains = schedule.num_slots > 0
+    slots: list[Cells] = [[None] * schedule.num_slots for _ in range(S)]
+    activations: list[Cells] = [[None] * schedule.num_forward_buffers for _ in range(S)]
+    cotangents: list[Cells] = [[None] * schedule.num_backward_buffers for _ in range(S)]
+    # The (microbatch, chunk) that a group's carried state saw last: there is one state per group.
+    carried, carried_back = {}, {}
+
+    def take(buffers: list[Cells], stage: int, source: int, expected: Message):
+        assert 0 <= source < len(buffers[stage])
+        assert buffers[stage][source] == expected
+        buffers[stage][source] = None
+
+    def arrive(buffers: list[Cells], stage: int, arrival: int, message: Message | None):
+        assert (message is None) == (arrival < 0), "a message without a place, or the reverse"
+        if message is None:
+            return
+        assert buffers[stage][arrival] is None, "a message that still waits is overwritten"
+        buffers[stage][arrival] = message
+
+    for tick in range(schedule.num_ticks):
+        sent_up: Cells = [None] * S
+        sent_down: Cells = [None] * S
+        for stage in range(S):  # 1. forward
+            unit, group, slot, source, _ = (int(a[tick, stage]) for a in schedule.forward)
+            if unit < 0:
+                assert (group, slot, source) == (0, -1, -1)
+                continue
+            p, (m, k) = group * S + stage, divmod(unit, schedule.num_chunks)
+            if p == 0:
+                assert source == -1
+            else:
+                take(activations, stage, source, ("output", p - 1, m, k))
+            assert k == 0 or carried[p] == (m, k - 1)
+            carried[p] = (m, k)
+            if trains:
+                assert slots[stage][slot] is None, "a slot that is still live is overwritten"
+                slots[stage][slot] = ("residual", p, m, k)
+            else:
+                assert slot == -1
+            sent_up[stage] = ("output", p, m, k) if p < last else None
+        for stage in range(S):  # 2. backward
+            unit, group, slot, source, _ = (int(a[tick, stage]) for a in schedule.backward)
+            if unit < 0:
+                assert (group, slot, source) == (0, -1, -1)
+                continue
+            p, (m, k) = group * S + stage, divmod(unit, schedule.num_chunks)
+            if p == last:
+                assert source == -1
+            else:
+                take(cotangents, stage, source, ("cotangent", p + 1, m, k))
+            assert k == schedule.num_chunks - 1 or carried_back[p] == (m, k + 1)
+            carried_back[p] = (m, k)
+            take(slots, stage, slot, ("residual", p, m, k))
+            sent_down[stage] = ("cotangent", p, m, k) if p > 0 else None
+        for stage in range(S):  # 3. exchange
+            up, down = sent_up[stage - 1], sent_down[(stage + 1) % S]
+            arrive(activations, stage, schedule.forward.arrival[tick, stage], up)
+            arrive(cotangents, stage, schedule.backward.arrival[tick, stage], down)
+    everything = [*slots, *activations, *cotangents]
+    assert all(cell is None for cells in everything for cell in cells), "something is left over"
+
+
+@given(schedules())
+def test_every_unit_runs_once_each_way_after_what_it_needs(schedule):
+    forward, backward = runs(schedule, schedule.forward), runs(schedule, schedule.backward)
+    assert forward.keys() == backward.keys() == all_keys(schedule)
+    last, last_chunk = schedule.num_groups * schedule.num_stages - 1, schedule.num_chunks - 1
+    for p, m, k in all_keys(schedule):
+        if p > 0:
+            assert forward[p, m, k] > forward[p - 1, m, k]
+        if k > 0:
+            assert forward[p, m, k] > forward[p, m, k - 1]
+        if p < last:
+            assert backward[p, m, k] > backward[p + 1, m, k]
+        if k < last_chunk:
+            assert backward[p, m, k] > backward[p, m, k + 1]
+        assert backward[p, m, k] >= forward[p, m, k]
+
+
+@given(schedules())
+def test_messages_slots_and_buffers_never_collide(schedule):
+    play(schedule)
+
+
+@given(st.sampled_from(KINDS), STAGES, MICROBATCHES, CHUNKS, st.integers(2, 4))
+def test_without_backward_only_the_forwards_remain(kind, S, M, K, V):
+    V = V if kind == "interleaved" else 1
+    schedule = make_schedule(kind, S, M, K, V, backward=False)
+    play(schedule)
+    assert runs(schedule, schedule.forward).keys() == all_keys(schedule)
+    assert not runs(schedule, schedule.backward)
+    assert schedule.num_slots == schedule.num_backward_buffers == 0
+    assert schedule.live_units == (0,) * S
+    if M * K >= S or V == 1:
+        assert schedule.num_ticks == V * M * K + S - 1
+        assert schedule.bubble == pytest.approx((S - 1) / (V * M * K + S - 1))
+    full = make_schedule(kind, S, M, K, V)
+    np.testing.assert_array_equal(schedule.forward.unit, full.forward.unit[: schedule.num_ticks])
+
+
+@given(STAGES, MICROBATCHES, CHUNKS)
+def test_1f1b_meets_its_closed_forms(S, M, K):
+    schedule = make_schedule("1f1b", S, M, K)
+    forward, backward = runs(schedule, schedule.forward), runs(schedule, schedule.backward)
+    for s, m, k in all_keys(schedule):
+        assert forward[s, m, k] == m * K + k + s
+        assert backward[s, m, k] == m * K + (K - 1 - k) + (K - 1) + 2 * (S - 1) - s
+    assert schedule.num_ticks == M * K + K - 1 + 2 * (S - 1)
+    assert schedule.live_units == tuple(min(M * K, K + 2 * (S - 1 - s)) for s in range(S))
+
+
+@given(STAGES, MICROBATCHES, CHUNKS)
+def test_gpipe_meets_its_closed_forms(S, M, K):
+    schedule = make_schedule("gpipe", S, M, K)
+    forward, backward = runs(schedule, schedule.forward), runs(schedule, schedule.backward)
+    last = M * K - 1
+    for s, m, k in all_keys(schedule):
+        unit = m * K + k
+        assert forward[s, m, k] == unit + s
+        assert backward[s, m, k] == (last - unit) + last + 2 * (S - 1) - s
+    assert schedule.live_units == (M * K,) * S
+
+
+@given(schedules(kinds=("1f1b", "gpipe")))
+def test_1f1b_and_gpipe_have_the_bubble_of_the_closed_form_and_one_buffer_each_way(schedule):
+    S, units = schedule.num_stages, schedule.num_units
+    assert schedule.bubble == (S - 1) / (units + S - 1)
+    assert schedule.bubble_at(1.0, 1.0) == (S - 1) / (units + S - 1)
+    for lane in (schedule.forward, schedule.backward):
+        assert (lane.unit >= 0).any(axis=1).sum() == units + S - 1
+    buffers = 0 if S == 1 else 1
+    assert schedule.num_forward_buffers == schedule.num_backward_buffers == buffers
+
+
+@given(st.integers(2, 6), MICROBATCHES, CHUNKS, st.integers(2, 4))
+def test_interleaved_bubble_is_below_1f1b_at_equal_layers(S, M, K, V):
+    interleaved, plain = make_schedule("interleaved", S, M, K, V), make_schedule("1f1b", S, M, K)
+    if M * K == 1:  # a single unit has nobody to interleave with
+        assert interleaved.bubble == plain.bubble
+    else:
+        assert interleaved.bubble < plain.bubble
+    if M * K >= S:
+        assert interleaved.bubble == (S - 1) / (V * M * K + S - 1)
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(2, 4))
+def test_interleaved_with_whole_rounds_waits_nowhere_and_holds_its_closed_form(S, rounds, V):
+    M = rounds * S
+    schedule = make_schedule("interleaved", S, M, num_groups=V)
+    assert schedule.num_forward_buffers == schedule.num_backward_buffers == 1
+    expected = tuple(min(V * M, V * S + S - 1 - 2 * s) for s in range(S))
+    assert schedule.live_units == expected
+
+
+@given(schedules())
+def test_live_units_and_slots_are_the_largest_overlap(schedule):
+    forward, backward = runs(schedule, schedule.forward), runs(schedule, schedule.backward)
+    S = schedule.num_stages
+    live = [
+        max(
+            sum(forward[key] <= t <= backward[key] for key in forward if key[0] % S == stage)
+            for t in range(schedule.num_ticks)
+        )
+        for stage in range(S)
+    ]
+    assert schedule.live_units == tuple(live)
+    assert schedule.num_slots == max(live)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "percent", "live_microbatches"), [(1, 27.3, 7.0), (8, 4.5, 1.75)]
+)
+def test_chunks_of_time_shrink_bubble_and_memory_at_once(num_chunks, percent, live_microbatches):
+    schedule = make_schedule("1f1b", num_stages=4, num_microbatches=8, num_chunks=num_chunks)
+    assert round(100 * schedule.bubble, 1) == percent
+    assert max(schedule.live_units) / num_chunks == live_microbatches
+
+
+def test_one_microbatch_is_a_wavefront_over_time():
+    schedule = make_schedule("1f1b", num_stages=3, num_microbatches=1, num_chunks=4)
+    wavefront = [[0, -1, -1], [1, 0, -1], [2, 1, 0], [3, 2, 1], [-1, 3, 2], [-1, -1, 3]]
+    np.testing.assert_array_equal(schedule.forward.unit[:6], wavefront)
+    assert schedule.live_units == (4, 4, 4)
+
+
+def test_bubble_weighs_parts_by_their_cost():
+    # One unit on two groups of two stages: 4 forward and 4 backward parts, each busy on one stage.
+    schedule = make_schedule("interleaved", 2, 1, num_groups=2)
+    assert schedule.bubble_at(3.0, 5.0) == 0.5
+    # The shares of the lanes are equal in every kind, so costs do not matter.
+    schedule = make_schedule("1f1b", 4, 4)
+    assert schedule.bubble_at(1.0, 7.0) == schedule.bubble == 3 / 7
+
+
+def test_arrays_are_int32_of_one_shape_and_read_only():
+    schedule = make_schedule("interleaved", 3, 4, 2, 2)
+    for array in (*schedule.forward, *schedule.backward):
+        assert array.dtype == np.int32
+        assert array.shape == (schedule.num_ticks, schedule.num_stages)
+        with pytest.raises(ValueError, match="read-only"):
+            array[0, 0] = 7
+    with pytest.raises(dataclasses.FrozenInstanceError, match="num_slots"):
+        schedule.num_slots = 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@given(schedules(), st.integers(0, 5))
+def test_padding_changes_nothing_but_the_shape(schedule, extra):
+    padded = schedule.padded(schedule.num_ticks + extra)
+    shape = (schedule.num_ticks + extra, schedule.num_stages)
+    assert {a.shape for a in (*padded.forward, *padded.backward)} == {shape}
+    assert padded.num_ticks == schedule.num_ticks
+    assert padded.bubble == schedule.bubble
+    assert padded.live_units == schedule.live_units
+    assert padded.to_text() == schedule.to_text()
+    play(padded)
+
+
+def test_text_draws_ticks_as_wide_as_they_are_long():
+    text = """\
+        tick   |0   |1   |2        |3        |4        |5   |6
+        stage 0|F0.0|F0.1|F1.0 .   |F1.1 B0.1|.    B0.0|B1.1|B1.0
+        stage 1|.   |F0.0|F0.1 B0.1|F1.0 B0.0|F1.1 B1.1|B1.0|.
+        1f1b: 7 ticks, bubble 20.0%, live units 4 2  (F forward, B backward of microbatch.chunk)"""
+    assert make_schedule("1f1b", 2, 2, 2).to_text() == textwrap.dedent(text)
+    text = """\
+        tick   |0   |1   |2   |3        |4        |5   |6   |7
+        stage 0|F0/0|F1/0|F0/1|F1/1 .   |.    B0/1|B1/1|B0/0|B1/0
+        stage 1|.   |F0/0|F1/0|F0/1 B0/1|F1/1 B1/1|B0/0|B1/0|.
+        interleaved: 8 ticks, bubble 20.0%, live units 4 3  (F forward, B backward of """
+    text = textwrap.dedent(text) + "microbatch/group)"
+    assert make_schedule("interleaved", 2, 2, 1, 2).to_text() == text
+    text = """\
+        tick   |0 |1 |2
+        stage 0|F0|F1|.
+        stage 1|. |F0|F1
+        gpipe: 3 ticks, bubble 33.3%, live units 0 0  (F forward, B backward of microbatch)"""
+    assert make_schedule("gpipe", 2, 2, backward=False).to_text() == textwrap.dedent(text)
+
+
+def test_text_of_the_readme_case_fits_a_page():
+    lines = make_schedule("1f1b", 4, 4, 2).to_text().splitlines()
+    assert len(lines) == 6
+    assert max(map(len, lines)) <= 120
+
+
+@given(schedules())
+def test_text_shows_the_bubble_as_its_share_of_dots(schedule):
+    cells = [
+        cell
+        for row in schedule.to_text().splitlines()[1:-1]
+        for cell in row.split("|", 1)[1].replace("|", " ").split()
+    ]
+    assert cells.count(".") / len(cells) == pytest.approx(schedule.bubble_at(1.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1", 2, 2), r"kind='1f1'.*did you mean '1f1b'.*gpipe, 1f1b, interleaved"),
+        (("GPipe", 2, 2), r"kind='GPipe'.*did you mean 'gpipe'"),
+        ((None, 2, 2), r"kind=None"),
+        (("1f1b", 0, 2), r"num_stages=0 .*1 or more"),
+        (("1f1b", 2, -3), r"num_microbatches=-3 .*1 or more"),
+        (("1f1b", 2, 2, 0), r"num_chunks=0 .*1 or more"),
+        (("1f1b", 2, 2, 1, 0), r"num_groups=0 .*1 or more"),
+        (("1f1b", 2.0, 2), r"num_stages=2\.0 .*integer"),
+        (("1f1b", True, 2), r"num_stages=True .*integer"),
+        (("interleaved", 2, 2), r"num_groups=1 is '1f1b'.*num_groups=2 or more"),
+        (("1f1b", 2, 2, 1, 3), r"kind='1f1b'.*num_groups=3.*kind='interleaved'"),
+        (("gpipe", 2, 2, 1, 2), r"kind='gpipe'.*num_groups=2.*kind='interleaved'"),
+    ],
+)
+def test_impossible_requests_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
+
+
+def test_impossible_questions_are_refused():
+    schedule = make_schedule("1f1b", 2, 3)
+    with pytest.raises(ValueError, match=r"backward_cost=-1\.0 must be above 0"):
+        schedule.bubble_at(1.0, -1.0)
+    with pytest.raises(ValueError, match=r"num_rows=4 cannot hold 5 ticks; use 5 or more"):
+        schedule.padded(4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_schedules_are_one_array_operation_per_stage(kind):
+    # About a million entries; a loop over units in Python would be felt here.
+    schedule = make_schedule(kind, 64, 256, 16, num_groups=2 if kind == "interleaved" else 1)
+    assert (schedule.forward.unit >= 0).sum() == 64 * 256 * 16 * schedule.num_groups
