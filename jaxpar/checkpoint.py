@@ -1,0 +1,349 @@
+"""Checkpoints of a training run: Orbax behind one door.
+
+A checkpoint does not know the mesh that wrote it. Arrays are stored under plain names such as
+`params/lstm/w_x`, stacked layers in the order of the layers, `[num_layers, ...]`, without the empty
+slots that a placement needs. A restore puts each array where the mesh of the new run wants it.
+
+    slots of (1, 2)             stored              slots of (3,)
+    0  -  |  1  2       -->     0  1  2     -->     0  1  2
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as orbax
+
+from jaxpar.axes import LAYERS
+from jaxpar.config import Config
+from jaxpar.state import TrainState, abstract_state
+
+# Of the model, what may change between two runs: no array has another shape or meaning for it.
+_FREE_OF_MODEL = ("dropout", "forget_bias", "dtype")
+# Of the optimizer, what decides which arrays it keeps.
+_NAMES_OF_OPTIMIZER = ("optimizer", "momentum", "clip_norm")
+
+
+class Checkpoints:
+    """The checkpoints in a folder, one subfolder for each step, named by its number.
+
+    Use it as a context manager, or call `close`: saves run in the background. With several
+    processes, all of them call every method, in the same order.
+
+    Args:
+      folder: made by the first save, if need be.
+      keep: the newest checkpoints kept; older ones are deleted as new ones are written.
+    Raises:
+      ValueError: `keep` is not positive.
+    """
+
+    def __init__(self, folder: str | PathLike[str], *, keep: int):
+        if keep < 1:
+            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        self._writer: orbax.training.Checkpointer | None = None
+        self._saving: orbax.AsyncResponse[bool] | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def save(self, state: TrainState, config: Config) -> None:
+        """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
+
+        Nothing counts as a checkpoint until all of it is written. The config is in it, as JSON.
+
+        Args:
+          state: may be donated to the next training step at once.
+          config: as given to `init_state`.
+        Raises:
+          ValueError: the folder has a checkpoint of this step or a later one.
+          Exception: the save before this one failed in the background.
+        """
+        self._wait()
+        step = int(state.step)
+        if self._folder.exists() and (later := [s for s in self._steps() if s >= step]):
+            raise ValueError(
+                f"cannot save step {step}: {self._folder} has step {max(later)} already; continue "
+                f"from that one, delete it, or use another out_dir"
+            )
+        if self._writer is None:
+            self._writer = self._make_writer()
+        self._saving = self._writer.save_async(
+            step,
+            _nest(by_layer(state, config)),
+            force=True,  # the caller has decided when
+            custom_metadata={"config": dataclasses.asdict(config)},
+        )
+        assert self._saving is not None, "a forced save is never skipped"
+
+    def latest_step(self) -> int | None:
+        """The newest step of which there is a whole checkpoint; None if there is none.
+
+        Waits for a save that is still running.
+        """
+        self._wait()
+        return max(self._complete_steps(), default=None)
+
+    def restore(self, config: Config, mesh: Mesh, step: int | None = None) -> TrainState:
+        """The state of a checkpoint, on this mesh, in this config's placement and layout.
+
+        Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
+        `update`, learning rate and dropout may differ from those of the run that wrote it.
+
+        Args:
+          config: as given to `init_state`.
+          step: None takes the latest.
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+          ValueError: it holds another model, optimizer or batch size; or sizes do not fit the mesh.
+        """
+        path = self._folder / str(self._resolve(step))
+        config.check()
+        target = abstract_state(config, mesh)
+        abstract = {name: _stored_form(leaf, config) for name, leaf in _named_leaves(target)}
+        _check_compatible(path, abstract, config)
+        stored = _flatten(orbax.load(str(path), _nest(abstract)))
+        leaves = []
+        for name, leaf in _named_leaves(target):
+            value, dim = stored[name], _layers_dim(leaf)
+            if dim is not None and _is_reordered(config):
+                value = _take_layers(value, dim, config.layer_ids, value.sharding)
+                value = jax.device_put(value, _array(leaf).sharding)
+            leaves.append(leaf.replace(value) if isinstance(leaf, nnx.Variable) else value)
+        return jax.tree.unflatten(jax.tree.structure(target, is_leaf=_is_variable), leaves)
+
+    def close(self) -> None:
+        """Waits for the save that is still running.
+
+        Raises:
+          Exception: it failed.
+        """
+        try:
+            self._wait()
+        finally:
+            writer, self._writer = self._writer, None
+            if writer is not None:
+                writer.close()
+
+    def _make_writer(self) -> orbax.training.Checkpointer:
+        """Made by the first save: a reader makes no folder, and deletes no half-written one."""
+        policies = orbax.training.preservation_policies
+        newest: Any = policies.LatestN(self._keep)  # Any: Orbax's hints contradict each other
+        return orbax.training.Checkpointer(
+            str(self._folder), preservation_policy=newest, cleanup_tmp_directories=True
+        )
+
+    def _wait(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            try:
+                saving.result()
+            except Exception:
+                self._writer = None  # it would raise the same again, for ever
+                raise
+
+    def _steps(self) -> dict[int, bool]:
+        """Steps that have a subfolder, and whether Orbax has finished writing it.
+
+        It writes to a folder with a suffix on its name, notes the time, and renames it: so the
+        first test is the name. The time is the second, for folders copied or deleted in part.
+        """
+        found = orbax.path.step.standard_name_format().find_all(str(self._folder))
+        return {each.step: each.commit_timestamp_nsecs is not None for each in found}
+
+    def _complete_steps(self) -> list[int]:
+        if not self._folder.is_dir():
+            return []
+        return sorted(step for step, complete in self._steps().items() if complete)
+
+    def _resolve(self, step: int | None) -> int:
+        self._wait()
+        steps = self._complete_steps()
+        if not steps:
+            raise FileNotFoundError(
+                f"there is no checkpoint in {self._folder}; train first, or set out_dir to the "
+                f"folder of a run that has saved one"
+            )
+        if step is None:
+            return steps[-1]
+        if step not in steps:
+            raise FileNotFoundError(
+                f"there is no checkpoint of step {step} in {self._folder}; use one of {steps}"
+            )
+        return step
+
+
+def by_layer(state: TrainState, config: Config) -> dict[str, jax.Array]:
+    """The arrays of a state as they are stored: by name, stacked layers in the order of the layers.
+
+    They stay sharded; where layers change their places, over another dim than that of the layers.
+
+    Args:
+      config: the one that the state was made with.
+    Raises:
+      ValueError: the state has another number of slots than the config's placement.
+    """
+    layer_ids = config.layer_ids
+    order = tuple(layer_ids.index(layer) for layer in range(config.model.num_layers))
+    arrays = {}
+    for name, leaf in _named_leaves(state):
+        array, dim = _array(leaf), _layers_dim(leaf)
+        if dim is not None and array.shape[dim] != len(layer_ids):
+            raise ValueError(
+                f"{name} has {array.shape[dim]} slots for layers, placement={config.placement} "
+                f"needs {len(layer_ids)}; give the config that the state was made with"
+            )
+        if dim is not None and _is_reordered(config):
+            array = _take_layers(array, dim, order, _without_layers(array, dim))
+        arrays[name] = array
+    return arrays
+
+
+def _stored_form(leaf: Any, config: Config) -> jax.ShapeDtypeStruct:
+    """The array to read for a leaf of the abstract state, sharded over this mesh."""
+    array, dim = _array(leaf), _layers_dim(leaf)
+    if dim is None or not _is_reordered(config):
+        return array
+    shape = (*array.shape[:dim], config.model.num_layers, *array.shape[dim + 1 :])
+    return jax.ShapeDtypeStruct(shape, array.dtype, sharding=_without_layers(array, dim))
+
+
+def _is_reordered(config: Config) -> bool:
+    """Whether the slots are anything but the layers in their order."""
+    return config.layer_ids != tuple(range(config.model.num_layers))
+
+
+def _without_layers(array: Any, dim: int) -> NamedSharding:
+    """The array's sharding, the axes that split `dim` moved to the first other dim they divide.
+
+    Every device can then pick layers in any order, and none holds more than its share. If there is
+    no such dim (a bias of odd size), the axes are dropped.
+    """
+    mesh = array.sharding.mesh
+    split = [
+        (axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in array.sharding.spec
+    ]
+    split += [()] * (array.ndim - len(split))
+    moved, split[dim] = split[dim], ()
+    for other, size in enumerate(array.shape):
+        axes = split[other] + moved
+        if other != dim and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            split[other] = axes
+            break
+    return NamedSharding(mesh, P(*(axes[0] if len(axes) == 1 else axes or None for axes in split)))
+
+
+@functools.partial(jax.jit, static_argnames=("dim", "index", "sharding"))
+def _take_layers(
+    array: jax.Array, dim: int, index: tuple[int, ...], sharding: NamedSharding
+) -> jax.Array:
+    """The slices `index` of a dim that `sharding` leaves whole; zeros where the index is -1."""
+    array = jax.lax.with_sharding_constraint(array, sharding)
+    taken = jnp.take(array, np.array(index, np.int32), axis=dim, mode="clip")
+    others = tuple(other for other in range(array.ndim) if other != dim)
+    wanted = np.expand_dims(np.array(index) >= 0, others)
+    return jax.lax.with_sharding_constraint(
+        jnp.where(wanted, taken, jnp.zeros_like(taken)), sharding
+    )
+
+
+def _check_compatible(
+    path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct], config: Config
+) -> None:
+    """Raises if the checkpoint does not hold the arrays that the config needs, naming the field."""
+    metadata = orbax.metadata(str(path))
+    custom: Any = metadata.custom_metadata
+    if not custom or "config" not in custom:
+        raise ValueError(f"{path} was not written by jaxpar: it has no config; use another out_dir")
+    written = custom["config"]
+    stored = _flatten(metadata.metadata)
+
+    for name, now in dataclasses.asdict(config.model).items():
+        was = written["model"].get(name)
+        if name not in _FREE_OF_MODEL and was != now:
+            raise ValueError(
+                f"{path} holds a model of {name}={was!r}, the config has {name}={now!r}; "
+                f"set {name}={was!r}, or use another out_dir"
+            )
+
+    was, now = (
+        ", ".join(f"{name}={train.get(name)!r}" for name in _NAMES_OF_OPTIMIZER)
+        for train in (written["train"], dataclasses.asdict(config.train))
+    )
+    kept, needed = (
+        {n for n in names if n.startswith("opt_state/")} for names in (stored, abstract)
+    )
+    if written["train"]["optimizer"] != config.train.optimizer or kept != needed:
+        raise ValueError(
+            f"{path} holds the state of another optimizer: {was}; the config has {now}; set them "
+            f"as they were, or use another out_dir"
+        )
+
+    was, now = written["data"]["batch_size"], config.data.batch_size
+    if was != now:
+        raise ValueError(
+            f"{path} holds the recurrent state of batch_size={was} rows, the config has "
+            f"batch_size={now}; set batch_size={was}, or use another out_dir"
+        )
+
+    was, now = ({n: (a.shape, a.dtype) for n, a in each.items()} for each in (stored, abstract))
+    if was != now:
+        name = min(n for n in was.keys() | now.keys() if was.get(n) != now.get(n))
+        raise ValueError(
+            f"{path}: {name} is {was.get(name)}, this version of jaxpar needs {now.get(name)}; "
+            f"restore it with the version that wrote it"
+        )
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """`params/lstm/w_x` and its variable, and so on; arrays where no names of dims are known."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_variable)
+    return [(_name(path), leaf) for path, leaf in leaves]
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _array(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _layers_dim(leaf: Any) -> int | None:
+    dims = leaf.get_metadata("out_sharding", None) if isinstance(leaf, nnx.Variable) else None
+    return dims.index(LAYERS) if dims and LAYERS in dims else None
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _nest(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a/b": x}` -> `{"a": {"b": x}}`."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = array
+    return tree
+
+
+def _flatten(tree: Any) -> dict[str, Any]:
+    """`{"a": {"b": x}}` -> `{"a/b": x}`."""
+    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}

@@ -1,0 +1,355 @@
+"""Texts as token ids, and the vocabulary between the two.
+
+Nothing is downloaded. Two texts come with every Python and have names; all others are the user's:
+
+    python-docs     the language reference behind `help()`, in words
+    python-source   the standard library, in characters
+    a folder        ptb.{train,valid,test}.txt, wiki.{train,valid,test}.tokens or
+                    {train,valid,test}.txt
+    a file          one plain text, its lines split 90 / 5 / 5 in their order
+
+A text is a sequence of lines, and every line ends with the token `<eos>` (in characters it stands
+for the newline), as in the language models of the Penn Treebank (PTB).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+Level = Literal["auto", "word", "char"]
+
+UNK = "<unk>"
+EOS = "<eos>"
+NAMES = ("python-docs", "python-source")
+SPLITS = ("train", "valid", "test")
+LAYOUTS = ("ptb.{}.txt", "wiki.{}.tokens", "{}.txt")  # the first that a folder has is taken
+SOURCE_CHARS = 2_000_000
+
+# A word with its contraction, or a run of one punctuation mark: `==`, `...`, `**`.
+_WORD_OR_MARK = re.compile(r"<unk>|<eos>|\w+(?:['\u2019](?:t|s|re|ve|ll|d|m)\b)?|([^\w\s])\1*")
+_RULE = re.compile(r"[-+=*~^]{4,}")  # under headings, around tables
+
+_CUTTERS: dict[str, Callable[[str], list[str]]] = {
+    "spaces": lambda line: line.replace("\n", f" {EOS}").split(),
+    "marks": lambda line: [
+        match.group() for match in _WORD_OR_MARK.finditer(line.lower().replace("\n", f" {EOS}"))
+    ],
+    "chars": lambda line: [EOS if char == "\n" else char for char in line],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The words of a language model; the id of a word is its place.
+
+    Attributes:
+      words: all different, `<unk>` and `<eos>` among them.
+      tokenizer: how `encode` cuts a text: "spaces" between words, as in PTB's files; "marks",
+        lower case and punctuation apart; "chars".
+    """
+
+    words: tuple[str, ...]
+    tokenizer: str = "spaces"
+
+    def __post_init__(self) -> None:
+        if self.tokenizer not in _CUTTERS:
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} is unknown; use {' or '.join(_CUTTERS)}"
+            )
+        if missing := [word for word in (UNK, EOS) if word not in self._ids]:
+            raise ValueError(f"no {' and no '.join(missing)} among the {len(self)} words; add it")
+        if len(self._ids) < len(self):
+            word, count = Counter(self.words).most_common(1)[0]
+            raise ValueError(f"{word!r} stands {count} times in the vocabulary; a word has one id")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @functools.cached_property
+    def _ids(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, text: str | Iterable[str], *, strict: bool = False) -> np.ndarray:
+        """Token ids of a text, which the tokenizer cuts, or of a list of words; int32 [tokens].
+
+        A newline in a text becomes `<eos>`; words outside the vocabulary become `<unk>`.
+
+        Raises:
+          ValueError: strict, and a word is outside the vocabulary.
+        """
+        words = _tokenize(text, self.tokenizer) if isinstance(text, str) else text
+        if strict:
+            words = map(self._known, words)
+        get, unk = self._ids.get, self._ids[UNK]
+        return np.fromiter((get(word, unk) for word in words), np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of token ids, words apart by spaces, `<eos>` as a newline.
+
+        In characters `<unk>` is U+FFFD. Ids of an encoded text, decoded and encoded, come back.
+
+        Raises:
+          ValueError: an id is outside the vocabulary.
+        """
+        ids = np.asarray(ids)
+        check_tokens(ids, len(self))
+        words: list[str] = [self.words[i] for i in ids.ravel().tolist()]
+        if self.tokenizer == "chars":
+            return "".join({EOS: "\n", UNK: "\ufffd"}.get(word, word) for word in words)
+        return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in words))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the vocabulary as JSON; the file appears whole or not at all."""
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        content = {"tokenizer": self.tokenizer, "words": self.words}
+        try:
+            partial.write_bytes(json.dumps(content, ensure_ascii=False, indent=0).encode())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
+        """Reads what `save` wrote.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: it holds something else.
+        """
+        try:
+            content = json.loads(_read(Path(path)))
+            words, tokenizer = content["words"], content["tokenizer"]
+            if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+                raise TypeError("its words are not strings")
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is no vocabulary ({error}); give a file that Vocabulary.save wrote"
+            ) from error
+        return cls(tuple(words), tokenizer)
+
+    def _known(self, word: str) -> str:
+        if word not in self._ids:
+            near = difflib.get_close_matches(word, self.words, n=3)
+            remedy = f"nearest are {', '.join(map(repr, near))}" if near else f"use {UNK} for it"
+            raise ValueError(f"{word!r} is not among the {len(self)} words; {remedy}")
+        return word
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """A text as token ids, int32 [tokens] for each split. The vocabulary has seen train only."""
+
+    name: str
+    level: str
+    vocabulary: Vocabulary
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+
+
+def load_corpus(
+    name_or_path: str | os.PathLike[str], level: Level = "auto", max_vocab: int = 10_000
+) -> Corpus:
+    """A corpus by its name or its path; a name goes before a path spelled alike.
+
+    The two named corpora differ a little between versions of Python. They are taken by paragraphs
+    in a fixed order. One that repeats an earlier one is dropped: the docs say many things twice,
+    and train must not know what valid asks. Of every 20 blocks of 5 paragraphs the 10th is for
+    valid and the 20th for test, so that all splits speak of the same subjects. What train has
+    once becomes `<unk>` there, so that a model learns how often to expect the unknown. In
+    python-docs a paragraph is a line, words are lower case, punctuation marks are words.
+    python-source takes whole top-level modules by name until it has 2 million characters.
+
+    The words of the user's files stand between spaces and stay as they are.
+
+    Args:
+      name_or_path: "python-docs", "python-source", or a folder or file of UTF-8 text.
+      level: "word", "char", or "auto": characters for python-source, words for all others.
+      max_vocab: the size to which the vocabulary is cut, `<unk>` and `<eos>` counted; the words
+        that are rarest in train become `<unk>`.
+
+    Raises:
+      OSError: no such corpus, a split is missing (FileNotFoundError), or a file is unreadable.
+      ValueError: a text is empty, too short or not UTF-8, or an argument is out of range.
+    """
+    name = os.fspath(name_or_path)
+    if level not in ("auto", "word", "char"):
+        raise ValueError(f"level={level!r} is unknown; use auto, word or char")
+    if max_vocab < 3:
+        raise ValueError(f"max_vocab={max_vocab} leaves no room for words; use 3 or more")
+    if level == "auto":
+        level = "char" if name == "python-source" else "word"
+    tokenizer = "chars" if level == "char" else "marks" if name in NAMES else "spaces"
+    if name == "python-docs":
+        texts = _spread(_docs_paragraphs())
+    elif name == "python-source":
+        texts = _spread(_source_paragraphs())
+    else:
+        texts = _user_texts(name)
+    counts = Counter(_tokenize(texts["train"], tokenizer))
+    vocabulary = _vocabulary(counts, tokenizer, max_vocab, min_count=2 if name in NAMES else 1)
+    return Corpus(name, level, vocabulary, *(vocabulary.encode(texts[split]) for split in SPLITS))
+
+
+def check_tokens(ids: np.ndarray | Sequence[int], vocab_size: int) -> None:
+    """Nothing, if all tokens are integers in [0, vocab_size).
+
+    To be asked before the tokens go to a device: JAX does not complain of an index out of bounds,
+    it takes another row or NaN.
+
+    Raises:
+      ValueError: names the first token that is outside, and its position.
+    """
+    ids = np.asarray(ids)
+    if not ids.size:
+        return
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"tokens of type {ids.dtype} are no ids; give integers")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        position = [int(i) for i in np.argwhere((ids < 0) | (ids >= vocab_size))[0]]
+        raise ValueError(
+            f"token {ids[tuple(position)]} at position {', '.join(map(str, position))} is outside "
+            f"the vocabulary of {vocab_size} words (0 to {vocab_size - 1}); encode the text with "
+            f"the vocabulary of this model"
+        )
+
+
+def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: int) -> float:
+    """Perplexity of eval_ids if each token is guessed by its frequency in train_ids alone.
+
+    A model that stays above it has learnt nothing from context. Add-one smoothing (Jurafsky and
+    Martin, Speech and Language Processing): p(w) = (count(w) + 1) / (len(train_ids) + vocab_size).
+
+    Raises:
+      ValueError: eval_ids is empty, or a token is outside the vocabulary.
+    """
+    train_ids, eval_ids = np.asarray(train_ids), np.asarray(eval_ids)
+    if not eval_ids.size:
+        raise ValueError("eval_ids has 0 tokens; perplexity needs one or more")
+    check_tokens(train_ids, vocab_size)
+    check_tokens(eval_ids, vocab_size)
+    counts_V = np.bincount(train_ids.astype(np.int64), minlength=vocab_size) + 1
+    return float(np.exp(-np.mean(np.log(counts_V / counts_V.sum())[eval_ids])))
+
+
+def _tokenize(text: str, tokenizer: str) -> Iterator[str]:
+    return itertools.chain.from_iterable(map(_CUTTERS[tokenizer], io.StringIO(text)))
+
+
+def _vocabulary(counts: Counter[str], tokenizer: str, max_vocab: int, min_count: int) -> Vocabulary:
+    """Words by falling count, equal counts by the word; `<unk>` counts for all that it replaces."""
+    words = [word for word in counts if word not in (UNK, EOS) and counts[word] >= min_count]
+    words = sorted(words, key=lambda word: (-counts[word], word))[: max_vocab - 2]
+    kept = {word: counts[word] for word in [EOS, *words]}
+    kept[UNK] = counts.total() - sum(kept.values())
+    return Vocabulary(tuple(sorted(kept, key=lambda word: (-kept[word], word))), tokenizer)
+
+
+def _spread(paragraphs: Iterable[str]) -> dict[str, str]:
+    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for i, paragraph in enumerate(dict.fromkeys(paragraphs)):
+        texts[{9: "valid", 19: "test"}.get(i // 5 % 20, "train")].append(paragraph)
+    return {split: "".join(texts[split]) for split in SPLITS}
+
+
+def _docs_paragraphs() -> Iterator[str]:
+    from pydoc_data.topics import topics  # here, because it is half a megabyte
+
+    for topic in sorted(topics):
+        for paragraph in re.split(r"\n\s*\n", topics[topic]):
+            if words := _RULE.sub(" ", paragraph).split():
+                yield " ".join(words) + "\n"
+
+
+def _source_paragraphs() -> Iterator[str]:
+    num_chars = 0
+    folder = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(folder.glob("*.py")):
+        # Not what the machine's owner or the build put there: sitecustomize, _sysconfigdata.
+        if num_chars < SOURCE_CHARS and path.stem in sys.stdlib_module_names:
+            text = _read(path)
+            num_chars += len(text)
+            yield from (part.strip("\n") + "\n\n" for part in text.split("\n\n") if part.strip())
+    if not num_chars:
+        raise FileNotFoundError(
+            f"{folder} holds no source of the standard library; use python-docs or your own text"
+        )
+
+
+def _user_texts(name: str) -> dict[str, str]:
+    path = Path(name).expanduser()
+    if not path.exists():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, [*NAMES, *beside], n=1)
+        raise FileNotFoundError(
+            f"no corpus {name!r}: it is neither a name ({', '.join(NAMES)}) nor a path that "
+            f"exists; {f'did you mean {near[0]!r}?' if near else 'give one of these'}"
+        )
+    if path.is_dir():
+        return {split: _read_text(file) for split, file in _split_files(path).items()}
+    lines = list(io.StringIO(_read_text(path)))
+    if len(lines) < 3:
+        raise ValueError(
+            f"{path} is too short: {len(lines)} lines do not split in train, valid and test; give "
+            f"3 or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}"
+        )
+    held_out = max(1, len(lines) // 20)
+    parts = lines[: -2 * held_out], lines[-2 * held_out : -held_out], lines[-held_out:]
+    texts = {split: "".join(part) for split, part in zip(SPLITS, parts, strict=True)}
+    if empty := [split for split in SPLITS if not texts[split].strip()]:
+        raise ValueError(
+            f"{path} leaves {empty[0]} empty: of its {len(lines)} lines, the last {held_out} are "
+            f"for test and {held_out} before them for valid; remove empty lines"
+        )
+    return texts
+
+
+def _split_files(folder: Path) -> dict[str, Path]:
+    found = []
+    for layout in LAYOUTS:
+        files = {split: folder / layout.format(split) for split in SPLITS}
+        missing = [path.name for path in files.values() if not path.exists()]
+        if not missing:
+            return files
+        if len(missing) < len(files):
+            found.append(f"it lacks {' and '.join(missing)}")
+    wanted = " or ".join(layout.format("{train,valid,test}") for layout in LAYOUTS)
+    raise FileNotFoundError(
+        f"{folder} is no corpus: {'; '.join(found) or 'none of its files is known'}; "
+        f"looked for {wanted}"
+    )
+
+
+def _read_text(path: Path) -> str:
+    text = _read(path)
+    if not text.strip():
+        raise ValueError(f"{path} is empty ({len(text)} characters, none but space); give a text")
+    return text if text.endswith("\n") else text + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode().removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
+            f"convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise type(error)(f"cannot read {path}: {error.strerror}; give a readable file") from error

@@ -1,0 +1,188 @@
+"""Batches of a text, for language models that carry their state from window to window.
+
+The text is cut into one contiguous stream for each row of the batch; batch i holds window i of
+every stream. With 13 tokens a..m, batch_size=2, seq_len=3 (evaluation):
+
+    tokens   a b c d e f g h i j k l m
+    row 0    a b c|d e f             inputs; the targets are b c d|e f g
+    row 1                g h i|j k l         the targets are h i j|k l m
+
+Nothing is kept between batches: `batch(step)` is a function of the seed and the step, so a resumed
+run continues with the batch that it would have had, and every process reads only its own rows.
+
+Dims: B batch rows, T time steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+IGNORE = -1  # a target that counts in no loss
+
+
+class Batch(NamedTuple):
+    """One step's window of every stream.
+
+    Attributes:
+      inputs_BT: int32.
+      targets_BT: int32, the tokens that follow the inputs; `IGNORE` where there is none.
+      starts: this is the first window of an epoch, and carried state must be reset.
+    """
+
+    inputs_BT: np.ndarray | jax.Array
+    targets_BT: np.ndarray | jax.Array
+    starts: bool
+
+
+class TokenStreams:
+    """The batches of a text: `batch(step)` on the host, `batch_on(step, sharding)` on a mesh.
+
+    With a seed, for training: every epoch begins at another token, drawn from (seed, epoch), and
+    reads the text round from there, so that the windows fall differently each time. All windows
+    are full; what does not fill one at the end of a stream is left to other epochs.
+
+    Without a seed, for evaluation: plain order, and every token but the first of the text is a
+    target exactly once, whatever the batch size. Ends are padded with `IGNORE`.
+
+    Args:
+      tokens: integers [tokens], 0 or more; may be a memory map, batches read what they need.
+      batch_size: B, the number of streams, over all processes.
+      seq_len: T, the steps of a window.
+      seed: None for evaluation.
+
+    Raises:
+      ValueError: a number is out of range, or the text is too short for them.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, batch_size: int, seq_len: int, seed: int | None = None
+    ) -> None:
+        tokens = np.asarray(tokens)
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("seq_len", seq_len, 1),
+            ("seed", 0 if seed is None else seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} is too small; use {least} or more")
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"tokens of shape {tokens.shape} and type {tokens.dtype} are no text; "
+                f"give integers in one dim"
+            )
+        num_targets = len(tokens) - 1
+        if num_targets < batch_size * (1 if seed is None else seq_len):
+            raise ValueError(_too_short(num_targets + 1, batch_size, seq_len, seed))
+        if tokens.min() < 0:
+            position = int(np.argmax(tokens < 0))
+            raise ValueError(
+                f"token {tokens[position]} at position {position} is negative and would be ignored "
+                f"as a target; encode the text with a vocabulary"
+            )
+        self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
+        # Stream b holds the inputs from bounds[b] to bounds[b + 1]; lengths differ by one at most.
+        self._bounds = np.arange(batch_size + 1) * num_targets // batch_size
+
+    @property
+    def num_windows(self) -> int:
+        """Batches in an epoch."""
+        longest = math.ceil((len(self.tokens) - 1) / self.batch_size)
+        if self.seed is None:
+            return math.ceil(longest / self.seq_len)
+        return (len(self.tokens) - 1) // self.batch_size // self.seq_len
+
+    @property
+    def num_targets(self) -> int:
+        """Targets in an epoch that are not `IGNORE`."""
+        if self.seed is None:
+            return len(self.tokens) - 1
+        return self.num_windows * self.batch_size * self.seq_len
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
+
+        Returns:
+          inputs and targets of shape [rows, seq_len].
+
+        Raises:
+          ValueError: step is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} is negative; the first batch is step 0")
+        epoch, window = divmod(step, self.num_windows)
+        times = window * self.seq_len + np.arange(self.seq_len)
+        places_BT = self._bounds[:-1][rows, None] + times
+        inside_BT = places_BT < self._bounds[1:][rows, None]
+        if self.seed is not None:
+            places_BT += np.random.default_rng([self.seed, epoch]).integers(len(self.tokens))
+        inputs_BT = self.tokens[places_BT % len(self.tokens)]
+        targets_BT = self.tokens[(places_BT + 1) % len(self.tokens)]
+        return Batch(
+            inputs_BT=np.where(inside_BT, inputs_BT, 0).astype(np.int32),
+            targets_BT=np.where(inside_BT, targets_BT, IGNORE).astype(np.int32),
+            starts=window == 0,
+        )
+
+    def batch_on(self, step: int, sharding: NamedSharding) -> Batch:
+        """The batch of a step as global arrays on a mesh; each process reads only its own rows.
+
+        Args:
+          step: as in `batch`.
+          sharding: of [batch_size, seq_len].
+
+        Returns:
+          inputs and targets of shape [batch_size, seq_len] with this sharding.
+
+        Raises:
+          ValueError: the sharding does not divide batch_size or seq_len.
+        """
+        shape = (self.batch_size, self.seq_len)
+        _check_divides(shape, sharding)
+        read: dict[tuple[int, int], Batch] = {}  # devices that differ on other axes share rows
+
+        def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
+            rows, times = index or (slice(None), slice(None))
+            start, stop, _ = rows.indices(self.batch_size)
+            if (start, stop) not in read:
+                read[start, stop] = self.batch(step, slice(start, stop))
+            return getattr(read[start, stop], name)[:, times]
+
+        def place(name: str) -> jax.Array:
+            return jax.make_array_from_callback(shape, sharding, functools.partial(part, name))
+
+        return Batch(place("inputs_BT"), place("targets_BT"), starts=step % self.num_windows == 0)
+
+
+def _check_divides(shape: tuple[int, int], sharding: NamedSharding) -> None:
+    spec = (*sharding.spec, None, None)[:2]
+    for name, size, entry in zip(("batch_size", "seq_len"), shape, spec, strict=True):
+        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
+        if size % parts:
+            below = size // parts * parts
+            nearest = f"{below} or {below + parts}" if below else f"{parts}"
+            split = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
+            raise ValueError(f"{name}={size} does not split over {split}; use {name}={nearest}")
+
+
+def _too_short(num_tokens: int, batch_size: int, seq_len: int, seed: int | None) -> str:
+    asked = {"batch_size": batch_size}
+    fits = {"batch_size": num_tokens - 1}
+    if seed is not None:  # every window is full
+        asked["seq_len"] = seq_len
+        fits = {
+            "batch_size": (num_tokens - 1) // seq_len,
+            "seq_len": (num_tokens - 1) // batch_size,
+        }
+    ways = [f"{name}={most} or less" for name, most in fits.items() if most > 0]
+    return (
+        f"{num_tokens} tokens are too few for "
+        f"{', '.join(f'{name}={size}' for name, size in asked.items())}, which need "
+        f"{math.prod(asked.values()) + 1}; use {', '.join([*ways, 'a longer text'])}"
+    )

@@ -1,0 +1,110 @@
+"""Whole models.
+
+Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.axes import EMBED, INPUT, TOKENS, VOCAB
+from jaxpar.config import ModelConfig
+from jaxpar.nn.dropout import Position, dropout
+from jaxpar.nn.embedding import Embedding
+from jaxpar.nn.linear import Linear, matmul
+from jaxpar.nn.lstm import LSTM, LSTMCarry
+from jaxpar.nn.param import named_param
+
+# Runs a model's stacked layers over a window: (lstm, carry, x_TBE, dropout key) -> (carry, y_TBH).
+RunLayers = Callable[[LSTM, LSTMCarry, jax.Array, jax.Array | None], tuple[LSTMCarry, jax.Array]]
+
+
+def run_plainly(
+    lstm: LSTM, carry: LSTMCarry, x_TBE: jax.Array, dropout_key: jax.Array | None
+) -> tuple[LSTMCarry, jax.Array]:
+    """The layers one after the other, over the whole window and batch at once."""
+    return lstm(x_TBE, carry, dropout_key=dropout_key)
+
+
+class LSTMLanguageModel(nnx.Module):
+    """Token embedding, stacked LSTM layers, and a head over the vocabulary."""
+
+    def __init__(
+        self, config: ModelConfig, *, rngs: nnx.Rngs, layer_ids: Sequence[int] | None = None
+    ):
+        """Draws the parameters.
+
+        Args:
+          layer_ids: the layer in each slot of the stacked parameters (`placement.slots`).
+
+        Raises:
+          ValueError: `config.vocab_size` is None.
+        """
+        if config.vocab_size is None:
+            raise ValueError("vocab_size=None: set it, or let `fit` take it from the corpus")
+        self.config = config
+        self.embedding = Embedding(
+            config.vocab_size,
+            config.embed_size,
+            dims=(VOCAB, INPUT) if config.tie_embedding else (TOKENS, EMBED),
+            rngs=rngs,
+        )
+        self.lstm = LSTM(
+            config.embed_size,
+            config.hidden_size,
+            config.num_layers,
+            rngs=rngs,
+            forget_bias=config.forget_bias,
+            dropout=config.dropout,
+            layer_ids=layer_ids,
+        )
+        if config.tie_embedding:
+            self.head_bias = named_param(jnp.zeros(config.vocab_size), (VOCAB,))
+        else:
+            self.head = Linear(
+                config.hidden_size, config.vocab_size, dims=(INPUT, VOCAB), rngs=rngs
+            )
+
+    def initial_carry(self, batch_size: int) -> LSTMCarry:
+        """The state at the start of a text, zeros [slots, B, H]."""
+        return self.lstm.initial_carry(batch_size)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """int [...] -> [..., E] in the compute dtype."""
+        return self.embedding(tokens).astype(jnp.dtype(self.config.dtype))
+
+    def logits(self, y: jax.Array) -> jax.Array:
+        """[..., H] -> float32 [..., V]."""
+        if not self.config.tie_embedding:
+            return self.head(y)
+        bias = jnp.expand_dims(self.head_bias[...], range(y.ndim - 1))
+        return matmul(y, self.embedding.table[...].T) + bias
+
+    def unroll(
+        self,
+        tokens_BT: jax.Array,
+        carry: LSTMCarry,
+        *,
+        dropout_key: jax.Array | None = None,
+        run_layers: RunLayers = run_plainly,
+    ) -> tuple[LSTMCarry, jax.Array]:
+        """One window of a text, from the state that the window before left.
+
+        Args:
+          tokens_BT: int32; B may be sharded over `data`.
+          carry: state before the window, [slots, B, H].
+          dropout_key: None means no dropout.
+          run_layers: what runs the stacked layers; a pipeline, for example.
+        Returns:
+          the state after the window, and float32 logits, time-major: [T, B, V].
+        """
+        carry, y_TBH = run_layers(self.lstm, carry, self.embed(tokens_BT.T), dropout_key)
+        last = Position(layer=self.config.num_layers, time=0, row=0)
+        return carry, self.logits(dropout(y_TBH, self.config.dropout, dropout_key, last))
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
+        _, logits_TBV = self.unroll(tokens_BT, self.initial_carry(tokens_BT.shape[0]))
+        return logits_TBV.swapaxes(0, 1)

@@ -1,0 +1,37 @@
+"""Linear layers."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.nn.param import named_param, uniform
+
+
+class Linear(nnx.Module):
+    """`y = x W + b`, W of shape [in, out], drawn evenly from +-1/sqrt(in_size).
+
+    How it is split follows from the names of its dims and the rules: a rule for the second dim makes it
+    column-parallel, one for the first row-parallel.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        dims: tuple[str | None, str | None],
+        rngs: nnx.Rngs,
+    ):
+        init = uniform(in_size**-0.5)
+        kernel = init(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
+        self.kernel = named_param(kernel, dims)
+        self.bias = named_param(jnp.zeros(out_size), dims[1:])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., in] -> float32 [..., out]; the matmul runs in the dtype of x and accumulates in float32."""
+        return matmul(x, self.kernel[...]) + jnp.expand_dims(self.bias[...], range(x.ndim - 1))
+
+
+def matmul(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    """`x @ kernel` in the dtype of x, accumulated and returned in float32."""
+    return jnp.matmul(x, kernel_IO.astype(x.dtype), preferred_element_type=jnp.float32)

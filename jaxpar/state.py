@@ -1,0 +1,176 @@
+"""The state of a training run, born sharded: abstract first, then initialised where it will live."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.axes import BATCH, HIDDEN, LAYERS
+from jaxpar.config import Config, TrainConfig
+from jaxpar.models import LSTMLanguageModel
+from jaxpar.nn.lstm import LSTMCarry
+from jaxpar.sharding import (
+    RULES,
+    RULES_LAST,
+    Rules,
+    check_sizes,
+    misplaced,
+    shardings,
+    split_over_data,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step reads and writes.
+
+    Attributes:
+      step: int32 scalar, optimizer steps taken.
+      params: `nnx.State` of the model; every variable carries its named dims.
+      opt_state: of optax; what mirrors a parameter carries its named dims too.
+      carry: the recurrent state between windows, annotated likewise.
+      param_rules, opt_rules: what parameters and optimizer state are laid out by.
+    """
+
+    step: jax.Array
+    params: nnx.State
+    opt_state: optax.OptState
+    carry: nnx.State
+    param_rules: Rules = dataclasses.field(metadata={"static": True})
+    opt_rules: Rules = dataclasses.field(metadata={"static": True})
+
+
+def make_model(config: Config) -> LSTMLanguageModel:
+    """The model of a config, its layers in the slots that the placement gives them. Call under `jit`."""
+    return LSTMLanguageModel(
+        config.model, rngs=nnx.Rngs(config.train.seed), layer_ids=config.layer_ids
+    )
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clipping by global norm, then the optimizer of the config with its learning-rate schedule."""
+    rate = learning_rate(config)
+    optimizer = {
+        "adam": lambda: optax.adam(rate),
+        "adamw": lambda: optax.adamw(rate, weight_decay=config.weight_decay),
+        "sgd": lambda: optax.sgd(rate, momentum=config.momentum or None),
+        "rmsprop": lambda: optax.rmsprop(rate),
+    }[config.optimizer]()
+    if config.clip_norm == 0:
+        return optimizer
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Step -> learning rate."""
+    peak, steps = config.learning_rate, max(config.num_steps - config.warmup_steps, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, steps),
+        "cosine": optax.cosine_decay_schedule(peak, steps),
+    }[config.lr_schedule]
+    warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
+
+
+def compute_rules(config: Config) -> Rules:
+    """How parameters lie while a step computes; stored parameters may be split further."""
+    return RULES_LAST if config.mesh.stage > 1 and config.pipeline.head == "last" else RULES
+
+
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+    """The state without its values: shapes, dtypes and the shardings that it will have.
+
+    Raises:
+      ValueError: a size does not split over its axes; see `sharding.check_sizes`.
+    """
+    state = jax.eval_shape(lambda: _initial_state(config))
+    check_sizes(state.params, mesh, state.param_rules)
+    check_sizes(state.carry, mesh, RULES)
+    check_sizes(state.opt_state, mesh, state.opt_rules)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state,
+        state_shardings(state, mesh),
+    )
+
+
+def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
+    """The declared sharding of every array of the state."""
+    return dataclasses.replace(
+        shardings(state, mesh, RULES),
+        params=shardings(state.params, mesh, state.param_rules),
+        opt_state=shardings(state.opt_state, mesh, state.opt_rules),
+    )
+
+
+def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
+    """The state before the first step; every array is made on its devices, shard by shard.
+
+    The values depend on `config.train.seed` and the model's sizes, not on the mesh.
+
+    Args:
+      config: with `model.vocab_size` set.
+      mesh: None builds `config.mesh`.
+    Raises:
+      ValueError: sizes do not fit the mesh, before anything is traced for it.
+    """
+    mesh = config.mesh.build() if mesh is None else mesh
+    config.check()
+    out_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
+    return jax.jit(lambda: _initial_state(config), out_shardings=out_shardings)()
+
+
+def audit(state: TrainState) -> None:
+    """Compares the declared and the real sharding of parameters, optimizer state and carry.
+
+    Raises:
+      ValueError: naming each array that is annotated but not so sharded.
+    """
+    lines = misplaced({"params": state.params}, state.param_rules)
+    lines += misplaced({"opt_state": state.opt_state}, state.opt_rules)
+    lines += misplaced({"carry": state.carry}, RULES)
+    if lines:
+        raise ValueError(
+            f"{len(lines)} arrays are annotated but not so sharded; place them with `init_state`, or "
+            f"`jax.device_put` and `state_shardings`:\n  " + "\n  ".join(lines)
+        )
+
+
+def unwrap_carry(carry: nnx.State) -> LSTMCarry:
+    """The carry as plain arrays."""
+    h, c = jax.tree.leaves((carry["h"], carry["c"]))
+    return LSTMCarry(h, c)
+
+
+def wrap_carry(carry: LSTMCarry) -> nnx.State:
+    """The carry with its named dims."""
+    dims = (LAYERS, BATCH, HIDDEN)
+    return nnx.State(
+        {
+            "h": nnx.Variable(carry.h_BH, out_sharding=dims, eager_sharding=False),
+            "c": nnx.Variable(carry.c_BH, out_sharding=dims, eager_sharding=False),
+        }
+    )
+
+
+def _initial_state(config: Config) -> TrainState:
+    model = make_model(config)
+    params: Any = nnx.state(model, nnx.Param)
+    rules, split_update = (
+        compute_rules(config),
+        config.train.fsdp or config.train.update == "sharded",
+    )
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=make_optimizer(config.train).init(params),
+        carry=wrap_carry(model.initial_carry(config.data.batch_size)),
+        param_rules=split_over_data(rules) if config.train.fsdp else rules,
+        opt_rules=split_over_data(rules) if split_update else rules,
+    )

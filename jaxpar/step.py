@@ -1,0 +1,260 @@
+"""Training and evaluation steps: the one place that knows both a model and the pipeline."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.axes import BATCH, DATA, STAGE, TIME
+from jaxpar.config import Config
+from jaxpar.data import IGNORE, Batch
+from jaxpar.loss import LossSums, cross_entropy
+from jaxpar.models import LSTMLanguageModel
+from jaxpar.nn.dropout import Position, dropout
+from jaxpar.nn.linear import matmul
+from jaxpar.nn.lstm import extend
+from jaxpar.pipeline import Pipeline, PipelineParams
+from jaxpar.plan import Plan, make_plan
+from jaxpar.schedule import make_schedule
+from jaxpar.sharding import RULES, constrain
+from jaxpar.state import (
+    TrainState,
+    abstract_state,
+    compute_rules,
+    make_model,
+    make_optimizer,
+    state_shardings,
+    unwrap_carry,
+    wrap_carry,
+)
+
+
+class Metrics(NamedTuple):
+    """What a training step reports; float32 scalars.
+
+    Attributes:
+      loss: mean negative log-likelihood of the batch's targets, in nats.
+      grad_norm: global norm of the gradients, before clipping.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+
+
+class CompiledStep:
+    """A step as one compiled program for batches of every length up to `seq_len`.
+
+    In a pipeline the length is data: shorter batches run fewer ticks of the same program. Without stages
+    each length is compiled once.
+    """
+
+    def __init__(self, step: Callable[..., Any], config: Config, *, backward: bool, **jit_options):
+        self._jitted, self._config, self._backward = jax.jit(step, **jit_options), config, backward
+
+    def __call__(self, state: Any, batch: Batch) -> Any:
+        """Runs the step.
+
+        Raises:
+          ValueError: the batch is longer than `seq_len`, or not made of whole chunks.
+        """
+        return self._jitted(state, *self._planned(batch))
+
+    def lower(self, state: Any, batch: Batch) -> Any:
+        """`jax.jit(...).lower` of the program, for arrays or their shapes."""
+        return self._jitted.lower(state, *self._planned(batch))
+
+    @property
+    def num_programs(self) -> int:
+        """How many programs have been compiled."""
+        return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _planned(self, batch: Batch) -> tuple[Batch, Plan | None]:
+        if self._config.mesh.stage == 1:
+            return batch, None
+        seq_len, K = self._config.data.seq_len, self._config.pipeline.num_chunks
+        length, chunk_len = batch.inputs_BT.shape[1], seq_len // K
+        if length > seq_len or length % chunk_len:
+            raise ValueError(
+                f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}; pad it with "
+                f"targets of {IGNORE}, or change seq_len={seq_len} or num_chunks={K}"
+            )
+        if length < seq_len:
+            pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, seq_len - length)))
+            batch = Batch(
+                pad(batch.inputs_BT), pad(batch.targets_BT, constant_values=IGNORE), batch.starts
+            )
+        return batch, _plan(self._config, length // chunk_len, self._backward)
+
+
+def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
+    """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
+
+    Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
+
+    Args:
+      config: as given to `init_state`.
+    Returns:
+      (state, batch) -> (state, metrics); the batch lies on `batch_sharding(mesh)`.
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    optimizer = make_optimizer(config.train)
+    value_and_grad = make_loss_and_grad(config, mesh)
+
+    def step(state: TrainState, batch: Batch, plan: Plan | None) -> tuple[TrainState, Metrics]:
+        (loss, carry), grads = value_and_grad(state.params, state.carry, batch, state.step, plan)
+        # The update runs where the optimizer state lies: what is split is updated in parts.
+        grads = constrain(grads, mesh, state.opt_rules)
+        params = constrain(state.params, mesh, state.opt_rules)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+            updates, opt_state = optimizer.update(grads, state.opt_state, params)
+        state = dataclasses.replace(
+            state,
+            step=state.step + 1,
+            params=optax.apply_updates(params, updates),
+            opt_state=opt_state,
+            carry=carry,
+        )
+        return state, Metrics(loss, optax.tree.norm(grads))
+
+    out_shardings = (state_shardings(abstract_state(config, mesh), mesh), NamedSharding(mesh, P()))
+    return CompiledStep(step, config, backward=True, donate_argnums=0, out_shardings=out_shardings)
+
+
+def make_loss_and_grad(config: Config, mesh: Mesh) -> Callable[..., Any]:
+    """(params, carry, batch, step, plan=None) -> ((mean loss, carry), gradients); not compiled.
+
+    `step` numbers the dropout masks; without a plan the batch has the full length.
+
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    config.check()
+    unroll = _make_unroll(config, mesh)
+
+    def loss(params, carry, batch, step, plan=None):
+        key = jax.random.fold_in(jax.random.key(config.train.seed), step)
+        carry, sums = unroll(params, carry, batch, key, plan or _full_plan(config, backward=True))
+        return sums.nll / jnp.maximum(sums.num_targets, 1.0), carry
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def make_eval_step(config: Config, mesh: Mesh) -> CompiledStep:
+    """The loss without dropout, compiled for the mesh.
+
+    Returns:
+      ((params, carry), batch) -> (carry, sums).
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    config.check()
+    unroll = _make_unroll(config, mesh)
+
+    def step(params_and_carry, batch: Batch, plan: Plan | None):
+        return unroll(*params_and_carry, batch, None, plan)
+
+    return CompiledStep(step, config, backward=False)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """How the arrays [batch, time] of a batch lie on the mesh."""
+    return NamedSharding(mesh, RULES.spec((BATCH, TIME)))
+
+
+def _make_unroll(config: Config, mesh: Mesh) -> Callable[..., tuple[nnx.State, LossSums]]:
+    """(params, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
+    run = _run_plainly if mesh.shape[STAGE] == 1 else functools.partial(_run_pipeline, config, mesh)
+
+    def unroll(params, carry, batch, dropout_key, plan):
+        # Parameters stored split over `data` are gathered here, and their gradients scattered.
+        params = constrain(params, mesh, compute_rules(config))
+        carry = jax.tree.map(lambda a: jnp.where(batch.starts, jnp.zeros_like(a), a), carry)
+        model: LSTMLanguageModel = nnx.merge(graphdef, params)
+        after, sums = run(model, unwrap_carry(carry), batch, dropout_key, plan)
+        return wrap_carry(after), sums
+
+    return unroll
+
+
+def _run_plainly(model: LSTMLanguageModel, carry, batch, dropout_key, plan: None):
+    carry, logits_TBV = model.unroll(batch.inputs_BT, carry, dropout_key=dropout_key)
+    return carry, cross_entropy(logits_TBV, batch.targets_BT.T)
+
+
+def _run_pipeline(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
+    """The model's three parts, handed to the pipeline engine."""
+    sharded = config.pipeline.head == "sharded"
+    table, hidden_size = model.embedding.table[...], config.model.hidden_size
+    dtype = jnp.dtype(config.model.dtype)
+
+    def first(table, tokens_tb, position):
+        return table[tokens_tb].astype(dtype)
+
+    def add_first_gradient(total, table, tokens_tb, position, dx_tbH):
+        return total.at[tokens_tb].add(dx_tbH.astype(total.dtype))
+
+    def last(params, y_tbH, targets_tb, position: Position):
+        position = position._replace(layer=config.model.num_layers)
+        y_tbH = dropout(y_tbH, config.model.dropout, key, position)
+        kernel, bias = params
+        kernel_HV = kernel.T if config.model.tie_embedding else kernel
+        logits_tbV = matmul(y_tbH, kernel_HV) + bias[None, None]
+        return cross_entropy(logits_tbV, targets_tb, manual_axis=STAGE if sharded else None).nll
+
+    if config.model.tie_embedding:
+        head, head_specs = (table, model.head_bias[...]), (P(STAGE), P(STAGE))
+    else:
+        head = (model.head.kernel[...], model.head.bias[...])
+        head_specs = (P(None, STAGE), P(STAGE))
+    pipeline = Pipeline(
+        layer=model.lstm.layer(key),
+        first=first,
+        last=last,
+        mesh=mesh,
+        layer_ids=model.lstm.layer_ids,
+        chunk_len=config.data.seq_len // config.pipeline.num_chunks,
+        microbatch_rows=config.data.batch_size
+        // (mesh.shape[DATA] * config.pipeline.num_microbatches),
+        head=config.pipeline.head,
+        last_specs=head_specs,
+        remat=config.pipeline.remat,
+        first_gradient=add_first_gradient,
+    )
+    # The table is widened to H, and gathered if it is a split head as well, once and before the loop.
+    params = PipelineParams(extend(table, hidden_size), model.lstm.params, head)
+    targets_TB = batch.targets_BT.T
+    nll, carry, _ = pipeline.loss(params, carry, batch.inputs_BT.T, targets_TB, plan)
+    return carry, LossSums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
+
+
+def _full_plan(config: Config, *, backward: bool) -> Plan | None:
+    if config.mesh.stage == 1:
+        return None
+    return _plan(config, config.pipeline.num_chunks, backward)
+
+
+@functools.lru_cache
+def _plan(config: Config, num_chunks: int, backward: bool) -> Plan:
+    """The schedule of a batch of so many chunks, in a program that holds `config.pipeline.num_chunks`."""
+    pipeline = config.pipeline
+    schedule, capacity = (
+        make_schedule(
+            pipeline.schedule,
+            config.mesh.stage,
+            pipeline.num_microbatches,
+            chunks,
+            pipeline.num_groups,
+            backward=backward,
+        )
+        for chunks in (num_chunks, pipeline.num_chunks)
+    )
+    return make_plan([schedule] * config.mesh.data, capacity)

@@ -1,0 +1,398 @@
+"""Texts, splits and vocabularies: nothing is lost, nothing leaks, nothing depends on the run."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxpar.corpus import (
+    EOS,
+    UNK,
+    Corpus,
+    Vocabulary,
+    check_tokens,
+    load_corpus,
+    unigram_perplexity,
+)
+
+SPECIALS = (UNK, EOS)
+ABC = Vocabulary((*SPECIALS, "a", "b", "c"))
+
+
+@pytest.fixture(scope="module")
+def docs() -> Corpus:
+    return load_corpus("python-docs")
+
+
+@pytest.fixture(scope="module")
+def source() -> Corpus:
+    return load_corpus("python-source")
+
+
+def write_splits(folder: Path, layout: str, **texts: str) -> Path:
+    for split, text in texts.items():
+        (folder / layout.format(split)).write_text(text, encoding="utf-8")
+    return folder
+
+
+def lines_of(corpus: Corpus, split: str) -> list[str]:
+    return corpus.vocabulary.decode(getattr(corpus, split)).splitlines()
+
+
+# The named corpora.
+
+
+def test_python_docs_has_the_size_and_the_words_of_english(docs):
+    sizes = np.array([len(docs.train), len(docs.valid), len(docs.test)])
+    assert sizes.sum() > 50_000
+    np.testing.assert_allclose(sizes / sizes.sum(), [0.90, 0.05, 0.05], atol=0.02)
+    assert 1_000 < len(docs.vocabulary) < 10_000
+    assert {"the", "statement", "__init__", ".", "("} <= set(docs.vocabulary.words)
+    assert docs.level == "word"
+    assert all(getattr(docs, split).dtype == np.int32 for split in ("train", "valid", "test"))
+
+
+def test_python_docs_has_the_unknown_in_train_and_little_in_valid(docs):
+    unk = docs.vocabulary.encode([UNK])[0]
+    assert 0.005 < np.mean(docs.train == unk) < 0.05
+    assert 0.005 < np.mean(docs.valid == unk) < 0.10
+
+
+def test_python_docs_splits_share_no_paragraph():
+    # In characters, so that no two lines look equal for their unknown words.
+    corpus = load_corpus("python-docs", "char")
+    lines = [line for split in ("train", "valid", "test") for line in lines_of(corpus, split)]
+    assert len(lines) > 1000
+    assert [line for line, count in Counter(lines).items() if count > 1] == []
+
+
+def test_unigram_perplexity_of_the_splits_is_alike(docs):
+    valid, test = (
+        unigram_perplexity(docs.train, ids, len(docs.vocabulary)) for ids in (docs.valid, docs.test)
+    )
+    assert 100 < valid < 500
+    assert 100 < test < 500
+    assert max(valid, test) / min(valid, test) < 1.3
+
+
+def test_python_docs_does_not_depend_on_the_hash_seed():
+    code = (
+        "import zlib; from jaxpar.corpus import load_corpus; c = load_corpus('python-docs');"
+        "print([zlib.crc32(ids.tobytes()) for ids in (c.train, c.valid, c.test)], "
+        "zlib.crc32(' '.join(c.vocabulary.words).encode()))"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(outputs) == 1
+    assert outputs.pop().startswith("[")
+
+
+def test_python_source_is_characters_of_whole_modules(source):
+    sizes = np.array([len(source.train), len(source.valid), len(source.test)])
+    assert 1_500_000 < sizes.sum() < 2_500_000
+    np.testing.assert_allclose(sizes / sizes.sum(), [0.90, 0.05, 0.05], atol=0.02)
+    assert source.level == "char"
+    assert all(len(word) == 1 for word in source.vocabulary.words if word not in SPECIALS)
+    assert "def __init__(self" in source.vocabulary.decode(source.valid)
+
+
+def test_python_source_without_source_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path.name} holds no source"):
+        load_corpus("python-source")
+
+
+@pytest.mark.parametrize("name", ["docs", "source"])
+def test_vocabulary_is_sorted_by_falling_count_in_train(name, request):
+    corpus = request.getfixturevalue(name)
+    counts = np.bincount(corpus.train, minlength=len(corpus.vocabulary))
+    assert np.all(np.diff(counts) <= 0)
+    ranked = list(zip(-counts, corpus.vocabulary.words, strict=True))
+    assert ranked == sorted(ranked)
+
+
+@pytest.mark.parametrize("name", ["docs", "source"])
+def test_decoded_corpus_encodes_to_the_same_ids(name, request):
+    corpus = request.getfixturevalue(name)
+    again = corpus.vocabulary.encode(corpus.vocabulary.decode(corpus.valid))
+    np.testing.assert_array_equal(again, corpus.valid)
+
+
+def test_docs_vocabulary_cuts_a_prompt_as_it_cut_the_docs(docs):
+    words = ["the", "list", "(", "x", ")", "doesn't", "...", EOS]
+    prompt = docs.vocabulary.encode("The list(x) doesn't...\n")
+    np.testing.assert_array_equal(prompt, docs.vocabulary.encode(words))
+
+
+# The user's own files.
+
+
+@pytest.mark.parametrize("layout", ["ptb.{}.txt", "wiki.{}.tokens", "{}.txt"])
+def test_folder_layouts_follow_the_ptb_convention(tmp_path, layout):
+    write_splits(
+        tmp_path, layout, train=" b a b \n b <unk>\n", valid=" a x\n", test="y b <unk>\n\nb"
+    )
+    corpus = load_corpus(tmp_path)
+    assert corpus.vocabulary.words == ("b", EOS, UNK, "a")
+    assert corpus.vocabulary.decode(corpus.train) == "b a b\nb <unk>\n"
+    np.testing.assert_array_equal(corpus.train, [0, 3, 0, 1, 0, 2, 1])
+    np.testing.assert_array_equal(corpus.valid, [3, 2, 1])
+    np.testing.assert_array_equal(corpus.test, [2, 0, 2, 1, 1, 0, 1])
+
+
+def test_vocabulary_comes_from_train_only_and_keeps_max_vocab(tmp_path):
+    write_splits(tmp_path, "{}.txt", train="c c c b b a a d\n", valid="e e e e\n", test="e\n")
+    assert load_corpus(tmp_path).vocabulary.words == ("c", "a", "b", EOS, "d", UNK)
+    cut = load_corpus(tmp_path, max_vocab=4)
+    assert cut.vocabulary.words == (UNK, "c", "a", EOS)  # three tokens became <unk>
+    assert cut.vocabulary.decode(cut.train) == "c c c <unk> <unk> a a <unk>\n"
+
+
+def test_characters_of_the_users_files(tmp_path):
+    write_splits(tmp_path, "ptb.{}.txt", train="ab a\n", valid="b\n", test="xé\n")
+    corpus = load_corpus(str(tmp_path), level="char")
+    assert corpus.vocabulary.words == ("a", " ", EOS, "b", UNK)
+    assert corpus.vocabulary.decode(corpus.train) == "ab a\n"
+    assert corpus.vocabulary.decode(corpus.test) == "\ufffd\ufffd\n"
+
+
+def test_file_is_split_by_lines_in_their_order(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(b"w%d\r\n" % i for i in range(40)))
+    corpus = load_corpus(path)
+    assert lines_of(corpus, "train") == [f"w{i}" for i in range(36)]
+    assert (len(corpus.valid), len(corpus.test)) == (4, 4)
+    assert lines_of(corpus, "valid") == [UNK, UNK]
+    assert not {"\r", "\ufeff"} & set(load_corpus(path, "char").vocabulary.words)
+
+
+def test_name_goes_before_a_path(tmp_path, monkeypatch, docs):
+    monkeypatch.chdir(tmp_path)
+    Path("python-docs").write_text("a\n" * 20, encoding="utf-8")
+    assert load_corpus("python-docs").vocabulary == docs.vocabulary
+    assert len(load_corpus("./python-docs").vocabulary) == 3
+
+
+# Vocabulary.
+
+
+@hypothesis.given(st.lists(st.sampled_from(["a", "b", "c", EOS, UNK])))
+def test_words_round_trip(words):
+    ids = ABC.encode(words, strict=True)
+    assert [ABC.words[i] for i in ids] == words
+    np.testing.assert_array_equal(ABC.encode(ABC.decode(ids)), ids)
+
+
+@hypothesis.given(st.text(st.characters(exclude_characters="\ufffd", codec="utf-8"), min_size=1))
+def test_any_text_round_trips_in_characters(text):
+    vocabulary = Vocabulary((*SPECIALS, *sorted(set(text) - {"\n"})), "chars")
+    assert vocabulary.decode(vocabulary.encode(text, strict=True)) == text
+
+
+@pytest.mark.parametrize("tokenizer", ["spaces", "marks"])
+@hypothesis.given(text=st.text())
+def test_any_text_round_trips_in_words(tokenizer, text):
+    words = Vocabulary(SPECIALS, tokenizer)
+    np.testing.assert_array_equal(
+        words.encode(words.decode(words.encode(text))), words.encode(text)
+    )
+
+
+@pytest.mark.parametrize("name", ["docs", "source"])
+def test_vocabulary_saves_and_loads(name, request, tmp_path):
+    vocabulary = request.getfixturevalue(name).vocabulary
+    vocabulary.save(tmp_path / "v.json")
+    assert Vocabulary.load(tmp_path / "v.json") == vocabulary
+    assert json.loads((tmp_path / "v.json").read_text("utf-8"))["words"] == list(vocabulary.words)
+
+
+def test_failed_save_leaves_the_old_vocabulary_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "v.json"
+    ABC.save(path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        Vocabulary((*SPECIALS, "z")).save(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["v.json"]
+    assert Vocabulary.load(path) == ABC
+
+
+def test_empty_text_has_no_tokens():
+    assert ABC.encode("").shape == (0,)
+    assert ABC.encode("").dtype == np.int32
+    assert ABC.decode([]) == ""
+
+
+def test_strict_encoding_names_the_first_unknown_word():
+    with pytest.raises(ValueError, match=r"'bb' is not among the 5 words; nearest are 'b'"):
+        ABC.encode("a bb x", strict=True)
+    assert ABC.decode(ABC.encode("a bb x")) == "a <unk> <unk>"
+
+
+@pytest.mark.parametrize("unknown", [5, -1])
+def test_decoding_an_unknown_id_names_it(unknown):
+    with pytest.raises(ValueError, match=f"token {unknown} at position 1 .* of 5 words"):
+        ABC.decode([0, unknown])
+
+
+@pytest.mark.parametrize(
+    ("words", "tokenizer", "message"),
+    [
+        (("a", EOS), "spaces", "no <unk> among the 2 words"),
+        (("a",), "spaces", "no <unk> and no <eos>"),
+        ((*SPECIALS, "a", "a"), "spaces", "'a' stands 2 times"),
+        (SPECIALS, "bpe", "tokenizer='bpe' is unknown; use spaces or marks or chars"),
+    ],
+)
+def test_vocabulary_refuses(words, tokenizer, message):
+    with pytest.raises(ValueError, match=message):
+        Vocabulary(words, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "content", ["a b c", "[]", '{"words": ["a"]}', '{"words": [1], "tokenizer": "chars"}']
+)
+def test_loading_something_else_names_the_file(tmp_path, content):
+    (tmp_path / "v.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"v\.json is no vocabulary \(.+\); give a file"):
+        Vocabulary.load(tmp_path / "v.json")
+
+
+def test_loading_a_missing_vocabulary_names_the_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"cannot read .*v\.json: No such file"):
+        Vocabulary.load(tmp_path / "v.json")
+
+
+# Tokens and perplexity.
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([0, 5, 7], "token 5 at position 1 is outside the vocabulary of 5 words"),
+        ([[0, 1], [2, -3]], "token -3 at position 1, 1 is outside"),
+        ([0.5], "tokens of type float64"),
+    ],
+)
+def test_check_tokens_names_the_first_token_outside(ids, message):
+    with pytest.raises(ValueError, match=message):
+        check_tokens(ids, 5)
+
+
+def test_check_tokens_lets_all_ids_pass():
+    check_tokens(np.arange(5, dtype=np.uint16), 5)
+    check_tokens([], 5)
+
+
+def test_unigram_perplexity_is_the_formula():
+    # Counts 3, 1, 0 and one added to each: p = 4/7, 2/7, 1/7.
+    perplexity = unigram_perplexity(np.array([0, 0, 0, 1]), np.array([0, 2]), 3)
+    assert perplexity == pytest.approx((4 / 7 * 1 / 7) ** -0.5)
+    assert unigram_perplexity(np.array([], np.int32), np.array([1]), 8) == pytest.approx(8)
+
+
+def test_unigram_perplexity_refuses_what_it_cannot_count():
+    with pytest.raises(ValueError, match="eval_ids has 0 tokens"):
+        unigram_perplexity(np.array([0]), np.array([], np.int32), 3)
+    with pytest.raises(ValueError, match="token 3 at position 0"):
+        unigram_perplexity(np.array([0]), np.array([3]), 3)
+    with pytest.raises(ValueError, match="token 4 at position 0"):
+        unigram_perplexity(np.array([4]), np.array([0]), 3)
+
+
+# What cannot be loaded.
+
+
+def test_unknown_name_lists_the_names_and_the_nearest():
+    with pytest.raises(FileNotFoundError, match=r"'python-doc'.*python-source.*'python-docs'\?"):
+        load_corpus("python-doc")
+
+
+def test_unknown_path_names_a_near_file(tmp_path):
+    (tmp_path / "shakespeare.txt").write_text("x\n", encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match=r"did you mean 'shakespeare.txt'\?"):
+        load_corpus(tmp_path / "shakespear.txt")
+    with pytest.raises(FileNotFoundError, match=r"no corpus .*nowhere.*give one of these"):
+        load_corpus(tmp_path / "qq" / "nowhere")
+
+
+def test_missing_split_names_it_and_what_was_looked_for(tmp_path):
+    write_splits(tmp_path, "ptb.{}.txt", train="a\n", test="a\n")
+    with pytest.raises(FileNotFoundError, match=r"it lacks ptb\.valid\.txt; looked for .*tokens"):
+        load_corpus(tmp_path)
+
+
+def test_folder_without_known_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none of its files is known; looked for ptb"):
+        load_corpus(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", " \n\n"])
+def test_empty_split_names_the_file(tmp_path, text):
+    write_splits(tmp_path, "{}.txt", train="a\n", valid=text, test="a\n")
+    with pytest.raises(ValueError, match=rf"valid\.txt is empty \({len(text)} characters"):
+        load_corpus(tmp_path)
+
+
+def test_short_file_names_its_lines(tmp_path):
+    (tmp_path / "x.txt").write_text("one two three\nfour\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"x\.txt is too short: 2 lines"):
+        load_corpus(tmp_path / "x.txt")
+
+
+def test_file_with_an_empty_end_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("one\ntwo\n\nfour\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"x\.txt leaves valid empty: of its 4 lines"):
+        load_corpus(tmp_path / "x.txt")
+
+
+def test_file_that_is_not_utf8_names_the_byte(tmp_path):
+    write_splits(tmp_path, "{}.txt", train="a\n", test="a\n")
+    (tmp_path / "valid.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(ValueError, match=r"valid\.txt is not UTF-8: byte 0xe9 at offset 3"):
+        load_corpus(tmp_path)
+
+
+def test_folder_in_place_of_a_file_is_named(tmp_path):
+    write_splits(tmp_path, "{}.txt", train="a\n", test="a\n")
+    (tmp_path / "valid.txt").mkdir()
+    with pytest.raises(OSError, match=r"cannot read .*valid\.txt"):
+        load_corpus(tmp_path)
+
+
+def test_file_without_permission_is_named(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_text("a\n" * 20, encoding="utf-8")
+
+    def forbidden(path):
+        raise PermissionError(13, "Permission denied", str(path))  # root would be let in
+
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    with pytest.raises(PermissionError, match=r"cannot read .*x\.txt: Permission denied"):
+        load_corpus(tmp_path / "x.txt")
+
+
+def test_arguments_out_of_range():
+    with pytest.raises(ValueError, match="level='words' is unknown"):
+        load_corpus("python-docs", level="words")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="max_vocab=2 leaves no room"):
+        load_corpus("python-docs", max_vocab=2)

@@ -1,0 +1,249 @@
+"""Batches: streams continue, every target counts once, and rows are the same on every mesh."""
+
+import itertools
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxpar.data import IGNORE, TokenStreams
+
+
+@st.composite
+def streams(draw, seeds) -> TokenStreams:
+    """Streams over a text whose tokens are their own positions, so that a token tells its place."""
+    seed = draw(seeds)
+    batch_size = draw(st.integers(1, 7))
+    seq_len = draw(st.integers(1, 9))
+    least = batch_size * (1 if seed is None else seq_len) + 1
+    num_tokens = draw(st.integers(least, least + 100))
+    return TokenStreams(np.arange(num_tokens), batch_size, seq_len, seed)
+
+
+SEEDS = st.integers(0, 2**40)
+EVALUATION = streams(st.none())
+TRAINING = streams(SEEDS)
+BOTH = streams(st.none() | SEEDS)
+
+
+def epoch_of(text: TokenStreams, epoch: int = 0):
+    first = epoch * text.num_windows
+    return [text.batch(step) for step in range(first, first + text.num_windows)]
+
+
+def mesh_of(**axes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+# Evaluation.
+
+
+@hypothesis.given(EVALUATION)
+def test_evaluation_counts_every_target_exactly_once(text):
+    targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(text)])
+    counted = targets[targets != IGNORE]
+    np.testing.assert_array_equal(np.sort(counted), np.arange(1, len(text.tokens)))
+    assert text.num_targets == len(counted)
+
+
+@hypothesis.given(EVALUATION)
+def test_evaluation_reads_streams_in_plain_order(text):
+    epoch = epoch_of(text)
+    inputs_BN = np.concatenate([batch.inputs_BT for batch in epoch], axis=1)
+    targets_BN = np.concatenate([batch.targets_BT for batch in epoch], axis=1)
+    inside_BN = targets_BN != IGNORE
+    np.testing.assert_array_equal(inputs_BN[inside_BN], np.arange(len(text.tokens) - 1))
+    np.testing.assert_array_equal(targets_BN[inside_BN], np.arange(1, len(text.tokens)))
+    assert np.all(inputs_BN[~inside_BN] == 0)
+    lengths_B = inside_BN.sum(axis=1)
+    assert lengths_B.max() - lengths_B.min() <= 1
+    # Padding stands at the ends, after the last target, and fills no window of its own.
+    np.testing.assert_array_equal(inside_BN, np.arange(inside_BN.shape[1]) < lengths_B[:, None])
+    assert inside_BN[:, -text.seq_len :].any()
+
+
+def test_evaluation_repeats_itself_in_every_epoch():
+    text = TokenStreams(np.arange(50), batch_size=3, seq_len=4)
+    for first, second in zip(epoch_of(text, 0), epoch_of(text, 1), strict=True):
+        np.testing.assert_array_equal(first.inputs_BT, second.inputs_BT)
+        np.testing.assert_array_equal(first.targets_BT, second.targets_BT)
+
+
+def test_the_picture_of_the_module():
+    text = TokenStreams(np.arange(13), batch_size=2, seq_len=3)
+    first, second = epoch_of(text)
+    np.testing.assert_array_equal(first.inputs_BT, [[0, 1, 2], [6, 7, 8]])
+    np.testing.assert_array_equal(second.inputs_BT, [[3, 4, 5], [9, 10, 11]])
+    np.testing.assert_array_equal(second.targets_BT, [[4, 5, 6], [10, 11, 12]])
+    assert (first.starts, second.starts) == (True, False)
+
+
+# Training.
+
+
+@hypothesis.given(TRAINING, st.integers(0, 3))
+def test_training_windows_are_full_and_continue_their_stream(text, epoch):
+    batches, num_tokens = epoch_of(text, epoch), len(text.tokens)
+    for batch in batches:
+        assert batch.inputs_BT.shape == (text.batch_size, text.seq_len)
+        np.testing.assert_array_equal(batch.targets_BT, (batch.inputs_BT + 1) % num_tokens)
+        np.testing.assert_array_equal(batch.inputs_BT[:, 1:], batch.targets_BT[:, :-1])
+    for before, after in itertools.pairwise(batches):
+        np.testing.assert_array_equal(after.inputs_BT[:, 0], before.targets_BT[:, -1])
+
+
+@hypothesis.given(TRAINING)
+def test_training_reads_no_target_twice_in_an_epoch(text):
+    targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(text)])
+    assert len(targets) == len(set(targets.tolist())) == text.num_targets
+    # What is left out is less than a window of every stream.
+    assert len(text.tokens) - 1 - len(targets) < text.batch_size * (text.seq_len + 1)
+
+
+@hypothesis.given(BOTH, st.data())
+def test_batch_is_a_function_of_seed_and_step(text, data):
+    step = data.draw(st.integers(0, 3 * text.num_windows))
+    again = TokenStreams(text.tokens, text.batch_size, text.seq_len, text.seed)
+    again.batch(data.draw(st.integers(0, 20)))  # what was asked before does not matter
+    np.testing.assert_array_equal(text.batch(step).inputs_BT, again.batch(step).inputs_BT)
+    np.testing.assert_array_equal(text.batch(step).targets_BT, again.batch(step).targets_BT)
+    assert text.batch(step).starts == (step % text.num_windows == 0)
+
+
+def test_windows_fall_differently_in_every_epoch_and_for_every_seed():
+    first = {
+        int(epoch_of(TokenStreams(np.arange(10_000), 4, 8, seed), epoch)[0].inputs_BT[0, 0])
+        for seed in (0, 1)
+        for epoch in range(5)
+    }
+    assert len(first) == 10
+
+
+def test_epochs_begin_anywhere_in_the_text():
+    text = TokenStreams(np.arange(1000), batch_size=1, seq_len=999, seed=0)
+    begins = [int(text.batch(epoch).inputs_BT[0, 0]) for epoch in range(200)]
+    assert max(begins) > 950
+    assert min(begins) < 50
+
+
+def test_training_reaches_the_whole_text_over_the_epochs():
+    text = TokenStreams(np.arange(30), batch_size=2, seq_len=8, seed=0)
+    assert text.num_windows == 1
+    seen = {int(t) for epoch in range(20) for t in epoch_of(text, epoch)[0].targets_BT.ravel()}
+    assert seen == set(range(30))
+
+
+# Rows and meshes.
+
+
+@hypothesis.given(BOTH, st.data())
+def test_rows_equal_those_of_the_full_batch(text, data):
+    rows = data.draw(st.slices(text.batch_size))
+    step = data.draw(st.integers(0, 2 * text.num_windows))
+    part, full = text.batch(step, rows), text.batch(step)
+    np.testing.assert_array_equal(part.inputs_BT, full.inputs_BT[rows])
+    np.testing.assert_array_equal(part.targets_BT, full.targets_BT[rows])
+    assert part.inputs_BT.dtype == part.targets_BT.dtype == np.int32
+    assert part.starts == full.starts
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize(
+    ("axes", "spec", "shard_shape"),
+    [
+        ({"data": 8}, PartitionSpec("data"), (1, 6)),
+        ({"data": 8}, PartitionSpec(), (8, 6)),
+        ({"data": 2, "stage": 4}, PartitionSpec("data"), (4, 6)),
+        ({"data": 2, "stage": 2, "tensor": 2}, PartitionSpec(("data", "tensor"), None), (2, 6)),
+        ({"data": 4, "stage": 2}, PartitionSpec("data", "stage"), (2, 3)),
+    ],
+)
+def test_placed_batch_equals_the_host_batch(axes, spec, shard_shape, seed):
+    text = TokenStreams(np.arange(205), batch_size=8, seq_len=6, seed=seed)
+    sharding = NamedSharding(mesh_of(**axes), spec)
+    for step in (0, 1, text.num_windows - 1, text.num_windows):
+        placed, host = text.batch_on(step, sharding), text.batch(step)
+        for on_mesh, on_host in zip(placed[:2], host[:2], strict=True):
+            assert on_mesh.sharding == sharding
+            assert on_mesh.dtype == np.int32
+            assert {shard.data.shape for shard in on_mesh.addressable_shards} == {shard_shape}
+            np.testing.assert_array_equal(on_mesh, on_host)
+        assert placed.starts == host.starts
+
+
+def test_each_part_of_the_rows_is_read_once(monkeypatch):
+    text = TokenStreams(np.arange(200), batch_size=8, seq_len=6, seed=0)
+    read, batch = [], text.batch
+    monkeypatch.setattr(text, "batch", lambda step, rows: read.append(rows) or batch(step, rows))
+    text.batch_on(3, NamedSharding(mesh_of(data=2, stage=4), PartitionSpec("data")))
+    assert read == [slice(0, 4), slice(4, 8)]
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (PartitionSpec("data"), "batch_size=6 does not split over data=4; use batch_size=4 or 8"),
+        (PartitionSpec(("data", "stage")), "over data=4 x stage=2; use batch_size=8$"),
+        (PartitionSpec(None, "stage"), "seq_len=5 does not split over stage=2; use seq_len=4 or 6"),
+    ],
+)
+def test_sharding_that_does_not_divide(spec, message):
+    text = TokenStreams(np.arange(100), batch_size=6, seq_len=5)
+    with pytest.raises(ValueError, match=message):
+        text.batch_on(0, NamedSharding(mesh_of(data=4, stage=2), spec))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "seed", "message"),
+    [
+        (40, 0, "40 tokens .* need 41; use batch_size=7 or less, seq_len=4 or less, a longer"),
+        (6, 0, "6 tokens .* batch_size=8, seq_len=5, which need 41; use batch_size=1 or less, a"),
+        (8, None, "8 tokens .* batch_size=8, which need 9; use batch_size=7 or less, a longer"),
+        (1, None, "1 tokens .* need 9; use a longer text"),
+        (0, 0, "0 tokens .* need 41; use a longer text"),
+    ],
+)
+def test_text_that_is_too_short(num_tokens, seed, message):
+    with pytest.raises(ValueError, match=message):
+        TokenStreams(np.arange(num_tokens), batch_size=8, seq_len=5, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@hypothesis.given(data=st.data())
+def test_sizes_that_the_error_proposes_work(seed, data):
+    num_tokens = data.draw(st.integers(2, 50))
+    batch_size = data.draw(st.integers(1, num_tokens - 1))
+    seq_len = (num_tokens - 1) // batch_size
+    TokenStreams(np.arange(num_tokens), batch_size, seq_len, seed)
+    with pytest.raises(ValueError, match="use batch_size="):
+        TokenStreams(np.arange(num_tokens), num_tokens, seq_len=1, seed=seed)
+    if seed is not None:
+        with pytest.raises(ValueError, match=f"seq_len={seq_len} or less"):
+            TokenStreams(np.arange(num_tokens), batch_size, seq_len + 1, seed)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 is too small; use 1"),
+        ({"seq_len": -2}, "seq_len=-2 is too small; use 1"),
+        ({"seed": -1}, "seed=-1 is too small; use 0"),
+        ({"tokens": np.zeros((2, 30), np.int32)}, r"shape \(2, 30\)"),
+        ({"tokens": np.zeros(30)}, "type float64"),
+        ({"tokens": np.array([0] * 9 + [-1] + [0] * 20)}, "token -1 at position 9 is negative"),
+    ],
+)
+def test_arguments_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TokenStreams(**{"tokens": np.arange(30), "batch_size": 2, "seq_len": 3, **arguments})
+
+
+def test_negative_step():
+    with pytest.raises(ValueError, match="step=-1 is negative"):
+        TokenStreams(np.arange(30), 2, 3).batch(-1)
