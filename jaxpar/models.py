@@ -12,10 +12,10 @@ from flax import nnx
 from jaxpar.axes import EMBED, INPUT, TOKENS, VOCAB
 from jaxpar.config import ModelConfig
 from jaxpar.nn.dropout import Position, dropout
-from jaxpar.nn.embedding import Embedding
+from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import LSTM, LSTMCarry
-from jaxpar.nn.param import named_param
+from jaxpar.nn.param import lecun_uniform, named_param
 
 # Runs a model's stacked layers over a window: (lstm, carry, x_TBE, dropout key) -> (carry, y_TBH).
 RunLayers = Callable[[LSTM, LSTMCarry, jax.Array, jax.Array | None], tuple[LSTMCarry, jax.Array]]
@@ -45,10 +45,12 @@ class LSTMLanguageModel(nnx.Module):
         if config.vocab_size is None:
             raise ValueError("vocab_size=None: set it, or let `fit` take it from the corpus")
         self.config = config
+        # A table that is the head as well is drawn and split like a head.
         self.embedding = Embedding(
             config.vocab_size,
             config.embed_size,
             dims=(VOCAB, INPUT) if config.tie_embedding else (TOKENS, EMBED),
+            init=lecun_uniform(config.embed_size) if config.tie_embedding else UNIT_VARIANCE,
             rngs=rngs,
         )
         self.lstm = LSTM(

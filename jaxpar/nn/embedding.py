@@ -5,11 +5,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.axes import EMBED, TOKENS
-from jaxpar.nn.param import named_param, uniform
+from jaxpar.nn.param import Initializer, named_param, uniform
+
+UNIT_VARIANCE = uniform(3**0.5)
 
 
 class Embedding(nnx.Module):
-    """A table of one vector a token, [tokens, embed], drawn evenly from +-0.1."""
+    """A table of one vector a token, [tokens, embed]."""
 
     def __init__(
         self,
@@ -17,9 +19,10 @@ class Embedding(nnx.Module):
         embed_size: int,
         *,
         dims: tuple[str | None, str | None] = (TOKENS, EMBED),
+        init: Initializer = UNIT_VARIANCE,
         rngs: nnx.Rngs,
     ):
-        table = uniform(0.1)(rngs.params(), (num_tokens, embed_size), jnp.dtype(jnp.float32))
+        table = init(rngs.params(), (num_tokens, embed_size), jnp.dtype(jnp.float32))
         self.table = named_param(table, dims)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.nn.param import named_param, uniform
+from jaxpar.nn.param import lecun_uniform, named_param
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`, W of shape [in, out], drawn evenly from +-1/sqrt(in_size).
+    """`y = x W + b`, W of shape [in, out], drawn with variance 1 / in_size.
 
     How it is split follows from the names of its dims and the rules: a rule for the second dim makes it
     column-parallel, one for the first row-parallel.
@@ -22,7 +22,7 @@ class Linear(nnx.Module):
         dims: tuple[str | None, str | None],
         rngs: nnx.Rngs,
     ):
-        init = uniform(in_size**-0.5)
+        init = lecun_uniform(in_size)
         kernel = init(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
         self.kernel = named_param(kernel, dims)
         self.bias = named_param(jnp.zeros(out_size), dims[1:])

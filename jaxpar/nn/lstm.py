@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxpar.axes import GATES, HIDDEN, INPUT, LAYERS
 from jaxpar.nn.dropout import Position, dropout
-from jaxpar.nn.param import named_param, stacked, uniform
+from jaxpar.nn.param import lecun_uniform, named_param, stacked
 from jaxpar.nn.stack import Layer, run_layers
 
 
@@ -174,7 +174,7 @@ class LSTM(nnx.Module):
         dropout: float = 0.0,
         layer_ids: Sequence[int] | None = None,
     ):
-        """Draws weights evenly from +-1/sqrt(hidden_size); biases are 0 but for the forget gate's.
+        """Draws weights with variance 1 / hidden_size; biases are 0 but for the forget gate's.
 
         Args:
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
@@ -196,7 +196,7 @@ class LSTM(nnx.Module):
             raise ValueError(
                 f"layer_ids={self.layer_ids} must hold each of the {num_layers} layers exactly once"
             )
-        init = uniform(hidden_size**-0.5)
+        init = lecun_uniform(hidden_size)
         b_4H = jnp.zeros((4, hidden_size)).at[1].set(forget_bias)
         w_x = stacked(init, rngs.params(), self.layer_ids, (hidden_size, 4, hidden_size))
         w_h = stacked(init, rngs.params(), self.layer_ids, (hidden_size, 4, hidden_size))

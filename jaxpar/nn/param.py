@@ -32,6 +32,11 @@ def uniform(scale: float) -> Initializer:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -scale, scale)
 
 
+def lecun_uniform(fan_in: int) -> Initializer:
+    """Values drawn evenly with variance 1 / fan_in (LeCun et al. 1998, "Efficient BackProp", 4.6)."""
+    return uniform((3 / fan_in) ** 0.5)
+
+
 def stacked(
     init: Initializer, key: jax.Array, layer_ids: Sequence[int], shape: Sequence[int]
 ) -> jax.Array:
