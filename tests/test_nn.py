@@ -1,0 +1,236 @@
+"""Layers against independent ones, and dropout against its definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, Position, dropout, lstm_layer, named_param
+
+# float32 sums in another order.
+RELATIVE_ERROR = 1e-5
+# bfloat16 has 8 bits: 2^-9 a rounding, a few of them a step.
+BFLOAT16_ERROR = 2e-2
+T, B = 5, 3
+
+
+def assert_close(actual, expected, bound=RELATIVE_ERROR):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(actual - expected) <= bound * np.linalg.norm(expected)
+
+
+def random_inputs(lstm, num_steps=T, num_rows=B):
+    keys = jax.random.split(jax.random.key(7), 3)
+    shape = (lstm.num_layers, num_rows, lstm.hidden_size)
+    carry = LSTMCarry(jax.random.normal(keys[1], shape), jax.random.normal(keys[2], shape))
+    return jax.random.normal(keys[0], (num_steps, num_rows, lstm.input_size)), carry
+
+
+def loss_of(after, y):
+    """Depends on every output in its own way."""
+    weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+    return jnp.sum(y * weights) + jnp.sum(after.h_BH**2) + jnp.sum(after.c_BH**3)
+
+
+def flax_lstm(lstm):
+    """The same weights in Flax's own layers, whose gates stand in the order i, f, g, o too."""
+    layers = []
+    for number in range(lstm.num_layers):
+        size = lstm.input_size if number == 0 else lstm.hidden_size
+        cell = nnx.OptimizedLSTMCell(size, lstm.hidden_size, rngs=nnx.Rngs(0))
+        w_x, w_h, b = (leaf[number] for leaf in lstm.params)
+        cell.dense_i.kernel[...] = w_x[:size].reshape(size, -1)
+        cell.dense_h.kernel[...] = w_h.reshape(lstm.hidden_size, -1)
+        cell.dense_h.bias[...] = b.reshape(-1)
+        layers.append(nnx.RNN(cell, time_major=True, return_carry=True, rngs=nnx.Rngs(0)))
+    return nnx.List(layers)
+
+
+SIZES = [(8, 8, 1, T, B), (8, 8, 3, T, B), (4, 8, 2, T, B), (7, 7, 2, 1, 1), (3, 5, 2, T, 1)]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("inputs", "hidden", "layers", "num_steps", "num_rows"), SIZES)
+def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, num_rows):
+    lstm = LSTM(inputs, hidden, layers, rngs=nnx.Rngs(1))
+    x, carry = random_inputs(lstm, num_steps, num_rows)
+    graphdef, params = nnx.split(lstm)
+    flax_graphdef, flax_params, rest = nnx.split(flax_lstm(lstm), nnx.Param, ...)
+
+    def ours(params, x):
+        after, y = nnx.merge(graphdef, params)(x, carry)
+        return loss_of(after, y), (after, y)
+
+    def theirs(params, x):
+        states = []
+        for number, layer in enumerate(nnx.merge(flax_graphdef, params, rest)):
+            state, x = layer(x, initial_carry=(carry.c_BH[number], carry.h_BH[number]))
+            states.append(state)
+        after = LSTMCarry(jnp.stack([h for _, h in states]), jnp.stack([c for c, _ in states]))
+        return loss_of(after, x), (after, x)
+
+    (loss, out), (grads, dx) = jax.value_and_grad(ours, (0, 1), has_aux=True)(params, x)
+    with jax.numpy_rank_promotion("allow"):  # Flax adds its bias so
+        run = jax.value_and_grad(theirs, (0, 1), has_aux=True)
+        (expected_loss, expected_out), (expected_grads, expected_dx) = run(flax_params, x)
+    jax.tree.map(assert_close, (loss, out, dx), (expected_loss, expected_out, expected_dx))
+    for number, layer in nnx.to_pure_dict(expected_grads).items():
+        size = inputs if number == 0 else hidden
+        d_x, d_h = layer["cell"]["dense_i"]["kernel"], layer["cell"]["dense_h"]
+        got_x = grads["w_x"][...][number]
+        assert_close(got_x[:size], d_x.reshape(size, 4, hidden))
+        assert not np.any(got_x[size:])
+        assert_close(grads["w_h"][...][number], d_h["kernel"].reshape(hidden, 4, hidden))
+        assert_close(grads["b"][...][number], d_h["bias"].reshape(4, hidden))
+
+
+def float64_layer(params, carry, x):
+    """The layer's equations, one step at a time, in NumPy float64."""
+    w_x, w_h, b, h, c = (np.asarray(a, np.float64) for a in (*params, *carry))
+
+    def sigmoid(z):
+        return 1 / (1 + np.exp(-z))
+
+    outputs = []
+    for x_t in np.asarray(x, np.float64):
+        z = np.einsum("bi,igh->bgh", x_t, w_x) + np.einsum("bj,jgh->bgh", h, w_h) + b
+        c = sigmoid(z[:, 1]) * c + sigmoid(z[:, 0]) * np.tanh(z[:, 2])
+        h = sigmoid(z[:, 3]) * np.tanh(c)
+        outputs.append(h)
+    return h, c, np.stack(outputs)
+
+
+@pytest.mark.law
+def test_layer_gradients_equal_finite_differences_in_float64():
+    lstm = LSTM(4, 4, 1, rngs=nnx.Rngs(2))
+    x, carry = random_inputs(lstm, num_steps=4, num_rows=2)
+    params, carry = jax.tree.map(lambda a: a[0], (lstm.params, carry))
+    weights = np.cos(np.arange(4 * 2 * 4)).reshape(4, 2, 4)
+
+    def loss(arguments):
+        h, c, y = float64_layer(*arguments)
+        return np.sum(y * weights) + np.sum(h**2) + np.sum(c**3)
+
+    def ours(params, carry, x):
+        after, y = lstm_layer(params, carry, x)
+        return (
+            jnp.sum(y * weights.astype(np.float32))
+            + jnp.sum(after[0] ** 2)
+            + jnp.sum(after[1] ** 3)
+        )
+
+    arguments = (params, carry, x)
+    grads = jax.grad(ours, (0, 1, 2))(*arguments)
+    leaves, structure = jax.tree.flatten(arguments)
+    leaves = [np.asarray(leaf, np.float64) for leaf in leaves]
+    rng = np.random.default_rng(0)
+    for number, gradient in enumerate(jax.tree.leaves(grads)):
+        direction = rng.normal(size=leaves[number].shape)
+
+        def moved(by, number=number, direction=direction):
+            moved = list(leaves)
+            moved[number] = leaves[number] + by * direction
+            return loss(jax.tree.unflatten(structure, moved))
+
+        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
+        np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4, atol=1e-5)
+
+
+def test_two_windows_equal_one():
+    lstm = LSTM(8, 8, 3, rngs=nnx.Rngs(1))
+    x, carry = random_inputs(lstm, num_steps=6)
+    after, y = lstm(x, carry)
+    middle, first = lstm(x[:2], carry)
+    end, second = lstm(x[2:], middle)
+    jax.tree.map(assert_close, (end, jnp.concatenate([first, second])), (after, y))
+
+
+def test_empty_slots_change_nothing():
+    full = LSTM(8, 8, 3, rngs=nnx.Rngs(1))
+    slotted = LSTM(8, 8, 3, rngs=nnx.Rngs(1), layer_ids=(0, -1, 1, 2))
+    x, _ = random_inputs(full)
+    np.testing.assert_array_equal(full(x)[1], slotted(x)[1])
+    np.testing.assert_array_equal(slotted.params.w_h_H4H[0], full.params.w_h_H4H[0])
+    assert not np.any(slotted.params.w_h_H4H[1])
+
+
+def test_a_layer_is_born_the_same_among_however_many():
+    few, many = (LSTM(8, 8, count, rngs=nnx.Rngs(3)).params for count in (2, 5))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:2]), few, many)
+
+
+def test_forget_bias_is_the_second_gates():
+    bias = LSTM(4, 4, 2, rngs=nnx.Rngs(0), forget_bias=1.5).b[...]
+    np.testing.assert_array_equal(bias, np.broadcast_to([[0], [1.5], [0], [0]], (2, 4, 4)))
+
+
+def test_bfloat16_is_near_float32_and_keeps_its_parameters_float32():
+    lstm = LSTM(16, 16, 2, rngs=nnx.Rngs(1))
+    x, carry = random_inputs(lstm)
+    graphdef, params = nnx.split(lstm)
+
+    def loss(params, x):
+        after, y = nnx.merge(graphdef, params)(x, carry)
+        assert after.c_BH.dtype == jnp.float32
+        return loss_of(after, y.astype(jnp.float32)), y
+
+    (_, y), grads = jax.value_and_grad(loss, has_aux=True)(params, x)
+    (_, y16), grads16 = jax.value_and_grad(loss, has_aux=True)(params, x.astype(jnp.bfloat16))
+    assert y16.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads16)} == {jnp.dtype("float32")}
+    jax.tree.map(lambda a, b: assert_close(a, b, BFLOAT16_ERROR), (y16, grads16), (y, grads))
+
+
+def test_wrong_sizes_are_refused():
+    with pytest.raises(ValueError, match="input_size=9 is larger than hidden_size=8"):
+        LSTM(9, 8, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layer_ids=\(0, 0\) must hold each of the 2 layers"):
+        LSTM(8, 8, 2, rngs=nnx.Rngs(0), layer_ids=(0, 0))
+    with pytest.raises(ValueError, match=r"names 1 dims, the array has shape \(2, 3\)"):
+        named_param(jnp.zeros((2, 3)), ("hidden",))
+    with pytest.raises(ValueError, match="unknown dim name 'hiden'"):
+        named_param(jnp.zeros(2), ("hiden",))
+
+
+def mask(key, position, shape=(6, 8, 32), rate=0.25):
+    return np.asarray(dropout(jnp.ones(shape), rate, key, position))
+
+
+@pytest.mark.law
+def test_a_blocks_dropout_mask_is_part_of_the_wholes():
+    key = jax.random.key(5)
+    whole = mask(key, Position(3, 0, 0))
+    block = mask(key, Position(3, 2, 4), shape=(3, 4, 32))
+    np.testing.assert_array_equal(block, whole[2:5, 4:8])
+
+
+def test_dropout_has_its_rate_keeps_the_mean_and_differs_by_layer_and_step():
+    whole = mask(jax.random.key(5), Position(3, 0, 0), shape=(16, 16, 256))
+    assert set(np.unique(whole)) == {0.0, np.float32(1 / 0.75)}
+    # 65,536 draws: a standard deviation of 0.0017.
+    assert abs(np.mean(whole == 0) - 0.25) < 0.01
+    for other in (
+        mask(jax.random.key(5), Position(4, 0, 0), shape=(16, 16, 256)),
+        mask(jax.random.key(6), Position(3, 0, 0), shape=(16, 16, 256)),
+    ):
+        agree = np.mean((other == 0) == (whole == 0))
+        assert abs(agree - (0.25**2 + 0.75**2)) < 0.01
+
+
+def test_no_key_or_no_rate_means_no_dropout():
+    x = jnp.ones((2, 2, 4))
+    assert dropout(x, 0.5, None, Position(0, 0, 0)) is x
+    assert dropout(x, 0.0, jax.random.key(0), Position(0, 0, 0)) is x
+
+
+def test_residuals_hold_no_weights():
+    """What a layer saves for its backward pass is activations; its weights are taken again."""
+    lstm = LSTM(8, 8, 1, rngs=nnx.Rngs(1))
+    x, carry = random_inputs(lstm)
+    params, carry = jax.tree.map(lambda a: a[0], (lstm.params, carry))
+    _, vjp = jax.vjp(lambda params: lstm_layer(params, carry, x), params)
+    weights = {id(leaf) for leaf in jax.tree.leaves(params)}
+    shapes = [leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in weights]
+    assert isinstance(params, LSTMParams)
+    assert not {leaf.shape for leaf in params} & set(shapes)

@@ -1,0 +1,36 @@
+"""What the README shows is what happens."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxpar.schedule import make_schedule
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def test_python_blocks_run_in_their_order(tmp_path):
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks("python")))
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "runs/0001" in done.stdout
+    assert "(None, 'tensor')" in done.stdout
+
+
+def test_the_schedule_is_the_real_one():
+    assert make_schedule("1f1b", 4, 2, 2).to_text() + "\n" in blocks("text")
