@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxpar.axes import DATA, TENSOR
+from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.mesh import MeshConfig
 from jaxpar.placement import resolve_placement, slots
 
@@ -52,10 +52,10 @@ class ModelConfig:
     """
 
     num_layers: int = 4
-    hidden_size: int = 256
-    embed_size: int = 256
+    hidden_size: int = 192
+    embed_size: int = 192
     vocab_size: int | None = None
-    dropout: float = 0.0
+    dropout: float = 0.2
     forget_bias: float = 1.0
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -93,7 +93,7 @@ class PipelineConfig:
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     num_microbatches: int = 1
-    num_chunks: int = 1
+    num_chunks: int = 4
     num_groups: int = 1
     placement: str | tuple[int, ...] = "balanced"
     head: Literal["last", "sharded"] = "sharded"
@@ -123,7 +123,7 @@ class DataConfig:
     corpus: str = "python-docs"
     level: Literal["auto", "word", "char"] = "auto"
     max_vocab: int = 10_000
-    batch_size: int = 32
+    batch_size: int = 16
     seq_len: int = 32
 
     def __post_init__(self):
@@ -154,9 +154,9 @@ class TrainConfig:
         folder of runs/0001, runs/0002, ...
     """
 
-    num_steps: int = 500
+    num_steps: int = 800
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
-    learning_rate: float = 3e-3
+    learning_rate: float = 5e-3
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = 20
     weight_decay: float = 0.0
@@ -165,9 +165,9 @@ class TrainConfig:
     seed: int = 0
     fsdp: bool = False
     update: Literal["replicated", "sharded"] = "replicated"
-    log_every: int = 10
+    log_every: int = 25
     eval_every: int = 0
-    checkpoint_every: int = 0
+    checkpoint_every: int = 100
     keep_checkpoints: int = 2
     out_dir: str | None = None
 
@@ -221,10 +221,12 @@ class Config:
         assert -1 not in sizes.values(), "resolve the mesh first"
         M, K = self.pipeline.num_microbatches, self.pipeline.num_chunks
         _check_divides("hidden_size", self.model.hidden_size, {TENSOR: sizes[TENSOR]})
-        _check_divides(
-            "batch_size", self.data.batch_size, {DATA: sizes[DATA], "num_microbatches": M}
-        )
-        _check_divides("seq_len", self.data.seq_len, {"num_chunks": K})
+        if sizes[STAGE] == 1:
+            _check_divides("batch_size", self.data.batch_size, {DATA: sizes[DATA]})
+        else:
+            units = {DATA: sizes[DATA], "num_microbatches": M}
+            _check_divides("batch_size", self.data.batch_size, units)
+            _check_divides("seq_len", self.data.seq_len, {"num_chunks": K})
         _ = self.placement
         return self
 

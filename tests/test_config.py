@@ -10,13 +10,13 @@ from jaxpar.mesh import MeshConfig
 FIELDS = [
     (ModelConfig, {"num_layers": 0}, "num_layers=0: must be positive"),
     (ModelConfig, {"hidden_size": -4}, "hidden_size=-4"),
-    (ModelConfig, {"embed_size": 512}, "embed_size=512 is larger than hidden_size=256"),
+    (ModelConfig, {"embed_size": 512}, "embed_size=512 is larger than hidden_size=192"),
     (ModelConfig, {"vocab_size": 0}, "vocab_size=0"),
     (ModelConfig, {"dropout": 1.0}, "dropout=1.0: must be at least 0 and less than 1"),
     (
         ModelConfig,
         {"tie_embedding": True, "embed_size": 128},
-        "tie_embedding needs embed_size=128 equal to hidden_size=256",
+        "tie_embedding needs embed_size=128 equal to hidden_size=192",
     ),
     (PipelineConfig, {"num_microbatches": 0}, "num_microbatches=0"),
     (PipelineConfig, {"num_chunks": 0}, "num_chunks=0"),
@@ -44,17 +44,21 @@ SIZES = [
         r"hidden_size=256 does not divide by tensor=3; use hidden_size 255 or 258",
     ),
     (
-        {"mesh": MeshConfig(data=4), "pipeline": PipelineConfig(num_microbatches=3)},
+        {"mesh": MeshConfig(data=4, stage=2), "pipeline": PipelineConfig(num_microbatches=3)},
         r"batch_size=32 does not divide by data=4 x num_microbatches=3 = 12; use batch_size 24 or 36",
     ),
     (
-        {"pipeline": PipelineConfig(num_chunks=5)},
+        {"mesh": MeshConfig(stage=2), "pipeline": PipelineConfig(num_chunks=5)},
         r"seq_len=32 does not divide by num_chunks=5; use seq_len 30 or 35",
     ),
     (
         {"mesh": MeshConfig(stage=3), "pipeline": PipelineConfig(placement="even")},
         r"num_layers=4 does not split evenly over stage=3; use 3 or 6 layers, stage=1, 2, 4, "
         r"or a placement such as \(2, 1, 1\)",
+    ),
+    (
+        {"mesh": MeshConfig(data=3)},
+        r"batch_size=32 does not divide by data=3; use batch_size 30 or 33",
     ),
     ({"mesh": MeshConfig(stage=5)}, r"stage=5 is more than num_layers=4; use stage=4 or fewer"),
     (
@@ -71,7 +75,11 @@ SIZES = [
 @pytest.mark.parametrize(("parts", "message"), SIZES)
 def test_sizes_that_do_not_fit_are_refused(parts, message):
     config = dataclasses.replace(
-        Config(model=ModelConfig(num_layers=4), data=DataConfig(batch_size=32, seq_len=32)), **parts
+        Config(
+            model=ModelConfig(4, hidden_size=256, embed_size=256),
+            data=DataConfig(batch_size=32, seq_len=32),
+        ),
+        **parts,
     )
     with pytest.raises(ValueError, match=message):
         config.check()

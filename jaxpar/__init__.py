@@ -1,0 +1,71 @@
+"""A JAX sharding framework for models too big or too slow for one device, LSTM networks first."""
+
+from jaxpar._versions import check_jax_version
+
+check_jax_version()
+
+# Nothing of JAX is imported before its version is known to be sound.
+from jaxpar import models, nn  # noqa: E402
+from jaxpar.config import (  # noqa: E402
+    Config,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+)
+from jaxpar.data import IGNORE, Batch, TokenStreams  # noqa: E402
+from jaxpar.gpipe import run_pipeline  # noqa: E402
+from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
+from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
+from jaxpar.plan import make_plan  # noqa: E402
+from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
+from jaxpar.sharding import RULES, Rules, shardings  # noqa: E402
+from jaxpar.state import TrainState, audit, init_state  # noqa: E402
+from jaxpar.step import (  # noqa: E402
+    batch_sharding,
+    make_eval_step,
+    make_loss_and_grad,
+    make_train_step,
+)
+from jaxpar.train import FitResult, fit  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # What a run is made from.
+    "MeshConfig",
+    "ModelConfig",
+    "PipelineConfig",
+    "DataConfig",
+    "TrainConfig",
+    "Config",
+    "simulate_devices",
+    # From names to shardings.
+    "Rules",
+    "RULES",
+    "shardings",
+    "audit",
+    # Models and their layers.
+    "models",
+    "nn",
+    # Data.
+    "Batch",
+    "TokenStreams",
+    "IGNORE",
+    "batch_sharding",
+    # Training.
+    "TrainState",
+    "init_state",
+    "make_train_step",
+    "make_eval_step",
+    "make_loss_and_grad",
+    "fit",
+    "FitResult",
+    # The pipeline, piece by piece.
+    "Schedule",
+    "make_schedule",
+    "make_plan",
+    "Pipeline",
+    "PipelineParams",
+    "run_pipeline",
+]

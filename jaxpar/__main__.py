@@ -1,0 +1,187 @@
+"""The command line: `python -m jaxpar train | evaluate | sample`. See `--help` of each."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+
+from jaxpar.config import Config
+from jaxpar.config_file import read_config
+from jaxpar.mesh import MeshConfig, simulate_devices
+
+# What loads Flax, Optax and Orbax is imported by the command that needs it: `--help` is quick.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What every command takes."""
+
+    mesh: Annotated[str | None, arg(metavar="SHAPE")] = None
+    """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
+    simulate: int | None = None
+    """Use this many simulated devices on the CPU."""
+    debug: bool = False
+    """Print the traceback of an error, not its message alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(Options):
+    """Trains a language model and evaluates it.
+
+    Ctrl-C stops it after the step under way, with its state saved; --resume goes on.
+    """
+
+    config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
+    """A file of settings; those given here go before it."""
+    resume: bool = False
+    """Go on with the run in --train.out-dir, or with the latest, with its settings."""
+    overwrite: bool = False
+    """Remove the run that is in --train.out-dir."""
+    config: Annotated[Config, arg(name="")] = dataclasses.field(default_factory=Config)
+
+    def run(self) -> int:
+        """The exit code: 0, or 128 and the number of the signal that stopped it."""
+        from jaxpar.report import ConsoleReport
+        from jaxpar.train import fit
+
+        result = fit(
+            self.config, resume=self.resume, overwrite=self.overwrite, report=ConsoleReport()
+        )
+        return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(Options):
+    """Prints the perplexity of a trained model on the validation and test text of its run.
+
+    On one device, or on any --mesh.
+    """
+
+    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    """The folder of the run, such as runs/0001."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.report import evaluation_table, make_console
+        from jaxpar.run_folder import RunFolder
+        from jaxpar.train import evaluate_run
+
+        evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh))
+        make_console().print(evaluation_table(evaluations))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample(Options):
+    """Prints a text by a trained model."""
+
+    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    """The folder of the run, such as runs/0001."""
+    prompt: str = ""
+    """Words that the text begins with; all in the vocabulary of the run."""
+    length: int = 50
+    """Tokens to add."""
+    temperature: float = 0.8
+    """Below 1 likelier words are preferred; 0 takes the likeliest every time."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.sample import sample
+
+        text = sample(
+            self.run_dir,
+            self.prompt,
+            length=self.length,
+            temperature=self.temperature,
+            seed=self.seed,
+            mesh=_mesh(self.mesh),
+        )
+        print(text)
+        return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line; the exit code.
+
+    A user's mistake prints one message and gives 2; `--debug` raises it instead.
+
+    Args:
+      argv: arguments; None takes those of the process.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in argv
+    try:
+        command = _parse(argv)
+        if command.simulate is not None:
+            _simulate(command.simulate)
+        return command.run()
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parse(argv: list[str]) -> Train | Evaluate | Sample:
+    return tyro.cli(
+        Annotated[Train, subcommand("train", default=Train(config=_base_config(argv)))]
+        | Annotated[Evaluate, subcommand("evaluate")]
+        | Annotated[Sample, subcommand("sample")],
+        prog="python -m jaxpar",
+        description="Trains LSTM language models on a mesh of devices.",
+        args=argv,
+        config=(FlagCreatePairsOff,),
+    )
+
+
+def _base_config(argv: list[str]) -> Config:
+    """The settings that single flags change: of a resumed run, then --config, then --mesh."""
+    if argv[:1] != ["train"] or {"-h", "--help"} & set(argv):
+        return Config()
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config")
+    early.add_argument("--mesh")
+    early.add_argument("--resume", action="store_true")
+    early.add_argument("--train.out-dir", "--train.out_dir", dest="out_dir")
+    try:
+        given, _ = early.parse_known_args(argv[1:])
+    except argparse.ArgumentError:
+        return Config()  # tyro will find the same mistake, and tell it better
+    config = Config()
+    if given.resume:
+        from jaxpar.run_folder import RunFolder, newest_run_folder
+
+        folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
+        config = folder.config()
+    if given.config is not None:
+        config = read_config(given.config, config)
+    if given.mesh is not None:
+        config = dataclasses.replace(config, mesh=MeshConfig.parse(given.mesh))
+    return config
+
+
+def _mesh(shape: str | None) -> MeshConfig:
+    """The mesh that is asked for, or one device."""
+    return MeshConfig(devices=(0,)) if shape is None else MeshConfig.parse(shape)
+
+
+def _simulate(num_devices: int) -> None:
+    try:
+        simulate_devices(num_devices)
+    except RuntimeError as error:  # too late, in a process that has used devices before
+        raise ValueError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Configs as TOML files: what `--config` reads, and what a run leaves in its folder.
+
+mesh = "dp2pp2tp2"      # or a table [mesh] with data, stage, tensor, devices
+
+[model]
+num_layers = 8
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxpar.config import Config
+from jaxpar.mesh import MeshConfig
+
+Types = tuple[Any, ...]
+
+
+def read_config(path: str | os.PathLike[str], base: Config | None = None) -> Config:
+    """The config of a TOML file; what the file leaves out is as in `base`.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is no TOML, a key does not exist (the message gives its full path and the
+        nearest name), or a value has the wrong type or is out of range.
+    """
+    path = Path(path).expanduser()
+    try:
+        tables = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise type(error)(
+            f"cannot read the config {path}: {error.strerror}; give a readable TOML file"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML in UTF-8: {error}") from error
+    try:
+        return _replace(base or Config(), tables, "")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def write_config(config: Config, path: str | os.PathLike[str]) -> None:
+    """Writes every value that is not None as TOML; the file appears whole or not at all."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines += ["", f"[{section.name}]"]
+        part = getattr(config, section.name)
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            # TOML has no null: None must be what `read_config` takes for a key that is missing.
+            assert value is not None or field.default is None, field.name
+            if value is not None:
+                lines.append(f"{field.name} = {_toml(value)}")
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes("\n".join([*lines[1:], ""]).encode())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # JSON's strings, numbers and booleans are TOML's, but for the delete character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _replace(config: Any, values: Mapping[str, Any], path: str) -> Any:
+    """`config`, a dataclass, with the values of a TOML table."""
+    hints = typing.get_type_hints(type(config))
+    changes = {}
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.4)
+            remedy = f"did you mean {path}{near[0]}?" if near else f"keys are {', '.join(hints)}"
+            raise ValueError(f"there is no key {name}; {remedy}")
+        wanted = hints[key]
+        if wanted is MeshConfig and isinstance(value, str):
+            changes[key] = MeshConfig.parse(value)
+        elif dataclasses.is_dataclass(wanted):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name}={value!r}: write a table [{name}]")
+            changes[key] = _replace(getattr(config, key), value, f"{name}.")
+        else:
+            value = tuple(value) if isinstance(value, list) else value
+            options = _options(wanted)
+            if not any(_fits(value, option) for option in options):
+                described = " or ".join(map(_describe, options))
+                raise ValueError(f"{name}={value!r} ({type(value).__name__}): use {described}")
+            changes[key] = float(value) if isinstance(value, int) and options == (float,) else value
+    try:
+        return dataclasses.replace(config, **changes)
+    except ValueError as error:
+        raise ValueError(f"{path}{error}") from error
+
+
+def _options(wanted: Any) -> Types:
+    """The types that a value may have; None cannot be written in TOML."""
+    is_union = typing.get_origin(wanted) in (types.UnionType, typing.Union)
+    return tuple(
+        option
+        for option in (typing.get_args(wanted) if is_union else (wanted,))
+        if option is not types.NoneType
+    )
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if typing.get_origin(wanted) is Literal:
+        return value in typing.get_args(wanted)
+    if typing.get_origin(wanted) is tuple:
+        return isinstance(value, tuple) and all(
+            _fits(part, typing.get_args(wanted)[0]) for part in value
+        )
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, (int, float) if wanted is float else wanted)
+
+
+def _describe(wanted: Any) -> str:
+    if typing.get_origin(wanted) is Literal:
+        return ", ".join(map(repr, typing.get_args(wanted)))
+    if typing.get_origin(wanted) is tuple:
+        return "a list of " + typing.get_args(wanted)[0].__name__
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[
+        wanted
+    ]

@@ -1,0 +1,95 @@
+"""Perplexity of a text, exact on any mesh: every token but the first is a target exactly once."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.axes import DATA
+from jaxpar.config import Config
+from jaxpar.data import TokenStreams
+from jaxpar.loss import LossSums
+from jaxpar.state import abstract_state
+from jaxpar.step import CompiledStep, batch_sharding, make_eval_step
+
+
+class Evaluator:
+    """Evaluates texts on a mesh; compiled once for all texts that fill the config's batch.
+
+    Args:
+      config: as given to `init_state`.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self._steps: dict[int, tuple[CompiledStep, nnx.State]] = {}
+
+    def loss(self, params: nnx.State, tokens: np.ndarray) -> float:
+        """Mean negative log-likelihood, in nats, of all tokens but the first.
+
+        The text is read in as many streams as a batch has rows, each from the zero state. A text
+        with fewer tokens than rows is read in fewer streams.
+
+        Raises:
+          ValueError: the text is too short for the mesh.
+        """
+        config = self._fit_batch(len(tokens) - 1)
+        batch_size = config.data.batch_size
+        streams = TokenStreams(tokens, batch_size, config.data.seq_len)
+        if batch_size not in self._steps:
+            self._steps[batch_size] = (
+                make_eval_step(config, self.mesh),
+                _zero_carry(config, self.mesh),
+            )
+        step, carry = self._steps[batch_size]
+        sums: list[LossSums] = []
+        for window in range(streams.num_windows):
+            batch = streams.batch_on(window, batch_sharding(self.mesh))
+            carry, window_sums = step((params, carry), batch)
+            sums.append(window_sums)  # stays on the device
+            do_not_run_ahead(self.mesh, window_sums)
+        fetched = jax.device_get(sums)
+        num_targets = sum(float(part.num_targets) for part in fetched)
+        assert num_targets == streams.num_targets, (num_targets, streams.num_targets)
+        return math.fsum(float(part.nll) for part in fetched) / num_targets
+
+    def _fit_batch(self, num_targets: int) -> Config:
+        """The config, its batch no larger than the text."""
+        data, pipeline = self.config.data, self.config.pipeline
+        if data.batch_size <= num_targets:
+            return self.config
+        num_groups = self.mesh.shape[DATA]
+        M = (
+            pipeline.num_microbatches
+            if num_groups * pipeline.num_microbatches <= num_targets
+            else 1
+        )
+        rows = max(num_targets // (num_groups * M), 1) * num_groups * M
+        return dataclasses.replace(
+            self.config,
+            data=dataclasses.replace(data, batch_size=rows),
+            pipeline=dataclasses.replace(pipeline, num_microbatches=M),
+        )
+
+
+def do_not_run_ahead(mesh: Mesh, outputs: Any) -> None:
+    """Waits for a step on simulated devices; elsewhere the host goes on and queues the next one.
+
+    The CPU devices of a process share a pool of threads. With several steps in their queues, XLA can
+    give its threads to devices that wait in a collective for one that then gets none, and abort.
+    """
+    if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
+        jax.block_until_ready(outputs)
+
+
+def _zero_carry(config: Config, mesh: Mesh) -> nnx.State:
+    abstract = abstract_state(config, mesh).carry
+    return jax.jit(
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
+    )()

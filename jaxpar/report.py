@@ -1,0 +1,306 @@
+"""What a person sees of a run: what will happen, how it goes on, how it ended."""
+
+import dataclasses
+import datetime
+import math
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import rich.box
+import rich.progress
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxpar.config import Config
+from jaxpar.corpus import Corpus
+from jaxpar.sharding import annotated
+from jaxpar.state import TrainState
+
+WIDTH = 100  # of what goes into a file or pipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One line of training progress.
+
+    Attributes:
+      step: optimizer steps taken.
+      loss: of the batch of this step, in nats; so is perplexity.
+      grad_norm: before clipping.
+      learning_rate: of this step.
+      tokens_per_second: since the line before.
+      seconds: since this process began.
+    """
+
+    step: int
+    loss: float
+    perplexity: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_second: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Loss (nats) and perplexity on a split, and the perplexity that word frequencies reach."""
+
+    split: str
+    loss: float
+    perplexity: float
+    unigram_perplexity: float
+
+
+class Report:
+    """Is told what a run does, and says nothing. Derive from it to say something."""
+
+    def plan(self, config: Config, mesh: Mesh, corpus: Corpus, state: TrainState) -> None:
+        """Before anything is compiled; `state` is abstract."""
+
+    def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
+        """Before the first step taken here; `step` were taken before."""
+
+    def progress(self, progress: Progress, num_steps: int) -> None:
+        """After the first step and every `log_every`."""
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """After each evaluation of a split."""
+
+    def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
+        """After the last step taken here."""
+
+    def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
+        """When everything is written; `evaluations` is empty if the run was stopped."""
+
+
+class ConsoleReport(Report):
+    """Prints tables and progress with rich: a live line on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or make_console()
+        self._live: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+        self._out_dir = Path()
+
+    def plan(self, config: Config, mesh: Mesh, corpus: Corpus, state: TrainState) -> None:
+        """Devices, mesh, placement, parameters, data."""
+        facts = _facts()
+        for name, value in _describe_plan(config, mesh, corpus):
+            facts.add_row(name, value)
+        self.console.print(facts, "")
+        self.console.print(parameter_table(state, mesh))
+        self._print("\n" + _describe_bytes(state))
+
+    def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
+        """Where it goes; a live line on a terminal."""
+        self._out_dir = out_dir
+        done = f", resumed at step {step}" if step else ""
+        self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
+        if self.console.is_terminal:
+            columns = rich.progress
+            live = columns.Progress(
+                columns.TextColumn("step {task.completed}/{task.total}"),
+                columns.BarColumn(bar_width=20),
+                columns.TextColumn("{task.description}"),
+                console=self.console,
+            )
+            self._task = live.add_task("", total=num_steps, completed=step)
+            live.start()
+            self._live = live
+
+    def progress(self, progress: Progress, num_steps: int) -> None:
+        """Loss, perplexity, tokens/s, ETA."""
+        left = num_steps - progress.step
+        line = (
+            f"loss {progress.loss:6.3f}  perplexity {progress.perplexity:8.1f}  "
+            f"{progress.tokens_per_second:9,.0f} tokens/s  ETA {self._eta(progress, left)}"
+        )
+        if self._live is not None and self._task is not None:
+            self._live.update(self._task, completed=progress.step, description=line)
+        else:
+            width = len(str(num_steps))
+            self._print(f"step {progress.step:{width}}/{num_steps}  {line}")
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """A line."""
+        self._print(
+            f"step {step}  {evaluation.split} perplexity {evaluation.perplexity:.1f}  "
+            f"(unigram {evaluation.unigram_perplexity:.1f})"
+        )
+
+    def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
+        """Says so if the run was stopped."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if stopped_by is not None:
+            self._print(
+                f"stopped by {stopped_by.name} after step {step}/{num_steps}; its state is saved, "
+                f"go on with --resume --train.out-dir {self._out_dir}"
+            )
+
+    def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
+        """Perplexities, and where everything is."""
+        if evaluations:
+            self.console.print("", evaluation_table(list(evaluations.values())), "")
+        files = ", ".join(sorted(p.name + "/" * p.is_dir() for p in out_dir.glob("[!.]*")))
+        self._print(f"{_duration(seconds)} in all; {out_dir} holds {files}")
+
+    def _eta(self, progress: Progress, steps_left: int) -> str:
+        """From the speed since the line before."""
+        now = time.perf_counter()
+        mark, self._mark = getattr(self, "_mark", None), (now, progress.step)
+        if mark is None or progress.step == mark[1]:
+            return "-:--"
+        return _duration((now - mark[0]) / (progress.step - mark[1]) * steps_left)
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or `WIDTH` columns in a file or pipe."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=WIDTH)
+
+
+def parameter_table(state: TrainState, mesh: Mesh) -> Table:
+    """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
+
+    Args:
+      state: may be abstract.
+    """
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name, justify in (
+        ("parameter", "left"),
+        ("shape", "left"),
+        ("dims / axes that split them", "left"),
+        ("shard", "left"),
+        ("bytes/device", "right"),
+    ):
+        table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
+    for name, variable in annotated(state.params):
+        leaf = variable.get_value()
+        spec = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
+        dims = variable.get_metadata("out_sharding")
+        text, split = Text(), False
+        for dim, axes in zip(dims, spec, strict=True):
+            names = [axes] if isinstance(axes, str) else list(axes or ())
+            real = [axis for axis in names if mesh.shape[axis] > 1]
+            split = split or bool(real)
+            text.append(f"{dim or '-'}")
+            text.append("".join(f"/{axis}" for axis in real), style="bold cyan")
+            text.append(", ")
+        if not split and mesh.size > 1:
+            text.append("replicated  ", style="bold yellow")
+        text.right_crop(2)
+        table.add_row(name, _shape(leaf.shape), text, _shape(_shard(leaf)), _size(_bytes(leaf)))
+    return table
+
+
+def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
+    """Perplexity of each split, beside that of its unigrams."""
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("", "perplexity", "unigram perplexity", "ratio"):
+        table.add_column(name, justify="right" if name else "left")
+    for part in evaluations:
+        table.add_row(
+            part.split,
+            f"{part.perplexity:.1f}",
+            f"{part.unigram_perplexity:.1f}",
+            f"{part.perplexity / part.unigram_perplexity:.2f}",
+        )
+    return table
+
+
+def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str, str]]:
+    device = mesh.devices.flat[0]
+    M, K = config.pipeline.num_microbatches, config.pipeline.num_chunks
+    placement = config.placement
+    model, data = config.model, config.data
+    assert model.vocab_size is not None
+    on_stages = ", ".join(f"stage {stage}: {n}" for stage, n in enumerate(placement))
+    units = (
+        f"; {_count(M, 'microbatch', 'es')} x {_count(K, 'chunk', 's')} of time"
+        if len(placement) > 1
+        else ""
+    )
+    padding = model.vocab_size - len(corpus.vocabulary)
+    return [
+        ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})"),
+        ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
+        ("layers", f"{model.num_layers} ({on_stages}){units}"),
+        (
+            "corpus",
+            f"{corpus.name}, {corpus.level}s: {len(corpus.train):,} train, "
+            f"{len(corpus.valid):,} valid, {len(corpus.test):,} test",
+        ),
+        ("vocabulary", f"{len(corpus.vocabulary):,}" + f" + {padding} padding" * bool(padding)),
+        (
+            "batch",
+            f"{data.batch_size} rows x {data.seq_len} steps = "
+            f"{data.batch_size * data.seq_len:,} tokens",
+        ),
+        (
+            "optimizer",
+            f"{config.train.optimizer}, {config.train.num_steps} steps, "
+            f"learning rate {config.train.learning_rate:g} ({config.train.lr_schedule})",
+        ),
+    ]
+
+
+def _describe_bytes(state: TrainState) -> str:
+    params, opt_state, carry = (
+        jax.tree.leaves(tree) for tree in (state.params, state.opt_state, state.carry)
+    )
+    count = sum(math.prod(leaf.shape) for leaf in params)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params)
+    parts = [
+        f"{name} {_size(sum(map(_bytes, leaves)))}"
+        for name, leaves in (
+            ("parameters", params),
+            ("optimizer state", opt_state),
+            ("carried state", carry),
+        )
+    ]
+    return f"{count:,} parameters, {_size(whole)}; per device: {', '.join(parts)}\n"
+
+
+def _count(number: int, noun: str, ending: str) -> str:
+    return f"{number} {noun}{ending * (number != 1)}"
+
+
+def _facts() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    return table
+
+
+def _shard(leaf: Any) -> tuple[int, ...]:
+    return leaf.sharding.shard_shape(leaf.shape)
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(_shard(leaf)) * leaf.dtype.itemsize
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _size(num_bytes: int) -> str:
+    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def _duration(seconds: float) -> str:
+    text = str(datetime.timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:").removeprefix("0")

@@ -1,0 +1,213 @@
+"""The folder of a run: what `train` writes, and `--resume`, `evaluate` and `sample` read.
+
+runs/0001/
+  config.toml        every setting, resolved: mesh, size of the vocabulary
+  vocabulary.json    the words, in the order of their ids
+  corpus.json        tokens and checksum of each split
+  metrics.jsonl      one line a report
+  checkpoints/       the newest states
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpar.axes import STAGE
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.config import Config
+from jaxpar.config_file import read_config, write_config
+from jaxpar.corpus import SPLITS, Corpus, Vocabulary, load_corpus
+from jaxpar.mesh import MeshConfig
+from jaxpar.state import TrainState
+
+ROOT = Path("runs")  # where runs without a folder of their own are numbered
+ONE_DEVICE = MeshConfig(devices=(0,))
+
+
+class RunFolder:
+    """A run's folder by its path; nothing is read or written until a method is called."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser()
+        self.config_path = self.path / "config.toml"
+        self.vocabulary_path = self.path / "vocabulary.json"
+        self.corpus_path = self.path / "corpus.json"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.checkpoints_path = self.path / "checkpoints"
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def holds_run(self) -> bool:
+        """A run has written here."""
+        return self.config_path.exists() or self.checkpoints_path.exists()
+
+    def config(self) -> Config:
+        """The run's config.
+
+        Raises:
+          FileNotFoundError: no run has written here.
+          ValueError: the file is damaged.
+        """
+        if not self.config_path.exists():
+            raise FileNotFoundError(
+                f"{self} holds no run: there is no {self.config_path.name} in it; give the "
+                f"folder that `train` named as its own" + _known_runs(self.path.parent)
+            )
+        return read_config(self.config_path)
+
+    def vocabulary(self) -> Vocabulary:
+        """The run's vocabulary.
+
+        Raises:
+          OSError: no run has written here, or the file cannot be read.
+          ValueError: the file is damaged.
+        """
+        self.config()
+        return Vocabulary.load(self.vocabulary_path)
+
+    def restore(self, mesh: MeshConfig = ONE_DEVICE) -> tuple[Config, Mesh, TrainState]:
+        """The run's config for this mesh, the mesh, and the newest state there.
+
+        The mesh need not be the one that the run had.
+
+        Raises:
+          ValueError: the model does not fit the mesh.
+          FileNotFoundError: no run has written here, or no checkpoint.
+        """
+        config = self.config()
+        devices = mesh.build()
+        if devices.shape[STAGE] != config.mesh.stage:
+            balanced = dataclasses.replace(config.pipeline, placement="balanced")
+            config = dataclasses.replace(config, pipeline=balanced)
+        config = dataclasses.replace(config, mesh=MeshConfig(**devices.shape, devices=mesh.devices))
+        with Checkpoints(self.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
+            return config, devices, checkpoints.restore(config, devices)
+
+    def load_corpus(self, config: Config) -> Corpus:
+        """The text of the run, after a check that it still is the one that the run began with.
+
+        Raises:
+          OSError: a file cannot be read.
+          ValueError: the text or its vocabulary has changed.
+        """
+        corpus = load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
+        vocabulary, known = self.vocabulary(), _fingerprint(corpus)
+        recorded = json.loads(self.corpus_path.read_bytes())
+        if vocabulary != corpus.vocabulary or recorded != known:
+            raise ValueError(
+                f"corpus {config.data.corpus!r} is not the text that the run in {self} began with: "
+                f"{_describe(recorded, vocabulary)} then, "
+                f"{_describe(known, corpus.vocabulary)} now; bring the text back (python-docs and "
+                f"python-source need the same version of Python), or start another run"
+            )
+        return corpus
+
+    def start(self, config: Config, corpus: Corpus) -> None:
+        """Makes the folder and writes what a run can be continued from."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        corpus.vocabulary.save(self.vocabulary_path)
+        self.corpus_path.write_text(json.dumps(_fingerprint(corpus), indent=1) + "\n")
+        write_config(config, self.config_path)
+
+    def clear(self) -> None:
+        """Removes the files of a run, and no others."""
+        for path in (self.config_path, self.vocabulary_path, self.corpus_path, self.metrics_path):
+            path.unlink(missing_ok=True)
+        for path in self.path.glob("metrics.before-*.jsonl"):
+            path.unlink()
+        if self.checkpoints_path.exists():
+            shutil.rmtree(self.checkpoints_path)
+
+    def append_metrics(self, line: dict[str, Any]) -> None:
+        """Adds a line to `metrics.jsonl`."""
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl`; none if there is no such file.
+
+        A last line that a killed process left unfinished is passed over.
+        """
+        if not self.metrics_path.exists():
+            return []
+        *lines, unfinished = self.metrics_path.read_text().split("\n")
+        del unfinished  # "" after a last line that is whole
+        return [json.loads(line) for line in lines]
+
+    def rewind_metrics(self, step: int) -> None:
+        """Takes the lines after `step` out of `metrics.jsonl`: a resumed run writes them anew.
+
+        If there are any, the file as it was stays beside it, as metrics.before-1.jsonl.
+        """
+        lines = self.metrics()
+        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+        if not self.metrics_path.exists() or kept == self.metrics_path.read_text():
+            return
+        number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
+        self.metrics_path.rename(self.path / f"metrics.before-{number}.jsonl")
+        self.metrics_path.write_text(kept)
+
+
+def next_run_folder(root: Path = ROOT) -> RunFolder:
+    """A new folder, made here: runs/0001, runs/0002, ... No two processes get the same."""
+    root.mkdir(parents=True, exist_ok=True)
+    number = max((int(path.name) for path in _numbered(root)), default=0)
+    while True:
+        number += 1
+        path = root / f"{number:04d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return RunFolder(path)
+
+
+def newest_run_folder(root: Path = ROOT) -> RunFolder:
+    """The numbered folder of the latest run.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    runs = [path for path in _numbered(root) if RunFolder(path).holds_run]
+    if not runs:
+        raise FileNotFoundError(
+            f"there is no run to resume in {root.absolute()}; name its folder with "
+            f"--train.out-dir, or leave --resume away to begin one"
+        )
+    return RunFolder(runs[-1])
+
+
+def _numbered(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    runs = (path for path in root.iterdir() if path.is_dir() and path.name.isdecimal())
+    return sorted(runs, key=lambda path: int(path.name))
+
+
+def _known_runs(root: Path) -> str:
+    names = [str(path) for path in _numbered(root) if RunFolder(path).holds_run]
+    return f"; there are {', '.join(names[-3:])}" if names else ""
+
+
+def _fingerprint(corpus: Corpus) -> dict[str, dict[str, Any]]:
+    return {
+        split: {
+            "tokens": len(ids),
+            "sha256": hashlib.sha256(np.ascontiguousarray(ids, "<i4").tobytes()).hexdigest(),
+        }
+        for split, ids in ((split, getattr(corpus, split)) for split in SPLITS)
+    }
+
+
+def _describe(fingerprint: dict[str, dict[str, Any]], vocabulary: Vocabulary) -> str:
+    tokens = ", ".join(f"{part['tokens']} {split}" for split, part in fingerprint.items())
+    checksum = fingerprint[SPLITS[0]]["sha256"][:8]
+    return f"{tokens} tokens (checksum {checksum}), {len(vocabulary)} words"

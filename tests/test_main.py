@@ -1,0 +1,255 @@
+"""The command line: what it prints, and one message for each mistake."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxpar.__main__ import main
+from jaxpar.config import VOCAB_MULTIPLE
+
+LINES = "the cat sat on the mat\na dog ran to the cat\n"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for split, times in (("train", 100), ("valid", 5), ("test", 5)):
+        (folder / f"{split}.txt").write_text(LINES * times)
+    return folder
+
+
+def flags(text, *more):
+    """A tiny run."""
+    return [
+        "train", "--data.corpus", str(text), "--data.batch-size", "8", "--data.seq-len", "4",
+        "--model.num-layers", "2", "--model.hidden-size", "8", "--model.embed-size", "8",
+        "--train.num-steps", "4", "--train.log-every", "2", *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A finished run and what it printed."""
+    out_dir, printed = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = main(
+            flags(text, "--simulate", "8", "--mesh", "dp2pp2", "--mesh.tensor", "2",
+                  "--train.out-dir", str(out_dir))
+        )  # fmt: skip
+    assert code == 0
+    return out_dir, printed.getvalue()
+
+
+def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
+    out_dir, printed = run
+    expected = [
+        r"devices +8 x cpu",
+        r"mesh +data=2 x stage=2 x tensor=2",
+        r"layers +2 \(stage 0: 1, stage 1: 1\)",
+        r"corpus +.*text0, words: 1,400 train, 70 valid, 70 test",
+        rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",
+        r"lstm\.w_h +2x8x4x8 +layers/stage, input, gates, hidden/tensor +1x8x4x4 +512 B",
+        r"parameters, .*; per device: parameters .*, optimizer state .*, carried state ",
+        r"training 4 steps into .*run; the first is being compiled",
+        r"step 1/4  loss .* perplexity .* tokens/s  ETA",
+        r"step 4/4  loss",
+        r"valid +\d+\.\d +\d+\.\d +\d+\.\d\d",
+        r"test +\d+\.\d +\d+\.\d +\d+\.\d\d",
+        r"run holds checkpoints/, config\.toml, corpus\.json, metrics\.jsonl, vocabulary\.json",
+    ]
+    position = 0
+    for pattern in expected:
+        found = re.compile(pattern).search(printed.replace("\n/", "/"), position)
+        assert found, f"{pattern} is not in, or too early in:\n{printed}"
+        position = found.end()
+    assert max(map(len, printed.splitlines())) <= 100 + len(str(out_dir))
+    assert [
+        json.loads(line)["step"] for line in (out_dir / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
+    out_dir, printed = run
+    assert main(["evaluate", str(out_dir)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows if row.strip()][-2:] == ["valid", "test"]
+    assert rows[-1] in printed.splitlines()
+    assert main(["sample", str(out_dir), "--prompt", "the cat", "--length", "5"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the cat")
+    main(["sample", str(out_dir), "--prompt", "the cat", "--length", "5"])
+    assert capsys.readouterr().out == first
+
+
+def test_resume_takes_the_settings_of_the_run(run, capsys):
+    out_dir, _ = run
+    assert (
+        main(["train", "--resume", "--train.out-dir", str(out_dir), "--train.num-steps", "6"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "mesh        data=2 x stage=2 x tensor=2" in printed
+    assert "resumed at step 4" in printed
+    assert "step 6/6" in printed
+
+
+def test_help_of_every_command(capsys):
+    for command in ([], ["train"], ["evaluate"], ["sample"]):
+        with pytest.raises(SystemExit, match="0"):
+            main([*command, "--help"])
+    printed = capsys.readouterr().out
+    assert "--mesh SHAPE" in printed
+    assert "--mesh.tensor INT" in printed
+
+
+MISTAKES = {
+    "wrong device count": (["--mesh", "dp3"], r"needs 3 devices, there are 8; .*devices=\(0, 1"),
+    "two -1": (["--mesh", "data=-1,stage=-1"], r"-1 for data and stage; only one"),
+    "unknown axis": (["--mesh", "data=2,tensr=4"], r"unknown axis 'tensr'.*did you mean 'tensor'"),
+    "hidden by tensor": (
+        ["--mesh", "tp8", "--model.hidden-size", "12"],
+        r"hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",
+    ),
+    "batch by data x microbatches": (
+        ["--mesh", "dp4pp2", "--pipeline.num-microbatches", "4"],
+        r"batch_size=8 does not divide by data=4 x num_microbatches=4 = 16; use batch_size 16",
+    ),
+    "time by chunks": (
+        ["--mesh", "dp4pp2", "--pipeline.num-chunks", "3"],
+        r"seq_len=4 does not divide by num_chunks=3; use seq_len 3 or 6",
+    ),
+    "layers by stages": (
+        ["--mesh", "dp4pp2", "--model.num-layers", "3", "--pipeline.placement", "even"],
+        r"num_layers=3 does not split evenly over stage=2; use 2 or 4 layers.*\(2, 1\)",
+    ),
+    "no such corpus": (["--data.corpus", "python-dogs"], r"did you mean 'python-docs'"),
+    "text too short": (["--data.batch-size", "800"], r"1400 tokens are too few for batch_size=800"),
+    "vocabulary too small": (["--model.vocab-size", "5"], r"vocab_size=5 is less than the 11 words"),
+    "value out of range": (["--model.dropout", "1.5"], r"dropout=1\.5: must be at least 0"),
+    "too late to simulate": (["--simulate", "3"], r"simulate_devices\(3\) came too late"),
+    "no config file": (["--config", "none.toml"], r"cannot read the config none\.toml"),
+    "nothing to resume": (["--resume"], r"no run to resume in .*runs"),
+    "resume and overwrite": (
+        ["--resume", "--overwrite"], r"no run to resume|contradict each other",
+    ),
+}  # fmt: skip
+
+
+def assert_refused(argv, message, capsys):
+    """One message on stderr, exit code 2, no traceback."""
+    try:
+        code = main(argv)
+    except SystemExit as stopped:  # how tyro says it
+        code = stopped.code
+    printed = capsys.readouterr()
+    assert code == 2, printed
+    assert "Traceback" not in printed.err + printed.out
+    assert re.search(message, re.sub(r"\s*│?\n│?\s*", " ", printed.err)), printed.err
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused(mistake, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    more, message = MISTAKES[mistake]
+    mesh = [] if "--mesh" in more else ["--mesh", "dp8"]
+    assert_refused(flags(text, *mesh, *more), message, capsys)
+    assert list(tmp_path.iterdir()) == []  # nothing is written before everything is checked
+
+
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_an_empty_corpus_is_refused(content, tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    path.write_text(content)
+    assert_refused(flags(path, "--mesh", "dp8"), r"text\.txt is empty \(\d characters", capsys)
+
+
+def test_an_unreadable_corpus_is_refused(tmp_path, capsys):
+    path = tmp_path / "text.txt"
+    path.write_bytes("caf\u00e9\n".encode("latin1") * 20)
+    assert_refused(flags(path, "--mesh", "dp8"), r"text\.txt is not UTF-8: byte 0xe9", capsys)
+
+
+def test_a_wrong_key_in_a_config_file_is_refused(text, tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    path.write_text("[model]\nhiden_size = 3\n")
+    assert_refused(
+        flags(text, "--config", str(path)), r"model\.hiden_size; did you mean model\.hidden", capsys
+    )
+
+
+def test_a_folder_that_holds_a_run_is_refused(run, text, capsys):
+    out_dir, _ = run
+    assert_refused(
+        flags(text, "--mesh", "dp8", "--train.out-dir", str(out_dir)),
+        r"holds a run already; go on with it \(--resume\), use another --train\.out-dir, or .*"
+        r"--overwrite",
+        capsys,
+    )
+
+
+@pytest.mark.parametrize("command", ["evaluate", "sample"])
+def test_a_folder_without_run_or_checkpoint_is_refused(command, run, text, tmp_path, capsys):
+    out_dir, _ = run
+    empty = tmp_path / "empty"
+    assert_refused([command, str(empty)], r"empty holds no run: .*config\.toml", capsys)
+    empty.mkdir()
+    for name in ("config.toml", "vocabulary.json", "corpus.json"):
+        (empty / name).write_text((out_dir / name).read_text())
+    assert_refused([command, str(empty)], r"no checkpoint in .*empty/checkpoints", capsys)
+
+
+def test_a_word_outside_the_vocabulary_is_refused(run, capsys):
+    argv = ["sample", str(run[0]), "--prompt", "the cst"]
+    assert_refused(argv, r"'cst' is not among the 11 words; nearest are 'sat', 'cat'", capsys)
+
+
+def test_debug_raises_the_error(text):
+    with pytest.raises(ValueError, match="needs 3 devices"):
+        main(flags(text, "--mesh", "dp3", "--debug"))
+
+
+def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
+    out_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "jaxpar"]
+    more = ["--simulate", "2", "--mesh", "dp2", "--train.out-dir", str(out_dir)]
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    process = subprocess.Popen(
+        [*command, *flags(text, *more, "--train.num-steps", "1000000", "--train.log-every", "1")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | cache,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        metrics = out_dir / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "Traceback" not in err
+    stopped = re.search(r"stopped by SIGINT after step (\d+)/1000000; its state is saved", out)
+    assert stopped, out
+    step = int(stopped[1])
+    assert [path.name for path in (out_dir / "checkpoints").iterdir()] == [str(step)]
+
+    resumed = subprocess.run(
+        [*command, "train", "--resume", "--train.out-dir", str(out_dir), "--simulate", "2",
+         "--train.num-steps", str(step + 2)],
+        capture_output=True, text=True, timeout=120, env=os.environ | cache,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed at step {step}" in resumed.stdout
+    assert f"step {step + 2}/{step + 2}" in resumed.stdout
