@@ -172,7 +172,9 @@ def test_random_configs_equal_plain(data):
     ],
 )
 def test_parameters_agree_after_two_steps(optimizer, mesh_sizes, storage):
-    train = TrainConfig(learning_rate=0.1, optimizer=optimizer, warmup_steps=0)
+    # Adam moves every weight by about its rate, also where the gradient is nothing but rounding.
+    rate = {"sgd": 0.1, "adam": 1e-3}[optimizer]
+    train = TrainConfig(learning_rate=rate, optimizer=optimizer, warmup_steps=0)
 
     def train_two_steps(config):
         mesh = config.mesh.build()

@@ -1,0 +1,540 @@
+"""The pipeline engine: every schedule and option equals the plain model, and nothing hidden happens."""
+
+import dataclasses
+import functools
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_equivalence import (
+    MODEL,
+    RELATIVE_ERROR,
+    assert_close,
+    assert_same_as_plain,
+    by_layer,
+    make_batch,
+    make_config,
+)
+
+import jaxpar.step
+from jaxpar.config import DataConfig, ModelConfig
+from jaxpar.gpipe import run_pipeline
+from jaxpar.mesh import MeshConfig
+from jaxpar.nn import LSTM, Position, run_layers
+from jaxpar.pipeline import Pipeline, PipelineParams
+from jaxpar.plan import make_plan
+from jaxpar.schedule import make_schedule
+from jaxpar.state import init_state
+from jaxpar.step import make_loss_and_grad, make_train_step
+
+OPTIONS = [
+    {"schedule": "gpipe", "head": "last"},
+    {"schedule": "gpipe", "head": "sharded", "remat": True},
+    {"schedule": "1f1b", "head": "last"},
+    {"schedule": "1f1b", "head": "last", "remat": True},
+    {"schedule": "1f1b", "head": "sharded", "remat": True},
+    {"schedule": "interleaved", "num_groups": 2, "head": "last"},
+    {"schedule": "interleaved", "num_groups": 2, "head": "sharded", "remat": True},
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_schedule_and_option_equals_plain(options, tied):
+    model = dataclasses.replace(MODEL, tie_embedding=tied)
+    assert_same_as_plain(make_config((1, 4, 2), (2, 2), model=model, **options))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        (4, {"placement": (1, 4, 1, 1)}),
+        (4, {"placement": "balanced", "head": "last"}),
+        (2, {"schedule": "interleaved", "num_groups": 2, "placement": (1, 3, 2, 1)}),
+    ],
+)
+def test_uneven_placements_equal_plain(stages, options):
+    model = dataclasses.replace(MODEL, num_layers=7)
+    assert_same_as_plain(make_config((2, stages, 1), (2, 4), model=model, **options))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[6]])
+def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
+    poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
+    monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
+    assert_same_as_plain(make_config((2, 4, 1), (2, 4), **options))
+
+
+def random_config(data):
+    def draw(*options):
+        return data.draw(st.sampled_from(options))
+
+    stages, tensor = draw(2, 3, 4, 8), draw(1, 2)
+    tensor = tensor if stages * tensor <= 8 else 1
+    num_data = draw(*(n for n in (1, 2, 4) if n * stages * tensor <= 8))
+    microbatches, chunks, tied = draw(1, 2, 3, 5), draw(1, 2, 3), draw(False, True)
+    schedule = draw("gpipe", "1f1b", "interleaved")
+    groups = draw(2, 3) if schedule == "interleaved" else 1
+    places = stages * groups
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=places, max_size=places))
+    hidden = tensor * draw(4, 8)
+    model = ModelConfig(
+        num_layers=sum(counts),
+        hidden_size=hidden,
+        embed_size=hidden if tied else tensor * draw(2, 4),
+        vocab_size=stages * tensor * 12,
+        dropout=draw(0.0, 0.5),
+        tie_embedding=tied,
+    )
+    sizes = DataConfig(batch_size=num_data * microbatches * draw(1, 2), seq_len=chunks * draw(1, 3))
+    return make_config(
+        (num_data, stages, tensor),
+        (microbatches, chunks),
+        model,
+        sizes,
+        schedule=schedule,
+        num_groups=groups,
+        placement=tuple(counts),
+        head=draw("last", "sharded"),
+        remat=draw(False, True),
+    )
+
+
+# A draw compiles for seconds; shrinking a failure would take minutes and more.
+draws = functools.partial(hypothesis.settings, phases=[hypothesis.Phase.generate])
+
+
+@pytest.mark.law
+@draws(max_examples=4)
+@hypothesis.given(data=st.data())
+def test_random_pipelines_equal_plain(data):
+    assert_same_as_plain(random_config(data))
+
+
+@pytest.mark.slow
+@draws(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.given(data=st.data())
+def test_200_random_pipelines_equal_plain(data):
+    assert_same_as_plain(random_config(data))
+
+
+@pytest.mark.law
+def test_five_lengths_are_one_program_and_equal_plain():
+    def train(config, lengths):
+        mesh = config.mesh.build()
+        state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
+        for length in lengths:
+            sizes = dataclasses.replace(config.data, seq_len=length)
+            batch = make_batch(dataclasses.replace(config, data=sizes), mesh, seed=length)
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+        return losses, by_layer(state.params, config), step.num_programs
+
+    data = DataConfig(batch_size=16, seq_len=10)
+    lengths = (10, 2, 6, 8, 4)
+    expected_losses, expected, _ = train(make_config(data=data), lengths)
+    losses, params, num_programs = train(make_config((2, 4, 1), (2, 5), data=data), lengths)
+    assert num_programs == 1
+    np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
+    assert_close(params, expected)
+
+
+@pytest.mark.parametrize("length", [3, 12])
+def test_other_lengths_are_refused(length):
+    config = make_config((2, 4, 1), (2, 4))
+    mesh = config.mesh.build()
+    sizes = dataclasses.replace(config.data, seq_len=length)
+    batch = make_batch(dataclasses.replace(config, data=sizes), mesh)
+    with pytest.raises(ValueError, match=f"{length} time steps is not made of 1 to 4 chunks of 2"):
+        make_train_step(config, mesh)(init_state(config, mesh), batch)
+
+
+# ---- the engine by itself, with other people's layers ----
+
+
+class GRULayer(nnx.Module):
+    def __init__(self, rngs):
+        self.cell = nnx.GRUCell(8, 8, rngs=rngs)
+
+    def __call__(self, carry, x):
+        def step(carry, x):
+            return self.cell(carry, x)
+
+        return jax.lax.scan(step, carry, x)
+
+
+class TransformerLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, use_bias=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, carry, x):
+        x_BTW = x.swapaxes(0, 1)
+        mask = jnp.tril(jnp.ones((x_BTW.shape[0], 1, x_BTW.shape[1], x_BTW.shape[1]), bool))
+        x_BTW = x_BTW + self.attention(x_BTW, mask=mask)
+        x_BTW = x_BTW + self.down(jax.nn.gelu(self.up(x_BTW)))
+        return carry, x_BTW.swapaxes(0, 1)
+
+
+def stack(kind, num_layers):
+    """(one layer as a function, parameters of all)."""
+    layers = [nnx.split(kind(nnx.Rngs(n)), nnx.Param, ...) for n in range(num_layers)]
+    graphdef, _, rest = layers[0]
+
+    def layer(params, carry, x, position):
+        with jax.numpy_rank_promotion("allow"):  # Flax adds its biases so
+            return nnx.merge(graphdef, params, rest)(carry, x)
+
+    params = [nnx.to_pure_dict(params) for _, params, _ in layers]
+    return layer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+
+
+def first(weights, x, position):
+    return x * jnp.expand_dims(weights, (0, 1))
+
+
+def last(weights, y, targets, position):
+    return jnp.sum(jnp.sin(y * jnp.expand_dims(weights, (0, 1))) * targets)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("kind", "num_chunks"), [(GRULayer, 2), (TransformerLayer, 1)])
+def test_any_layers_and_what_is_outside_of_the_pipeline(kind, num_chunks, remat):
+    layer, layers = stack(kind, 5)
+    keys = jax.random.split(jax.random.key(0), 4)
+    x, targets = (jax.random.normal(key, (4, 12, 8)) for key in keys[:2])
+    params = PipelineParams(*(jax.random.normal(key, (8,)) for key in keys[2:]), None)
+    params = PipelineParams(params.first, layers, params.layers)
+    carry = jnp.zeros((5, 12, 8))
+    ids = (0, 1, 2, 3, 4, -1)
+    pipeline = Pipeline(
+        layer=layer,
+        first=first,
+        last=last,
+        mesh=MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)).build(),
+        layer_ids=ids,
+        chunk_len=4 // num_chunks,
+        microbatch_rows=2,
+        remat=remat,
+    )
+    plan = make_plan([make_schedule("1f1b", 2, 3, num_chunks)] * 2)
+
+    def doubled(params):
+        return jax.tree.map(lambda leaf: 2 * jnp.tanh(leaf), params)
+
+    def ours(params):
+        params = doubled(params)
+        pad = functools.partial(jax.tree.map, lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])]))
+        slotted = params._replace(layers=pad(params.layers))
+        loss, after, _ = pipeline.loss(slotted, pad(carry), x, targets, plan)
+        return loss**2, after[:5]
+
+    def theirs(params):
+        params = doubled(params)
+        h = first(params.first, x, None)
+        after, y = run_layers(
+            layer,
+            params.layers,
+            carry,
+            h,
+            Position(0, 0, 0),
+            np.arange(5),
+            has_empty_slots=False,
+        )
+        return last(params.last, y, targets, None) ** 2, after
+
+    (loss, after), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
+    (expected, expected_after), expected_grads = jax.value_and_grad(theirs, has_aux=True)(params)
+    np.testing.assert_allclose(loss, expected, rtol=RELATIVE_ERROR)
+    np.testing.assert_allclose(after, expected_after, rtol=RELATIVE_ERROR, atol=RELATIVE_ERROR)
+    named = [
+        {
+            jax.tree_util.keystr(path): np.asarray(leaf)
+            for path, leaf in jax.tree.leaves_with_path(g)
+        }
+        for g in (grads, expected_grads)
+    ]
+    assert_close(*named)
+
+
+def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, capacity=None):
+    """A pipeline over floats, one row a microbatch; (loss function, x, targets, stats)."""
+    lstm = LSTM(8, 8, num_stages * groups, rngs=nnx.Rngs(0))
+    num_data = len(microbatches)
+    pipeline = Pipeline(
+        layer=lstm.layer(),
+        first=first,
+        last=last,
+        mesh=MeshConfig(num_data, num_stages, devices=tuple(range(num_data * num_stages))).build(),
+        layer_ids=lstm.layer_ids,
+        chunk_len=1,
+        microbatch_rows=1,
+    )
+    plan = make_plan(
+        [make_schedule(kind, num_stages, m, num_chunks, groups) for m in microbatches], capacity
+    )
+    rows = num_data * max(microbatches)
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, targets = (jax.random.normal(key, (num_chunks, rows, 8)) for key in keys)
+    params = PipelineParams(jnp.ones(8), lstm.params, jnp.ones(8))
+
+    def loss(params, x, targets):
+        loss, _, stats = pipeline.loss(params, lstm.initial_carry(rows), x, targets, plan)
+        return loss, stats
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True)), lstm, params, x, targets
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_chunks", "groups", "percent"),
+    [("1f1b", 1, 1, 27.3), ("1f1b", 8, 1, 4.5), ("gpipe", 1, 1, 27.3), ("interleaved", 1, 2, 15.8)],
+)
+def test_idle_time_counted_by_the_loop_is_the_schedules_bubble(kind, num_chunks, groups, percent):
+    run, _, params, x, targets = lstm_pipeline(4, [8], num_chunks, kind, groups)
+    stats = jax.tree.map(np.asarray, run(params, x, targets)[0][1])
+    forward, backward = 1.0, 2.0
+    elapsed = forward * stats.forward_ticks + backward * stats.backward_ticks
+    busy = forward * stats.forward_units + backward * stats.backward_units
+    idle = 1 - np.sum(busy) / np.sum(elapsed)
+    assert abs(idle - make_schedule(kind, 4, 8, num_chunks, groups).bubble) < 1e-6
+    assert round(100 * idle, 1) == percent
+
+
+@pytest.mark.law
+def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
+    run, lstm, params, x, targets = lstm_pipeline(2, [3, 1], 2)
+    # Rows 4 and 5 belong to no unit: what is not a number there must not be touched.
+    (loss, stats), grads = run(params, x.at[:, 4:].set(jnp.nan), targets)
+    np.testing.assert_array_equal(stats.forward_units, [[6, 6], [2, 2]])
+
+    def plain(params):
+        _, y = run_layers(
+            lstm.layer(),
+            params.layers,
+            lstm.initial_carry(4),
+            first(params.first, x[:, :4], None),
+            Position(0, 0, 0),
+            np.arange(2),
+            has_empty_slots=False,
+        )
+        return last(params.last, y, targets[:, :4], None)
+
+    expected, expected_grads = jax.value_and_grad(plain)(params)
+    np.testing.assert_allclose(loss, expected, rtol=RELATIVE_ERROR)
+    for actual, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert np.linalg.norm(actual - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
+
+
+@pytest.mark.law
+def test_autodiff_through_the_forward_executor_equals_plain():
+    lstm = LSTM(8, 8, 5, rngs=nnx.Rngs(0), layer_ids=(0, 1, 2, 3, 4, -1))
+    mesh = MeshConfig(data=2, stage=2, tensor=2).build()
+    x = jax.random.normal(jax.random.key(1), (4, 8, 8))
+    carry = jax.tree.map(lambda a: a + 0.5, lstm.initial_carry(8))
+
+    def loss(run):
+        def f(params, carry, x):
+            after, y = run(params, carry, x)
+            return jnp.sum(jnp.sin(y)) + jnp.sum(after.h_BH[:5] ** 2), (after, y)
+
+        return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(lstm.params, carry, x)
+
+    def plain(params, carry, x):
+        ids, at = np.asarray(lstm.layer_ids), Position(0, 0, 0)
+        return run_layers(lstm.layer(), params, carry, x, at, ids, has_empty_slots=True)
+
+    piped = functools.partial(
+        run_pipeline,
+        lstm.layer(),
+        mesh=mesh,
+        layer_ids=lstm.layer_ids,
+        num_microbatches=2,
+        num_chunks=2,
+    )
+    for actual, wanted in zip(
+        jax.tree.leaves(loss(piped)), jax.tree.leaves(loss(plain)), strict=True
+    ):
+        assert np.linalg.norm(actual - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
+    with pytest.raises(ValueError, match="4 steps and 8 rows do not divide by num_chunks=3"):
+        run_pipeline(lstm.layer(), lstm.params, carry, x, **piped.keywords | {"num_chunks": 3})
+
+
+# ---- the compiled program ----
+
+COLLECTIVE = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def computations(text):
+    """Name -> lines of every computation of an HLO module."""
+    found, name = {}, None
+    for line in text.splitlines():
+        if line and not line[0].isspace() and "{" in line:
+            name = line.split()[1 if line.startswith("ENTRY") else 0].lstrip("%")
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def reachable(found, pattern):
+    """Computations that an instruction's attributes name, and all that they call."""
+    names = re.compile(r"%?([\w.\-]+)")
+    todo = [
+        name
+        for lines in found.values()
+        for line in lines
+        for attribute in re.findall(pattern, line)
+        for name in names.findall(" ".join(attribute))
+        if name in found
+    ]
+    seen = set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            for line in found[name]:
+                todo += [n for n in names.findall(line.partition("(")[2]) if n in found]
+    return seen
+
+
+BODIES = r"(body)=(%?[\w.\-]+)"
+BRANCHES = r"(?:branch_computations=\{([^}]*)\}|true_computation=(%?[\w.\-]+))"
+
+
+def groups_of(line, sizes):
+    """The sets of devices that a collective joins, from any of HLO's three notations."""
+    if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", line):
+        return [set(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", found[1])]
+    if found := re.search(r"replica_groups=\{(\{.*?\})\}", line):
+        return [set(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, reshape = ([int(n) for n in found[k].split(",")] for k in (1, 2))
+        ids = np.arange(np.prod(reshape)).reshape(reshape)
+        if found[3]:
+            ids = ids.transpose([int(n) for n in found[3].split(",")])
+        return [set(group) for group in ids.reshape(shape).tolist()]
+    found = re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? *\{(.*?)\}",
+        line,
+    )
+    assert found, f"cannot read the groups of: {line[:400]}"
+    axes = re.findall(r"'(\w+)'=(\d+)", found[1])
+    used = re.findall(r"'(\w+)'", found[4])
+    ids = np.arange(np.prod([int(size) for _, size in axes]))
+    if found[2]:
+        ids = ids.reshape([int(n) for n in found[2].split(",")])
+        ids = ids.transpose([int(n) for n in found[3].split(",")])
+    ids = ids.reshape([int(size) for _, size in axes])
+    last = [k for k, (name, _) in enumerate(axes) if name in used]
+    ids = np.moveaxis(ids, last, range(ids.ndim - len(last), ids.ndim))
+    return [set(g) for g in ids.reshape(-1, np.prod([int(axes[k][1]) for k in last])).tolist()]
+
+
+def axes_joined(line, sizes):
+    """The mesh axes along which the devices of a collective differ."""
+    coordinates = np.array(np.unravel_index(np.arange(np.prod(sizes)), sizes)).T
+    joined = set()
+    for group in groups_of(line, sizes):
+        members = coordinates[sorted(group)]
+        joined |= {axis for axis in range(3) if len(set(members[:, axis])) > 1}
+    return {("data", "stage", "tensor")[axis] for axis in joined}
+
+
+@functools.cache
+def compiled_text(mesh_sizes, tied=False, **options):
+    model = dataclasses.replace(MODEL, tie_embedding=tied, embed_size=16 if tied else 8)
+    config = make_config(mesh_sizes, (2, 2), model=model, **options)
+    mesh = config.mesh.build()
+    step = make_train_step(config, mesh)
+    return step.lower(init_state(config, mesh), make_batch(config, mesh)).compile().as_text()
+
+
+HLO_CASES = [
+    ((2, 2, 2), {"head": "last"}),
+    ((2, 2, 2), {"head": "sharded"}),
+    ((2, 2, 2), {"head": "sharded", "tied": True}),
+    ((1, 4, 2), {"head": "last", "tied": True}),
+    ((4, 2, 1), {"head": "sharded", "remat": True}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), HLO_CASES)
+def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes, options):
+    text = compiled_text(sizes, **options)
+    found = computations(text)
+    looped, branched = reachable(found, BODIES), reachable(found, BRANCHES)
+    assert looped
+    assert branched
+    ups_and_downs, of_the_head = 0, 0
+    outside = set()
+    for name, lines in found.items():
+        for line in lines:
+            if not (kind := COLLECTIVE.search(line)):
+                continue
+            axes = axes_joined(line, sizes)
+            if name not in looped:
+                outside |= axes
+                continue
+            # Gradients are summed over data once, after the loop.
+            assert "data" not in axes, line
+            # XLA's permute waits for all devices: where only some stages go it would wait forever.
+            if kind[1] == "collective-permute":
+                assert name not in branched, line
+                ups_and_downs += 1
+            elif "stage" in axes:
+                of_the_head += 1
+    assert ups_and_downs == 2
+    assert (of_the_head > 0) == (options["head"] == "sharded")
+    assert ("data" in outside) == (sizes[0] > 1)
+
+
+def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():
+    def lines_of(num_layers, units):
+        model = dataclasses.replace(MODEL, num_layers=num_layers)
+        data = DataConfig(batch_size=units[0] * 2, seq_len=units[1])
+        config = make_config((2, 4, 1), units, model=model, data=data)
+        mesh = config.mesh.build()
+        run = jax.jit(make_loss_and_grad(config, mesh))
+        state = init_state(config, mesh)
+        text = run.lower(state.params, state.carry, make_batch(config, mesh), state.step).as_text()
+        return len(text.splitlines())
+
+    assert lines_of(64, (32, 16)) == lines_of(8, (4, 4))
+
+
+def test_memory_does_not_grow_with_microbatches():
+    def temporary(num_microbatches):
+        data = DataConfig(batch_size=8 * num_microbatches, seq_len=32)
+        model = ModelConfig(num_layers=4, hidden_size=128, embed_size=128, vocab_size=96)
+        config = make_config((1, 4, 1), (num_microbatches, 4), model=model, data=data)
+        mesh = config.mesh.build()
+        run = jax.jit(make_loss_and_grad(config, mesh))
+        state = init_state(config, mesh)
+        lowered = run.lower(state.params, state.carry, make_batch(config, mesh), state.step)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    sizes = [temporary(num_microbatches) for num_microbatches in (4, 8, 16, 32)]
+    assert max(sizes) <= 1.02 * min(sizes), sizes
+
+
+def test_plans_that_do_not_fit_are_refused():
+    small, large = make_schedule("1f1b", 2, 2, 2), make_schedule("1f1b", 2, 8, 2)
+    with pytest.raises(
+        ValueError, match=r"num_ticks=.* is more than the .* of the compiled program"
+    ):
+        make_plan([large], capacity=small)
+    with pytest.raises(ValueError, match="kind=gpipe of a schedule differs from 1f1b"):
+        make_plan([small, make_schedule("gpipe", 2, 2, 2)], capacity=small)
+    with pytest.raises(ValueError, match="num_chunks=1 and 2 in one batch"):
+        make_plan([small, make_schedule("1f1b", 2, 2, 1)])
