@@ -1,6 +1,7 @@
 """The laws of the loop: losses fall, are the same on every mesh, and survive a stop."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -319,13 +320,20 @@ def test_sample_is_deterministic_in_the_seed(whole_run):
 def test_sample_follows_the_carried_state(whole_run):
     """Greedy tokens are those of the model applied to the whole text so far."""
     result, _ = whole_run
-    prompt = np.array([0, 1, 2], np.int32)
-    tokens = sample_tokens(
-        result.config, result.state.params, prompt, num_words=12, length=4, temperature=0
+    # Large random weights, so that the likeliest token depends on all that came before.
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda array: rng.normal(0, 2, array.shape).astype(np.float32), result.state.params
     )
-    model = load_model(result)
-    text = prompt
-    for token in tokens:
-        logits = model(text[None])[0, -1, :12]
-        assert token == np.argmax(logits)
-        text = np.append(text, token)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(result.config)))
+    greedy = functools.partial(
+        sample_tokens, result.config, params, num_words=12, length=3, temperature=0
+    )
+    drawn = set()
+    for prompt in rng.integers(12, size=(6, 5), dtype=np.int32):
+        tokens = greedy(prompt)
+        text = np.concatenate([prompt, tokens])
+        logits = np.asarray(nnx.merge(graphdef, params)(text[None])[0, :, :12])
+        np.testing.assert_array_equal(tokens, logits.argmax(-1)[len(prompt) - 1 : -1])
+        drawn |= set(tokens.tolist())
+    assert len(drawn) > 1
