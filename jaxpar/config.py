@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.mesh import MeshConfig
@@ -28,6 +28,13 @@ def _require_rate(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(0 <= value < 1, f"{name}={value}: must be at least 0 and less than 1")
+
+
+def _require_options(config: Any) -> None:
+    for name, hint in get_type_hints(type(config)).items():
+        value, options = getattr(config, name), get_args(hint)
+        if get_origin(hint) is Literal:
+            _require(value in options, f"{name}={value!r}: use {' or '.join(map(repr, options))}")
 
 
 def nearest_multiples(size: int, divisor: int) -> str:
@@ -61,6 +68,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
+        _require_options(self)
         _require_positive(self, "num_layers", "hidden_size", "embed_size")
         _require_rate(self, "dropout")
         if self.vocab_size is not None:
@@ -100,6 +108,7 @@ class PipelineConfig:
     remat: bool = False
 
     def __post_init__(self):
+        _require_options(self)
         _require_positive(self, "num_microbatches", "num_chunks", "num_groups")
         _require(
             (self.num_groups > 1) == (self.schedule == "interleaved"),
@@ -127,6 +136,7 @@ class DataConfig:
     seq_len: int = 32
 
     def __post_init__(self):
+        _require_options(self)
         _require_positive(self, "max_vocab", "batch_size", "seq_len")
 
 
@@ -139,9 +149,9 @@ class TrainConfig:
       optimizer: by its name in optax.
       learning_rate: its peak.
       lr_schedule: after the warm-up, constant or falling to zero at the last step.
-      warmup_steps: steps of linear warm-up from 0.
-      weight_decay: for adamw.
-      momentum: for sgd.
+      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
+      weight_decay: of adamw; 0 with others.
+      momentum: of sgd; 0 with others.
       clip_norm: bound on the global norm of the gradients; 0 for none.
       seed: of initial values, dropout and the order of the text.
       fsdp: parameters stored split over `data` as well, gathered once a step.
@@ -172,12 +182,19 @@ class TrainConfig:
     out_dir: str | None = None
 
     def __post_init__(self):
+        _require_options(self)
         _require_positive(self, "num_steps", "learning_rate", "log_every", "keep_checkpoints")
         _require_rate(self, "momentum")
         for name in ("warmup_steps", "weight_decay", "clip_norm", "eval_every", "checkpoint_every"):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}: must not be negative")
         _require(self.seed >= 0, f"seed={self.seed}: must not be negative")
+        for name, optimizer in (("weight_decay", "adamw"), ("momentum", "sgd")):
+            _require(
+                getattr(self, name) == 0 or self.optimizer == optimizer,
+                f"{name}={getattr(self, name)} has no effect with optimizer={self.optimizer!r}; "
+                f"use {name}=0 or optimizer={optimizer!r}",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +220,7 @@ class Config:
           ValueError: they do not fit.
         """
         return resolve_placement(
-            self.pipeline.placement, self.model.num_layers, self.mesh.stage * self.num_groups
+            self.pipeline.placement, self.model.num_layers, self.mesh.stage, self.num_groups
         )
 
     @property
@@ -215,10 +232,14 @@ class Config:
         """This config, if its parts fit each other.
 
         Raises:
-          ValueError: a size does not divide; the message names both sizes and the nearest that work.
+          ValueError: a size does not divide; the message names both sizes and the nearest that work. Or
+            the mesh still has a -1.
         """
         sizes = self.mesh.sizes
-        assert -1 not in sizes.values(), "resolve the mesh first"
+        _require(
+            -1 not in sizes.values(),
+            f"mesh {self.mesh}: a size is not inferred yet; use config.mesh.resolve()",
+        )
         M, K = self.pipeline.num_microbatches, self.pipeline.num_chunks
         _check_divides("hidden_size", self.model.hidden_size, {TENSOR: sizes[TENSOR]})
         if sizes[STAGE] == 1:

@@ -3,56 +3,49 @@
 from collections.abc import Sequence
 
 
-def place_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """The same number of layers on every stage.
-
-    Raises:
-      ValueError: `num_stages` does not divide `num_layers`.
-    """
-    if num_layers % num_stages:
-        below, above = (
-            num_layers // num_stages * num_stages,
-            -(-num_layers // num_stages) * num_stages,
-        )
-        layers = " or ".join(str(n) for n in (below, above) if n)
-        stages = ", ".join(str(s) for s in range(1, num_layers + 1) if num_layers % s == 0)
-        raise ValueError(
-            f"num_layers={num_layers} does not split evenly over stage={num_stages}; use {layers} layers, "
-            f"stage={stages}, or a placement such as {_nearly_even(num_layers, num_stages)}"
-        )
-    return (num_layers // num_stages,) * num_stages
-
-
 def resolve_placement(
-    placement: str | Sequence[int], num_layers: int, num_stages: int
+    placement: str | Sequence[int], num_layers: int, num_stages: int, num_groups: int = 1
 ) -> tuple[int, ...]:
-    """The number of layers on each stage.
+    """The number of layers on each stage; with several groups a stage, of each group, in the layers' order.
 
     Args:
-      placement: "even" (the stages must divide the layers), "balanced" (the larger shares on the first
-        stages, so that the last, which may hold the head, is not among them), or the numbers themselves,
-        e.g. (2, 3, 3).
+      placement: "even" (the same number everywhere), "balanced" (the larger shares on the first stages, so
+        that the last, which may hold the head, is not among them), or the numbers themselves, e.g.
+        (2, 3, 3).
     Raises:
       ValueError: the numbers do not fit the layers and stages.
     """
-    if num_stages > num_layers:
+    num_places = num_stages * num_groups
+    places = f"stage={num_stages}"
+    if num_groups > 1:
+        places += f" x num_groups={num_groups} = {num_places}"
+    if num_places > num_layers:
+        fewer = num_layers // num_groups
+        fits = f"stage={fewer}" if fewer else f"num_groups={num_layers}"
         raise ValueError(
-            f"stage={num_stages} is more than num_layers={num_layers}; use stage={num_layers} or fewer, "
-            f"or {num_stages} layers"
+            f"{places} is more than num_layers={num_layers}; use {fits} or fewer, or {num_places} layers"
         )
-    if placement == "even":
-        return place_evenly(num_layers, num_stages)
-    if placement == "balanced":
-        return _nearly_even(num_layers, num_stages)
+    balanced = _nearly_even(num_layers, num_places)
+    if placement == "even" and num_layers % num_places:
+        below = num_layers // num_places * num_places
+        stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
+        raise ValueError(
+            f"num_layers={num_layers} does not split evenly over {places}; use {below} or "
+            f"{below + num_places} layers, "
+            + (f"stage={', '.join(map(str, stages))}, " if stages else "")
+            + f"or a placement such as {balanced}"
+        )
+    if placement in ("even", "balanced"):
+        return balanced
     if isinstance(placement, str):
         raise ValueError(
             f'placement={placement!r}; use "balanced", "even" or numbers such as (2, 3, 3)'
         )
-    if len(placement) != num_stages or sum(placement) != num_layers or min(placement) < 1:
+    if len(placement) != num_places or sum(placement) != num_layers or min(placement) < 1:
         raise ValueError(
-            f"placement={tuple(placement)} places {sum(placement)} layers on {len(placement)} stages; "
-            f"num_layers={num_layers} on stage={num_stages} needs {num_stages} numbers from 1 that add "
-            f"up to {num_layers}, such as {_nearly_even(num_layers, num_stages)}"
+            f"placement={tuple(placement)} is {len(placement)} numbers with the sum {sum(placement)}; "
+            f"num_layers={num_layers} on {places} needs {num_places} numbers from 1 with the sum "
+            f"{num_layers}, such as {balanced}"
         )
     return tuple(placement)
 
@@ -78,6 +71,6 @@ def slots(placement: Sequence[int], num_groups: int = 1) -> tuple[int, ...]:
     return tuple(layer_ids)
 
 
-def _nearly_even(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    share, rest = divmod(num_layers, num_stages)
-    return (share + 1,) * rest + (share,) * (num_stages - rest)
+def _nearly_even(num_layers: int, num_places: int) -> tuple[int, ...]:
+    share, rest = divmod(num_layers, num_places)
+    return (share + 1,) * rest + (share,) * (num_places - rest)

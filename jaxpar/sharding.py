@@ -30,13 +30,16 @@ class Rules:
     """Dim name -> mesh axes that split it, outermost first. Dims without a rule stay whole.
 
     Raises:
-      ValueError: an unknown dim or axis name, or an axis twice for one dim.
+      ValueError: an unknown dim or axis name, two rules for one dim, or an axis twice in one rule.
     """
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
 
     def __post_init__(self):
+        dims = [dim for dim, _ in self.table]
         for dim, axes in self.table:
+            if dims.count(dim) > 1:
+                raise ValueError(f"there are {dims.count(dim)} rules for {dim!r}; keep one")
             if dim not in DIMS:
                 raise ValueError(f"unknown dim name {dim!r} in a rule; names are {DIMS}")
             for axis in axes:
@@ -48,11 +51,13 @@ class Rules:
                 raise ValueError(f"rule {dim!r} -> {axes} names an axis twice; name it once")
 
     @classmethod
-    def make(cls, table: Mapping[str, str | tuple[str, ...]]) -> "Rules":
-        """Rules from a dict such as `{"layers": "stage", "vocab": ("stage", "tensor")}`."""
-        return cls(tuple((d, (a,) if isinstance(a, str) else tuple(a)) for d, a in table.items()))
+    def make(cls, table: Mapping[str, str | tuple[str, ...] | None]) -> "Rules":
+        """Rules from a dict such as `{"layers": "stage", "vocab": ("stage", "tensor"), "embed": None}`."""
+        return cls(
+            tuple((d, (a,) if isinstance(a, str) else tuple(a or ())) for d, a in table.items())
+        )
 
-    def replace(self, table: Mapping[str, str | tuple[str, ...]]) -> "Rules":
+    def replace(self, table: Mapping[str, str | tuple[str, ...] | None]) -> "Rules":
         """These rules with some of them changed."""
         return Rules.make({**dict(self.table), **table})
 
@@ -60,8 +65,14 @@ class Rules:
         """The partition spec of an array with these named dims (None: a dim without a name).
 
         Raises:
-          ValueError: two dims of the array map to the same axis.
+          ValueError: an unknown dim name, or two dims of the array map to the same axis.
         """
+        for dim in dims:
+            if dim is not None and dim not in DIMS:
+                raise ValueError(
+                    f"unknown dim name {dim!r} in {dims}; names are {DIMS}, or None for a dim that stays "
+                    f"whole"
+                )
         table = dict(self.table)
         axes = [table.get(dim, ()) if dim is not None else () for dim in dims]
         used = [axis for split in axes for axis in split]
@@ -132,16 +143,20 @@ def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
                 )
 
 
-def misplaced(tree: Any, rules: Rules) -> list[str]:
-    """One line for every annotated array whose real sharding is not the one that its names ask for."""
+def misplaced(tree: Any, mesh: Mesh | None, rules: Rules) -> list[str]:
+    """One line for every annotated array whose real sharding is not the one that its names ask for.
+
+    Args:
+      mesh: where the arrays should lie; None if no array lies on any.
+    """
     lines = []
     for name, variable in annotated(tree):
         array = variable.get_value()
         spec = _spec(variable, rules)
         actual = array.sharding
-        if not isinstance(actual, NamedSharding):
+        if mesh is None or not isinstance(actual, NamedSharding) or actual.mesh != mesh:
             lines.append(f"{name} {array.shape}: declared {spec}, but lies on {actual}")
-        elif not actual.is_equivalent_to(NamedSharding(actual.mesh, spec), array.ndim):
+        elif not actual.is_equivalent_to(NamedSharding(mesh, spec), array.ndim):
             shard = actual.shard_shape(array.shape)
             lines.append(
                 f"{name} {array.shape}: declared {spec}, but is sharded {actual.spec} (shards {shard})"

@@ -1,5 +1,6 @@
 """The state of a training run, born sharded: abstract first, then initialised where it will live."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.axes import BATCH, HIDDEN, LAYERS
 from jaxpar.config import Config, TrainConfig
@@ -87,8 +88,14 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
     Raises:
-      ValueError: a size does not split over its axes; see `sharding.check_sizes`.
+      ValueError: a size does not split over its axes (see `sharding.check_sizes`), or the mesh is not of
+        the config's sizes.
     """
+    if dict(mesh.shape) != config.mesh.sizes:
+        raise ValueError(
+            f"the mesh has the sizes {dict(mesh.shape)}, the config says {config.mesh}; use "
+            f"config.mesh.build(), or change the config"
+        )
     state = jax.eval_shape(lambda: _initial_state(config))
     check_sizes(state.params, mesh, state.param_rules)
     check_sizes(state.carry, mesh, RULES)
@@ -129,12 +136,21 @@ def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
 def audit(state: TrainState) -> None:
     """Compares the declared and the real sharding of parameters, optimizer state and carry.
 
+    All are to lie on one mesh, the one that most arrays of the state lie on.
+
     Raises:
       ValueError: naming each array that is annotated but not so sharded.
     """
-    lines = misplaced({"params": state.params}, state.param_rules)
-    lines += misplaced({"opt_state": state.opt_state}, state.opt_rules)
-    lines += misplaced({"carry": state.carry}, RULES)
+    layouts = [leaf.sharding for leaf in jax.tree.leaves(state)]
+    meshes = collections.Counter(
+        layout.mesh
+        for layout in layouts
+        if isinstance(layout, NamedSharding) and isinstance(layout.mesh, Mesh)
+    )
+    mesh = max(meshes, key=meshes.__getitem__, default=None)
+    lines = misplaced({"params": state.params}, mesh, state.param_rules)
+    lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules)
+    lines += misplaced({"carry": state.carry}, mesh, RULES)
     if lines:
         raise ValueError(
             f"{len(lines)} arrays are annotated but not so sharded; place them with `init_state`, or "

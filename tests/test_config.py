@@ -4,31 +4,60 @@ import dataclasses
 
 import pytest
 
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxpar.config import (
+    VOCAB_MULTIPLE,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PipelineConfig,
+    TrainConfig,
+    nearest_multiples,
+)
 from jaxpar.mesh import MeshConfig
 
 FIELDS = [
     (ModelConfig, {"num_layers": 0}, "num_layers=0: must be positive"),
-    (ModelConfig, {"hidden_size": -4}, "hidden_size=-4"),
+    (ModelConfig, {"hidden_size": -4}, "hidden_size=-4: must be positive"),
+    (ModelConfig, {"embed_size": 0}, "embed_size=0: must be positive"),
     (ModelConfig, {"embed_size": 512}, "embed_size=512 is larger than hidden_size=192"),
-    (ModelConfig, {"vocab_size": 0}, "vocab_size=0"),
-    (ModelConfig, {"dropout": 1.0}, "dropout=1.0: must be at least 0 and less than 1"),
+    (ModelConfig, {"vocab_size": 0}, "vocab_size=0: must be positive"),
+    (ModelConfig, {"dropout": 1.0}, r"dropout=1\.0: must be at least 0 and less than 1"),
+    (ModelConfig, {"dropout": -0.1}, r"dropout=-0\.1: must be at least 0"),
+    (ModelConfig, {"dropout": float("nan")}, "dropout=nan: must be at least 0"),
+    (ModelConfig, {"dtype": "float16"}, "dtype='float16': use 'float32' or 'bfloat16'"),
     (
         ModelConfig,
         {"tie_embedding": True, "embed_size": 128},
         "tie_embedding needs embed_size=128 equal to hidden_size=192",
     ),
-    (PipelineConfig, {"num_microbatches": 0}, "num_microbatches=0"),
-    (PipelineConfig, {"num_chunks": 0}, "num_chunks=0"),
+    (PipelineConfig, {"num_microbatches": 0}, "num_microbatches=0: must be positive"),
+    (PipelineConfig, {"num_chunks": 0}, "num_chunks=0: must be positive"),
+    (PipelineConfig, {"num_groups": 0}, "num_groups=0: must be positive"),
     (PipelineConfig, {"num_groups": 2}, "num_groups=2 with schedule='1f1b'"),
     (PipelineConfig, {"schedule": "interleaved"}, "num_groups=1 with schedule='interleaved'"),
-    (DataConfig, {"batch_size": 0}, "batch_size=0"),
-    (DataConfig, {"seq_len": 0}, "seq_len=0"),
-    (TrainConfig, {"num_steps": 0}, "num_steps=0"),
-    (TrainConfig, {"learning_rate": 0.0}, "learning_rate=0.0"),
-    (TrainConfig, {"momentum": 1.5}, "momentum=1.5"),
-    (TrainConfig, {"clip_norm": -1.0}, "clip_norm=-1.0: must not be negative"),
-    (TrainConfig, {"seed": -1}, "seed=-1"),
+    (PipelineConfig, {"schedule": "1f1c"}, "schedule='1f1c': use '1f1b' or 'gpipe' or"),
+    (PipelineConfig, {"head": "first"}, "head='first': use 'last' or 'sharded'"),
+    (DataConfig, {"batch_size": 0}, "batch_size=0: must be positive"),
+    (DataConfig, {"seq_len": -1}, "seq_len=-1: must be positive"),
+    (DataConfig, {"max_vocab": 0}, "max_vocab=0: must be positive"),
+    (DataConfig, {"level": "byte"}, "level='byte': use 'auto' or 'word' or 'char'"),
+    (TrainConfig, {"num_steps": 0}, "num_steps=0: must be positive"),
+    (TrainConfig, {"learning_rate": 0.0}, r"learning_rate=0\.0: must be positive"),
+    (TrainConfig, {"learning_rate": float("nan")}, "learning_rate=nan: must be positive"),
+    (TrainConfig, {"log_every": 0}, "log_every=0: must be positive"),
+    (TrainConfig, {"keep_checkpoints": 0}, "keep_checkpoints=0: must be positive"),
+    (TrainConfig, {"optimizer": "sgd", "momentum": 1.5}, r"momentum=1\.5: must be at least 0"),
+    (TrainConfig, {"momentum": 0.9}, r"momentum=0\.9 has no effect with optimizer='adam'"),
+    (TrainConfig, {"weight_decay": 0.1}, r"weight_decay=0\.1 has no .*; use .*optimizer='adamw'"),
+    (TrainConfig, {"weight_decay": -0.1}, r"weight_decay=-0\.1: must not be negative"),
+    (TrainConfig, {"warmup_steps": -1}, "warmup_steps=-1: must not be negative"),
+    (TrainConfig, {"clip_norm": -1.0}, r"clip_norm=-1\.0: must not be negative"),
+    (TrainConfig, {"eval_every": -1}, "eval_every=-1: must not be negative"),
+    (TrainConfig, {"checkpoint_every": -1}, "checkpoint_every=-1: must not be negative"),
+    (TrainConfig, {"seed": -1}, "seed=-1: must not be negative"),
+    (TrainConfig, {"optimizer": "lion"}, "optimizer='lion': use 'adam' or 'adamw'"),
+    (TrainConfig, {"lr_schedule": "cos"}, "lr_schedule='cos': use 'constant' or"),
+    (TrainConfig, {"update": "shard"}, "update='shard': use 'replicated' or 'sharded'"),
 ]
 
 
@@ -38,14 +67,34 @@ def test_bad_fields_are_refused(make, fields, message):
         make(**fields)
 
 
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (ModelConfig, {"dropout": 0.0, "vocab_size": 1, "dtype": "bfloat16"}),
+        (ModelConfig, {"tie_embedding": True}),
+        (PipelineConfig, {"schedule": "interleaved", "num_groups": 2, "head": "last"}),
+        (TrainConfig, {"optimizer": "adamw", "weight_decay": 0.1, "warmup_steps": 0, "seed": 0}),
+        (TrainConfig, {"optimizer": "sgd", "momentum": 0.9, "clip_norm": 0.0}),
+    ],
+)
+def test_the_ends_of_the_ranges_are_accepted(make, fields):
+    config = make(**fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
 SIZES = [
     (
         {"mesh": MeshConfig(tensor=3)},
         r"hidden_size=256 does not divide by tensor=3; use hidden_size 255 or 258",
     ),
     (
+        {"mesh": MeshConfig(tensor=512)},
+        r"hidden_size=256 does not divide by tensor=512; use hidden_size 512, or other sizes of tensor",
+    ),
+    (
         {"mesh": MeshConfig(data=4, stage=2), "pipeline": PipelineConfig(num_microbatches=3)},
-        r"batch_size=32 does not divide by data=4 x num_microbatches=3 = 12; use batch_size 24 or 36",
+        r"batch_size=32 does not divide by data=4 x num_microbatches=3 = 12; use batch_size 24 or 36, "
+        r"or other sizes of data and num_microbatches",
     ),
     (
         {"mesh": MeshConfig(stage=2), "pipeline": PipelineConfig(num_chunks=5)},
@@ -62,27 +111,46 @@ SIZES = [
     ),
     ({"mesh": MeshConfig(stage=5)}, r"stage=5 is more than num_layers=4; use stage=4 or fewer"),
     (
+        {
+            "mesh": MeshConfig(stage=4),
+            "pipeline": PipelineConfig(schedule="interleaved", num_groups=2),
+        },
+        r"stage=4 x num_groups=2 = 8 is more than num_layers=4; use stage=2 or fewer, or 8 layers",
+    ),
+    (
         {"mesh": MeshConfig(stage=2), "pipeline": PipelineConfig(placement=(1, 2))},
-        r"placement=\(1, 2\) places 3 layers on 2 stages.*such as \(2, 2\)",
+        r"placement=\(1, 2\) is 2 numbers with the sum 3.*such as \(2, 2\)",
     ),
     (
         {"mesh": MeshConfig(stage=2), "pipeline": PipelineConfig(placement="fair")},
         "placement='fair'",
     ),
+    ({"mesh": MeshConfig(data=-1)}, r"mesh data=-1,stage=1,tensor=1: a size is not inferred yet"),
 ]
+
+CONFIG = Config(
+    model=ModelConfig(4, hidden_size=256, embed_size=256),
+    data=DataConfig(batch_size=32, seq_len=32),
+)
 
 
 @pytest.mark.parametrize(("parts", "message"), SIZES)
 def test_sizes_that_do_not_fit_are_refused(parts, message):
-    config = dataclasses.replace(
-        Config(
-            model=ModelConfig(4, hidden_size=256, embed_size=256),
-            data=DataConfig(batch_size=32, seq_len=32),
-        ),
-        **parts,
-    )
     with pytest.raises(ValueError, match=message):
-        config.check()
+        dataclasses.replace(CONFIG, **parts).check()
+
+
+def test_without_stages_microbatches_chunks_and_groups_do_not_matter():
+    config = dataclasses.replace(
+        CONFIG,
+        mesh=MeshConfig(data=2),
+        pipeline=PipelineConfig(
+            schedule="interleaved", num_microbatches=7, num_chunks=5, num_groups=3
+        ),
+    )
+    assert config.check() is config
+    assert config.num_groups == 1
+    assert config.layer_ids == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +159,6 @@ def test_sizes_that_do_not_fit_are_refused(parts, message):
         ((2, 2), 1, (0, 1, 2, 3)),
         ((1, 3), 1, (0, -1, -1, 1, 2, 3)),
         ((1, 1, 1, 1), 2, (0, 2, 1, 3)),
-        ((2, 1, 1, 0), 2, None),
     ],
 )
 def test_layers_stand_in_the_slots_of_their_stage(placement, num_groups, layer_ids):
@@ -104,8 +171,23 @@ def test_layers_stand_in_the_slots_of_their_stage(placement, num_groups, layer_i
             placement=placement,
         ),
     )
-    if layer_ids is None:
-        with pytest.raises(ValueError, match=r"placement=\(2, 1, 1, 0\)"):
-            _ = config.layer_ids
-    else:
-        assert config.layer_ids == layer_ids
+    assert config.placement == placement
+    assert config.layer_ids == layer_ids
+
+
+@pytest.mark.parametrize(
+    ("size", "divisor", "expected"), [(100, 32, "96 or 128"), (3, 8, "8"), (9, 8, "8 or 16")]
+)
+def test_nearest_multiples(size, divisor, expected):
+    assert nearest_multiples(size, divisor) == expected
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128])
+def test_the_padded_vocabulary_splits_over_any_usual_mesh(num_devices):
+    assert VOCAB_MULTIPLE % num_devices == 0
+
+
+def test_configs_are_frozen_and_hashable():
+    assert hash(CONFIG) == hash(dataclasses.replace(CONFIG))
+    with pytest.raises(dataclasses.FrozenInstanceError, match="num_layers"):
+        CONFIG.model.num_layers = 5

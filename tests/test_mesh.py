@@ -1,8 +1,12 @@
 """Meshes: exact device counts, two ways to write them, simulated devices."""
 
+import dataclasses
+import math
 import subprocess
 import sys
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
@@ -10,13 +14,34 @@ from jax.sharding import AxisType
 
 from jaxpar.mesh import MeshConfig, simulate_devices
 
+SIZES = st.tuples(*[st.integers(1, 12)] * 3)
+
+
+def device_ids(mesh):
+    return np.vectorize(lambda device: device.id)(mesh.devices)
+
 
 def test_axes_stand_in_order_and_tensor_is_innermost():
     mesh = MeshConfig(data=2, stage=2, tensor=2).build()
     assert mesh.axis_names == ("data", "stage", "tensor")
     assert mesh.axis_types == (AxisType.Auto,) * 3
-    ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    np.testing.assert_array_equal(ids, np.arange(8).reshape(2, 2, 2))
+    np.testing.assert_array_equal(device_ids(mesh), np.arange(8).reshape(2, 2, 2))
+
+
+def test_tensor_stays_inside_a_process_and_data_crosses_them(monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        id: int
+        process_index: int
+        platform: str = "cpu"
+        device_kind: str = "cpu"
+
+    # As a runtime might list them: not one process after the other.
+    devices = [Device(id=number, process_index=number % 2) for number in range(8)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    built = MeshConfig(data=2, stage=2, tensor=2).build().devices
+    for data in range(2):
+        assert {device.process_index for device in built[data].flat} == {data}
 
 
 @pytest.mark.parametrize(
@@ -28,12 +53,41 @@ def test_one_size_is_inferred(sizes, expected):
     assert list(resolved.sizes.values())[sizes.index(-1)] == expected
 
 
+def test_a_size_is_inferred_from_the_devices_that_are_named():
+    assert dict(MeshConfig(data=-1, tensor=2, devices=(7, 1, 3, 5)).build().shape) == {
+        "data": 2,
+        "stage": 1,
+        "tensor": 2,
+    }
+
+
+@hypothesis.given(sizes=SIZES, inferred=st.sampled_from([None, 0, 1, 2]))
+def test_resolving_fills_exactly_the_devices_that_there_are(sizes, inferred):
+    asked = [-1 if number == inferred else size for number, size in enumerate(sizes)]
+    assert MeshConfig(*asked).resolve(math.prod(sizes)) == MeshConfig(*sizes)
+
+
+@hypothesis.given(sizes=SIZES, num_available=st.integers(1, 200))
+def test_resolving_refuses_any_other_number_of_devices(sizes, num_available):
+    hypothesis.assume(math.prod(sizes) != num_available)
+    with pytest.raises(ValueError, match=f"devices, there are {num_available};"):
+        MeshConfig(*sizes).resolve(num_available)
+    rest = math.prod(sizes[1:])
+    if num_available % rest:
+        message = f"{num_available} devices do not divide by {rest}, so data=-1"
+        with pytest.raises(ValueError, match=message):
+            MeshConfig(-1, *sizes[1:]).resolve(num_available)
+
+
 @pytest.mark.parametrize(
     ("text", "sizes"),
     [
         ("data=2,stage=3,tensor=4", (2, 3, 4)),
         ("tensor=4, data=2", (2, 1, 4)),
+        (" stage = 4 ", (1, 4, 1)),
+        ("data=-1,tensor=2", (-1, 1, 2)),
         ("dp2pp3tp4", (2, 3, 4)),
+        ("tp4dp2", (2, 1, 4)),
         ("tp8", (1, 1, 8)),
         ("dp-1tp2", (-1, 1, 2)),
     ],
@@ -42,15 +96,28 @@ def test_parse_reads_both_forms(text, sizes):
     assert MeshConfig.parse(text) == MeshConfig(*sizes)
 
 
+@hypothesis.given(sizes=SIZES)
+def test_parse_reads_what_a_mesh_prints(sizes):
+    assert MeshConfig.parse(str(MeshConfig(*sizes))) == MeshConfig(*sizes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("data=2,tensr=4", "unknown axis 'tensr'.*did you mean 'tensor'"),
+        ("stages=2", "unknown axis 'stages'.*did you mean 'stage'"),
+        ("xyz=2", r"unknown axis 'xyz'; axes are \('data', 'stage', 'tensor'\)$"),
         ("data=2,data=4", "names the axis 'data' twice"),
         ("dp2dp4", "names the axis 'data' twice"),
         ("data=two", "cannot read 'data=two'; write data=2,stage=2,tensor=2 or dp2pp2tp2"),
+        ("data=2.5", "cannot read 'data=2.5'"),
+        ("data=2,", "cannot read ''"),
+        ("data", "cannot read 'data'"),
         ("", "cannot read ''"),
         ("xp2", "cannot read 'xp2'"),
+        ("dp2tp", "cannot read 'dp2tp'"),
+        ("dp0", "mesh data=0: use a positive whole number"),
+        ("dp-1tp-1", "-1 for data and tensor; only one size"),
     ],
 )
 def test_parse_refuses(text, message):
@@ -62,33 +129,58 @@ def test_parse_refuses(text, message):
     ("make", "message"),
     [
         (lambda: MeshConfig(data=0), "mesh data=0: use a positive whole number"),
+        (lambda: MeshConfig(stage=-2), "mesh stage=-2: use a positive whole number, or -1"),
+        (lambda: MeshConfig(tensor=2.0), r"mesh tensor=2\.0: use a positive whole number"),
+        (lambda: MeshConfig(data=True), "mesh data=True: use a positive whole number"),
         (lambda: MeshConfig(data=-1, stage=-1), "-1 for data and stage; only one"),
         (lambda: MeshConfig(devices=(0, 0)), r"devices=\(0, 0\) name \[0\] twice"),
         (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\).*numbers from 0"),
+        (lambda: MeshConfig(devices=()), r"devices=\(\): name at least one"),
         (lambda: MeshConfig(data=4).build(), "needs 4 devices, there are 8.*set one size to -1"),
         (lambda: MeshConfig(data=16).build(), "needs 16 devices, there are 8.*simulate 16 devices"),
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
         (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "no device 9; numbers go from 0 to 7"),
         (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, there are 3"),
         (lambda: simulate_devices(0), r"simulate_devices\(0\): use at least 1"),
-        (lambda: simulate_devices(4), r"simulate_devices\(4\) came too late.*8 cpu device"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):
-    error = RuntimeError if "too late" in message else ValueError
-    jax.devices()  # the backend has started
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
 def test_devices_are_chosen_by_number():
     mesh = MeshConfig(tensor=2, devices=(5, 2)).build()
-    assert [device.id for device in mesh.devices.flat] == [5, 2]
+    np.testing.assert_array_equal(device_ids(mesh), [[[5, 2]]])
 
 
-def test_simulated_devices_may_be_asked_for_after_imports():
-    script = "import jax, jaxpar; jaxpar.simulate_devices(3); print(jax.device_count())"
+def test_devices_cannot_be_simulated_once_there_are_others():
+    assert jax.device_count() == 8  # the backend has started
+    simulate_devices(8)  # nothing to do
+    with pytest.raises(
+        RuntimeError, match=r"simulate_devices\(4\) came too late: .* with 8 cpu device"
+    ):
+        simulate_devices(4)
+
+
+def test_devices_may_be_simulated_after_imports_and_after_the_remedy_of_the_message():
+    script = """
+import jax
+import jax.extend
+import jaxpar
+
+jaxpar.simulate_devices(3)
+print(jax.device_count(), dict(jaxpar.MeshConfig(tensor=-1).build().shape)["tensor"])
+try:
+    jaxpar.simulate_devices(2)
+except RuntimeError as error:
+    assert "jax.extend.backend.clear_backends()" in str(error), error
+jax.extend.backend.clear_backends()
+jaxpar.simulate_devices(2)
+print(jax.device_count())
+"""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == "3"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["3", "3", "2"]

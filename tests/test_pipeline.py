@@ -228,18 +228,18 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kind, num_chunks, remat)
     )
     plan = make_plan([make_schedule("1f1b", 2, 3, num_chunks)] * 2)
 
-    def doubled(params):
-        return jax.tree.map(lambda leaf: 2 * jnp.tanh(leaf), params)
+    def squashed(params):  # no larger, or residual layers amplify rounding errors beyond the bound
+        return jax.tree.map(jnp.tanh, params)
 
     def ours(params):
-        params = doubled(params)
+        params = squashed(params)
         pad = functools.partial(jax.tree.map, lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])]))
         slotted = params._replace(layers=pad(params.layers))
         loss, after, _ = pipeline.loss(slotted, pad(carry), x, targets, plan)
         return loss**2, after[:5]
 
     def theirs(params):
-        params = doubled(params)
+        params = squashed(params)
         h = first(params.first, x, None)
         after, y = run_layers(
             layer,

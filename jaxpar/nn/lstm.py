@@ -239,7 +239,14 @@ class LSTM(nnx.Module):
           dropout_key: None means no dropout.
         Returns:
           the state after the window and the outputs of the last layer, [T, B, hidden_size].
+        Raises:
+          ValueError: the inputs have another width.
         """
+        if x_TBI.shape[-1] != self.input_size:
+            raise ValueError(
+                f"inputs of shape {x_TBI.shape} are {x_TBI.shape[-1]} wide, this LSTM was made for "
+                f"input_size={self.input_size}; give it inputs of that width"
+            )
         if carry is None:
             carry = self.initial_carry(x_TBI.shape[1])
         return run_layers(
