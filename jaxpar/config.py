@@ -108,6 +108,8 @@ class PipelineConfig:
     remat: bool = False
 
     def __post_init__(self):
+        if not isinstance(self.placement, str):  # a list, as JSON and TOML have it
+            object.__setattr__(self, "placement", tuple(self.placement))
         _require_options(self)
         _require_positive(self, "num_microbatches", "num_chunks", "num_groups")
         _require(

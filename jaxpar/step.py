@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import BATCH, DATA, STAGE, TIME
+from jaxpar.axes import BATCH, DATA, STAGE, TENSOR, TIME
 from jaxpar.config import Config
 from jaxpar.data import IGNORE, Batch
 from jaxpar.loss import LossSums, cross_entropy
@@ -197,10 +197,10 @@ def _run_pipeline(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, b
     dtype = jnp.dtype(config.model.dtype)
 
     def first(table, tokens_tb, position):
-        return table[tokens_tb].astype(dtype)
+        return extend(table[tokens_tb].astype(dtype), hidden_size)
 
     def add_first_gradient(total, table, tokens_tb, position, dx_tbH):
-        return total.at[tokens_tb].add(dx_tbH.astype(total.dtype))
+        return total.at[tokens_tb].add(dx_tbH[..., : table.shape[1]].astype(total.dtype))
 
     def last(params, y_tbH, targets_tb, position: Position):
         position = position._replace(layer=config.model.num_layers)
@@ -229,8 +229,11 @@ def _run_pipeline(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, b
         remat=config.pipeline.remat,
         first_gradient=add_first_gradient,
     )
-    # The table is widened to H, and gathered if it is a split head as well, once and before the loop.
-    params = PipelineParams(extend(table, hidden_size), model.lstm.params, head)
+    # A table that is a split head as well is gathered once and before the loop. So is one that has to be
+    # widened and is split over `tensor`: its parts move between devices, which must not be in a branch.
+    if mesh.shape[TENSOR] > 1:
+        table = extend(table, hidden_size)
+    params = PipelineParams(table, model.lstm.params, head)
     targets_TB = batch.targets_BT.T
     nll, carry, _ = pipeline.loss(params, carry, batch.inputs_BT.T, targets_TB, plan)
     return carry, LossSums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))

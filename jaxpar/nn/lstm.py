@@ -97,7 +97,8 @@ def lstm_backward(
       cotangents of the weights (float32), of the (h, c) before the first step, and of x.
     """
     dtype = residuals.x_TBI.dtype
-    w_h = params.w_h_H4H.astype(dtype)
+    # Transposed here, or it would be at every step.
+    w_h_4HH = lax.optimization_barrier(params.w_h_H4H.astype(dtype).transpose(1, 2, 0))
 
     def step(carry, inputs):
         dh_BH, dc_BH, c_BH = carry
@@ -115,7 +116,7 @@ def lstm_backward(
             ],
             axis=1,
         ).astype(dtype)
-        return (_dot("bgh,jgh->bj", dz_B4H, w_h), dc_BH * f, c_prev_BH), dz_B4H
+        return (_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f, c_prev_BH), dz_B4H
 
     start = (d_carry.h_BH, d_carry.c_BH, residuals.c_last_BH)
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH)

@@ -133,18 +133,26 @@ class SavingLayers:
             d_params, d_carry, dx_TBW = restore(params, saved)((d_carry, dy_TBW))
             return vary_like((add(grads, d_params), d_carry, dx_TBW), dy_TBW)
 
-        def body(dy_TBW, slot):
-            params, saved, d_carry, grads, layer_id = slot
+        # The gradients are carried and changed in place; as outputs of the scan they would be copied.
+        def body(carried, inputs):
+            dy_TBW, all_grads = carried
+            slot, params, saved, d_carry, layer_id = inputs
+            grads = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, 0, False), all_grads)
             grads, d_carry, dx_TBW = _if_full(
                 layer_id,
                 lambda: run(dy_TBW, params, saved, d_carry, grads),
                 lambda: (grads, d_carry, dy_TBW),
                 self._has_empty_slots,
             )
-            return dx_TBW, (grads, d_carry)
+            all_grads = jax.tree.map(
+                lambda a, part: lax.dynamic_update_index_in_dim(a, part, slot, 0), all_grads, grads
+            )
+            return (dx_TBW, all_grads), d_carry
 
-        slots = (params, saved, d_carry, grads, layer_ids)
-        dx_TBW, (grads, d_carry) = lax.scan(body, dy_TBW, slots, reverse=True)
+        slots = jnp.arange(layer_ids.shape[0])
+        (dx_TBW, grads), d_carry = lax.scan(
+            body, (dy_TBW, grads), (slots, params, saved, d_carry, layer_ids), reverse=True
+        )
         return grads, d_carry, dx_TBW
 
 
