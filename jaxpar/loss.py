@@ -49,5 +49,5 @@ def cross_entropy(
     if manual_axis is not None:
         sum_TB, target_TB = lax.psum((sum_TB, target_TB), manual_axis)
     counts_TB = targets_TB != IGNORE
-    nll_TB = jnp.where(counts_TB, jnp.log(sum_TB) + max_TB - target_TB, 0.0)
+    nll_TB = jnp.where(counts_TB, jnp.log(sum_TB) + (max_TB - target_TB), 0.0)
     return LossSums(jnp.sum(nll_TB), jnp.sum(counts_TB, dtype=jnp.float32))

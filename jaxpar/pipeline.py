@@ -299,17 +299,20 @@ class _Device:
 
     def head(self, with_gradients: bool, unit, slot, y_tbW: jax.Array, state: _State) -> _State:
         """Loss and cotangent of the unit that has just left the last layer, if there is one."""
-        on_last = self.stage == self.last_stage
+        on_last, dtype = self.stage == self.last_stage, y_tbW.dtype
         if self.pipe.head == "sharded":
             active = unit >= 0
-            y_tbW = lax.psum(jnp.where(on_last & active, y_tbW, jnp.zeros_like(y_tbW)), STAGE)
+            # In float32, here and (the transpose of `vary_like`) for dy: its parts are a sum, and XLA's
+            # CPU compiler aborts on a sum of bfloat16.
+            y_tbW = jnp.where(on_last & active, y_tbW, jnp.zeros_like(y_tbW))
+            y_tbW = lax.psum(y_tbW.astype(jnp.float32), STAGE)
         else:
             unit, slot = vary_like((unit, slot), self.here)
             active = (unit >= 0) & on_last
 
         def loss_of(params, y_tbW):
-            position = self.position(unit)
-            return self.pipe.last(params, y_tbW, self.cut(self.targets, unit), position)
+            y_tbW = vary_like(y_tbW, self.here).astype(dtype)
+            return self.pipe.last(params, y_tbW, self.cut(self.targets, unit), self.position(unit))
 
         if not with_gradients:
             loss = lax.cond(
@@ -330,7 +333,7 @@ class _Device:
         return state._replace(
             loss=loss,
             grads=state.grads._replace(last=grads),
-            head_dy=write(state.head_dy, vary_like(dy_tbW, self.here), slot),
+            head_dy=write(state.head_dy, vary_like(dy_tbW, self.here).astype(dtype), slot),
         )
 
     def backward(self, at: Lane, state: _State) -> tuple[_State, jax.Array]:

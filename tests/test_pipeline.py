@@ -17,8 +17,10 @@ from test_equivalence import (
     assert_close,
     assert_same_as_plain,
     by_layer,
+    loss_and_grads,
     make_batch,
     make_config,
+    plain,
 )
 
 import jaxpar.step
@@ -71,6 +73,29 @@ def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
     monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
     assert_same_as_plain(make_config((2, 4, 1), (2, 4), **options))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[6], {"schedule": "1f1b"}])
+def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
+    """Rounding in another order is other rounding; its size is what can be compared."""
+
+    def distance(tree, exact):
+        return {name: np.linalg.norm(tree[name] - exact[name]) for name in exact}
+
+    model = dataclasses.replace(MODEL, dtype="bfloat16")
+    exact_loss, exact, exact_carry = plain()
+    plain_loss, plain_grads, plain_carry = plain(model)
+    loss, grads, carry = loss_and_grads(make_config((2, 4, 1), (2, 2), model=model, **options))
+    assert abs(loss - exact_loss) <= 2 * abs(plain_loss - exact_loss) + 1e-3 * exact_loss
+    for ours, plain_one, exact_one in (
+        (grads, plain_grads, exact),
+        (carry, plain_carry, exact_carry),
+    ):
+        assert all(array.dtype == np.float32 for array in ours.values())
+        allowed = distance(plain_one, exact_one)
+        for name, error in distance(ours, exact_one).items():
+            assert 0 < error <= 1.5 * allowed[name], name
 
 
 def random_config(data):
