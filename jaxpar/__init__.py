@@ -20,6 +20,7 @@ from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
 from jaxpar.plan import make_plan  # noqa: E402
 from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
 from jaxpar.sharding import RULES, Rules, shardings  # noqa: E402
+from jaxpar.shares import measure_groups, propose_shares  # noqa: E402
 from jaxpar.state import TrainState, audit, init_state  # noqa: E402
 from jaxpar.step import (  # noqa: E402
     batch_sharding,
@@ -61,6 +62,8 @@ __all__ = [
     "make_loss_and_grad",
     "fit",
     "FitResult",
+    "measure_groups",
+    "propose_shares",
     # The pipeline, piece by piece.
     "Schedule",
     "make_schedule",

@@ -87,11 +87,13 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How a batch moves through the stages; without stages, nothing here matters.
+    """How a batch is cut and moves through the stages; without stages, only `num_microbatches` matters.
 
     Attributes:
       schedule: what runs when; see `schedule.make_schedule`.
-      num_microbatches: M, slices of the batch dim.
+      num_microbatches: M, slices of the batch dim (of each of its `DataConfig.shares`). One after the
+        other on every data-parallel group, their gradients added up: without stages, gradient
+        accumulation.
       num_chunks: K, slices of the time dim; (h, c) stay on their stage between chunks.
       num_groups: groups of layers on each stage, for "interleaved".
       placement: layers on each stage (and group): "balanced", "even", or the numbers themselves.
@@ -129,6 +131,8 @@ class DataConfig:
       max_vocab: the most frequent tokens kept; others become <unk>.
       batch_size: rows of a global batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
+      shares: parts of every batch that each data-parallel group takes, e.g. (3, 1) for a first that is
+        three times as fast as the second; None gives all the same.
     """
 
     corpus: str = "python-docs"
@@ -136,8 +140,16 @@ class DataConfig:
     max_vocab: int = 10_000
     batch_size: int = 16
     seq_len: int = 32
+    shares: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        if self.shares is not None:  # a list, as JSON and TOML have it
+            object.__setattr__(self, "shares", tuple(self.shares))
+            _require(
+                len(self.shares) > 0 and min(self.shares) > 0,
+                f"shares={self.shares}: every data-parallel group needs at least one part; leave a "
+                f"device without work out of the mesh (devices=...)",
+            )
         _require_options(self)
         _require_positive(self, "max_vocab", "batch_size", "seq_len")
 
@@ -210,6 +222,31 @@ class Config:
     train: TrainConfig = TrainConfig()
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """Parts of a batch that each data-parallel group takes."""
+        return self.data.shares or (1,) * self.mesh.data
+
+    @property
+    def has_equal_shares(self) -> bool:
+        """Whether all data-parallel groups take the same."""
+        return len(set(self.shares)) == 1
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of a microbatch."""
+        return self.data.batch_size // (sum(self.shares) * self.pipeline.num_microbatches)
+
+    @property
+    def runs_in_units(self) -> bool:
+        """Whether a step runs unit by unit on a schedule; else it is one whole."""
+        return self.mesh.stage > 1 or self.pipeline.num_microbatches > 1 or max(self.shares) > 1
+
+    @property
+    def num_chunks(self) -> int:
+        """K, chunks of time; 1 without stages."""
+        return self.pipeline.num_chunks if self.mesh.stage > 1 else 1
+
+    @property
     def num_groups(self) -> int:
         """Groups of layers on each stage; 1 without stages."""
         return self.pipeline.num_groups if self.mesh.stage > 1 else 1
@@ -242,14 +279,20 @@ class Config:
             -1 not in sizes.values(),
             f"mesh {self.mesh}: a size is not inferred yet; use config.mesh.resolve()",
         )
-        M, K = self.pipeline.num_microbatches, self.pipeline.num_chunks
         _check_divides("hidden_size", self.model.hidden_size, {TENSOR: sizes[TENSOR]})
-        if sizes[STAGE] == 1:
-            _check_divides("batch_size", self.data.batch_size, {DATA: sizes[DATA]})
-        else:
-            units = {DATA: sizes[DATA], "num_microbatches": M}
-            _check_divides("batch_size", self.data.batch_size, units)
-            _check_divides("seq_len", self.data.seq_len, {"num_chunks": K})
+        _require(
+            len(self.shares) == sizes[DATA],
+            f"shares={self.shares} are {len(self.shares)} parts for data={sizes[DATA]}; give one to every "
+            f"data-parallel group",
+        )
+        parts = (
+            {DATA: sizes[DATA]} if self.data.shares is None else {"sum of shares": sum(self.shares)}
+        )
+        if self.pipeline.num_microbatches > 1:
+            parts["num_microbatches"] = self.pipeline.num_microbatches
+        _check_divides("batch_size", self.data.batch_size, parts)
+        if sizes[STAGE] > 1:
+            _check_divides("seq_len", self.data.seq_len, {"num_chunks": self.num_chunks})
         _ = self.placement
         return self
 

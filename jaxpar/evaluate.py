@@ -59,11 +59,10 @@ class Evaluator:
         return math.fsum(float(part.nll) for part in fetched) / num_targets
 
     def _fit_batch(self, num_targets: int) -> Config:
-        """The config, its batch no larger than the text."""
+        """The config with equal shares, its batch no larger than the text."""
         data, pipeline = self.config.data, self.config.pipeline
-        if data.batch_size <= num_targets:
-            return self.config
         num_groups = self.mesh.shape[DATA]
+        num_targets = min(num_targets, data.batch_size)
         M = (
             pipeline.num_microbatches
             if num_groups * pipeline.num_microbatches <= num_targets
@@ -72,7 +71,7 @@ class Evaluator:
         rows = max(num_targets // (num_groups * M), 1) * num_groups * M
         return dataclasses.replace(
             self.config,
-            data=dataclasses.replace(data, batch_size=rows),
+            data=dataclasses.replace(data, batch_size=rows, shares=None),
             pipeline=dataclasses.replace(pipeline, num_microbatches=M),
         )
 

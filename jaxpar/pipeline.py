@@ -86,6 +86,8 @@ class Pipeline:
       last_specs: partition specs of `params.last` over `stage`; for "sharded" only.
       remat: keep a unit's input and state instead of its residuals, and run it again before its backward.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
+      first_rows: where each data-parallel group's rows begin in the batch, for `Position`; None if all
+        have as many.
       buffer_fill: initial value of all buffers; a test fills them with NaN.
     """
 
@@ -100,6 +102,7 @@ class Pipeline:
     last_specs: Any = None
     remat: bool = False
     first_gradient: FirstGradient | None = None
+    first_rows: tuple[int, ...] | None = None
     buffer_fill: float = 0.0
 
     def loss(
@@ -159,6 +162,9 @@ class Pipeline:
             axis_names={DATA, STAGE},
             in_specs=tuple(spec for _, spec in arguments),
             out_specs=results,
+            # Without axes to be manual over there are no sums, which the check asks for: XLA refuses a sum
+            # over nothing.
+            check_vma=self.mesh.shape[DATA] * self.mesh.shape[STAGE] > 1,
         )(*(argument for argument, _ in arguments))
 
 
@@ -196,7 +202,9 @@ class _Device:
             last=vary_like(params.last, lax.axis_index(DATA) if sharded_head else self.here),
         )
         self.layer_ids = vary_like(layer_ids, self.here)
-        self.first_row = lax.axis_index(DATA) * jax.tree.leaves(inputs)[0].shape[1]
+        num_rows = jax.tree.leaves(inputs)[0].shape[1]
+        first_rows = pipe.first_rows or range(0, pipe.mesh.shape[DATA] * num_rows, num_rows)
+        self.first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
         self.layers = SavingLayers(pipe.layer, has_empty_slots=-1 in pipe.layer_ids)
 
     def run(self, with_gradients: bool):
@@ -209,16 +217,16 @@ class _Device:
         )
         over_head = (DATA,) if self.pipe.head == "sharded" else (DATA, STAGE)
         busy_T2 = state.busy_T2.astype(jnp.int32)
-        units, ticks = busy_T2.sum(0), (lax.psum(busy_T2, STAGE) > 0).sum(0, dtype=jnp.int32)
+        units, ticks = busy_T2.sum(0), (self.sum(busy_T2, STAGE) > 0).sum(0, dtype=jnp.int32)
         counts = (*units, *vary_like(ticks, self.here))
         stats = Stats(*(count[None, None] for count in counts))
-        out = (lax.psum(state.loss, over_head), state.carry, stats)
+        out = (self.sum(state.loss, *over_head), state.carry, stats)
         if not with_gradients:
             return out
         grads = PipelineParams(
-            first=lax.psum(state.grads.first, (DATA, STAGE)),
-            layers=lax.psum(state.grads.layers, DATA),
-            last=lax.psum(state.grads.last, over_head),
+            first=self.sum(state.grads.first, DATA, STAGE),
+            layers=self.sum(state.grads.layers, DATA),
+            last=self.sum(state.grads.last, *over_head),
         )
         return (*out, grads)
 
@@ -381,8 +389,15 @@ class _Device:
         """Sends to the stage above (+1) or below (-1); puts what comes from the other side into a buffer."""
         n = self.last_stage + 1
         ring = self.plan.num_groups > 1
+        if n == 1:
+            return arrived
         pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
         return write(arrived, lax.ppermute(a_tbW, STAGE, pairs), slot)
+
+    def sum(self, tree, *axes: str):
+        """The sum over devices."""
+        sizes = self.pipe.mesh.shape
+        return lax.psum(tree, axes) if sizes[DATA] * sizes[STAGE] > 1 else tree
 
     # ---- pieces of a unit ----
 

@@ -221,21 +221,19 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
 
 def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str, str]]:
     device = mesh.devices.flat[0]
-    M, K = config.pipeline.num_microbatches, config.pipeline.num_chunks
+    M, K = config.pipeline.num_microbatches, config.num_chunks
     placement = config.placement
     model, data = config.model, config.data
     assert model.vocab_size is not None
     on_stages = ", ".join(f"stage {stage}: {n}" for stage, n in enumerate(placement))
-    units = (
-        f"; {_count(M, 'microbatch', 'es')} x {_count(K, 'chunk', 's')} of time"
-        if len(placement) > 1
-        else ""
-    )
+    units = [_count(M, "microbatch", "es")] * (config.mesh.stage > 1 or M > 1)
+    units += [f"{_count(K, 'chunk', 's')} of time"] * (config.mesh.stage > 1)
+    shares = f", in shares of {' : '.join(map(str, config.shares))}" * (not config.has_equal_shares)
     padding = model.vocab_size - len(corpus.vocabulary)
     return [
         ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})"),
         ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
-        ("layers", f"{model.num_layers} ({on_stages}){units}"),
+        ("layers", f"{model.num_layers} ({on_stages}); {' x '.join(units)}".removesuffix("; ")),
         (
             "corpus",
             f"{corpus.name}, {corpus.level}s: {len(corpus.train):,} train, "
@@ -245,7 +243,7 @@ def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str
         (
             "batch",
             f"{data.batch_size} rows x {data.seq_len} steps = "
-            f"{data.batch_size * data.seq_len:,} tokens",
+            f"{data.batch_size * data.seq_len:,} tokens{shares}",
         ),
         (
             "optimizer",

@@ -35,7 +35,7 @@ class TrainState:
       params: `nnx.State` of the model; every variable carries its named dims.
       opt_state: of optax; what mirrors a parameter carries its named dims too.
       carry: the recurrent state between windows, annotated likewise.
-      param_rules, opt_rules: what parameters and optimizer state are laid out by.
+      param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
     """
 
     step: jax.Array
@@ -44,6 +44,7 @@ class TrainState:
     carry: nnx.State
     param_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_rules: Rules = dataclasses.field(metadata={"static": True})
+    carry_rules: Rules = dataclasses.field(metadata={"static": True})
 
 
 def make_model(config: Config) -> LSTMLanguageModel:
@@ -84,6 +85,14 @@ def compute_rules(config: Config) -> Rules:
     return RULES_LAST if config.mesh.stage > 1 and config.pipeline.head == "last" else RULES
 
 
+def batch_rules(config: Config) -> Rules:
+    """How what has a dim of the batch lies between steps: its rows in the user's order.
+
+    Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
+    """
+    return RULES if config.has_equal_shares else RULES.replace({BATCH: None})
+
+
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
@@ -98,7 +107,7 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
         )
     state = jax.eval_shape(lambda: _initial_state(config))
     check_sizes(state.params, mesh, state.param_rules)
-    check_sizes(state.carry, mesh, RULES)
+    check_sizes(state.carry, mesh, state.carry_rules)
     check_sizes(state.opt_state, mesh, state.opt_rules)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -110,7 +119,7 @@ def abstract_state(config: Config, mesh: Mesh) -> TrainState:
 def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     """The declared sharding of every array of the state."""
     return dataclasses.replace(
-        shardings(state, mesh, RULES),
+        shardings(state, mesh, state.carry_rules),
         params=shardings(state.params, mesh, state.param_rules),
         opt_state=shardings(state.opt_state, mesh, state.opt_rules),
     )
@@ -150,7 +159,7 @@ def audit(state: TrainState) -> None:
     mesh = max(meshes, key=meshes.__getitem__, default=None)
     lines = misplaced({"params": state.params}, mesh, state.param_rules)
     lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules)
-    lines += misplaced({"carry": state.carry}, mesh, RULES)
+    lines += misplaced({"carry": state.carry}, mesh, state.carry_rules)
     if lines:
         raise ValueError(
             f"{len(lines)} arrays are annotated but not so sharded; place them with `init_state`, or "
@@ -189,4 +198,5 @@ def _initial_state(config: Config) -> TrainState:
         carry=wrap_carry(model.initial_carry(config.data.batch_size)),
         param_rules=split_over_data(rules) if config.train.fsdp else rules,
         opt_rules=split_over_data(rules) if split_update else rules,
+        carry_rules=batch_rules(config),
     )

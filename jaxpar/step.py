@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +29,7 @@ from jaxpar.sharding import RULES, constrain
 from jaxpar.state import (
     TrainState,
     abstract_state,
+    batch_rules,
     compute_rules,
     make_model,
     make_optimizer,
@@ -77,7 +80,7 @@ class CompiledStep:
 
     def _planned(self, batch: Batch) -> tuple[Batch, Plan | None]:
         if self._config.mesh.stage == 1:
-            return batch, None
+            return batch, _full_plan(self._config, backward=self._backward)
         seq_len, K = self._config.data.seq_len, self._config.pipeline.num_chunks
         length, chunk_len = batch.inputs_BT.shape[1], seq_len // K
         if length > seq_len or length % chunk_len:
@@ -164,15 +167,20 @@ def make_eval_step(config: Config, mesh: Mesh) -> CompiledStep:
     return CompiledStep(step, config, backward=False)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How the arrays [batch, time] of a batch lie on the mesh."""
-    return NamedSharding(mesh, RULES.spec((BATCH, TIME)))
+def batch_sharding(mesh: Mesh, config: Config | None = None) -> NamedSharding:
+    """How the arrays [batch, time] of a batch lie on the mesh.
+
+    Args:
+      config: needed for unequal shares only.
+    """
+    rules = RULES if config is None else batch_rules(config)
+    return NamedSharding(mesh, rules.spec((BATCH, TIME)))
 
 
 def _make_unroll(config: Config, mesh: Mesh) -> Callable[..., tuple[nnx.State, LossSums]]:
     """(params, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
-    run = _run_plainly if mesh.shape[STAGE] == 1 else functools.partial(_run_pipeline, config, mesh)
+    run = functools.partial(_run_in_units, config, mesh) if config.runs_in_units else _run_plainly
 
     def unroll(params, carry, batch, dropout_key, plan):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
@@ -190,9 +198,9 @@ def _run_plainly(model: LSTMLanguageModel, carry, batch, dropout_key, plan: None
     return carry, cross_entropy(logits_TBV, batch.targets_BT.T)
 
 
-def _run_pipeline(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
+def _run_in_units(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
     """The model's three parts, handed to the pipeline engine."""
-    sharded = config.pipeline.head == "sharded"
+    sharded = config.pipeline.head == "sharded" and mesh.shape[STAGE] > 1
     table, hidden_size = model.embedding.table[...], config.model.hidden_size
     dtype = jnp.dtype(config.model.dtype)
 
@@ -221,43 +229,69 @@ def _run_pipeline(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, b
         last=last,
         mesh=mesh,
         layer_ids=model.lstm.layer_ids,
-        chunk_len=config.data.seq_len // config.pipeline.num_chunks,
-        microbatch_rows=config.data.batch_size
-        // (mesh.shape[DATA] * config.pipeline.num_microbatches),
-        head=config.pipeline.head,
+        chunk_len=batch.inputs_BT.shape[1] // config.num_chunks,
+        microbatch_rows=config.microbatch_rows,
+        head="sharded" if sharded else "last",
         last_specs=head_specs,
         remat=config.pipeline.remat,
         first_gradient=add_first_gradient,
+        first_rows=tuple(
+            np.cumsum((0, *config.shares[:-1])) * (config.data.batch_size // sum(config.shares))
+        ),
     )
     # A table that is a split head as well is gathered once and before the loop. So is one that has to be
     # widened and is split over `tensor`: its parts move between devices, which must not be in a branch.
     if mesh.shape[TENSOR] > 1:
         table = extend(table, hidden_size)
     params = PipelineParams(table, model.lstm.params, head)
-    targets_TB = batch.targets_BT.T
-    nll, carry, _ = pipeline.loss(params, carry, batch.inputs_BT.T, targets_TB, plan)
-    return carry, LossSums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
+    deal, gather = _deal(config, mesh)
+    rows = (deal(batch.inputs_BT, 0).T, deal(batch.targets_BT, 0).T)
+    carry = jax.tree.map(lambda a: deal(a, 1), carry)
+    nll, carry, _ = pipeline.loss(params, carry, *rows, plan)
+    carry = jax.tree.map(lambda a: gather(a, 1), carry)
+    return carry, LossSums(nll, jnp.sum(batch.targets_BT != IGNORE, dtype=jnp.float32))
+
+
+def _deal(config: Config, mesh: Mesh):
+    """Two functions of (array, its dim of the batch): to the groups' own rows, and back to the user's order.
+
+    Every group has room for the largest share; what a smaller one leaves empty is not computed.
+    """
+    if config.has_equal_shares:
+        return (lambda a, dim: a), (lambda a, dim: a)
+    part = config.data.batch_size // sum(config.shares)
+    room, ends = part * max(config.shares), np.cumsum(config.shares) * part
+    dealt = np.zeros((len(config.shares), room), np.int32)
+    for group, (share, end) in enumerate(zip(config.shares, ends, strict=True)):
+        dealt[group, : share * part] = np.arange(end - share * part, end)
+    places = np.concatenate([g * room + np.arange(s * part) for g, s in enumerate(config.shares)])
+
+    def deal(a, dim: int):
+        spec = P(*[None] * dim, DATA) if dim == 0 else P(STAGE, DATA)
+        return lax.with_sharding_constraint(
+            jnp.take(a, dealt.ravel(), axis=dim), NamedSharding(mesh, spec)
+        )
+
+    return deal, lambda a, dim: jnp.take(a, places, axis=dim)
 
 
 def _full_plan(config: Config, *, backward: bool) -> Plan | None:
-    if config.mesh.stage == 1:
-        return None
-    return _plan(config, config.pipeline.num_chunks, backward)
+    return _plan(config, config.num_chunks, backward) if config.runs_in_units else None
 
 
 @functools.lru_cache
 def _plan(config: Config, num_chunks: int, backward: bool) -> Plan:
-    """The schedule of a batch of so many chunks, in a program that holds `config.pipeline.num_chunks`."""
-    pipeline = config.pipeline
-    schedule, capacity = (
-        make_schedule(
-            pipeline.schedule,
+    """The schedules of a batch of so many chunks, in a program that holds `config.num_chunks`."""
+
+    def schedule(share: int, num_chunks: int):
+        return make_schedule(
+            config.pipeline.schedule if config.mesh.stage > 1 else "1f1b",
             config.mesh.stage,
-            pipeline.num_microbatches,
-            chunks,
-            pipeline.num_groups,
+            share * config.pipeline.num_microbatches,
+            num_chunks,
+            config.num_groups,
             backward=backward,
         )
-        for chunks in (num_chunks, pipeline.num_chunks)
-    )
-    return make_plan([schedule] * config.mesh.data, capacity)
+
+    capacity = schedule(max(config.shares), config.num_chunks)
+    return make_plan([schedule(share, num_chunks) for share in config.shares], capacity)

@@ -165,7 +165,7 @@ class _Run:
         losses: list[float] = []
         waiting: list[Metrics] = []  # on the device until the next log point
         step_once = make_train_step(self.config, self.mesh)
-        sharding = batch_sharding(self.mesh)
+        sharding = batch_sharding(self.mesh, self.config)
         if jax.process_index() == 0:
             self.folder.rewind_metrics(step)
         self.report.begin(step, settings.num_steps, self.folder.path)

@@ -140,16 +140,16 @@ def test_sizes_that_do_not_fit_are_refused(parts, message):
         dataclasses.replace(CONFIG, **parts).check()
 
 
-def test_without_stages_microbatches_chunks_and_groups_do_not_matter():
+def test_without_stages_chunks_and_groups_do_not_matter():
     config = dataclasses.replace(
         CONFIG,
         mesh=MeshConfig(data=2),
         pipeline=PipelineConfig(
-            schedule="interleaved", num_microbatches=7, num_chunks=5, num_groups=3
+            schedule="interleaved", num_microbatches=4, num_chunks=5, num_groups=3
         ),
     )
     assert config.check() is config
-    assert config.num_groups == 1
+    assert (config.num_groups, config.num_chunks, config.microbatch_rows) == (1, 1, 4)
     assert config.layer_ids == (0, 1, 2, 3)
 
 

@@ -48,7 +48,7 @@ def make_batch(config, mesh, seed=0, starts=False):
     shape = (config.data.batch_size, config.data.seq_len)
     inputs, targets = rng.integers(0, config.model.vocab_size, (2, *shape), dtype=np.int32)
     targets[rng.random(shape) < 0.1] = -1
-    place = functools.partial(jax.device_put, device=batch_sharding(mesh))
+    place = functools.partial(jax.device_put, device=batch_sharding(mesh, config))
     return Batch(place(inputs), place(targets), starts)
 
 
@@ -102,7 +102,8 @@ def assert_close(actual, expected):
 
 def assert_same_as_plain(config):
     loss, grads, carry = loss_and_grads(config)
-    expected_loss, expected_grads, expected_carry = plain(config.model, config.data)
+    whole = dataclasses.replace(config.data, shares=None)
+    expected_loss, expected_grads, expected_carry = plain(config.model, whole)
     assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
     assert_close(grads, expected_grads)
     assert_close(carry, expected_carry)
