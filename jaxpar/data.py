@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -64,27 +65,12 @@ class TokenStreams:
         self, tokens: np.ndarray, batch_size: int, seq_len: int, seed: int | None = None
     ) -> None:
         tokens = np.asarray(tokens)
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("seq_len", seq_len, 1),
-            ("seed", 0 if seed is None else seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} is too small; use {least} or more")
-        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(
-                f"tokens of shape {tokens.shape} and type {tokens.dtype} are no text; "
-                f"give integers in one dim"
-            )
+        check_at_least(1, batch_size=batch_size, seq_len=seq_len)
+        check_at_least(0, seed=0 if seed is None else seed)
+        check_text(tokens)
         num_targets = len(tokens) - 1
         if num_targets < batch_size * (1 if seed is None else seq_len):
             raise ValueError(_too_short(num_targets + 1, batch_size, seq_len, seed))
-        if tokens.min() < 0:
-            position = int(np.argmax(tokens < 0))
-            raise ValueError(
-                f"token {tokens[position]} at position {position} is negative and would be ignored "
-                f"as a target; encode the text with a vocabulary"
-            )
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         # Stream b holds the inputs from bounds[b] to bounds[b + 1]; lengths differ by one at most.
         self._bounds = np.arange(batch_size + 1) * num_targets // batch_size
@@ -143,20 +129,68 @@ class TokenStreams:
           ValueError: the sharding does not divide batch_size or seq_len.
         """
         shape = (self.batch_size, self.seq_len)
-        _check_divides(shape, sharding)
-        read: dict[tuple[int, int], Batch] = {}  # devices that differ on other axes share rows
+        starts = step % self.num_windows == 0
+        return place(functools.partial(self.batch, step), shape, sharding)._replace(starts=starts)
 
-        def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
-            rows, times = index or (slice(None), slice(None))
-            start, stop, _ = rows.indices(self.batch_size)
-            if (start, stop) not in read:
-                read[start, stop] = self.batch(step, slice(start, stop))
-            return getattr(read[start, stop], name)[:, times]
 
-        def place(name: str) -> jax.Array:
-            return jax.make_array_from_callback(shape, sharding, functools.partial(part, name))
+def place(read: Callable[[slice], Batch], shape: tuple[int, int], sharding: NamedSharding) -> Batch:
+    """A batch as global arrays on a mesh; each process reads only its own rows.
 
-        return Batch(place("inputs_BT"), place("targets_BT"), starts=step % self.num_windows == 0)
+    Args:
+      read: the batch's rows of a slice.
+      shape: [batch_size, seq_len] of the whole batch.
+      sharding: of the same dims.
+
+    Returns:
+      inputs and targets of this shape with this sharding; `starts` is True.
+
+    Raises:
+      ValueError: the sharding does not divide the shape.
+    """
+    _check_divides(shape, sharding)
+    cached: dict[tuple[int, int], Batch] = {}  # devices that differ on other axes share rows
+
+    def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
+        rows, times = index or (slice(None), slice(None))
+        start, stop, _ = rows.indices(shape[0])
+        if (start, stop) not in cached:
+            cached[start, stop] = read(slice(start, stop))
+        return getattr(cached[start, stop], name)[:, times]
+
+    def array(name: str) -> jax.Array:
+        return jax.make_array_from_callback(shape, sharding, functools.partial(part, name))
+
+    return Batch(array("inputs_BT"), array("targets_BT"), starts=True)
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Nothing, if all values are `least` or more.
+
+    Raises:
+      ValueError: names the first that is less.
+    """
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value} is too small; use {least} or more")
+
+
+def check_text(tokens: np.ndarray) -> None:
+    """Nothing, if the tokens are integers in one dim, all of them 0 or more.
+
+    Raises:
+      ValueError: says what they are, or names the first that is negative.
+    """
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and type {tokens.dtype} are no text; "
+            f"give integers in one dim"
+        )
+    if tokens.size and tokens.min() < 0:
+        position = int(np.argmax(tokens < 0))
+        raise ValueError(
+            f"token {tokens[position]} at position {position} is negative and would be ignored "
+            f"as a target; encode the text with a vocabulary"
+        )
 
 
 def _check_divides(shape: tuple[int, int], sharding: NamedSharding) -> None:
