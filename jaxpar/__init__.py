@@ -6,6 +6,7 @@ check_jax_version()
 
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
+from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
 from jaxpar.config import (  # noqa: E402
     Config,
     DataConfig,
@@ -52,6 +53,9 @@ __all__ = [
     # Data.
     "Batch",
     "TokenStreams",
+    "Sentences",
+    "BucketedSentences",
+    "choose_edges",
     "IGNORE",
     "batch_sharding",
     # Training.

@@ -131,6 +131,8 @@ class DataConfig:
       max_vocab: the most frequent tokens kept; others become <unk>.
       batch_size: rows of a global batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
+      num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
+        most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
       shares: parts of every batch that each data-parallel group takes, e.g. (3, 1) for a first that is
         three times as fast as the second; None gives all the same.
     """
@@ -140,6 +142,7 @@ class DataConfig:
     max_vocab: int = 10_000
     batch_size: int = 16
     seq_len: int = 32
+    num_buckets: int = 0
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -152,6 +155,7 @@ class DataConfig:
             )
         _require_options(self)
         _require_positive(self, "max_vocab", "batch_size", "seq_len")
+        _require(self.num_buckets >= 0, f"num_buckets={self.num_buckets}: must not be negative")
 
 
 @dataclasses.dataclass(frozen=True)

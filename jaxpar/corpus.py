@@ -84,6 +84,11 @@ class Vocabulary:
     def _ids(self) -> dict[str, int]:
         return {word: i for i, word in enumerate(self.words)}
 
+    @property
+    def separator(self) -> int:
+        """The id of `<eos>`, which ends every line."""
+        return self._ids[EOS]
+
     def encode(self, text: str | Iterable[str], *, strict: bool = False) -> np.ndarray:
         """Token ids of a text, which the tokenizer cuts, or of a list of words; int32 [tokens].
 

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpar.axes import DATA
+from jaxpar.batches import make_batches
 from jaxpar.config import Config
-from jaxpar.data import TokenStreams
 from jaxpar.loss import LossSums
 from jaxpar.state import abstract_state
 from jaxpar.step import CompiledStep, batch_sharding, make_eval_step
@@ -23,24 +23,26 @@ class Evaluator:
 
     Args:
       config: as given to `init_state`.
+      separator: the token that ends a line; not needed without buckets.
     """
 
-    def __init__(self, config: Config, mesh: Mesh):
-        self.config, self.mesh = config, mesh
+    def __init__(self, config: Config, mesh: Mesh, separator: int | None = None):
+        self.config, self.mesh, self.separator = config, mesh, separator
         self._steps: dict[int, tuple[CompiledStep, nnx.State]] = {}
 
     def loss(self, params: nnx.State, tokens: np.ndarray) -> float:
         """Mean negative log-likelihood, in nats, of all tokens but the first.
 
         The text is read in as many streams as a batch has rows, each from the zero state. A text
-        with fewer tokens than rows is read in fewer streams.
+        with fewer tokens than rows is read in fewer streams. With buckets it is read line by line,
+        each from the zero state.
 
         Raises:
           ValueError: the text is too short for the mesh.
         """
         config = self._fit_batch(len(tokens) - 1)
         batch_size = config.data.batch_size
-        streams = TokenStreams(tokens, batch_size, config.data.seq_len)
+        batches = make_batches(config, tokens, self.separator)
         if batch_size not in self._steps:
             self._steps[batch_size] = (
                 make_eval_step(config, self.mesh),
@@ -48,14 +50,14 @@ class Evaluator:
             )
         step, carry = self._steps[batch_size]
         sums: list[LossSums] = []
-        for window in range(streams.num_windows):
-            batch = streams.batch_on(window, batch_sharding(self.mesh))
+        for window in range(batches.num_windows):
+            batch = batches.batch_on(window, batch_sharding(self.mesh))
             carry, window_sums = step((params, carry), batch)
             sums.append(window_sums)  # stays on the device
             do_not_run_ahead(self.mesh, window_sums)
         fetched = jax.device_get(sums)
         num_targets = sum(float(part.num_targets) for part in fetched)
-        assert num_targets == streams.num_targets, (num_targets, streams.num_targets)
+        assert num_targets == batches.num_targets, (num_targets, batches.num_targets)
         return math.fsum(float(part.nll) for part in fetched) / num_targets
 
     def _fit_batch(self, num_targets: int) -> Config:

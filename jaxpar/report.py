@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.buckets import BucketedSentences
 from jaxpar.config import Config
 from jaxpar.corpus import Corpus
 from jaxpar.sharding import annotated
@@ -63,6 +64,9 @@ class Report:
     def plan(self, config: Config, mesh: Mesh, corpus: Corpus, state: TrainState) -> None:
         """Before anything is compiled; `state` is abstract."""
 
+    def buckets(self, batches: BucketedSentences) -> None:
+        """After the plan, if the lines of the text are read in buckets."""
+
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Before the first step taken here; `step` were taken before."""
 
@@ -96,6 +100,10 @@ class ConsoleReport(Report):
         self.console.print(facts, "")
         self.console.print(parameter_table(state, mesh))
         self._print("\n" + _describe_bytes(state))
+
+    def buckets(self, batches: BucketedSentences) -> None:
+        """Lengths, sentences, padding."""
+        self._print("\n" + batches.to_text() + "\n")
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Where it goes; a live line on a terminal."""

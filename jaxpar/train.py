@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxpar.batches import make_batches
+from jaxpar.buckets import BucketedSentences
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import VOCAB_MULTIPLE, Config
 from jaxpar.corpus import Corpus, load_corpus, unigram_perplexity
@@ -97,10 +99,11 @@ def fit(
     corpus = _load_corpus(config, folder if resume else None)
     config = resolve(config, mesh, corpus)
     report = report if report is not None and jax.process_index() == 0 else Report()
-    streams = TokenStreams(
-        corpus.train, config.data.batch_size, config.data.seq_len, config.train.seed
-    )
+    separator = corpus.vocabulary.separator
+    batches = make_batches(config, corpus.train, separator, config.train.seed)
     report.plan(config, mesh, corpus, abstract_state(config, mesh))
+    if isinstance(batches, BucketedSentences):
+        report.buckets(batches)
 
     if folder is None:
         folder = _claim_numbered_folder()
@@ -115,7 +118,7 @@ def fit(
         state = checkpoints.restore(config, mesh) if resume else init_state(config, mesh)
         audit(state)
         run = _Run(config, mesh, corpus, folder, checkpoints, report)
-        return run.finish(*run.train(state, streams))
+        return run.finish(*run.train(state, batches))
 
 
 def resolve(config: Config, mesh: Mesh, corpus: Corpus) -> Config:
@@ -153,11 +156,11 @@ class _Run:
     ):
         self.config, self.mesh, self.corpus = config, mesh, corpus
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
-        self.evaluator = Evaluator(config, mesh)
+        self.evaluator = Evaluator(config, mesh, corpus.vocabulary.separator)
         self.started = time.perf_counter()
 
     def train(
-        self, state: TrainState, streams: TokenStreams
+        self, state: TrainState, batches: TokenStreams | BucketedSentences
     ) -> tuple[TrainState, int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last."""
         settings = self.config.train
@@ -172,7 +175,7 @@ class _Run:
         clock, clock_step = time.perf_counter(), step
         with _signals() as signals:
             while step < settings.num_steps and not self._should_stop(signals, step, first_step):
-                state, metrics = step_once(state, streams.batch_on(step, sharding))
+                state, metrics = step_once(state, batches.batch_on(step, sharding))
                 step += 1
                 waiting.append(metrics)
                 do_not_run_ahead(self.mesh, metrics)
@@ -183,7 +186,8 @@ class _Run:
                     losses += [float(part.loss) for part in fetched]
                     waiting.clear()
                     seconds = time.perf_counter() - clock
-                    self._log(step, fetched[-1], (step - clock_step) / seconds)
+                    tokens = batches.num_targets / batches.num_windows * (step - clock_step)
+                    self._log(step, fetched[-1], tokens / seconds)
                     clock, clock_step = time.perf_counter(), step
                 if not last and settings.eval_every and step % settings.eval_every == 0:
                     self.evaluate(state, step, "valid")
@@ -220,17 +224,16 @@ class _Run:
         self.report.evaluation(step, evaluation)
         return evaluation
 
-    def _log(self, step: int, metrics: Metrics, steps_per_second: float) -> None:
+    def _log(self, step: int, metrics: Metrics, tokens_per_second: float) -> None:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
             rate = np.asarray(learning_rate(self.config.train)(np.int32(step - 1))).item()
-        data = self.config.data
         progress = Progress(
             step=step,
             loss=float(metrics.loss),
             perplexity=perplexity(float(metrics.loss)),
             grad_norm=float(metrics.grad_norm),
             learning_rate=rate,
-            tokens_per_second=steps_per_second * data.batch_size * data.seq_len,
+            tokens_per_second=tokens_per_second,
             seconds=time.perf_counter() - self.started,
         )
         if not math.isfinite(progress.loss):
@@ -273,7 +276,7 @@ def evaluate_run(folder: RunFolder, mesh: MeshConfig = ONE_DEVICE) -> list[Evalu
     """
     corpus = folder.load_corpus(folder.config())
     config, devices, state = folder.restore(mesh)
-    evaluator = Evaluator(config, devices)
+    evaluator = Evaluator(config, devices, corpus.vocabulary.separator)
     return [evaluate(evaluator, state, corpus, split) for split in ("valid", "test")]
 
 

@@ -337,3 +337,39 @@ def test_sample_follows_the_carried_state(whole_run):
         np.testing.assert_array_equal(tokens, logits.argmax(-1)[len(prompt) - 1 : -1])
         drawn |= set(tokens.tolist())
     assert len(drawn) > 1
+
+
+def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, tmp_path):
+    def config(name, mesh, **train):
+        made = make_config(text, tmp_path / name, mesh, lr_schedule="constant", **train)
+        data = dataclasses.replace(made.data, num_buckets=3)
+        return dataclasses.replace(made, data=data)
+
+    whole = fit(config("whole", (1, 1, 1), num_steps=12))
+    split = fit(config("split", (2, 2, 1), num_steps=12))
+    fit(config("resumed", (2, 2, 1), num_steps=5))
+    resumed = fit(config("resumed", (1, 2, 2), num_steps=12), resume=True)
+    assert split.losses == pytest.approx(whole.losses, rel=RELATIVE_ERROR)
+    assert resumed.losses == pytest.approx(whole.losses[5:], rel=RELATIVE_ERROR)
+    assert split.valid_perplexity == pytest.approx(whole.valid_perplexity, rel=RELATIVE_ERROR)
+
+
+def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
+    """Each line by itself, without a batch or padding."""
+    result, _ = whole_run
+    corpus = load_corpus(text)
+    tokens, eos = corpus.valid, corpus.vocabulary.separator
+    data = dataclasses.replace(result.config.data, num_buckets=3)
+    config = dataclasses.replace(result.config, data=data)
+    loss = Evaluator(config, result.mesh, eos).loss(result.state.params, tokens)
+    model, nll = load_model(result), 0.0
+    ends = np.unique([0, *np.flatnonzero(tokens == eos), len(tokens) - 1])
+    for start, end in itertools.pairwise(ends):
+        for first in range(start, end, data.seq_len):  # longer lines are cut
+            last = min(first + data.seq_len, end)
+            logits = np.asarray(model(tokens[None, first:last])[0], np.float64)
+            log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            nll -= log_probs[np.arange(last - first), tokens[first + 1 : last + 1]].sum()
+    assert loss == pytest.approx(nll / (len(tokens) - 1), rel=RELATIVE_ERROR)
+    with pytest.raises(ValueError, match="num_buckets=3 needs the token that ends a line"):
+        Evaluator(config, result.mesh).loss(result.state.params, tokens)
