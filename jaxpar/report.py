@@ -251,7 +251,9 @@ def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str
         (
             "batch",
             f"{data.batch_size} rows x {data.seq_len} steps = "
-            f"{data.batch_size * data.seq_len:,} tokens{shares}",
+            f"{data.batch_size * data.seq_len:,} tokens{shares}"
+            if not data.num_buckets
+            else f"{data.batch_size} rows x {data.seq_len} steps or less, in buckets{shares}",
         ),
         (
             "optimizer",

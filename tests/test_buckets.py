@@ -10,6 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import jaxpar
+from jaxpar.batches import make_batches
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges
 from jaxpar.corpus import EOS, load_corpus
 from jaxpar.data import IGNORE
@@ -402,3 +404,27 @@ def test_steps_and_shardings_that_do_not_fit():
         bucketed.batch_on(0, NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(ValueError, match="seq_len=5 does not split over stage=2"):
         bucketed.batch_on(0, NamedSharding(mesh, PartitionSpec(None, "stage")))
+
+
+def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
+    config = jaxpar.Config(
+        mesh=jaxpar.MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)),
+        model=jaxpar.ModelConfig(num_layers=2, hidden_size=8, embed_size=8, vocab_size=2688),
+        pipeline=jaxpar.PipelineConfig(num_chunks=16),
+        data=jaxpar.DataConfig(seq_len=64, num_buckets=5),
+    )
+    corpus = load_corpus("python-docs")
+    batches = make_batches(config, corpus.train, corpus.vocabulary.separator, seed=0)
+    assert len(batches.buckets) == 5
+    assert batches.padding < PYTHON_DOCS_PADDING
+    mesh = config.mesh.build()
+    state, step = jaxpar.init_state(config, mesh), jaxpar.make_train_step(config, mesh)
+    lengths = set()
+    for number in range(60):
+        batch = batches.batch_on(number, jaxpar.batch_sharding(mesh))
+        if batch.inputs_BT.shape[1] not in lengths:
+            lengths.add(batch.inputs_BT.shape[1])
+            state, metrics = step(state, batch)
+            assert np.isfinite(metrics.loss)
+    assert lengths == set(batches.edges)
+    assert step.num_programs == 1
