@@ -166,8 +166,11 @@ class TrainConfig:
       num_steps: optimizer steps.
       optimizer: by its name in optax.
       learning_rate: its peak.
-      lr_schedule: after the warm-up, constant or falling to zero at the last step.
+      lr_schedule: by its name in optax. "linear" and "cosine" fall to zero at the last step, "exponential"
+        takes the rate times `lr_decay` every `lr_decay_every` steps, all at once.
       warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
+      hold_steps: steps at the peak after the warm-up, before the rate falls.
+      lr_decay, lr_decay_every: of "exponential".
       weight_decay: of adamw; 0 with others.
       momentum: of sgd; 0 with others.
       clip_norm: bound on the global norm of the gradients; 0 for none.
@@ -185,8 +188,11 @@ class TrainConfig:
     num_steps: int = 800
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
     learning_rate: float = 5e-3
-    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_schedule: Literal["constant", "linear", "cosine", "exponential"] = "cosine"
     warmup_steps: int = 20
+    hold_steps: int = 0
+    lr_decay: float = 0.5
+    lr_decay_every: int = 100
     weight_decay: float = 0.0
     momentum: float = 0.0
     clip_norm: float = 1.0
@@ -201,9 +207,16 @@ class TrainConfig:
 
     def __post_init__(self):
         _require_options(self)
-        _require_positive(self, "num_steps", "learning_rate", "log_every", "keep_checkpoints")
+        _require_positive(
+            self, "num_steps", "learning_rate", "lr_decay_every", "log_every", "keep_checkpoints"
+        )
+        _require(
+            0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most"
+        )
         _require_rate(self, "momentum")
-        for name in ("warmup_steps", "weight_decay", "clip_norm", "eval_every", "checkpoint_every"):
+        for name in (
+            "warmup_steps", "hold_steps", "weight_decay", "clip_norm", "eval_every", "checkpoint_every"
+        ):  # fmt: skip
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}: must not be negative")
         _require(self.seed >= 0, f"seed={self.seed}: must not be negative")

@@ -70,14 +70,19 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
     """Step -> learning rate."""
-    peak, steps = config.learning_rate, max(config.num_steps - config.warmup_steps, 1)
-    after = {
+    peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
+    steps = max(config.num_steps - falls_at, 1)
+    falling = {
         "constant": optax.constant_schedule(peak),
         "linear": optax.linear_schedule(peak, 0.0, steps),
         "cosine": optax.cosine_decay_schedule(peak, steps),
+        "exponential": optax.exponential_decay(
+            peak, config.lr_decay_every, config.lr_decay, staircase=True
+        ),
     }[config.lr_schedule]
     warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+    held = optax.constant_schedule(peak)
+    return optax.join_schedules([warmup, held, falling], [config.warmup_steps, falls_at])
 
 
 def compute_rules(config: Config) -> Rules:

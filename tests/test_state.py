@@ -160,6 +160,24 @@ def test_learning_rate_warms_up_and_falls():
     np.testing.assert_allclose(values, [0.05, 0.275, 0.5, 0.25, 0.0], atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.4, 0.4, 0.4, 0.4, 0.4]),
+        ("linear", [0.4, 0.4, 0.4, 0.2, 0.0]),
+        ("cosine", [0.4, 0.4, 0.4, 0.2, 0.0]),
+        ("exponential", [0.4, 0.4, 0.4, 0.4 * 0.9, 0.4 * 0.9**2]),
+    ],
+)
+def test_learning_rate_is_held_and_then_falls(schedule, expected):
+    config = TrainConfig(
+        lr_schedule=schedule, learning_rate=0.4, num_steps=110, warmup_steps=0, hold_steps=10,
+        lr_decay=0.9, lr_decay_every=50,
+    )  # fmt: skip
+    values = [float(learning_rate(config)(step)) for step in (0, 9, 10, 60, 110)]
+    np.testing.assert_allclose(values, expected, atol=1e-7)
+
+
 def test_gradients_are_clipped_by_their_global_norm():
     config = TrainConfig(
         optimizer="sgd", learning_rate=1.0, lr_schedule="constant", warmup_steps=0, clip_norm=0.5
