@@ -1,16 +1,19 @@
-"""The command line: `python -m jaxpar train | evaluate | sample`. See `--help` of each."""
+"""`python -m jaxpar train | evaluate | sample | launch | doctor`. See `--help` of each."""
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
+import jax
 import tyro
 from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
 from jaxpar.config import Config
 from jaxpar.config_file import read_config
+from jaxpar.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
 
 # What loads Flax, Optax and Orbax is imported by the command that needs it: `--help` is quick.
@@ -48,6 +51,7 @@ class Train(Options):
         from jaxpar.report import ConsoleReport
         from jaxpar.train import fit
 
+        start_processes()
         result = fit(
             self.config, resume=self.resume, overwrite=self.overwrite, report=ConsoleReport()
         )
@@ -70,8 +74,15 @@ class Evaluate(Options):
         from jaxpar.run_folder import RunFolder
         from jaxpar.train import evaluate_run
 
+        group = start_processes()
+        if group is not None and self.mesh is None:
+            raise ValueError(
+                "evaluate runs in several processes, and without --mesh it takes one device; "
+                "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
+            )
         evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh))
-        make_console().print(evaluation_table(evaluations))
+        if jax.process_index() == 0:
+            make_console().print(evaluation_table(evaluations))
         return 0
 
 
@@ -106,6 +117,49 @@ class Sample(Options):
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Runs train or evaluate in several processes here, or prints a script for a cluster.
+
+    Such as: launch --processes 2 --devices-per-process 4 -- train --mesh dp2pp2tp2
+    """
+
+    command: Positional[tuple[str, ...]]
+    """After --: the command, such as train, and its arguments."""
+    processes: int = 2
+    """Number of processes."""
+    devices_per_process: int = 1
+    """Devices of each: simulated ones here, GPUs on a cluster."""
+    template: Annotated[Literal["slurm", "jobset"] | None, arg(name="print")] = None
+    """Start nothing; print a script for sbatch, or a Kubernetes JobSet."""
+    debug: bool = False
+    """Print the traceback of an error, not its message alone."""
+
+    def run(self) -> int:
+        """The exit code: 0, or that of the first process that failed."""
+        from jaxpar.launch import TEMPLATES, launch
+
+        what = (self.command, self.processes, self.devices_per_process)
+        if self.template is None:
+            return launch(*what)
+        print(TEMPLATES[self.template](*what), end="")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Doctor:
+    """Looks at versions, devices, memory and the network, and says what is wrong with them."""
+
+    debug: bool = False
+    """Print the traceback of an error, not its message alone."""
+
+    def run(self) -> int:
+        """The exit code: 1 if there is an error, else 0."""
+        from jaxpar.doctor import main as report
+
+        return report()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code.
 
@@ -115,29 +169,31 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments; None takes those of the process.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in argv
+    debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     try:
         command = _parse(argv)
-        if command.simulate is not None:
+        if isinstance(command, Options) and command.simulate is not None:
             _simulate(command.simulate)
         return command.run()
     except KeyboardInterrupt:
         if debug:
             raise
         print("stopped", file=sys.stderr)
-        return 130
+        return leave_processes(130)
     except (ValueError, OSError) as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return leave_processes(2)
 
 
-def _parse(argv: list[str]) -> Train | Evaluate | Sample:
+def _parse(argv: list[str]) -> Train | Evaluate | Sample | Launch | Doctor:
     return tyro.cli(
         Annotated[Train, subcommand("train", default=Train(config=_base_config(argv)))]
         | Annotated[Evaluate, subcommand("evaluate")]
-        | Annotated[Sample, subcommand("sample")],
+        | Annotated[Sample, subcommand("sample")]
+        | Annotated[Launch, subcommand("launch")]
+        | Annotated[Doctor, subcommand("doctor")],
         prog="python -m jaxpar",
         description="Trains LSTM language models on a mesh of devices.",
         args=argv,

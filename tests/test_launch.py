@@ -1,0 +1,312 @@
+"""Several processes: who belongs together, and a launcher that starts and ends them."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from jaxpar.__main__ import main
+from jaxpar.distributed import ProcessGroup, find_processes
+from jaxpar.launch import jobset_manifest, slurm_script
+
+LINES = "the cat sat on the mat\na dog ran to the cat\n"
+# Sums in another order, in float32.
+RELATIVE_TOLERANCE = 1e-5
+END_SECONDS = 60
+BY_HAND = {
+    "JAX_COORDINATOR_ADDRESS": "a.b:1", "JAXPAR_NUM_PROCESSES": "4", "JAXPAR_PROCESS_ID": "3",
+}  # fmt: skip
+SLURM_STEP = {
+    "SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1:34911",
+}  # fmt: skip
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+GROUPS = {
+    "nothing": ({}, None),
+    "by hand": (BY_HAND, ProcessGroup("hand", 4, 3, "a.b:1")),
+    "by hand, before Slurm": (SLURM_STEP | BY_HAND, ProcessGroup("hand", 4, 3, "a.b:1")),
+    "alone on request": (SLURM_STEP | {"JAXPAR_NUM_PROCESSES": "1"}, None),
+    "srun": (SLURM_STEP, ProcessGroup("Slurm", 2, 1, None, num_hosts=2)),
+    "srun of one task": (SLURM_STEP | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    "a shell in an allocation": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),
+    "a batch script": (
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        None,
+    ),
+    "an interactive step": (SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    "mpirun": (OPEN_MPI, ProcessGroup("Open MPI", 2, 1, None, num_hosts=1)),
+    "mpirun of one": (
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None,
+    ),
+    "an indexed pod": (POD | {"JOB_COMPLETION_INDEX": "1"}, ProcessGroup("Kubernetes")),
+    "any other pod": (POD, None),
+}  # fmt: skip
+
+INCOMPLETE = {
+    "no id": (
+        {"JAX_COORDINATOR_ADDRESS": "a:1", "JAXPAR_NUM_PROCESSES": "2"},
+        r"JAX_COORDINATOR_ADDRESS='a:1', JAXPAR_NUM_PROCESSES='2' is set, JAXPAR_PROCESS_ID not; "
+        r"set all three in every process, or JAXPAR_NUM_PROCESSES=1 to run alone",
+    ),
+    "id alone": (
+        {"JAXPAR_PROCESS_ID": "0"},
+        r"JAX_COORDINATOR_ADDRESS and JAXPAR_NUM_PROCESSES not; set all three",
+    ),
+    "address alone": (
+        {"JAX_COORDINATOR_ADDRESS": "a:1"}, r"'a:1' is set, but not how many processes",
+    ),
+    "no port": (
+        BY_HAND | {"JAX_COORDINATOR_ADDRESS": "a.b"}, r"'a\.b' has no port; .* such as a\.b:8476",
+    ),
+    "id out of range": (
+        BY_HAND | {"JAXPAR_PROCESS_ID": "4"}, r"JAXPAR_PROCESS_ID='4' .*an id from 0 to one less",
+    ),
+    "no number": (
+        BY_HAND | {"JAXPAR_NUM_PROCESSES": "two"}, r"JAXPAR_NUM_PROCESSES='two'.*whole number",
+    ),
+    "Open MPI 5": (
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+        r"OMPI_COMM_WORLD_SIZE=2 .*use mpirun -x JAX_COORDINATOR_ADDRESS=host:port",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_environment_tells_the_group(name):
+    environ, group = GROUPS[name]
+    assert find_processes(environ) == group
+
+
+@pytest.mark.parametrize("name", INCOMPLETE)
+def test_incomplete_settings_are_refused(name):
+    environ, message = INCOMPLETE[name]
+    with pytest.raises(ValueError, match=message):
+        find_processes(environ)
+
+
+def test_pod_without_the_kubernetes_package_is_refused(monkeypatch, text, tmp_path, capsys):
+    for name, value in (POD | {"JOB_COMPLETION_INDEX": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)  # not installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
+    assert "JOB_COMPLETION_INDEX=1: in an indexed Kubernetes job" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for split, times in (("train", 100), ("valid", 5), ("test", 5)):
+        (folder / f"{split}.txt").write_text(LINES * times)
+    return folder
+
+
+def flags(text, *more):
+    """A tiny run."""
+    return [
+        "train", "--data.corpus", str(text), "--data.batch-size", "8", "--data.seq-len", "8",
+        "--model.num-layers", "2", "--model.hidden-size", "16", "--model.embed-size", "16",
+        "--train.num-steps", "6", "--train.log-every", "1", *more,
+    ]  # fmt: skip
+
+
+def start(arguments, *options):
+    """The launcher, with two processes."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", *options, "--", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
+    )  # fmt: skip
+
+
+def finish(process, seconds=END_SECONDS):
+    """Its exit code, stdout and stderr."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    finally:
+        process.terminate()
+    return process.returncode, out, err
+
+
+def start_long_run(text, out_dir):
+    """A launched run that has taken a step, and would take many more; its children's ids."""
+    process = start(
+        flags(text, "--mesh", "dp2", "--train.num-steps", "1000000", "--train.out-dir", out_dir)
+    )
+    for line in process.stdout:  # lines come while it runs
+        if re.match(r"\[0\] step +1/1000000", line):
+            break
+    else:
+        raise AssertionError(process.stderr.read())
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    pairs = [tuple(map(int, row.split())) for row in listed.stdout.splitlines()]
+    return process, sorted(pid for pid, parent in pairs if parent == process.pid)
+
+
+def train_losses(out_dir):
+    lines = (json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["split"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A finished run of two processes with four devices each: its folder and what was printed."""
+    out_dir = tmp_path_factory.mktemp("runs") / "two"
+    process = start(
+        flags(text, "--mesh", "dp2pp2tp2", "--train.num-steps", "20", "--train.out-dir", str(out_dir)),
+        "--devices-per-process", "4",
+    )  # fmt: skip
+    code, out, err = finish(process, seconds=120)
+    assert code == 0, err
+    assert "Gloo" not in out + err
+    return out_dir, out
+
+
+@pytest.mark.law
+def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
+    one = tmp_path / "one"
+    one_device = ("--mesh.devices", "0", "--train.num-steps", "20", "--train.out-dir", str(one))
+    assert main(flags(text, *one_device)) == 0
+    losses = train_losses(run[0])
+    assert len(losses) == 20
+    assert losses == pytest.approx(train_losses(one), rel=RELATIVE_TOLERANCE)
+
+
+def test_process_0_alone_prints_and_writes(run):
+    out_dir, out = run
+    assert all(line.startswith("[0] ") for line in out.splitlines()), out
+    assert "[0] mesh        data=2 x stage=2 x tensor=2" in out.splitlines()
+    assert out.count("step 20/20") == 1
+    steps = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["split"] for line in steps] == ["train"] * 20 + ["valid", "test"]
+    assert [path.name for path in (out_dir / "checkpoints").iterdir()] == ["20"]
+
+
+def test_failure_ends_all_with_its_message_and_exit_code(run, text):
+    arguments = flags(text, "--mesh", "dp2", "--train.out-dir", str(run[0]))
+    code, out, err = finish(start(arguments))
+    assert (code, out) == (2, "")
+    assert re.search(r"^\[[01]\] error: out_dir=.* holds a run already", err, re.MULTILINE), err
+    assert re.fullmatch(
+        r"error: process [01] of 2 ended with exit code 2; the others were ended",
+        err.splitlines()[-1],
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others(victim, text, tmp_path):
+    process, children = start_long_run(text, str(tmp_path / "run"))
+    os.kill(children[victim], signal.SIGKILL)
+    began = time.monotonic()
+    code, _, err = finish(process)
+    assert time.monotonic() - began < END_SECONDS
+    assert code == 128 + signal.SIGKILL
+    assert (
+        err.splitlines()[-1]
+        == f"error: process {victim} of 2 was killed by SIGKILL; the others were ended"
+    )
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
+    process, _ = start_long_run(text, str(tmp_path / "run"))
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 128 + signal.SIGINT, err
+    stopped = re.search(r"^\[0\] stopped by SIGINT after step (\d+)/1000000", out, re.MULTILINE)
+    assert stopped, out
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [stopped[1]]
+    assert "error" not in err
+
+
+def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
+    # Process 1 fails alone, process 0 waits for it; without a launcher to end it.
+    program = (
+        "import jax; from jax.experimental import multihost_utils as all\n"
+        "from jaxpar.distributed import start_processes; start_processes()\n"
+        "all.sync_global_devices('begin')\n"
+        "if jax.process_index(): raise RuntimeError('of process 1')\n"
+        "all.sync_global_devices('end')\n"
+    )
+    from jaxpar.launch import _environ, _free_port
+
+    address = f"127.0.0.1:{_free_port()}"
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.DEVNULL, env=_environ(os.environ, address, 2, index, 1),
+        )
+        for index in range(2)
+    )  # fmt: skip
+    code, _, err = finish(second)
+    assert (code, err.splitlines()[-1]) == (1, "RuntimeError: of process 1")
+    assert finish(first)[0] != 0
+
+
+MISTAKES = {
+    "nothing to launch": (["--processes", "2"], r"given nothing to start; write train or evaluate"),
+    "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate"),
+    "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),
+    "simulate": (["--", "train", "--simulate=4"], r"leave --simulate away after --"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_refused(mistake, capsys):
+    argv, message = MISTAKES[mistake]
+    assert main(["launch", *argv]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+COMMAND = ["train", "--mesh", "dp2pp2tp2", "--data.corpus", "my text"]
+
+
+def test_slurm_script_starts_a_process_on_each_node(tmp_path):
+    script = slurm_script(COMMAND, 3, 4)
+    lines = script.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for setting in ("nodes=3", "ntasks=3", "ntasks-per-node=1", "gpus-per-node=4"):
+        assert f"#SBATCH --{setting}" in lines
+    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3" in lines
+    options = shlex.split(lines[-1])
+    assert options[0] == "srun"
+    assert options[options.index("python") :] == ["python", "-m", "jaxpar", *COMMAND]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+def test_jobset_starts_a_process_in_each_pod():
+    job_set = yaml.safe_load(jobset_manifest(COMMAND, 3, 4))
+    assert job_set["kind"] == "JobSet"
+    (workers,) = job_set["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"] == ["python", "-m", "jaxpar", *COMMAND]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert values.pop("JAXPAR_PROCESS_ID") is None  # the annotation of its pod
+    # The first pod of the first job, in the service that has the name of the set.
+    host = f"{job_set['metadata']['name']}-{workers['name']}-0-0.{job_set['metadata']['name']}"
+    group = find_processes(values | {"JAXPAR_PROCESS_ID": "2"})
+    assert group == ProcessGroup("hand", 3, 2, f"{host}:8476")
+
+
+def test_print_starts_nothing(capsys):
+    argv = ["launch", "--print", "slurm", "--processes", "3", "--devices-per-process", "4"]
+    assert main([*argv, "--", *COMMAND]) == 0
+    assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4)
