@@ -31,7 +31,7 @@ from jaxpar.state import TrainState, abstract_state
 # Of the model, what may change between two runs: no array has another shape or meaning for it.
 _FREE_OF_MODEL = ("dropout", "forget_bias", "dtype")
 # Of the optimizer, what decides which arrays it keeps.
-_NAMES_OF_OPTIMIZER = ("optimizer", "momentum", "clip_norm")
+_NAMES_OF_OPTIMIZER = ("optimizer", "momentum")
 
 
 class Checkpoints:
@@ -208,6 +208,7 @@ def by_layer(state: TrainState, config: Config) -> dict[str, jax.Array]:
                 f"needs {len(layer_ids)}; give the config that the state was made with"
             )
         if dim is not None and _is_reordered(config):
+            array = jax.device_put(array, array.sharding.with_memory_kind("device"))
             array = _take_layers(array, dim, order, _without_layers(array, dim))
         arrays[name] = array
     return arrays
@@ -231,7 +232,8 @@ def _without_layers(array: Any, dim: int) -> NamedSharding:
     """The array's sharding, the axes that split `dim` moved to the first other dim they divide.
 
     Every device can then pick layers in any order, and none holds more than its share. If there is
-    no such dim (a bias of odd size), the axes are dropped.
+    no such dim (a bias of odd size), the axes are dropped. It is in the devices' own memory, where
+    picking is compiled.
     """
     mesh = array.sharding.mesh
     split = [

@@ -176,7 +176,9 @@ class TrainConfig:
       clip_norm: bound on the global norm of the gradients; 0 for none.
       seed: of initial values, dropout and the order of the text.
       fsdp: parameters stored split over `data` as well, gathered once a step.
-      update: "sharded" keeps optimizer state split over `data` (ZeRO-1, arXiv:1910.02054).
+      update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
+        "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
+        so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).
       log_every: steps between lines of progress.
       eval_every: steps between validations; 0 for the end only.
       checkpoint_every: steps between checkpoints; 0 for the end only.
@@ -198,7 +200,7 @@ class TrainConfig:
     clip_norm: float = 1.0
     seed: int = 0
     fsdp: bool = False
-    update: Literal["replicated", "sharded"] = "replicated"
+    update: Literal["replicated", "sharded", "host"] = "replicated"
     log_every: int = 25
     eval_every: int = 0
     checkpoint_every: int = 100

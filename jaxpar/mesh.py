@@ -134,9 +134,16 @@ class MeshConfig:
         where it fits, and `data` is the one that crosses hosts.
 
         Raises:
-          ValueError: the number of devices is not exactly right, or a device number does not exist.
+          ValueError: the number of devices is not exactly right, a device number does not exist, or JAX
+            has no devices.
         """
-        devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        try:
+            found = jax.devices()
+        except RuntimeError as error:
+            raise ValueError(
+                f"JAX starts no devices: {error}; see python -m jaxpar doctor"
+            ) from error
+        devices = sorted(found, key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
             if missing:

@@ -269,11 +269,12 @@ def _describe_bytes(state: TrainState) -> str:
     )
     count = sum(math.prod(leaf.shape) for leaf in params)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params)
+    where = "" if state.opt_memory is None else " in host memory"
     parts = [
         f"{name} {_size(sum(map(_bytes, leaves)))}"
         for name, leaves in (
             ("parameters", params),
-            ("optimizer state", opt_state),
+            (f"optimizer state{where}", opt_state),
             ("carried state", carry),
         )
     ]

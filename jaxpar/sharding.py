@@ -102,13 +102,17 @@ def split_over_data(rules: Rules) -> Rules:
     )
 
 
-def shardings(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """`tree` with a `NamedSharding` for every array: annotated ones by the rules, others replicated."""
+def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = None) -> Any:
+    """`tree` with a `NamedSharding` for every array: annotated ones by the rules, others replicated.
+
+    Args:
+      memory_kind: such as "pinned_host"; None is the devices' own memory.
+    """
 
     def of(leaf):
         if isinstance(leaf, nnx.Variable):
-            return leaf.replace(NamedSharding(mesh, _spec(leaf, rules)))
-        return NamedSharding(mesh, P())
+            return leaf.replace(NamedSharding(mesh, _spec(leaf, rules), memory_kind=memory_kind))
+        return NamedSharding(mesh, P(), memory_kind=memory_kind)
 
     return jax.tree.map(of, tree, is_leaf=_is_variable)
 
@@ -143,11 +147,14 @@ def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
                 )
 
 
-def misplaced(tree: Any, mesh: Mesh | None, rules: Rules) -> list[str]:
+def misplaced(
+    tree: Any, mesh: Mesh | None, rules: Rules, memory_kind: str | None = None
+) -> list[str]:
     """One line for every annotated array whose real sharding is not the one that its names ask for.
 
     Args:
       mesh: where the arrays should lie; None if no array lies on any.
+      memory_kind: as `shardings`.
     """
     lines = []
     for name, variable in annotated(tree):
@@ -156,10 +163,18 @@ def misplaced(tree: Any, mesh: Mesh | None, rules: Rules) -> list[str]:
         actual = array.sharding
         if mesh is None or not isinstance(actual, NamedSharding) or actual.mesh != mesh:
             lines.append(f"{name} {array.shape}: declared {spec}, but lies on {actual}")
-        elif not actual.is_equivalent_to(NamedSharding(mesh, spec), array.ndim):
+            continue
+        declared = NamedSharding(mesh, spec, memory_kind=memory_kind)
+        at_its_place = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
+        if not actual.is_equivalent_to(at_its_place, array.ndim):
             shard = actual.shard_shape(array.shape)
             lines.append(
                 f"{name} {array.shape}: declared {spec}, but is sharded {actual.spec} (shards {shard})"
+            )
+        elif actual.memory_kind != declared.memory_kind:
+            lines.append(
+                f"{name} {array.shape}: declared in {declared.memory_kind} memory, but lies in "
+                f"{actual.memory_kind} memory"
             )
     return lines
 

@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.axes import BATCH, HIDDEN, LAYERS
-from jaxpar.config import Config, TrainConfig
+from jaxpar.config import Config
 from jaxpar.models import LSTMLanguageModel
 from jaxpar.nn.lstm import LSTMCarry
+from jaxpar.optimizer import HOST_MEMORY, HostOptimizer, make_optimizer
 from jaxpar.sharding import (
     RULES,
     RULES_LAST,
@@ -36,6 +37,7 @@ class TrainState:
       opt_state: of optax; what mirrors a parameter carries its named dims too.
       carry: the recurrent state between windows, annotated likewise.
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
+      opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
     """
 
     step: jax.Array
@@ -45,6 +47,7 @@ class TrainState:
     param_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_rules: Rules = dataclasses.field(metadata={"static": True})
     carry_rules: Rules = dataclasses.field(metadata={"static": True})
+    opt_memory: str | None = dataclasses.field(metadata={"static": True})
 
 
 def make_model(config: Config) -> LSTMLanguageModel:
@@ -52,37 +55,6 @@ def make_model(config: Config) -> LSTMLanguageModel:
     return LSTMLanguageModel(
         config.model, rngs=nnx.Rngs(config.train.seed), layer_ids=config.layer_ids
     )
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipping by global norm, then the optimizer of the config with its learning-rate schedule."""
-    rate = learning_rate(config)
-    optimizer = {
-        "adam": lambda: optax.adam(rate),
-        "adamw": lambda: optax.adamw(rate, weight_decay=config.weight_decay),
-        "sgd": lambda: optax.sgd(rate, momentum=config.momentum or None),
-        "rmsprop": lambda: optax.rmsprop(rate),
-    }[config.optimizer]()
-    if config.clip_norm == 0:
-        return optimizer
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
-
-
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Step -> learning rate."""
-    peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
-    steps = max(config.num_steps - falls_at, 1)
-    falling = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, steps),
-        "cosine": optax.cosine_decay_schedule(peak, steps),
-        "exponential": optax.exponential_decay(
-            peak, config.lr_decay_every, config.lr_decay, staircase=True
-        ),
-    }[config.lr_schedule]
-    warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
-    held = optax.constant_schedule(peak)
-    return optax.join_schedules([warmup, held, falling], [config.warmup_steps, falls_at])
 
 
 def compute_rules(config: Config) -> Rules:
@@ -126,7 +98,7 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     return dataclasses.replace(
         shardings(state, mesh, state.carry_rules),
         params=shardings(state.params, mesh, state.param_rules),
-        opt_state=shardings(state.opt_state, mesh, state.opt_rules),
+        opt_state=shardings(state.opt_state, mesh, state.opt_rules, state.opt_memory),
     )
 
 
@@ -143,8 +115,18 @@ def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
     """
     mesh = config.mesh.build() if mesh is None else mesh
     config.check()
-    out_shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
-    return jax.jit(lambda: _initial_state(config), out_shardings=out_shardings)()
+    target = abstract_state(config, mesh)
+    if config.train.update != "host":
+        out_shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        return jax.jit(lambda: _initial_state(config), out_shardings=out_shardings)()
+    on_devices = dataclasses.replace(target, opt_state=())
+    state = jax.jit(
+        lambda: dataclasses.replace(_initial_state(config), opt_state=()),
+        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, on_devices),
+    )()
+    split = jax.device_put(state.params, shardings(state.params, mesh, state.opt_rules))
+    host = HostOptimizer(make_optimizer(config.train))
+    return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
 
 
 def audit(state: TrainState) -> None:
@@ -163,7 +145,7 @@ def audit(state: TrainState) -> None:
     )
     mesh = max(meshes, key=meshes.__getitem__, default=None)
     lines = misplaced({"params": state.params}, mesh, state.param_rules)
-    lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules)
+    lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules, state.opt_memory)
     lines += misplaced({"carry": state.carry}, mesh, state.carry_rules)
     if lines:
         raise ValueError(
@@ -192,10 +174,8 @@ def wrap_carry(carry: LSTMCarry) -> nnx.State:
 def _initial_state(config: Config) -> TrainState:
     model = make_model(config)
     params: Any = nnx.state(model, nnx.Param)
-    rules, split_update = (
-        compute_rules(config),
-        config.train.fsdp or config.train.update == "sharded",
-    )
+    rules = compute_rules(config)
+    split_update = config.train.fsdp or config.train.update != "replicated"
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
@@ -204,4 +184,5 @@ def _initial_state(config: Config) -> TrainState:
         param_rules=split_over_data(rules) if config.train.fsdp else rules,
         opt_rules=split_over_data(rules) if split_update else rules,
         carry_rules=batch_rules(config),
+        opt_memory=HOST_MEMORY if config.train.update == "host" else None,
     )

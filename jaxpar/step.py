@@ -22,17 +22,17 @@ from jaxpar.models import LSTMLanguageModel
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.lstm import extend
+from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
 from jaxpar.pipeline import Pipeline, PipelineParams
 from jaxpar.plan import Plan, make_plan
 from jaxpar.schedule import make_schedule
-from jaxpar.sharding import RULES, constrain
+from jaxpar.sharding import RULES, constrain, shardings
 from jaxpar.state import (
     TrainState,
     abstract_state,
     batch_rules,
     compute_rules,
     make_model,
-    make_optimizer,
     state_shardings,
     unwrap_carry,
     wrap_carry,
@@ -96,6 +96,30 @@ class CompiledStep:
         return batch, _plan(self._config, length // chunk_len, self._backward)
 
 
+class _HostStep(CompiledStep):
+    """A compiled program up to the gradients; after it the optimizer, on the host."""
+
+    def __init__(self, gradients, config: Config, optimizer, layout: TrainState, out_shardings):
+        super().__init__(gradients, config, backward=True, out_shardings=out_shardings)
+        self._host = HostOptimizer(optimizer)
+        self._gather = jax.jit(  # into the memory of the old parameters
+            lambda old, new: new, out_shardings=layout.params, donate_argnums=0, keep_unused=True
+        )
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        split, grads, metrics = super().__call__(_without_optimizer(state), batch)
+        params, opt_state = self._host.update(split.params, grads, state.opt_state)
+        params = self._gather(state.params, params)
+        return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
+
+    def lower(self, state: TrainState, batch: Batch) -> Any:
+        return super().lower(_without_optimizer(state), batch)
+
+
+def _without_optimizer(state: TrainState) -> TrainState:
+    return dataclasses.replace(state, opt_state=())
+
+
 def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
@@ -111,24 +135,28 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     optimizer = make_optimizer(config.train)
     value_and_grad = make_loss_and_grad(config, mesh)
 
-    def step(state: TrainState, batch: Batch, plan: Plan | None) -> tuple[TrainState, Metrics]:
+    def gradients(state: TrainState, batch: Batch, plan: Plan | None):
         (loss, carry), grads = value_and_grad(state.params, state.carry, batch, state.step, plan)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         grads = constrain(grads, mesh, state.opt_rules)
         params = constrain(state.params, mesh, state.opt_rules)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-            updates, opt_state = optimizer.update(grads, state.opt_state, params)
-        state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            params=optax.apply_updates(params, updates),
-            opt_state=opt_state,
-            carry=carry,
-        )
-        return state, Metrics(loss, optax.tree.norm(grads))
+        state = dataclasses.replace(state, step=state.step + 1, params=params, carry=carry)
+        return state, clip(grads, config.train), Metrics(loss, optax.tree.norm(grads))
 
-    out_shardings = (state_shardings(abstract_state(config, mesh), mesh), NamedSharding(mesh, P()))
-    return CompiledStep(step, config, backward=True, donate_argnums=0, out_shardings=out_shardings)
+    def step(state: TrainState, batch: Batch, plan: Plan | None) -> tuple[TrainState, Metrics]:
+        state, grads, metrics = gradients(state, batch, plan)
+        params, opt_state = update(optimizer, state.params, grads, state.opt_state)
+        return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
+
+    target = abstract_state(config, mesh)
+    layout, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
+    if config.train.update == "host":
+        split = shardings(target.params, mesh, target.opt_rules)
+        out = (dataclasses.replace(layout, params=split, opt_state=()), split, replicated)
+        return _HostStep(gradients, config, optimizer, layout, out)
+    return CompiledStep(
+        step, config, backward=True, donate_argnums=0, out_shardings=(layout, replicated)
+    )
 
 
 def make_loss_and_grad(config: Config, mesh: Mesh) -> Callable[..., Any]:

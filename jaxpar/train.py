@@ -22,9 +22,10 @@ from jaxpar.corpus import Corpus, load_corpus, unigram_perplexity
 from jaxpar.data import TokenStreams
 from jaxpar.evaluate import Evaluator, do_not_run_ahead
 from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import learning_rate
 from jaxpar.report import Evaluation, Progress, Report
 from jaxpar.run_folder import ONE_DEVICE, RunFolder, newest_run_folder, next_run_folder
-from jaxpar.state import TrainState, abstract_state, audit, init_state, learning_rate
+from jaxpar.state import TrainState, abstract_state, audit, init_state
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 
 

@@ -253,3 +253,16 @@ def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert f"resumed at step {step}" in resumed.stdout
     assert f"step {step + 2}/{step + 2}" in resumed.stdout
+
+
+def test_devices_that_jax_cannot_start_are_refused(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar", "train", "--train.out-dir", str(tmp_path / "run")],
+        env={**os.environ, "JAX_PLATFORMS": "abacus"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert re.match(
+        r"error: JAX starts no devices: .*'abacus'.*python -m jaxpar doctor", done.stderr
+    )
+    assert not (tmp_path / "run").exists()

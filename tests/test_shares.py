@@ -70,16 +70,19 @@ def test_random_shares_equal_plain(shares, stages, num_microbatches):
 
 
 TRAINED = [
-    ((2, 2, 2), (1, 2), (3, 1)),
-    ((3, 1, 1), (1, 1), (5, 2, 1)),
-    ((1, 1, 1), (4, 1), None),
-    ((4, 1, 2), (2, 1), None),
+    ((2, 2, 2), (1, 2), (3, 1), "replicated"),
+    ((3, 1, 1), (1, 1), (5, 2, 1), "replicated"),
+    ((1, 1, 1), (4, 1), None, "replicated"),
+    ((4, 1, 2), (2, 1), None, "sharded"),
+    ((2, 2, 2), (1, 2), None, "host"),
 ]
 
 
-def train(mesh, units, shares):
+def train(mesh, units, shares, update):
     """Losses and parameters of 20 steps with a clipped optimizer, the state carried along."""
-    settings = TrainConfig(optimizer="adam", learning_rate=0.01, warmup_steps=0, clip_norm=0.05)
+    settings = TrainConfig(
+        optimizer="adam", learning_rate=0.01, warmup_steps=0, clip_norm=0.05, update=update
+    )
     config = make_config(mesh, units, MODEL_4, shared(shares), settings)
     mesh = config.mesh.build()
     state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
@@ -93,7 +96,7 @@ def train(mesh, units, shares):
 
 @pytest.mark.law
 def test_20_clipped_steps_give_the_losses_of_one_device():
-    expected_losses, expected_carry = train((1, 1, 1), (1, 1), None)
+    expected_losses, expected_carry = train((1, 1, 1), (1, 1), None, "replicated")
     for case in TRAINED:
         losses, carry = train(*case)
         np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
