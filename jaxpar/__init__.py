@@ -20,7 +20,7 @@ from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
 from jaxpar.plan import make_plan  # noqa: E402
 from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
-from jaxpar.sharding import RULES, Rules, shardings  # noqa: E402
+from jaxpar.sharding import RULES, Layout, Rules, shardings  # noqa: E402
 from jaxpar.shares import measure_groups, propose_shares  # noqa: E402
 from jaxpar.state import TrainState, audit, init_state  # noqa: E402
 from jaxpar.step import (  # noqa: E402
@@ -45,6 +45,7 @@ __all__ = [
     # From names to shardings.
     "Rules",
     "RULES",
+    "Layout",
     "shardings",
     "audit",
     # Models and their layers.

@@ -17,9 +17,16 @@ HIDDEN = "hidden"  # LSTM units
 EMBED = "embed"  # width of the token embedding
 VOCAB = "vocab"  # what a head predicts
 TOKENS = "tokens"  # rows of an embedding table that is not a head as well
+CHANNELS = "channels"  # what a convolution computes
+FEATURES = "features"  # widths of dense layers, in turn: what enters the first of them is features,
+UNITS = "units"  # what it computes is units, what the next computes is features again
 
 # Logical dims of activations.
 BATCH = "batch"
+DENSE_BATCH = "dense_batch"  # the batch again, in the dense layers that follow convolutions
 TIME = "time"
 
-DIMS = (LAYERS, INPUT, GATES, HIDDEN, EMBED, VOCAB, TOKENS, BATCH, TIME)
+DIMS = (
+    LAYERS, INPUT, GATES, HIDDEN, EMBED, VOCAB, TOKENS, CHANNELS, FEATURES, UNITS,
+    BATCH, DENSE_BATCH, TIME,
+)  # fmt: skip

@@ -12,15 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import (
     BATCH,
+    CHANNELS,
     DATA,
+    DENSE_BATCH,
     DIMS,
     EMBED,
+    FEATURES,
     HIDDEN,
     LAYERS,
     MESH_AXES,
     STAGE,
     TENSOR,
     TOKENS,
+    UNITS,
     VOCAB,
 )
 
@@ -90,6 +94,44 @@ RULES = Rules.make(
 )
 RULES_LAST = RULES.replace({VOCAB: TENSOR})
 
+# What all devices of a mesh split of a network with convolutions below and dense layers above. The hybrid
+# ("one weird trick", arXiv:1404.5997) splits the images of the convolutions, which have many activations,
+# and the weights of the dense layers, which have many parameters. Between them activations change their
+# layout: by an all-to-all if the first dense layer is row-parallel, by an all-gather if it is
+# column-parallel.
+ALL_DEVICES = (DATA, TENSOR)
+STRATEGIES = {
+    "hybrid": Rules.make({BATCH: ALL_DEVICES, FEATURES: ALL_DEVICES}),
+    "hybrid-gather": Rules.make({BATCH: ALL_DEVICES, UNITS: ALL_DEVICES}),
+    "data": Rules.make({BATCH: ALL_DEVICES, DENSE_BATCH: ALL_DEVICES}),
+    "model": Rules.make({CHANNELS: ALL_DEVICES, FEATURES: ALL_DEVICES}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Rules on a mesh, for activations: `layout(x, BATCH, UNITS)` lays x out by the names of its dims.
+
+    The names say what is communicated, and the compiler finds how. `y = column(x)` comes out split over
+    its last dim: `layout(y, BATCH, UNITS)` keeps it so, `layout(y, BATCH, None)` gathers it. A
+    row-parallel layer takes it as it is, and its parts are added where its own output is whole.
+    """
+
+    mesh: Mesh
+    rules: Rules
+
+    def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
+        """`x`, laid out by the names of its dims, inside or outside a traced function.
+
+        Raises:
+          ValueError: as many names as dims are not given, or a dim does not divide by its axes.
+        """
+        if len(dims) != x.ndim:
+            raise ValueError(f"dims={dims} names {len(dims)} dims, the array has shape {x.shape}")
+        spec = self.rules.spec(dims)
+        _check_sizes(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
 
 def split_over_data(rules: Rules) -> Rules:
     """The rules with one dim of every parameter split over `data` as well.
@@ -129,22 +171,27 @@ def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
       ValueError: naming parameter, dim, axes, both sizes, and the nearest sizes that work.
     """
     for name, variable in annotated(tree):
-        for dim, size, axes in zip(
-            variable.out_sharding, variable.shape, _spec(variable, rules), strict=True
-        ):
-            if axes is None:
-                continue
-            axes = (axes,) if isinstance(axes, str) else axes
-            parts = math.prod(mesh.shape[axis] for axis in axes)
-            if size % parts:
-                below = size // parts * parts
-                nearest = f"{below} or {below + parts}" if below else f"{parts}"
-                over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-                raise ValueError(
-                    f"parameter {name}: dim {dim!r} has size {size}, which does not split over {over}"
-                    + (f" = {parts}" if len(axes) > 1 else "")
-                    + f"; use {nearest}, or another mesh"
-                )
+        spec = _spec(variable, rules)
+        _check_sizes(f"parameter {name}", variable.out_sharding, variable.shape, spec, mesh)
+
+
+def _check_sizes(
+    what: str, dims: tuple[str | None, ...], shape: tuple[int, ...], spec: P, mesh: Mesh
+) -> None:
+    for dim, size, axes in zip(dims, shape, spec, strict=True):
+        if axes is None:
+            continue
+        axes = (axes,) if isinstance(axes, str) else axes
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if size % parts:
+            below = size // parts * parts
+            nearest = f"{below} or {below + parts}" if below else f"{parts}"
+            over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+            raise ValueError(
+                f"{what}: dim {dim!r} has size {size}, which does not split over {over}"
+                + (f" = {parts}" if len(axes) > 1 else "")
+                + f"; use {nearest}, or another mesh"
+            )
 
 
 def misplaced(

@@ -1,5 +1,9 @@
 """Annotated modules: parameters that carry named dims, and the layers made of them."""
 
+# Without parameters, these work as they are on any layout.
+from flax.nnx import avg_pool, max_pool, relu
+
+from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import Linear
@@ -9,14 +13,18 @@ from jaxpar.nn.stack import Layer, run_layers
 
 __all__ = [
     "LSTM",
+    "Conv",
     "Embedding",
     "LSTMCarry",
     "LSTMParams",
     "Layer",
     "Linear",
     "Position",
+    "avg_pool",
     "dropout",
     "lstm_layer",
+    "max_pool",
     "named_param",
+    "relu",
     "run_layers",
 ]

@@ -10,8 +10,11 @@ from jaxpar.nn.param import lecun_uniform, named_param
 class Linear(nnx.Module):
     """`y = x W + b`, W of shape [in, out], drawn with variance 1 / in_size.
 
-    How it is split follows from the names of its dims and the rules: a rule for the second dim makes it
-    column-parallel, one for the first row-parallel.
+    How it is split follows from the names of its dims and the rules. A rule for the second dim makes it
+    column-parallel: it takes x whole, and every device computes columns of y. One for the first makes it
+    row-parallel: it takes x split over its last dim, and the devices' results are added. A column-parallel
+    layer and a row-parallel one after it need nothing between them. `sharding.Layout` says whether an
+    output is gathered or stays split.
     """
 
     def __init__(
