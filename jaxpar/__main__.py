@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 
 import jax
 import tyro
-from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
+from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
 
-from jaxpar.config import Config
+from jaxpar.config import CONFIGS, RunConfig
 from jaxpar.config_file import read_config
 from jaxpar.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
@@ -33,7 +33,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Train(Options):
-    """Trains a language model and evaluates it.
+    """Trains a model and evaluates it: a language model, or --model hybrid on images.
 
     Ctrl-C stops it after the step under way, with its state saved; --resume goes on.
     """
@@ -44,7 +44,11 @@ class Train(Options):
     """Go on with the run in --train.out-dir, or with the latest, with its settings."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
-    config: Annotated[Config, arg(name="")] = dataclasses.field(default_factory=Config)
+    model: Annotated[Literal["lstm", "hybrid"] | None, arg(metavar="{lstm,hybrid}")] = None
+    """The model whose settings these are; see --help with each. Without one, lstm."""
+    config: Annotated[RunConfig, arg(name="")] = dataclasses.field(
+        default_factory=lambda: CONFIGS["lstm"]
+    )
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
@@ -60,7 +64,7 @@ class Train(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(Options):
-    """Prints the perplexity of a trained model on the validation and test text of its run.
+    """Prints how good a trained model is on the validation and test data of its run.
 
     On one device, or on any --mesh.
     """
@@ -195,26 +199,27 @@ def _parse(argv: list[str]) -> Train | Evaluate | Sample | Launch | Doctor:
         | Annotated[Launch, subcommand("launch")]
         | Annotated[Doctor, subcommand("doctor")],
         prog="python -m jaxpar",
-        description="Trains LSTM language models on a mesh of devices.",
+        description="Trains LSTM language models, and networks on images, on a mesh of devices.",
         args=argv,
-        config=(FlagCreatePairsOff,),
+        config=(FlagCreatePairsOff, AvoidSubcommands),  # --model chooses, not a subcommand
     )
 
 
-def _base_config(argv: list[str]) -> Config:
-    """The settings that single flags change: of a resumed run, then --config, then --mesh."""
-    if argv[:1] != ["train"] or {"-h", "--help"} & set(argv):
-        return Config()
+def _base_config(argv: list[str]) -> RunConfig:
+    """The settings that single flags change: --model's, of a resumed run, then --config, then --mesh."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     early.add_argument("--config")
     early.add_argument("--mesh")
+    early.add_argument("--model", choices=list(CONFIGS))
     early.add_argument("--resume", action="store_true")
     early.add_argument("--train.out-dir", "--train.out_dir", dest="out_dir")
     try:
         given, _ = early.parse_known_args(argv[1:])
     except argparse.ArgumentError:
-        return Config()  # tyro will find the same mistake, and tell it better
-    config = Config()
+        return CONFIGS["lstm"]  # tyro will find the same mistake, and tell it better
+    config = CONFIGS[given.model or "lstm"]
+    if argv[:1] != ["train"] or {"-h", "--help"} & set(argv):
+        return config
     if given.resume:
         from jaxpar.run_folder import RunFolder, newest_run_folder
 
@@ -222,6 +227,11 @@ def _base_config(argv: list[str]) -> Config:
         config = folder.config()
     if given.config is not None:
         config = read_config(given.config, config)
+    if given.model not in (None, config.model.name):
+        raise ValueError(
+            f"--model {given.model}: the settings of {given.config or 'the run'} are for the model "
+            f"{config.model.name!r}; leave --model away, or begin another run without them"
+        )
     if given.mesh is not None:
         config = dataclasses.replace(config, mesh=MeshConfig.parse(given.mesh))
     return config

@@ -10,6 +10,7 @@ slots that a placement needs. A restore puts each array where the mesh of the ne
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping
 from os import PathLike
@@ -25,11 +26,11 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
 
 from jaxpar.axes import LAYERS
-from jaxpar.config import Config
+from jaxpar.config import RunConfig
 from jaxpar.state import TrainState, abstract_state
 
 # Of the model, what may change between two runs: no array has another shape or meaning for it.
-_FREE_OF_MODEL = ("dropout", "forget_bias", "dtype")
+_FREE_OF_MODEL = ("dropout", "forget_bias", "dtype", "strategy")
 # Of the optimizer, what decides which arrays it keeps.
 _NAMES_OF_OPTIMIZER = ("optimizer", "momentum")
 
@@ -61,7 +62,7 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def save(self, state: TrainState, config: Config) -> None:
+    def save(self, state: TrainState, config: RunConfig) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
         Nothing counts as a checkpoint until all of it is written. The config is in it, as JSON.
@@ -98,7 +99,7 @@ class Checkpoints:
         self._wait()
         return max(self._complete_steps(), default=None)
 
-    def restore(self, config: Config, mesh: Mesh, step: int | None = None) -> TrainState:
+    def restore(self, config: RunConfig, mesh: Mesh, step: int | None = None) -> TrainState:
         """The state of a checkpoint, on this mesh, in this config's placement and layout.
 
         Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
@@ -187,7 +188,7 @@ class Checkpoints:
         return step
 
 
-def by_layer(state: TrainState, config: Config) -> dict[str, jax.Array]:
+def by_layer(state: TrainState, config: RunConfig) -> dict[str, jax.Array]:
     """The arrays of a state as they are stored: by name, stacked layers in the order of the layers.
 
     They stay sharded; where layers change their places, over another dim than that of the layers.
@@ -198,13 +199,13 @@ def by_layer(state: TrainState, config: Config) -> dict[str, jax.Array]:
       ValueError: the state has another number of slots than the config's placement.
     """
     layer_ids = config.layer_ids
-    order = tuple(layer_ids.index(layer) for layer in range(config.model.num_layers))
+    order = tuple(layer_ids.index(layer) for layer in sorted(layer_ids) if layer >= 0)
     arrays = {}
     for name, leaf in _named_leaves(state):
         array, dim = _array(leaf), _layers_dim(leaf)
         if dim is not None and array.shape[dim] != len(layer_ids):
             raise ValueError(
-                f"{name} has {array.shape[dim]} slots for layers, placement={config.placement} "
+                f"{name} has {array.shape[dim]} slots for layers, the placement layer_ids={layer_ids} "
                 f"needs {len(layer_ids)}; give the config that the state was made with"
             )
         if dim is not None and _is_reordered(config):
@@ -214,18 +215,19 @@ def by_layer(state: TrainState, config: Config) -> dict[str, jax.Array]:
     return arrays
 
 
-def _stored_form(leaf: Any, config: Config) -> jax.ShapeDtypeStruct:
+def _stored_form(leaf: Any, config: RunConfig) -> jax.ShapeDtypeStruct:
     """The array to read for a leaf of the abstract state, sharded over this mesh."""
     array, dim = _array(leaf), _layers_dim(leaf)
     if dim is None or not _is_reordered(config):
         return array
-    shape = (*array.shape[:dim], config.model.num_layers, *array.shape[dim + 1 :])
+    num_layers = max(config.layer_ids) + 1
+    shape = (*array.shape[:dim], num_layers, *array.shape[dim + 1 :])
     return jax.ShapeDtypeStruct(shape, array.dtype, sharding=_without_layers(array, dim))
 
 
-def _is_reordered(config: Config) -> bool:
+def _is_reordered(config: RunConfig) -> bool:
     """Whether the slots are anything but the layers in their order."""
-    return config.layer_ids != tuple(range(config.model.num_layers))
+    return config.layer_ids != tuple(range(len(config.layer_ids)))
 
 
 def _without_layers(array: Any, dim: int) -> NamedSharding:
@@ -264,7 +266,7 @@ def _take_layers(
 
 
 def _check_compatible(
-    path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct], config: Config
+    path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct], config: RunConfig
 ) -> None:
     """Raises if the checkpoint does not hold the arrays that the config needs, naming the field."""
     metadata = orbax.metadata(str(path))
@@ -274,8 +276,8 @@ def _check_compatible(
     written = custom["config"]
     stored = _flatten(metadata.metadata)
 
-    for name, now in dataclasses.asdict(config.model).items():
-        was = written["model"].get(name)
+    for name, now in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
+        was = written["model"].get(name, "lstm" if name == "name" else None)
         if name not in _FREE_OF_MODEL and was != now:
             raise ValueError(
                 f"{path} holds a model of {name}={was!r}, the config has {name}={now!r}; "
@@ -296,7 +298,7 @@ def _check_compatible(
         )
 
     was, now = written["data"]["batch_size"], config.data.batch_size
-    if was != now:
+    if was != now and any(name.startswith("carry/") for name in stored):
         raise ValueError(
             f"{path} holds the recurrent state of batch_size={was} rows, the config has "
             f"batch_size={now}; set batch_size={was}, or use another out_dir"

@@ -56,6 +56,7 @@ class ModelConfig:
       forget_bias: initial bias of the forget gates.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
+      name: how a config file tells this model from the others.
     """
 
     num_layers: int = 4
@@ -66,6 +67,7 @@ class ModelConfig:
     forget_bias: float = 1.0
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
+    name: Literal["lstm"] = "lstm"
 
     def __post_init__(self):
         _require_options(self)
@@ -83,6 +85,62 @@ class ModelConfig:
             f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={self.hidden_size}; "
             f"set embed_size={self.hidden_size}, or tie_embedding off",
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvNetConfig:
+    """Convolutions, then dense layers, for images.
+
+    Attributes:
+      channels: of each 3x3 convolution; a 2x2 max pooling follows every second one.
+      hidden_sizes: widths of the dense layers before the last.
+      dropout: rate on the input of every dense layer.
+      strategy: what all devices of the mesh split: "data" the batch, "model" the weights, "hybrid" the
+        batch of the convolutions and the weights of the dense layers, with an all-to-all between them.
+        "hybrid-gather" has an all-gather there. See `sharding.STRATEGIES`.
+      image_shape: height, width and colours of an image.
+      num_classes: what an image may be.
+      name: how a config file tells this model from the others.
+    """
+
+    channels: tuple[int, ...] = (32, 64)
+    hidden_sizes: tuple[int, ...] = (512,)
+    dropout: float = 0.2
+    strategy: Literal["hybrid", "hybrid-gather", "data", "model"] = "hybrid"
+    image_shape: tuple[int, ...] = (8, 8, 1)
+    num_classes: int = 10
+    name: Literal["hybrid"] = "hybrid"
+
+    def __post_init__(self):
+        for name in (
+            "channels",
+            "hidden_sizes",
+            "image_shape",
+        ):  # lists, as JSON and TOML have them
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _require_options(self)
+        _require_positive(self, "num_classes")
+        _require_rate(self, "dropout")
+        for name in ("channels", "hidden_sizes", "image_shape"):
+            sizes = getattr(self, name)
+            _require(min(sizes, default=1) > 0, f"{name}={sizes}: all must be positive")
+        _require(len(self.channels) > 0, f"channels={self.channels}: give one convolution or more")
+        _require(
+            len(self.image_shape) == 3,
+            f"image_shape={self.image_shape}: give height, width and colours",
+        )
+        _require(
+            min(self.image_shape[:2]) >> len(self.channels) // 2 > 0,
+            f"image_shape={self.image_shape} is too small for the {len(self.channels) // 2} poolings of "
+            f"{len(self.channels)} convolutions; use fewer channels",
+        )
+
+    @property
+    def num_features(self) -> int:
+        """What the convolutions hand to the dense layers for each image."""
+        height, width, _ = self.image_shape
+        num_poolings = len(self.channels) // 2
+        return (height >> num_poolings) * (width >> num_poolings) * self.channels[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +217,23 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageDataConfig:
+    """Images with labels, and how many are in a batch.
+
+    Attributes:
+      dataset: "digits", the 1,797 of 8x8 points that come with scikit-learn (the extra `images`).
+      batch_size: images of a global batch.
+    """
+
+    dataset: Literal["digits"] = "digits"
+    batch_size: int = 128
+
+    def __post_init__(self):
+        _require_options(self)
+        _require_positive(self, "batch_size")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Optimization, and what is printed and kept.
 
@@ -232,7 +307,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that a run is made from."""
+    """Everything that a run on text is made from."""
 
     mesh: MeshConfig = MeshConfig()
     model: ModelConfig = ModelConfig()
@@ -314,6 +389,57 @@ class Config:
             _check_divides("seq_len", self.data.seq_len, {"num_chunks": self.num_chunks})
         _ = self.placement
         return self
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageConfig:
+    """Everything that a run on images is made from."""
+
+    mesh: MeshConfig = MeshConfig(data=-1)
+    model: ConvNetConfig = ConvNetConfig()
+    data: ImageDataConfig = ImageDataConfig()
+    train: TrainConfig = TrainConfig(num_steps=300, learning_rate=2e-3)
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """None: no layers are stacked."""
+        return ()
+
+    def check(self) -> "ImageConfig":
+        """This config, if its parts fit each other.
+
+        Raises:
+          ValueError: a size does not divide, or something is asked for that this model does not have. Or
+            the mesh still has a -1.
+        """
+        sizes = self.mesh.sizes
+        _require(
+            -1 not in sizes.values(),
+            f"mesh {self.mesh}: a size is not inferred yet; use config.mesh.resolve()",
+        )
+        _require(
+            sizes[STAGE] == 1,
+            f"mesh {self.mesh}: model {self.model.name!r} has no pipeline; use stage=1, and data and tensor "
+            f"for all devices",
+        )
+        for name, plain in (("fsdp", False), ("update", "replicated")):
+            value = getattr(self.train, name)
+            _require(
+                value == plain,
+                f"{name}={value!r} is not for model {self.model.name!r}, whose strategy says what is split; "
+                f"use {name}={plain!r}",
+            )
+        if self.model.strategy != "model":
+            parts = {axis: sizes[axis] for axis in (DATA, TENSOR) if sizes[axis] > 1}
+            _check_divides("batch_size", self.data.batch_size, parts)
+        return self
+
+
+# Runs by the name of their model, each with the settings it has by default.
+RunConfig = Config | ImageConfig
+CONFIGS: Mapping[str, RunConfig] = {
+    config.model.name: config for config in (Config(), ImageConfig())
+}
 
 
 def _check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

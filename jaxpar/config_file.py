@@ -2,7 +2,8 @@
 
 mesh = "dp2pp2tp2"      # or a table [mesh] with data, stage, tensor, devices
 
-[model]
+[model]                 # or model = "hybrid", for a model as it is by default
+name = "lstm"
 num_layers = 8
 """
 
@@ -17,14 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxpar.config import Config
+from jaxpar.config import CONFIGS, RunConfig
 from jaxpar.mesh import MeshConfig
 
 Types = tuple[Any, ...]
 
 
-def read_config(path: str | os.PathLike[str], base: Config | None = None) -> Config:
+def read_config(path: str | os.PathLike[str], base: RunConfig | None = None) -> RunConfig:
     """The config of a TOML file; what the file leaves out is as in `base`.
+
+    If the file names another model than `base` has, the rest is as that model's runs have it by default.
 
     Raises:
       OSError: the file cannot be read.
@@ -41,12 +44,21 @@ def read_config(path: str | os.PathLike[str], base: Config | None = None) -> Con
     except ValueError as error:
         raise ValueError(f"{path} is no TOML in UTF-8: {error}") from error
     try:
-        return _replace(base or Config(), tables, "")
+        base = base or CONFIGS["lstm"]
+        model = tables.get("model", {})
+        if isinstance(model, str):  # the short form
+            tables["model"] = model = {"name": model}
+        name = model.get("name", base.model.name) if isinstance(model, dict) else None
+        if isinstance(name, str) and name != base.model.name:
+            if name not in CONFIGS:
+                raise ValueError(f"model.name={name!r}: use {' or '.join(map(repr, CONFIGS))}")
+            base = CONFIGS[name]
+        return _replace(base, tables, "")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def write_config(config: Config, path: str | os.PathLike[str]) -> None:
+def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
     """Writes every value that is not None as TOML; the file appears whole or not at all."""
     lines = []
     for section in dataclasses.fields(config):

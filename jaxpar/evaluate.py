@@ -1,4 +1,4 @@
-"""Perplexity of a text, exact on any mesh: every token but the first is a target exactly once."""
+"""Evaluation, exact on any mesh: every token of a text but the first, and every image, counts once."""
 
 import dataclasses
 import math
@@ -12,8 +12,9 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import DATA
 from jaxpar.batches import make_batches
-from jaxpar.config import Config
-from jaxpar.loss import LossSums
+from jaxpar.config import Config, ImageConfig
+from jaxpar.images import ImageBatch, ImageBatches
+from jaxpar.loss import ImageSums, LossSums
 from jaxpar.state import abstract_state
 from jaxpar.step import CompiledStep, batch_sharding, make_eval_step
 
@@ -76,6 +77,33 @@ class Evaluator:
             data=dataclasses.replace(data, batch_size=rows, shares=None),
             pipeline=dataclasses.replace(pipeline, num_microbatches=M),
         )
+
+
+class ImageEvaluator:
+    """Evaluates sets of images on a mesh, in batches of the config's size; compiled once.
+
+    Args:
+      config: as given to `init_state`.
+    """
+
+    def __init__(self, config: ImageConfig, mesh: Mesh):
+        self.config, self.mesh = config, mesh
+        self._step = make_eval_step(config, mesh)
+
+    def evaluate(self, params: nnx.State, images: ImageBatch) -> tuple[float, float]:
+        """Mean negative log-likelihood of the labels, in nats, and the share of images told right."""
+        batches = ImageBatches(images, self.config.data.batch_size)
+        sums: list[ImageSums] = []
+        for window in range(batches.num_windows):
+            batch = batches.batch_on(window, batch_sharding(self.mesh, self.config))
+            _, batch_sums = self._step((params, nnx.State({})), batch)
+            sums.append(batch_sums)  # stays on the device
+            do_not_run_ahead(self.mesh, batch_sums)
+        nll, num_targets, num_right = (
+            math.fsum(map(float, parts)) for parts in zip(*jax.device_get(sums), strict=True)
+        )
+        assert num_targets == batches.num_targets, (num_targets, batches.num_targets)
+        return nll / num_targets, num_right / num_targets
 
 
 def do_not_run_ahead(mesh: Mesh, outputs: Any) -> None:

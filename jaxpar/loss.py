@@ -24,6 +24,19 @@ class LossSums(NamedTuple):
     num_targets: jax.Array
 
 
+class ImageSums(NamedTuple):
+    """Sums over a batch of images.
+
+    Attributes:
+      nll, num_targets: as of `LossSums`.
+      num_right: images whose label has the largest logit.
+    """
+
+    nll: jax.Array
+    num_targets: jax.Array
+    num_right: jax.Array
+
+
 def cross_entropy(
     logits_TBV: jax.Array, targets_TB: jax.Array, *, manual_axis: str | None = None
 ) -> LossSums:

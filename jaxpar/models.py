@@ -1,16 +1,29 @@
 """Whole models.
 
-Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
+Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary;
+of images, H height, W width, C channels, F features.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.axes import EMBED, INPUT, TOKENS, VOCAB
-from jaxpar.config import ModelConfig
+from jaxpar.axes import (
+    BATCH,
+    CHANNELS,
+    DENSE_BATCH,
+    EMBED,
+    FEATURES,
+    INPUT,
+    TOKENS,
+    UNITS,
+    VOCAB,
+)
+from jaxpar.config import ConvNetConfig, ModelConfig
+from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.linear import Linear, matmul
@@ -110,3 +123,65 @@ class LSTMLanguageModel(nnx.Module):
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
         _, logits_TBV = self.unroll(tokens_BT, self.initial_carry(tokens_BT.shape[0]))
         return logits_TBV.swapaxes(0, 1)
+
+
+def anywhere(x: jax.Array, *_dims: str | None) -> jax.Array:
+    """`x`, wherever the compiler lays it out; in place of a `sharding.Layout`."""
+    return x
+
+
+class HybridConvNet(nnx.Module):
+    """Convolutions and poolings, then dense layers: a small AlexNet (Krizhevsky et al. 2012).
+
+    Its dims have names enough for "one weird trick" (arXiv:1404.5997), and for what it is compared with,
+    to be nothing but tables of rules: see `sharding.STRATEGIES`.
+
+        images [B, H, W, C]   conv, conv, pool ...   features [B, F]   dense     dense   logits
+        batch                 batch, channels        dense_batch, features  -> units -> features ...
+    """
+
+    def __init__(self, config: ConvNetConfig, *, rngs: nnx.Rngs):
+        """Draws the parameters."""
+        self.config = config
+        channels = (config.image_shape[-1], *config.channels)
+        self.convs = nnx.List(
+            Conv(*sizes, (3, 3), dims=(None, None, INPUT, CHANNELS), rngs=rngs)
+            for sizes in itertools.pairwise(channels)
+        )
+        widths = (config.num_features, *config.hidden_sizes, config.num_classes)
+        names = itertools.islice(itertools.cycle((FEATURES, UNITS)), len(widths) - 1)
+        # The classes have no name: they are few, and every device has the whole logits.
+        self.widths = (*names, None)
+        self.dense = nnx.List(
+            Linear(*sizes, dims=dims, rngs=rngs)
+            for sizes, dims in zip(
+                itertools.pairwise(widths), itertools.pairwise(self.widths), strict=True
+            )
+        )
+
+    def __call__(
+        self,
+        images_BHWC: jax.Array,
+        layout: Callable[..., jax.Array] = anywhere,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Images -> float32 logits [B, classes].
+
+        Args:
+          layout: a `sharding.Layout` of one of the strategies.
+          dropout_key: None means no dropout.
+        """
+        x_BHWC = images_BHWC
+        for number, conv in enumerate(self.convs):
+            x_BHWC = layout(nnx.relu(conv(x_BHWC)), BATCH, None, None, CHANNELS)
+            if number % 2:
+                x_BHWC = layout(nnx.max_pool(x_BHWC, (2, 2), (2, 2)), BATCH, None, None, CHANNELS)
+        # Channels first, so that what is split by channels is split by features as well.
+        x_BF = x_BHWC.transpose(0, 3, 1, 2).reshape(x_BHWC.shape[0], -1)
+        for number, (dense, dim) in enumerate(zip(self.dense, self.widths[:-1], strict=True)):
+            x_BF = layout(x_BF if number == 0 else nnx.relu(x_BF), DENSE_BATCH, dim)
+            position = Position(layer=number, time=0, row=0)
+            x_BF = dropout(x_BF[None], self.config.dropout, dropout_key, position)[0]
+            x_BF = dense(x_BF)
+        return layout(x_BF, DENSE_BATCH, None)

@@ -18,8 +18,9 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.buckets import BucketedSentences
-from jaxpar.config import Config
+from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.corpus import Corpus
+from jaxpar.images import Images
 from jaxpar.sharding import annotated
 from jaxpar.state import TrainState
 
@@ -32,36 +33,99 @@ class Progress:
 
     Attributes:
       step: optimizer steps taken.
-      loss: of the batch of this step, in nats; so is perplexity.
+      loss: of the batch of this step, in nats.
       grad_norm: before clipping.
       learning_rate: of this step.
-      tokens_per_second: since the line before.
       seconds: since this process began.
     """
 
     step: int
     loss: float
-    perplexity: float
     grad_norm: float
     learning_rate: float
-    tokens_per_second: float
     seconds: float
+
+    def to_text(self) -> str:
+        """What a person wants to know of it."""
+        return f"loss {self.loss:6.3f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextProgress(Progress):
+    """Progress on a text: perplexity of the batch of this step, speed since the line before."""
+
+    perplexity: float
+    tokens_per_second: float
+
+    def to_text(self) -> str:
+        """Loss, perplexity, tokens/s."""
+        speed = f"{self.tokens_per_second:9,.0f} tokens/s"
+        return f"{super().to_text()}  perplexity {self.perplexity:8.1f}  {speed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageProgress(Progress):
+    """Progress on images: speed since the line before."""
+
+    images_per_second: float
+
+    def to_text(self) -> str:
+        """Loss, images/s."""
+        return f"{super().to_text()}  {self.images_per_second:9,.0f} images/s"
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Loss (nats) and perplexity on a split, and the perplexity that word frequencies reach."""
+    """Loss (nats) on a split."""
 
     split: str
     loss: float
+
+    def to_text(self) -> str:
+        """What a person wants to know of it."""
+        return f"{self.split} " + "  ".join(f"{k} {v}" for k, v in self.to_columns().items())
+
+    def to_columns(self) -> dict[str, str]:
+        """The same for a table, by its headings."""
+        return {"loss": f"{self.loss:.4f}"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEvaluation(Evaluation):
+    """Perplexity on a split, and that which word frequencies reach."""
+
     perplexity: float
     unigram_perplexity: float
+
+    def to_text(self) -> str:
+        """Both in a line."""
+        known = self.unigram_perplexity
+        return f"{self.split} perplexity {self.perplexity:.1f}  (unigram {known:.1f})"
+
+    def to_columns(self) -> dict[str, str]:
+        """Both, and their ratio."""
+        return {
+            "perplexity": f"{self.perplexity:.1f}",
+            "unigram perplexity": f"{self.unigram_perplexity:.1f}",
+            "ratio": f"{self.perplexity / self.unigram_perplexity:.2f}",
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageEvaluation(Evaluation):
+    """Share of the images of a split that are told right."""
+
+    accuracy: float
+
+    def to_columns(self) -> dict[str, str]:
+        """Accuracy in percent, loss."""
+        return {"accuracy": f"{100 * self.accuracy:.1f} %", **super().to_columns()}
 
 
 class Report:
     """Is told what a run does, and says nothing. Derive from it to say something."""
 
-    def plan(self, config: Config, mesh: Mesh, corpus: Corpus, state: TrainState) -> None:
+    def plan(self, config: RunConfig, mesh: Mesh, data: Corpus | Images, state: TrainState) -> None:
         """Before anything is compiled; `state` is abstract."""
 
     def buckets(self, batches: BucketedSentences) -> None:
@@ -92,10 +156,10 @@ class ConsoleReport(Report):
         self._task: rich.progress.TaskID | None = None
         self._out_dir = Path()
 
-    def plan(self, config: Config, mesh: Mesh, corpus: Corpus, state: TrainState) -> None:
+    def plan(self, config: RunConfig, mesh: Mesh, data: Corpus | Images, state: TrainState) -> None:
         """Devices, mesh, placement, parameters, data."""
         facts = _facts()
-        for name, value in _describe_plan(config, mesh, corpus):
+        for name, value in _describe_plan(config, mesh, data):
             facts.add_row(name, value)
         self.console.print(facts, "")
         self.console.print(parameter_table(state, mesh))
@@ -123,12 +187,8 @@ class ConsoleReport(Report):
             self._live = live
 
     def progress(self, progress: Progress, num_steps: int) -> None:
-        """Loss, perplexity, tokens/s, ETA."""
-        left = num_steps - progress.step
-        line = (
-            f"loss {progress.loss:6.3f}  perplexity {progress.perplexity:8.1f}  "
-            f"{progress.tokens_per_second:9,.0f} tokens/s  ETA {self._eta(progress, left)}"
-        )
+        """Loss, speed, ETA."""
+        line = f"{progress.to_text()}  ETA {self._eta(progress, num_steps - progress.step)}"
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=progress.step, description=line)
         else:
@@ -137,10 +197,7 @@ class ConsoleReport(Report):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""
-        self._print(
-            f"step {step}  {evaluation.split} perplexity {evaluation.perplexity:.1f}  "
-            f"(unigram {evaluation.unigram_perplexity:.1f})"
-        )
+        self._print(f"step {step}  {evaluation.to_text()}")
 
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """Says so if the run was stopped."""
@@ -154,7 +211,7 @@ class ConsoleReport(Report):
             )
 
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
-        """Perplexities, and where everything is."""
+        """Evaluations, and where everything is."""
         if evaluations:
             self.console.print("", evaluation_table(list(evaluations.values())), "")
         files = ", ".join(sorted(p.name + "/" * p.is_dir() for p in out_dir.glob("[!.]*")))
@@ -213,22 +270,53 @@ def parameter_table(state: TrainState, mesh: Mesh) -> Table:
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
-    """Perplexity of each split, beside that of its unigrams."""
+    """A row for each split, of at least one."""
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("", "perplexity", "unigram perplexity", "ratio"):
+    for name in ("", *evaluations[0].to_columns()):
         table.add_column(name, justify="right" if name else "left")
     for part in evaluations:
-        table.add_row(
-            part.split,
-            f"{part.perplexity:.1f}",
-            f"{part.unigram_perplexity:.1f}",
-            f"{part.perplexity / part.unigram_perplexity:.2f}",
-        )
+        table.add_row(part.split, *part.to_columns().values())
     return table
 
 
-def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str, str]]:
+def _describe_plan(config: RunConfig, mesh: Mesh, data: Corpus | Images) -> list[tuple[str, str]]:
     device = mesh.devices.flat[0]
+    if isinstance(config, ImageConfig):
+        assert isinstance(data, Images)
+        of_model = _describe_images(config, data)
+    else:
+        assert isinstance(data, Corpus)
+        of_model = _describe_text(config, data)
+    return [
+        ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})"),
+        ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
+        *of_model,
+        (
+            "optimizer",
+            f"{config.train.optimizer}, {config.train.num_steps} steps, "
+            f"learning rate {config.train.learning_rate:g} ({config.train.lr_schedule})",
+        ),
+    ]
+
+
+def _describe_images(config: ImageConfig, images: Images) -> list[tuple[str, str]]:
+    model = config.model
+    sizes = (", ".join(map(str, sizes)) for sizes in (model.channels, model.hidden_sizes))
+    convolutions, dense = sizes
+    splits = (images.train, images.valid, images.test)
+    train, valid, test = (f"{len(split.labels_B):,}" for split in splits)
+    return [
+        (
+            "layers",
+            f"convolutions of {convolutions}; dense of {dense or 'no'}, {model.num_classes}",
+        ),
+        ("strategy", model.strategy),
+        ("images", f"{images.name}: {train} train, {valid} valid, {test} test"),
+        ("batch", f"{config.data.batch_size} images"),
+    ]
+
+
+def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
     M, K = config.pipeline.num_microbatches, config.num_chunks
     placement = config.placement
     model, data = config.model, config.data
@@ -239,8 +327,6 @@ def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str
     shares = f", in shares of {' : '.join(map(str, config.shares))}" * (not config.has_equal_shares)
     padding = model.vocab_size - len(corpus.vocabulary)
     return [
-        ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})"),
-        ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
         ("layers", f"{model.num_layers} ({on_stages}); {' x '.join(units)}".removesuffix("; ")),
         (
             "corpus",
@@ -254,11 +340,6 @@ def _describe_plan(config: Config, mesh: Mesh, corpus: Corpus) -> list[tuple[str
             f"{data.batch_size * data.seq_len:,} tokens{shares}"
             if not data.num_buckets
             else f"{data.batch_size} rows x {data.seq_len} steps or less, in buckets{shares}",
-        ),
-        (
-            "optimizer",
-            f"{config.train.optimizer}, {config.train.num_steps} steps, "
-            f"learning rate {config.train.learning_rate:g} ({config.train.lr_schedule})",
         ),
     ]
 
@@ -277,6 +358,7 @@ def _describe_bytes(state: TrainState) -> str:
             (f"optimizer state{where}", opt_state),
             ("carried state", carry),
         )
+        if leaves
     ]
     return f"{count:,} parameters, {_size(whole)}; per device: {', '.join(parts)}\n"
 

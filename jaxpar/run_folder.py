@@ -2,8 +2,8 @@
 
 runs/0001/
   config.toml        every setting, resolved: mesh, size of the vocabulary
-  vocabulary.json    the words, in the order of their ids
-  corpus.json        tokens and checksum of each split
+  vocabulary.json    the words, in the order of their ids; not with images
+  corpus.json        tokens or images and checksum of each split
   metrics.jsonl      one line a report
   checkpoints/       the newest states
 """
@@ -20,9 +20,10 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import STAGE
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import Config
+from jaxpar.config import Config, RunConfig
 from jaxpar.config_file import read_config, write_config
 from jaxpar.corpus import SPLITS, Corpus, Vocabulary, load_corpus
+from jaxpar.images import Images, load_images
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import TrainState
 
@@ -49,7 +50,7 @@ class RunFolder:
         """A run has written here."""
         return self.config_path.exists() or self.checkpoints_path.exists()
 
-    def config(self) -> Config:
+    def config(self) -> RunConfig:
         """The run's config.
 
         Raises:
@@ -73,7 +74,7 @@ class RunFolder:
         self.config()
         return Vocabulary.load(self.vocabulary_path)
 
-    def restore(self, mesh: MeshConfig = ONE_DEVICE) -> tuple[Config, Mesh, TrainState]:
+    def restore(self, mesh: MeshConfig = ONE_DEVICE) -> tuple[RunConfig, Mesh, TrainState]:
         """The run's config for this mesh, the mesh, and the newest state there.
 
         The mesh need not be the one that the run had.
@@ -84,37 +85,45 @@ class RunFolder:
         """
         config = self.config()
         devices = mesh.build()
-        if devices.shape[STAGE] != config.mesh.stage:
+        if isinstance(config, Config) and devices.shape[STAGE] != config.mesh.stage:
             balanced = dataclasses.replace(config.pipeline, placement="balanced")
             config = dataclasses.replace(config, pipeline=balanced)
         config = dataclasses.replace(config, mesh=MeshConfig(**devices.shape, devices=mesh.devices))
         with Checkpoints(self.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
             return config, devices, checkpoints.restore(config, devices)
 
-    def load_corpus(self, config: Config) -> Corpus:
-        """The text of the run, after a check that it still is the one that the run began with.
+    def load_data(self, config: RunConfig) -> Corpus | Images:
+        """What the run learns from, after a check that it still is what the run began with.
 
         Raises:
           OSError: a file cannot be read.
-          ValueError: the text or its vocabulary has changed.
+          ValueError: the text or its vocabulary has changed, or the images have.
         """
-        corpus = load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
-        vocabulary, known = self.vocabulary(), _fingerprint(corpus)
-        recorded = json.loads(self.corpus_path.read_bytes())
-        if vocabulary != corpus.vocabulary or recorded != known:
+        data, recorded = load_data(config), json.loads(self.corpus_path.read_bytes())
+        known = _fingerprint(data)
+        if isinstance(data, Images):
+            if recorded != known:
+                raise ValueError(
+                    f"the images {data.name!r} are not those that the run in {self} began with; bring "
+                    f"back the version of the package that they come with, or start another run"
+                )
+            return data
+        vocabulary = self.vocabulary()
+        if vocabulary != data.vocabulary or recorded != known:
             raise ValueError(
-                f"corpus {config.data.corpus!r} is not the text that the run in {self} began with: "
+                f"corpus {data.name!r} is not the text that the run in {self} began with: "
                 f"{_describe(recorded, vocabulary)} then, "
-                f"{_describe(known, corpus.vocabulary)} now; bring the text back (python-docs and "
+                f"{_describe(known, data.vocabulary)} now; bring the text back (python-docs and "
                 f"python-source need the same version of Python), or start another run"
             )
-        return corpus
+        return data
 
-    def start(self, config: Config, corpus: Corpus) -> None:
+    def start(self, config: RunConfig, data: Corpus | Images) -> None:
         """Makes the folder and writes what a run can be continued from."""
         self.path.mkdir(parents=True, exist_ok=True)
-        corpus.vocabulary.save(self.vocabulary_path)
-        self.corpus_path.write_text(json.dumps(_fingerprint(corpus), indent=1) + "\n")
+        if isinstance(data, Corpus):
+            data.vocabulary.save(self.vocabulary_path)
+        self.corpus_path.write_text(json.dumps(_fingerprint(data), indent=1) + "\n")
         write_config(config, self.config_path)
 
     def clear(self) -> None:
@@ -154,6 +163,18 @@ class RunFolder:
         number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
         self.metrics_path.rename(self.path / f"metrics.before-{number}.jsonl")
         self.metrics_path.write_text(kept)
+
+
+def load_data(config: RunConfig) -> Corpus | Images:
+    """The text or the images of a config.
+
+    Raises:
+      OSError: a file cannot be read.
+      ValueError: there is no such thing, or it is too small.
+    """
+    if isinstance(config, Config):
+        return load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
+    return load_images(config.data.dataset)
 
 
 def next_run_folder(root: Path = ROOT) -> RunFolder:
@@ -197,13 +218,22 @@ def _known_runs(root: Path) -> str:
     return f"; there are {', '.join(names[-3:])}" if names else ""
 
 
-def _fingerprint(corpus: Corpus) -> dict[str, dict[str, Any]]:
-    return {
-        split: {
-            "tokens": len(ids),
-            "sha256": hashlib.sha256(np.ascontiguousarray(ids, "<i4").tobytes()).hexdigest(),
+def _fingerprint(data: Corpus | Images) -> dict[str, dict[str, Any]]:
+    def sha256(*arrays: np.ndarray) -> str:
+        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+    splits = {split: getattr(data, split) for split in SPLITS}
+    if isinstance(data, Images):
+        return {
+            split: {
+                "images": len(labels_N),
+                "sha256": sha256(images_NHWC.astype("<f4"), labels_N.astype("<i4")),
+            }
+            for split, (images_NHWC, labels_N) in splits.items()
         }
-        for split, ids in ((split, getattr(corpus, split)) for split in SPLITS)
+    return {
+        split: {"tokens": len(ids), "sha256": sha256(np.ascontiguousarray(ids, "<i4"))}
+        for split, ids in splits.items()
     }
 
 

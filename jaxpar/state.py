@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,14 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.axes import BATCH, HIDDEN, LAYERS
-from jaxpar.config import Config
-from jaxpar.models import LSTMLanguageModel
+from jaxpar.config import Config, ImageConfig, RunConfig
+from jaxpar.models import HybridConvNet, LSTMLanguageModel
 from jaxpar.nn.lstm import LSTMCarry
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer, make_optimizer
 from jaxpar.sharding import (
     RULES,
     RULES_LAST,
+    STRATEGIES,
     Rules,
     check_sizes,
     misplaced,
@@ -35,7 +36,7 @@ class TrainState:
       step: int32 scalar, optimizer steps taken.
       params: `nnx.State` of the model; every variable carries its named dims.
       opt_state: of optax; what mirrors a parameter carries its named dims too.
-      carry: the recurrent state between windows, annotated likewise.
+      carry: the recurrent state between windows, annotated likewise; empty in a model that has none.
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
       opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
     """
@@ -50,27 +51,36 @@ class TrainState:
     opt_memory: str | None = dataclasses.field(metadata={"static": True})
 
 
-def make_model(config: Config) -> LSTMLanguageModel:
+@overload
+def make_model(config: Config) -> LSTMLanguageModel: ...
+@overload
+def make_model(config: ImageConfig) -> HybridConvNet: ...
+def make_model(config: RunConfig) -> LSTMLanguageModel | HybridConvNet:
     """The model of a config, its layers in the slots that the placement gives them. Call under `jit`."""
-    return LSTMLanguageModel(
-        config.model, rngs=nnx.Rngs(config.train.seed), layer_ids=config.layer_ids
-    )
+    rngs = nnx.Rngs(config.train.seed)
+    if isinstance(config, ImageConfig):
+        return HybridConvNet(config.model, rngs=rngs)
+    return LSTMLanguageModel(config.model, rngs=rngs, layer_ids=config.layer_ids)
 
 
-def compute_rules(config: Config) -> Rules:
+def compute_rules(config: RunConfig) -> Rules:
     """How parameters lie while a step computes; stored parameters may be split further."""
+    if isinstance(config, ImageConfig):
+        return STRATEGIES[config.model.strategy]
     return RULES_LAST if config.mesh.stage > 1 and config.pipeline.head == "last" else RULES
 
 
-def batch_rules(config: Config) -> Rules:
+def batch_rules(config: RunConfig) -> Rules:
     """How what has a dim of the batch lies between steps: its rows in the user's order.
 
     Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
     """
+    if isinstance(config, ImageConfig):
+        return compute_rules(config)
     return RULES if config.has_equal_shares else RULES.replace({BATCH: None})
 
 
-def abstract_state(config: Config, mesh: Mesh) -> TrainState:
+def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
     Raises:
@@ -102,7 +112,7 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     )
 
 
-def init_state(config: Config, mesh: Mesh | None = None) -> TrainState:
+def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
     """The state before the first step; every array is made on its devices, shard by shard.
 
     The values depend on `config.train.seed` and the model's sizes, not on the mesh.
@@ -171,16 +181,21 @@ def wrap_carry(carry: LSTMCarry) -> nnx.State:
     )
 
 
-def _initial_state(config: Config) -> TrainState:
+def _initial_state(config: RunConfig) -> TrainState:
     model = make_model(config)
     params: Any = nnx.state(model, nnx.Param)
+    carry = (
+        wrap_carry(model.initial_carry(config.data.batch_size))
+        if isinstance(model, LSTMLanguageModel)
+        else nnx.State({})
+    )
     rules = compute_rules(config)
     split_update = config.train.fsdp or config.train.update != "replicated"
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=make_optimizer(config.train).init(params),
-        carry=wrap_carry(model.initial_carry(config.data.batch_size)),
+        carry=carry,
         param_rules=split_over_data(rules) if config.train.fsdp else rules,
         opt_rules=split_over_data(rules) if split_update else rules,
         carry_rules=batch_rules(config),

@@ -14,11 +14,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import BATCH, DATA, STAGE, TENSOR, TIME
-from jaxpar.config import Config
+from jaxpar.axes import BATCH, DATA, DENSE_BATCH, STAGE, TENSOR, TIME
+from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.data import IGNORE, Batch
-from jaxpar.loss import LossSums, cross_entropy
-from jaxpar.models import LSTMLanguageModel
+from jaxpar.images import ImageBatch
+from jaxpar.loss import ImageSums, LossSums, cross_entropy
+from jaxpar.models import HybridConvNet, LSTMLanguageModel
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.lstm import extend
@@ -26,7 +27,7 @@ from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
 from jaxpar.pipeline import Pipeline, PipelineParams
 from jaxpar.plan import Plan, make_plan
 from jaxpar.schedule import make_schedule
-from jaxpar.sharding import RULES, constrain, shardings
+from jaxpar.sharding import RULES, Layout, constrain, shardings
 from jaxpar.state import (
     TrainState,
     abstract_state,
@@ -37,6 +38,9 @@ from jaxpar.state import (
     unwrap_carry,
     wrap_carry,
 )
+
+
+AnyBatch = Batch | ImageBatch
 
 
 class Metrics(NamedTuple):
@@ -58,10 +62,12 @@ class CompiledStep:
     each length is compiled once.
     """
 
-    def __init__(self, step: Callable[..., Any], config: Config, *, backward: bool, **jit_options):
+    def __init__(
+        self, step: Callable[..., Any], config: RunConfig, *, backward: bool, **jit_options
+    ):
         self._jitted, self._config, self._backward = jax.jit(step, **jit_options), config, backward
 
-    def __call__(self, state: Any, batch: Batch) -> Any:
+    def __call__(self, state: Any, batch: AnyBatch) -> Any:
         """Runs the step.
 
         Raises:
@@ -69,7 +75,7 @@ class CompiledStep:
         """
         return self._jitted(state, *self._planned(batch))
 
-    def lower(self, state: Any, batch: Batch) -> Any:
+    def lower(self, state: Any, batch: AnyBatch) -> Any:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
         return self._jitted.lower(state, *self._planned(batch))
 
@@ -78,7 +84,9 @@ class CompiledStep:
         """How many programs have been compiled."""
         return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _planned(self, batch: Batch) -> tuple[Batch, Plan | None]:
+    def _planned(self, batch: AnyBatch) -> tuple[AnyBatch, Plan | None]:
+        if isinstance(batch, ImageBatch) or isinstance(self._config, ImageConfig):
+            return batch, None
         if self._config.mesh.stage == 1:
             return batch, _full_plan(self._config, backward=self._backward)
         seq_len, K = self._config.data.seq_len, self._config.pipeline.num_chunks
@@ -99,20 +107,20 @@ class CompiledStep:
 class _HostStep(CompiledStep):
     """A compiled program up to the gradients; after it the optimizer, on the host."""
 
-    def __init__(self, gradients, config: Config, optimizer, layout: TrainState, out_shardings):
+    def __init__(self, gradients, config: RunConfig, optimizer, layout: TrainState, out_shardings):
         super().__init__(gradients, config, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
         self._gather = jax.jit(  # into the memory of the old parameters
             lambda old, new: new, out_shardings=layout.params, donate_argnums=0, keep_unused=True
         )
 
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: AnyBatch) -> tuple[TrainState, Metrics]:
         split, grads, metrics = super().__call__(_without_optimizer(state), batch)
         params, opt_state = self._host.update(split.params, grads, state.opt_state)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
-    def lower(self, state: TrainState, batch: Batch) -> Any:
+    def lower(self, state: TrainState, batch: AnyBatch) -> Any:
         return super().lower(_without_optimizer(state), batch)
 
 
@@ -120,7 +128,7 @@ def _without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
-def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
+def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
     Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
@@ -128,14 +136,14 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     Args:
       config: as given to `init_state`.
     Returns:
-      (state, batch) -> (state, metrics); the batch lies on `batch_sharding(mesh)`.
+      (state, batch) -> (state, metrics); the batch lies on `batch_sharding(mesh, config)`.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
     optimizer = make_optimizer(config.train)
     value_and_grad = make_loss_and_grad(config, mesh)
 
-    def gradients(state: TrainState, batch: Batch, plan: Plan | None):
+    def gradients(state: TrainState, batch: AnyBatch, plan: Plan | None):
         (loss, carry), grads = value_and_grad(state.params, state.carry, batch, state.step, plan)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         grads = constrain(grads, mesh, state.opt_rules)
@@ -143,7 +151,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
         state = dataclasses.replace(state, step=state.step + 1, params=params, carry=carry)
         return state, clip(grads, config.train), Metrics(loss, optax.tree.norm(grads))
 
-    def step(state: TrainState, batch: Batch, plan: Plan | None) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: AnyBatch, plan: Plan | None) -> tuple[TrainState, Metrics]:
         state, grads, metrics = gradients(state, batch, plan)
         params, opt_state = update(optimizer, state.params, grads, state.opt_state)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
@@ -159,7 +167,7 @@ def make_train_step(config: Config, mesh: Mesh) -> CompiledStep:
     )
 
 
-def make_loss_and_grad(config: Config, mesh: Mesh) -> Callable[..., Any]:
+def make_loss_and_grad(config: RunConfig, mesh: Mesh) -> Callable[..., Any]:
     """(params, carry, batch, step, plan=None) -> ((mean loss, carry), gradients); not compiled.
 
     `step` numbers the dropout masks; without a plan the batch has the full length.
@@ -178,7 +186,7 @@ def make_loss_and_grad(config: Config, mesh: Mesh) -> Callable[..., Any]:
     return jax.value_and_grad(loss, has_aux=True)
 
 
-def make_eval_step(config: Config, mesh: Mesh) -> CompiledStep:
+def make_eval_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
     """The loss without dropout, compiled for the mesh.
 
     Returns:
@@ -189,24 +197,30 @@ def make_eval_step(config: Config, mesh: Mesh) -> CompiledStep:
     config.check()
     unroll = _make_unroll(config, mesh)
 
-    def step(params_and_carry, batch: Batch, plan: Plan | None):
+    def step(params_and_carry, batch: AnyBatch, plan: Plan | None):
         return unroll(*params_and_carry, batch, None, plan)
 
     return CompiledStep(step, config, backward=False)
 
 
-def batch_sharding(mesh: Mesh, config: Config | None = None) -> NamedSharding:
-    """How the arrays [batch, time] of a batch lie on the mesh.
+def batch_sharding(mesh: Mesh, config: RunConfig | None = None) -> NamedSharding:
+    """How the arrays of a batch lie on the mesh: [batch, time], or with images [batch, ...].
 
     Args:
-      config: needed for unequal shares only.
+      config: needed for unequal shares and for images only.
     """
+    if isinstance(config, ImageConfig):
+        return NamedSharding(mesh, batch_rules(config).spec((BATCH,)))
     rules = RULES if config is None else batch_rules(config)
     return NamedSharding(mesh, rules.spec((BATCH, TIME)))
 
 
-def _make_unroll(config: Config, mesh: Mesh) -> Callable[..., tuple[nnx.State, LossSums]]:
+def _make_unroll(
+    config: RunConfig, mesh: Mesh
+) -> Callable[..., tuple[nnx.State, LossSums | ImageSums]]:
     """(params, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
+    if isinstance(config, ImageConfig):
+        return _make_classify(config, mesh)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
     run = functools.partial(_run_in_units, config, mesh) if config.runs_in_units else _run_plainly
 
@@ -219,6 +233,22 @@ def _make_unroll(config: Config, mesh: Mesh) -> Callable[..., tuple[nnx.State, L
         return wrap_carry(after), sums
 
     return unroll
+
+
+def _make_classify(config: ImageConfig, mesh: Mesh):
+    """As `_make_unroll`, for images: there is no carry and no plan."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
+    layout = Layout(mesh, compute_rules(config))
+
+    def classify(params, carry, batch: ImageBatch, dropout_key, plan):
+        model: HybridConvNet = nnx.merge(graphdef, params)
+        logits_BV = model(jnp.asarray(batch.images_BHWC), layout, dropout_key=dropout_key)
+        labels_B = layout(jnp.asarray(batch.labels_B), DENSE_BATCH)
+        sums = cross_entropy(logits_BV[None], labels_B[None])
+        is_right_B = jnp.argmax(logits_BV, axis=-1).astype(labels_B.dtype) == labels_B
+        return carry, ImageSums(*sums, jnp.sum(is_right_B, dtype=jnp.float32))
+
+    return classify
 
 
 def _run_plainly(model: LSTMLanguageModel, carry, batch, dropout_key, plan: None):
@@ -303,8 +333,10 @@ def _deal(config: Config, mesh: Mesh):
     return deal, lambda a, dim: jnp.take(a, places, axis=dim)
 
 
-def _full_plan(config: Config, *, backward: bool) -> Plan | None:
-    return _plan(config, config.num_chunks, backward) if config.runs_in_units else None
+def _full_plan(config: RunConfig, *, backward: bool) -> Plan | None:
+    if isinstance(config, ImageConfig) or not config.runs_in_units:
+        return None
+    return _plan(config, config.num_chunks, backward)
 
 
 @functools.lru_cache

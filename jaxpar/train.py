@@ -14,19 +14,25 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.batches import make_batches
 from jaxpar.buckets import BucketedSentences
 from jaxpar.checkpoint import Checkpoints
-from jaxpar.config import VOCAB_MULTIPLE, Config
-from jaxpar.corpus import Corpus, load_corpus, unigram_perplexity
+from jaxpar.config import RunConfig
 from jaxpar.data import TokenStreams
-from jaxpar.evaluate import Evaluator, do_not_run_ahead
+from jaxpar.evaluate import do_not_run_ahead
+from jaxpar.images import ImageBatches
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import learning_rate
-from jaxpar.report import Evaluation, Progress, Report
-from jaxpar.run_folder import ONE_DEVICE, RunFolder, newest_run_folder, next_run_folder
+from jaxpar.report import Evaluation, Report, TextEvaluation
+from jaxpar.run_folder import (
+    ONE_DEVICE,
+    RunFolder,
+    load_data,
+    newest_run_folder,
+    next_run_folder,
+)
 from jaxpar.state import TrainState, abstract_state, audit, init_state
 from jaxpar.step import Metrics, batch_sharding, make_train_step
+from jaxpar.tasks import Task, make_task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +52,7 @@ class FitResult:
     first_step: int
     state: TrainState
     mesh: Mesh
-    config: Config
+    config: RunConfig
     evaluations: dict[str, Evaluation]
     stopped_by: signal.Signals | None = None
 
@@ -58,23 +64,27 @@ class FitResult:
 
     @property
     def valid_perplexity(self) -> float | None:
-        """None if the run was stopped."""
-        return self.evaluations["valid"].perplexity if self.evaluations else None
+        """None if the run was stopped, or is not on text."""
+        return self._perplexity("valid")
 
     @property
     def test_perplexity(self) -> float | None:
-        """None if the run was stopped."""
-        return self.evaluations["test"].perplexity if self.evaluations else None
+        """None if the run was stopped, or is not on text."""
+        return self._perplexity("test")
+
+    def _perplexity(self, split: str) -> float | None:
+        evaluation = self.evaluations.get(split)
+        return evaluation.perplexity if isinstance(evaluation, TextEvaluation) else None
 
 
 def fit(
-    config: Config,
+    config: RunConfig,
     *,
     resume: bool = False,
     overwrite: bool = False,
     report: Report | None = None,
 ) -> FitResult:
-    """Trains a language model as the config says, and evaluates it.
+    """Trains a model as the config says, and evaluates it.
 
     SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the step that is
     under way; the state is saved, and a resumed run goes on with the same losses as if nothing had
@@ -89,20 +99,20 @@ def fit(
       report: what is told while it runs, e.g. `ConsoleReport()`; None is silent.
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh, the text has changed since the run began,
-        or the loss is no longer finite.
+      ValueError: sizes do not fit each other or the mesh, the text or the images have changed since the
+        run began, or the loss is no longer finite.
       OSError: a text or the checkpoint cannot be read (FileNotFoundError), or `train.out_dir` holds
         a run already (FileExistsError).
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
     folder = _choose_folder(config, resume=resume, overwrite=overwrite)
     mesh = config.mesh.build()
-    corpus = _load_corpus(config, folder if resume else None)
-    config = resolve(config, mesh, corpus)
+    data = folder.load_data(config) if resume and folder is not None else load_data(config)
+    task = make_task(config, mesh, data)
+    config = task.config
     report = report if report is not None and jax.process_index() == 0 else Report()
-    separator = corpus.vocabulary.separator
-    batches = make_batches(config, corpus.train, separator, config.train.seed)
-    report.plan(config, mesh, corpus, abstract_state(config, mesh))
+    batches = task.batches()
+    report.plan(config, mesh, data, abstract_state(config, mesh))
     if isinstance(batches, BucketedSentences):
         report.buckets(batches)
 
@@ -112,35 +122,14 @@ def fit(
     if jax.process_index() == 0:
         if overwrite:
             folder.clear()
-        folder.start(config, corpus)
+        folder.start(config, data)
     _barrier("jaxpar: the run's folder is ready")
 
     with Checkpoints(folder.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
         state = checkpoints.restore(config, mesh) if resume else init_state(config, mesh)
         audit(state)
-        run = _Run(config, mesh, corpus, folder, checkpoints, report)
+        run = _Run(config, mesh, task, folder, checkpoints, report)
         return run.finish(*run.train(state, batches))
-
-
-def resolve(config: Config, mesh: Mesh, corpus: Corpus) -> Config:
-    """The config with its mesh and the size of its vocabulary filled in, all sizes checked.
-
-    Raises:
-      ValueError: sizes do not fit each other, or the vocabulary does not fit the model.
-    """
-    num_words, vocab_size = len(corpus.vocabulary), config.model.vocab_size
-    if vocab_size is None:
-        vocab_size = -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    elif vocab_size < num_words:
-        raise ValueError(
-            f"vocab_size={vocab_size} is less than the {num_words} words of corpus "
-            f"{corpus.name!r}; leave it away, or use data.max_vocab={vocab_size}"
-        )
-    return dataclasses.replace(
-        config,
-        mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices),
-        model=dataclasses.replace(config.model, vocab_size=vocab_size),
-    ).check()
 
 
 class _Run:
@@ -148,20 +137,19 @@ class _Run:
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
         mesh: Mesh,
-        corpus: Corpus,
+        task: Task,
         folder: RunFolder,
         checkpoints: Checkpoints,
         report: Report,
     ):
-        self.config, self.mesh, self.corpus = config, mesh, corpus
+        self.config, self.mesh, self.task = config, mesh, task
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
-        self.evaluator = Evaluator(config, mesh, corpus.vocabulary.separator)
         self.started = time.perf_counter()
 
     def train(
-        self, state: TrainState, batches: TokenStreams | BucketedSentences
+        self, state: TrainState, batches: TokenStreams | BucketedSentences | ImageBatches
     ) -> tuple[TrainState, int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last."""
         settings = self.config.train
@@ -187,8 +175,8 @@ class _Run:
                     losses += [float(part.loss) for part in fetched]
                     waiting.clear()
                     seconds = time.perf_counter() - clock
-                    tokens = batches.num_targets / batches.num_windows * (step - clock_step)
-                    self._log(step, fetched[-1], tokens / seconds)
+                    targets = batches.num_targets / batches.num_windows * (step - clock_step)
+                    self._log(step, fetched[-1], targets / seconds)
                     clock, clock_step = time.perf_counter(), step
                 if not last and settings.eval_every and step % settings.eval_every == 0:
                     self.evaluate(state, step, "valid")
@@ -209,7 +197,7 @@ class _Run:
         losses: list[float],
         stopped_by: signal.Signals | None,
     ) -> FitResult:
-        """The result, with the perplexities of valid and test unless the run was stopped."""
+        """The result, with the evaluations of valid and test unless the run was stopped."""
         evaluations = {}
         if stopped_by is None:
             for split in ("valid", "test"):
@@ -220,21 +208,20 @@ class _Run:
 
     def evaluate(self, state: TrainState, step: int, split: str) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = evaluate(self.evaluator, state, self.corpus, split)
+        evaluation = self.task.evaluate(state.params, split)
         self._write({"step": step, **dataclasses.asdict(evaluation)})
         self.report.evaluation(step, evaluation)
         return evaluation
 
-    def _log(self, step: int, metrics: Metrics, tokens_per_second: float) -> None:
+    def _log(self, step: int, metrics: Metrics, targets_per_second: float) -> None:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
             rate = np.asarray(learning_rate(self.config.train)(np.int32(step - 1))).item()
-        progress = Progress(
+        progress = self.task.progress(
+            targets_per_second,
             step=step,
             loss=float(metrics.loss),
-            perplexity=perplexity(float(metrics.loss)),
             grad_norm=float(metrics.grad_norm),
             learning_rate=rate,
-            tokens_per_second=tokens_per_second,
             seconds=time.perf_counter() - self.started,
         )
         if not math.isfinite(progress.loss):
@@ -259,31 +246,17 @@ class _Run:
         return bool(np.max(multihost_utils.process_allgather(np.int32(bool(signals)))))
 
 
-def evaluate(evaluator: Evaluator, state: TrainState, corpus: Corpus, split: str) -> Evaluation:
-    """Loss and perplexity on a split of a corpus, beside that of its unigrams."""
-    tokens = getattr(corpus, split)
-    loss = evaluator.loss(state.params, tokens)
-    # The first token is no target of the model either.
-    unigram = unigram_perplexity(corpus.train, tokens[1:], len(corpus.vocabulary))
-    return Evaluation(split, loss, perplexity(loss), unigram)
-
-
 def evaluate_run(folder: RunFolder, mesh: MeshConfig = ONE_DEVICE) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
     Raises:
-      ValueError: the model does not fit the mesh, or the text has changed since the run began.
+      ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or an unreadable text.
     """
-    corpus = folder.load_corpus(folder.config())
+    data = folder.load_data(folder.config())
     config, devices, state = folder.restore(mesh)
-    evaluator = Evaluator(config, devices, corpus.vocabulary.separator)
-    return [evaluate(evaluator, state, corpus, split) for split in ("valid", "test")]
-
-
-def perplexity(loss: float) -> float:
-    """`exp(loss)`; infinity where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    task = make_task(config, devices, data)
+    return [task.evaluate(state.params, split) for split in ("valid", "test")]
 
 
 @contextlib.contextmanager
@@ -311,7 +284,7 @@ def _signals() -> Iterator[list[signal.Signals]]:
         restore()
 
 
-def _choose_folder(config: Config, *, resume: bool, overwrite: bool) -> RunFolder | None:
+def _choose_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder | None:
     """The folder that the config names; None if it is to get a number."""
     if resume and overwrite:
         raise ValueError("resume and overwrite contradict each other; use one of them")
@@ -339,13 +312,7 @@ def _claim_numbered_folder() -> RunFolder:
     return RunFolder(f"runs/{number:04d}")
 
 
-def _load_corpus(config: Config, folder: RunFolder | None) -> Corpus:
-    if folder is not None:
-        return folder.load_corpus(config)
-    return load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
-
-
-def _replace_train(config: Config, **changes: object) -> Config:
+def _replace_train(config: RunConfig, **changes: object) -> RunConfig:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 

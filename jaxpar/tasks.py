@@ -1,0 +1,128 @@
+"""What a run learns from and is measured by: a text, or images. The loop knows no more of either."""
+
+import dataclasses
+import math
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.batches import make_batches
+from jaxpar.buckets import BucketedSentences
+from jaxpar.config import VOCAB_MULTIPLE, Config, ImageConfig, RunConfig
+from jaxpar.corpus import Corpus, unigram_perplexity
+from jaxpar.data import TokenStreams
+from jaxpar.evaluate import Evaluator, ImageEvaluator
+from jaxpar.images import ImageBatches, Images
+from jaxpar.mesh import MeshConfig
+from jaxpar.report import ImageEvaluation, ImageProgress, TextEvaluation, TextProgress
+
+
+class TextTask:
+    """Language modelling.
+
+    Attributes:
+      config: with its mesh and the size of its vocabulary filled in.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, corpus: Corpus):
+        """Compiles nothing yet.
+
+        Raises:
+          ValueError: sizes do not fit each other, or the vocabulary does not fit the model.
+        """
+        num_words, vocab_size = len(corpus.vocabulary), config.model.vocab_size
+        if vocab_size is None:
+            vocab_size = -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        elif vocab_size < num_words:
+            raise ValueError(
+                f"vocab_size={vocab_size} is less than the {num_words} words of corpus "
+                f"{corpus.name!r}; leave it away, or use data.max_vocab={vocab_size}"
+            )
+        self.config = dataclasses.replace(
+            config,
+            mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices),
+            model=dataclasses.replace(config.model, vocab_size=vocab_size),
+        ).check()
+        self._corpus = corpus
+        self._evaluator = Evaluator(self.config, mesh, corpus.vocabulary.separator)
+
+    def batches(self) -> TokenStreams | BucketedSentences:
+        """Of training."""
+        tokens, separator = self._corpus.train, self._corpus.vocabulary.separator
+        return make_batches(self.config, tokens, separator, self.config.train.seed)
+
+    def evaluate(self, params: nnx.State, split: str) -> TextEvaluation:
+        """Loss and perplexity on a split of the corpus, beside that of its unigrams."""
+        tokens = getattr(self._corpus, split)
+        loss = self._evaluator.loss(params, tokens)
+        # The first token is no target of the model either.
+        num_words = len(self._corpus.vocabulary)
+        unigram = unigram_perplexity(self._corpus.train, tokens[1:], num_words)
+        return TextEvaluation(split, loss, perplexity(loss), unigram)
+
+    def progress(self, targets_per_second: float, **known: Any) -> TextProgress:
+        """A line of training."""
+        return TextProgress(
+            **known, perplexity=perplexity(known["loss"]), tokens_per_second=targets_per_second
+        )
+
+
+class ImageTask:
+    """Telling what images show.
+
+    Attributes:
+      config: with its mesh filled in.
+    """
+
+    def __init__(self, config: ImageConfig, mesh: Mesh, images: Images):
+        """Compiles nothing yet.
+
+        Raises:
+          ValueError: sizes do not fit each other, or the images do not fit the model.
+        """
+        for name in ("image_shape", "num_classes"):
+            if getattr(config.model, name) != getattr(images, name):
+                raise ValueError(
+                    f"{name}={getattr(config.model, name)} of the model does not fit the images "
+                    f"{images.name!r}; use {name}={getattr(images, name)}"
+                )
+        self.config = dataclasses.replace(
+            config, mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices)
+        ).check()
+        self._images = images
+        self._evaluator = ImageEvaluator(self.config, mesh)
+
+    def batches(self) -> ImageBatches:
+        """Of training."""
+        return ImageBatches(self._images.train, self.config.data.batch_size, self.config.train.seed)
+
+    def evaluate(self, params: nnx.State, split: str) -> ImageEvaluation:
+        """Loss and accuracy on a split of the images."""
+        loss, accuracy = self._evaluator.evaluate(params, getattr(self._images, split))
+        return ImageEvaluation(split, loss, accuracy)
+
+    def progress(self, targets_per_second: float, **known: Any) -> ImageProgress:
+        """A line of training."""
+        return ImageProgress(**known, images_per_second=targets_per_second)
+
+
+Task = TextTask | ImageTask
+
+
+def make_task(config: RunConfig, mesh: Mesh, data: Corpus | Images) -> Task:
+    """The task of a config and the data that it names.
+
+    Raises:
+      ValueError: they do not fit each other or the mesh.
+    """
+    if isinstance(config, ImageConfig):
+        assert isinstance(data, Images)
+        return ImageTask(config, mesh, data)
+    assert isinstance(data, Corpus)
+    return TextTask(config, mesh, data)
+
+
+def perplexity(loss: float) -> float:
+    """`exp(loss)`; infinity where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
