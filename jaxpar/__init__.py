@@ -9,13 +9,17 @@ from jaxpar import models, nn  # noqa: E402
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
 from jaxpar.config import (  # noqa: E402
     Config,
+    ConvNetConfig,
     DataConfig,
+    ImageConfig,
+    ImageDataConfig,
     ModelConfig,
     PipelineConfig,
     TrainConfig,
 )
 from jaxpar.data import IGNORE, Batch, TokenStreams  # noqa: E402
 from jaxpar.gpipe import run_pipeline  # noqa: E402
+from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
 from jaxpar.plan import make_plan  # noqa: E402
@@ -41,6 +45,9 @@ __all__ = [
     "DataConfig",
     "TrainConfig",
     "Config",
+    "ConvNetConfig",
+    "ImageDataConfig",
+    "ImageConfig",
     "simulate_devices",
     # From names to shardings.
     "Rules",
@@ -57,6 +64,9 @@ __all__ = [
     "Sentences",
     "BucketedSentences",
     "choose_edges",
+    "ImageBatch",
+    "ImageBatches",
+    "load_images",
     "IGNORE",
     "batch_sharding",
     # Training.

@@ -112,9 +112,15 @@ STRATEGIES = {
 class Layout:
     """Rules on a mesh, for activations: `layout(x, BATCH, UNITS)` lays x out by the names of its dims.
 
-    The names say what is communicated, and the compiler finds how. `y = column(x)` comes out split over
-    its last dim: `layout(y, BATCH, UNITS)` keeps it so, `layout(y, BATCH, None)` gathers it. A
-    row-parallel layer takes it as it is, and its parts are added where its own output is whole.
+    The names say what is communicated, and the compiler finds how. A column-parallel layer takes x whole
+    and a row-parallel one takes it split:
+
+        y = layout(up(layout(x, BATCH, None)), BATCH, UNITS)  # stays split over its last dim
+        layout(y, BATCH, None)                                # is gathered
+        layout(down(y), BATCH, None)                          # goes on, and the results are added
+
+    Lay out both what enters a split layer and what leaves it: where either is left open, the compiler may
+    choose to gather the weights.
     """
 
     mesh: Mesh

@@ -39,7 +39,6 @@ from jaxpar.state import (
     wrap_carry,
 )
 
-
 AnyBatch = Batch | ImageBatch
 
 
@@ -213,6 +212,20 @@ def batch_sharding(mesh: Mesh, config: RunConfig | None = None) -> NamedSharding
         return NamedSharding(mesh, batch_rules(config).spec((BATCH,)))
     rules = RULES if config is None else batch_rules(config)
     return NamedSharding(mesh, rules.spec((BATCH, TIME)))
+
+
+def abstract_batch(config: RunConfig, mesh: Mesh) -> AnyBatch:
+    """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
+
+    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, config))
+
+    rows = config.data.batch_size
+    if isinstance(config, ImageConfig):
+        images = array((rows, *config.model.image_shape), jnp.float32)
+        return ImageBatch(images, array((rows,), jnp.int32))
+    tokens = array((rows, config.data.seq_len), jnp.int32)
+    return Batch(tokens, tokens, starts=True)
 
 
 def _make_unroll(

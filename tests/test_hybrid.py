@@ -189,8 +189,9 @@ def test_evaluation_counts_every_image_once():
         for n in range(3)
     ]
     assert [float(part.num_targets) for part in sums] == [16, 16, 5]
-    model = make_model(make_config())
-    logits = np.asarray(model(split.images_BHWC))
+    graphdef, params = nnx.split(make_model(make_config()))
+    run = jax.jit(lambda params, x: nnx.merge(graphdef, params)(x))
+    logits = np.asarray(run(params, split.images_BHWC))
     right = int((logits.argmax(-1) == split.labels_B).sum())
     assert sum(float(part.num_right) for part in sums) == right
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))

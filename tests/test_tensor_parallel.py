@@ -40,8 +40,8 @@ class Column(nnx.Module):
         self.up = nn.Linear(WIDTH, 2 * WIDTH, dims=(INPUT, UNITS), rngs=rngs)
 
     def __call__(self, x_BI, layout):
-        y_BU = self.up(layout(x_BI, BATCH, None))
-        return layout(y_BU, BATCH, None if self.gather else UNITS)
+        y_BU = layout(self.up(layout(x_BI, BATCH, None)), BATCH, UNITS)
+        return layout(y_BU, BATCH, None) if self.gather else y_BU
 
 
 class Row(nnx.Module):
