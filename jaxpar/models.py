@@ -6,6 +6,7 @@ of images, H height, W width, C channels, F features.
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,12 +93,17 @@ class LSTMLanguageModel(nnx.Module):
 
     def logits(self, y: jax.Array) -> jax.Array:
         """[..., H] -> float32 [..., V]."""
-        if not self.config.tie_embedding:
-            return self.head(y)
-        bias = jnp.expand_dims(self.head_bias[...], range(y.ndim - 1))
-        return matmul(y, self.embedding.table[...].T) + bias
+        kernel_HV, bias_V = self.head_params
+        return matmul(y, kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
 
-    def unroll(
+    @property
+    def head_params(self) -> tuple[jax.Array, jax.Array]:
+        """Kernel [H, V] and bias [V] of the head."""
+        if self.config.tie_embedding:
+            return self.embedding.table[...].T, self.head_bias[...]
+        return self.head.kernel[...], self.head.bias[...]
+
+    def outputs(
         self,
         tokens_BT: jax.Array,
         carry: LSTMCarry,
@@ -105,7 +111,7 @@ class LSTMLanguageModel(nnx.Module):
         dropout_key: jax.Array | None = None,
         run_layers: RunLayers = run_plainly,
     ) -> tuple[LSTMCarry, jax.Array]:
-        """One window of a text, from the state that the window before left.
+        """One window of a text up to the head, from the state that the window before left.
 
         Args:
           tokens_BT: int32; B may be sharded over `data`.
@@ -113,11 +119,18 @@ class LSTMLanguageModel(nnx.Module):
           dropout_key: None means no dropout.
           run_layers: what runs the stacked layers; a pipeline, for example.
         Returns:
-          the state after the window, and float32 logits, time-major: [T, B, V].
+          the state after the window, and what the head takes, time-major: [T, B, H].
         """
         carry, y_TBH = run_layers(self.lstm, carry, self.embed(tokens_BT.T), dropout_key)
         last = Position(layer=self.config.num_layers, time=0, row=0)
-        return carry, self.logits(dropout(y_TBH, self.config.dropout, dropout_key, last))
+        return carry, dropout(y_TBH, self.config.dropout, dropout_key, last)
+
+    def unroll(
+        self, tokens_BT: jax.Array, carry: LSTMCarry, **options: Any
+    ) -> tuple[LSTMCarry, jax.Array]:
+        """`outputs`, and the head: float32 logits [T, B, V]."""
+        carry, y_TBH = self.outputs(tokens_BT, carry, **options)
+        return carry, self.logits(y_TBH)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""

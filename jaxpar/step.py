@@ -18,7 +18,7 @@ from jaxpar.axes import BATCH, DATA, DENSE_BATCH, STAGE, TENSOR, TIME
 from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.data import IGNORE, Batch
 from jaxpar.images import ImageBatch
-from jaxpar.loss import ImageSums, LossSums, cross_entropy
+from jaxpar.loss import ImageSums, LossSums, cross_entropy, linear_cross_entropy
 from jaxpar.models import HybridConvNet, LSTMLanguageModel
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.linear import matmul
@@ -235,7 +235,11 @@ def _make_unroll(
     if isinstance(config, ImageConfig):
         return _make_classify(config, mesh)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
-    run = functools.partial(_run_in_units, config, mesh) if config.runs_in_units else _run_plainly
+    run = (
+        functools.partial(_run_in_units, config, mesh)
+        if config.runs_in_units
+        else functools.partial(_run_plainly, mesh)
+    )
 
     def unroll(params, carry, batch, dropout_key, plan):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
@@ -264,9 +268,9 @@ def _make_classify(config: ImageConfig, mesh: Mesh):
     return classify
 
 
-def _run_plainly(model: LSTMLanguageModel, carry, batch, dropout_key, plan: None):
-    carry, logits_TBV = model.unroll(batch.inputs_BT, carry, dropout_key=dropout_key)
-    return carry, cross_entropy(logits_TBV, batch.targets_BT.T)
+def _run_plainly(mesh: Mesh, model: LSTMLanguageModel, carry, batch, dropout_key, plan: None):
+    carry, y_TBH = model.outputs(batch.inputs_BT, carry, dropout_key=dropout_key)
+    return carry, linear_cross_entropy(y_TBH, *model.head_params, batch.targets_BT.T, mesh)
 
 
 def _run_in_units(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
