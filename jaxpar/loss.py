@@ -37,6 +37,7 @@ class ImageSums(NamedTuple):
     num_right: jax.Array
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     logits_TBV: jax.Array, targets_TB: jax.Array, *, manual_axis: str | None = None
 ) -> LossSums:

@@ -30,15 +30,22 @@ from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import LSTM, LSTMCarry
 from jaxpar.nn.param import lecun_uniform, named_param
 
-# Runs a model's stacked layers over a window: (lstm, carry, x_TBE, dropout key) -> (carry, y_TBH).
-RunLayers = Callable[[LSTM, LSTMCarry, jax.Array, jax.Array | None], tuple[LSTMCarry, jax.Array]]
+# Runs a model's stacked layers over a window:
+# (lstm, carry, x_TBE, dropout key, where its rows begin in the batch) -> (carry, y_TBH).
+RunLayers = Callable[
+    [LSTM, LSTMCarry, jax.Array, jax.Array | None, jax.Array | int], tuple[LSTMCarry, jax.Array]
+]
 
 
 def run_plainly(
-    lstm: LSTM, carry: LSTMCarry, x_TBE: jax.Array, dropout_key: jax.Array | None
+    lstm: LSTM,
+    carry: LSTMCarry,
+    x_TBE: jax.Array,
+    dropout_key: jax.Array | None,
+    first_row: jax.Array | int,
 ) -> tuple[LSTMCarry, jax.Array]:
     """The layers one after the other, over the whole window and batch at once."""
-    return lstm(x_TBE, carry, dropout_key=dropout_key)
+    return lstm(x_TBE, carry, dropout_key=dropout_key, first_row=first_row)
 
 
 class LSTMLanguageModel(nnx.Module):
@@ -86,6 +93,7 @@ class LSTMLanguageModel(nnx.Module):
         """The state at the start of a text, zeros [slots, B, H]."""
         return self.lstm.initial_carry(batch_size)
 
+    @jax.named_scope("embedding")
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int [...] -> [..., E] in the compute dtype."""
         return self.embedding(tokens).astype(jnp.dtype(self.config.dtype))
@@ -103,6 +111,7 @@ class LSTMLanguageModel(nnx.Module):
         carry: LSTMCarry,
         *,
         dropout_key: jax.Array | None = None,
+        first_row: jax.Array | int = 0,
         run_layers: RunLayers = run_plainly,
     ) -> tuple[LSTMCarry, jax.Array]:
         """One window of a text, from the state that the window before left.
@@ -111,13 +120,16 @@ class LSTMLanguageModel(nnx.Module):
           tokens_BT: int32; B may be sharded over `data`.
           carry: state before the window, [slots, B, H].
           dropout_key: None means no dropout.
+          first_row: where these rows begin in the whole batch.
           run_layers: what runs the stacked layers; a pipeline, for example.
         Returns:
           the state after the window, and float32 logits, time-major: [T, B, V].
         """
-        carry, y_TBH = run_layers(self.lstm, carry, self.embed(tokens_BT.T), dropout_key)
-        last = Position(layer=self.config.num_layers, time=0, row=0)
-        return carry, self.logits(dropout(y_TBH, self.config.dropout, dropout_key, last))
+        x_TBE = self.embed(tokens_BT.T)
+        carry, y_TBH = run_layers(self.lstm, carry, x_TBE, dropout_key, first_row)
+        last = Position(layer=self.config.num_layers, time=0, row=first_row)
+        with jax.named_scope("head"):
+            return carry, self.logits(dropout(y_TBH, self.config.dropout, dropout_key, last))
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
