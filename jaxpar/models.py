@@ -186,14 +186,17 @@ class HybridConvNet(nnx.Module):
         """
         x_BHWC = images_BHWC
         for number, conv in enumerate(self.convs):
-            x_BHWC = layout(nnx.relu(conv(x_BHWC)), BATCH, None, None, CHANNELS)
-            if number % 2:
-                x_BHWC = layout(nnx.max_pool(x_BHWC, (2, 2), (2, 2)), BATCH, None, None, CHANNELS)
+            with jax.named_scope(f"conv{number}"):
+                x_BHWC = layout(nnx.relu(conv(x_BHWC)), BATCH, None, None, CHANNELS)
+                if number % 2:
+                    x_BHWC = nnx.max_pool(x_BHWC, (2, 2), (2, 2))
+                    x_BHWC = layout(x_BHWC, BATCH, None, None, CHANNELS)
         # Channels first, so that what is split by channels is split by features as well.
         x_BF = x_BHWC.transpose(0, 3, 1, 2).reshape(x_BHWC.shape[0], -1)
         for number, (dense, dim) in enumerate(zip(self.dense, self.widths[:-1], strict=True)):
-            x_BF = layout(x_BF if number == 0 else nnx.relu(x_BF), DENSE_BATCH, dim)
-            position = Position(layer=number, time=0, row=0)
-            x_BF = dropout(x_BF[None], self.config.dropout, dropout_key, position)[0]
-            x_BF = dense(x_BF)
+            with jax.named_scope(f"dense{number}"):
+                x_BF = layout(x_BF if number == 0 else nnx.relu(x_BF), DENSE_BATCH, dim)
+                position = Position(layer=number, time=0, row=0)
+                x_BF = dropout(x_BF[None], self.config.dropout, dropout_key, position)[0]
+                x_BF = dense(x_BF)
         return layout(x_BF, DENSE_BATCH, None)

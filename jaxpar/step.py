@@ -161,6 +161,7 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
         state, grads, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
             params, opt_state = update(optimizer, state.params, grads, state.opt_state)
+            params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     target = abstract_state(config, mesh)

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_equivalence import make_config
 
+import jaxpar
 from jaxpar.analysis import find_collectives, inspect_compiled, inspect_function, inspect_step
 from jaxpar.analysis.hlo import Module, groups
 from jaxpar.config import DataConfig, ModelConfig, TrainConfig
@@ -263,6 +265,14 @@ def test_a_report_is_data_and_text():
     text = str(report)
     assert "all-reduce  data tensor  f32 2x8x4  256 B     3  3" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_nothing_that_trains_imports_the_analysis():
+    package = Path(jaxpar.__file__).parent
+    for path in {*package.glob("*.py"), *package.glob("nn/*.py")}:
+        # The table of contents, and the command.
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert "jaxpar.analysis" not in path.read_text(), path
 
 
 # As XLA prints for devices that send while they compute; its own parser has read it.

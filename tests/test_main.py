@@ -107,8 +107,8 @@ def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for pattern in (
         r"collective +axes +payload +bytes +runs +in loops +sent +pass +module",
-        r"permute +stage +f32 1x4x4 +64 B +7 +7 +448 B +forward +exchange",
-        r"all-gather +tensor +f32 4x8 +128 B +4 +4x1x1 if +256 B +forward +lstm",
+        r"permute +stage +f32 1x4x4 +64 B +9 +9 +576 B +forward +exchange",
+        r"all-gather +tensor +f32 4x8 +128 B +4 +4 if +256 B +forward +lstm",
         r"data +1 +1 ",
         r"FLOPs per device +[\d,]+, the body of every loop once",
         r"memory per device +[\d.]+ kB: arguments ",

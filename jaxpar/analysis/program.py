@@ -239,7 +239,7 @@ def _planned(collective: Collective, plan: Plan) -> Collective:
             BACKWARD: np.asarray(plan.backward.unit) >= 0,
             HEAD: np.asarray(plan.head)[..., :1] >= 0,
         }
-        [part] = set(units) & set(collective.module.split("/"))
+        [part] = set(units) & set(re.split("[/, ]+", collective.module))
         length = int(units[part].sum(1).max())
     trips = tuple(length if count is None else count for count in collective.trip_counts)
     return dataclasses.replace(collective, trip_counts=trips)
@@ -288,5 +288,6 @@ def _table(*columns: str) -> Table:
             column.removeprefix(">"),
             justify="right" if column[0] == ">" else "left",
             overflow="fold",
+            min_width=9 if column == "module" else None,
         )
     return table
