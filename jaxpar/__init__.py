@@ -6,6 +6,7 @@ check_jax_version()
 
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
+from jaxpar.analysis import ProgramReport, inspect_function, inspect_step  # noqa: E402
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
 from jaxpar.config import (  # noqa: E402
     Config,
@@ -79,6 +80,10 @@ __all__ = [
     "FitResult",
     "measure_groups",
     "propose_shares",
+    # What a compiled step does.
+    "inspect_step",
+    "inspect_function",
+    "ProgramReport",
     # The pipeline, piece by piece.
     "Schedule",
     "make_schedule",

@@ -1,8 +1,9 @@
-"""`python -m jaxpar train | evaluate | sample | launch | doctor`. See `--help` of each."""
+"""`python -m jaxpar train | evaluate | sample | inspect | launch | doctor`. See `--help` of each."""
 
 import argparse
 import dataclasses
 import itertools
+import json
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -11,7 +12,7 @@ import jax
 import tyro
 from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
 
-from jaxpar.config import CONFIGS, RunConfig
+from jaxpar.config import CONFIGS, Config, RunConfig
 from jaxpar.config_file import read_config
 from jaxpar.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
@@ -32,23 +33,29 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(Options):
-    """Trains a model and evaluates it: a language model, or --model hybrid on images.
-
-    Ctrl-C stops it after the step under way, with its state saved; --resume goes on.
-    """
+class ConfigOptions(Options):
+    """What a command takes that is about a config."""
 
     config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
     """A file of settings; those given here go before it."""
-    resume: bool = False
-    """Go on with the run in --train.out-dir, or with the latest, with its settings."""
-    overwrite: bool = False
-    """Remove the run that is in --train.out-dir."""
     model: Annotated[Literal["lstm", "hybrid"] | None, arg(metavar="{lstm,hybrid}")] = None
     """The model whose settings these are; see --help with each. Without one, lstm."""
     config: Annotated[RunConfig, arg(name="")] = dataclasses.field(
         default_factory=lambda: CONFIGS["lstm"]
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(ConfigOptions):
+    """Trains a model and evaluates it: a language model, or --model hybrid on images.
+
+    Ctrl-C stops it after the step under way, with its state saved; --resume goes on.
+    """
+
+    resume: bool = False
+    """Go on with the run in --train.out-dir, or with the latest, with its settings."""
+    overwrite: bool = False
+    """Remove the run that is in --train.out-dir."""
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
@@ -122,6 +129,37 @@ class Sample(Options):
 
 
 @dataclasses.dataclass(frozen=True)
+class Inspect(ConfigOptions):
+    """Prints what the compiled training step sends between devices, its FLOPs and its memory.
+
+    Nothing is trained. With --model.vocab-size no text is read either.
+    """
+
+    json: bool = False
+    """Print it as JSON, with all that is known of each collective."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.analysis import inspect_step
+        from jaxpar.corpus import load_corpus
+        from jaxpar.report import make_console
+        from jaxpar.tasks import TextTask
+
+        config, mesh = self.config, self.config.mesh.build()
+        if isinstance(config, Config) and config.model.vocab_size is None:
+            data = config.data
+            corpus = load_corpus(data.corpus, data.level, data.max_vocab)
+            config = TextTask(config, mesh, corpus).config
+        config = dataclasses.replace(config, mesh=config.mesh.resolve())
+        report = inspect_step(config, mesh)
+        if self.json:
+            print(json.dumps(report.to_dict(), indent=2))
+        else:
+            make_console().print(report, highlight=False)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """Runs train or evaluate in several processes here, or prints a script for a cluster.
 
@@ -191,11 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave_processes(2)
 
 
-def _parse(argv: list[str]) -> Train | Evaluate | Sample | Launch | Doctor:
+def _parse(argv: list[str]) -> Train | Evaluate | Sample | Inspect | Launch | Doctor:
+    config = _base_config(argv)
     return tyro.cli(
-        Annotated[Train, subcommand("train", default=Train(config=_base_config(argv)))]
+        Annotated[Train, subcommand("train", default=Train(config=config))]
         | Annotated[Evaluate, subcommand("evaluate")]
         | Annotated[Sample, subcommand("sample")]
+        | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
         | Annotated[Launch, subcommand("launch")]
         | Annotated[Doctor, subcommand("doctor")],
         prog="python -m jaxpar",
@@ -218,7 +258,7 @@ def _base_config(argv: list[str]) -> RunConfig:
     except argparse.ArgumentError:
         return CONFIGS["lstm"]  # tyro will find the same mistake, and tell it better
     config = CONFIGS[given.model or "lstm"]
-    if argv[:1] != ["train"] or {"-h", "--help"} & set(argv):
+    if argv[:1] not in (["train"], ["inspect"]) or {"-h", "--help"} & set(argv):
         return config
     if given.resume:
         from jaxpar.run_folder import RunFolder, newest_run_folder

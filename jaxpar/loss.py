@@ -4,15 +4,12 @@ Legend: T time, B batch, H hidden, V vocabulary (or this device's part of it).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import DATA
 from jaxpar.data import IGNORE
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.stack import vary_like, zeros
@@ -48,6 +45,7 @@ class ImageSums(NamedTuple):
     num_right: jax.Array
 
 
+@jax.named_scope("loss")
 def cross_entropy(
     logits_TBV: jax.Array, targets_TB: jax.Array, *, manual_axis: str | None = None
 ) -> LossSums:
@@ -82,7 +80,8 @@ def linear_cross_entropy(
     kernel_HV: jax.Array,
     bias_V: jax.Array,
     targets_TB: jax.Array,
-    mesh: Mesh,
+    *,
+    max_logits: int,
 ) -> LossSums:
     """`cross_entropy(y @ kernel + bias, targets)` that never holds the logits of all time steps.
 
@@ -90,76 +89,53 @@ def linear_cross_entropy(
     they are in the cache. There is no second forward pass: the gradients of a sum scale with its cotangent.
 
     Args:
-      y_TBH: B may be split over `data`; the matmuls run in its dtype.
-      kernel_HV, bias_V: float32; V may be split over `tensor`.
-      targets_TB: int32, split like y.
-      mesh: with one stage.
+      y_TBH: the matmuls run in its dtype.
+      kernel_HV, bias_V: float32; V may be split by the compiler.
+      targets_TB: int32.
+      max_logits: how many are computed at once; but those of `MIN_ROWS` rows, if they are more.
     """
-    limit = LOGITS_ON_CPU if mesh.devices.flat[0].platform == "cpu" else LOGITS_ELSEWHERE
     (T, B), V = targets_TB.shape, kernel_HV.shape[1]
-    chunk_len = max(limit // V, MIN_ROWS) * mesh.shape[DATA] // B
-    num_chunks = -(-T // max(chunk_len, 1))
+    num_chunks = min(-(-T * B // max(max_logits // V, MIN_ROWS)), T)
     padding = -T % num_chunks
     y_TBH = jnp.pad(y_TBH, ((0, padding), (0, 0), (0, 0)))
     targets_TB = jnp.pad(targets_TB, ((0, padding), (0, 0)), constant_values=IGNORE)
-    nll = _linear_nll(mesh, num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
+    nll = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
     return LossSums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _linear_nll(mesh: Mesh, num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Array:
-    return _over_data(mesh, num_chunks, False, y_TBH, kernel_HV, bias_V, targets_TB)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear_nll(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Array:
+    def step(nll, chunk):
+        y_tBH, targets_tB = chunk
+        return nll + _nll(y_tBH, kernel_HV, bias_V, targets_tB), None
+
+    chunks = _cut(num_chunks, y_TBH, targets_TB)
+    return lax.scan(step, vary_like(jnp.float32(0), y_TBH), chunks)[0]
 
 
-def _linear_nll_fwd(mesh: Mesh, num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
-    return _over_data(mesh, num_chunks, True, y_TBH, kernel_HV, bias_V, targets_TB)
+def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
+    def step(totals, chunk):
+        y_tBH, targets_tB = chunk
+        nll, (dy_tBH, *grads) = jax.value_and_grad(_nll, (0, 1, 2))(
+            y_tBH, kernel_HV, bias_V, targets_tB
+        )
+        return jax.tree.map(jnp.add, totals, (nll, grads)), dy_tBH
+
+    start = vary_like((jnp.float32(0), zeros([kernel_HV, bias_V])), y_TBH)
+    (nll, grads), dy = lax.scan(step, start, _cut(num_chunks, y_TBH, targets_TB))
+    return nll, (dy.reshape(y_TBH.shape), *grads)
 
 
-def _linear_nll_bwd(mesh: Mesh, num_chunks: int, grads, d_nll):
-    return (*(jax.tree.map(lambda g: (d_nll * g).astype(g.dtype), grads)), None)
+def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
+    return (*jax.tree.map(lambda grad: (d_nll * grad).astype(grad.dtype), grads), None)
 
 
 _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)
 
 
-def _over_data(mesh: Mesh, num_chunks: int, with_grads: bool, *arrays: jax.Array) -> Any:
-    """`_in_chunks` on the rows of each data-parallel group; gradients are added up once, after the loop."""
-    run = functools.partial(_in_chunks, num_chunks, with_grads)
-    if mesh.shape[DATA] == 1:
-        return run(*arrays)
-
-    def run_group(*arrays):
-        nll, grads = run(*arrays)
-        nll, weight_grads = lax.psum((nll, grads[1:]), DATA)
-        return nll, (*grads[:1], *weight_grads)
-
-    rows, whole = P(None, DATA), P()
-    return jax.shard_map(
-        run_group,
-        mesh=mesh,
-        in_specs=(rows, whole, whole, rows),
-        out_specs=(whole, (rows, whole, whole) if with_grads else ()),
-        axis_names={DATA},
-    )(*arrays)
+def _nll(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> jax.Array:
+    return cross_entropy(matmul(y_tBH, kernel_HV) + bias_V[None, None], targets_tB).nll
 
 
-def _in_chunks(num_chunks: int, with_grads: bool, y_TBH, kernel_HV, bias_V, targets_TB):
-    """Negative log-likelihood, and its gradients with respect to y, kernel and bias, or ()."""
-
-    def loss(y_tBH, kernel_HV, bias_V, targets_tB):
-        return cross_entropy(matmul(y_tBH, kernel_HV) + bias_V[None, None], targets_tB).nll
-
-    def step(totals, chunk):
-        nll, weight_grads = totals
-        y_tBH, targets_tB = chunk
-        if not with_grads:
-            return (nll + loss(y_tBH, kernel_HV, bias_V, targets_tB), ()), ()
-        more, (dy_tBH, *grads) = jax.value_and_grad(loss, (0, 1, 2))(
-            y_tBH, kernel_HV, bias_V, targets_tB
-        )
-        return (nll + more, jax.tree.map(jnp.add, weight_grads, tuple(grads))), dy_tBH
-
-    cut = [a.reshape(num_chunks, -1, *a.shape[1:]) for a in (y_TBH, targets_TB)]
-    start = (jnp.float32(0), zeros((kernel_HV, bias_V)) if with_grads else ())
-    (nll, weight_grads), dy = lax.scan(step, vary_like(start, y_TBH), tuple(cut))
-    return nll, (dy.reshape(y_TBH.shape), *weight_grads) if with_grads else ()
+def _cut(num_chunks: int, *arrays: jax.Array) -> list[jax.Array]:
+    return [a.reshape(num_chunks, -1, *a.shape[1:]) for a in arrays]

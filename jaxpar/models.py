@@ -31,15 +31,22 @@ from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import LSTM, LSTMCarry
 from jaxpar.nn.param import lecun_uniform, named_param
 
-# Runs a model's stacked layers over a window: (lstm, carry, x_TBE, dropout key) -> (carry, y_TBH).
-RunLayers = Callable[[LSTM, LSTMCarry, jax.Array, jax.Array | None], tuple[LSTMCarry, jax.Array]]
+# Runs a model's stacked layers over a window:
+# (lstm, carry, x_TBE, dropout key, where its rows begin in the batch) -> (carry, y_TBH).
+RunLayers = Callable[
+    [LSTM, LSTMCarry, jax.Array, jax.Array | None, jax.Array | int], tuple[LSTMCarry, jax.Array]
+]
 
 
 def run_plainly(
-    lstm: LSTM, carry: LSTMCarry, x_TBE: jax.Array, dropout_key: jax.Array | None
+    lstm: LSTM,
+    carry: LSTMCarry,
+    x_TBE: jax.Array,
+    dropout_key: jax.Array | None,
+    first_row: jax.Array | int,
 ) -> tuple[LSTMCarry, jax.Array]:
     """The layers one after the other, over the whole window and batch at once."""
-    return lstm(x_TBE, carry, dropout_key=dropout_key)
+    return lstm(x_TBE, carry, dropout_key=dropout_key, first_row=first_row)
 
 
 class LSTMLanguageModel(nnx.Module):
@@ -87,10 +94,12 @@ class LSTMLanguageModel(nnx.Module):
         """The state at the start of a text, zeros [slots, B, H]."""
         return self.lstm.initial_carry(batch_size)
 
+    @jax.named_scope("embedding")
     def embed(self, tokens: jax.Array) -> jax.Array:
         """int [...] -> [..., E] in the compute dtype."""
         return self.embedding(tokens).astype(jnp.dtype(self.config.dtype))
 
+    @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
         """[..., H] -> float32 [..., V]."""
         kernel_HV, bias_V = self.head_params
@@ -109,6 +118,7 @@ class LSTMLanguageModel(nnx.Module):
         carry: LSTMCarry,
         *,
         dropout_key: jax.Array | None = None,
+        first_row: jax.Array | int = 0,
         run_layers: RunLayers = run_plainly,
     ) -> tuple[LSTMCarry, jax.Array]:
         """One window of a text up to the head, from the state that the window before left.
@@ -117,12 +127,14 @@ class LSTMLanguageModel(nnx.Module):
           tokens_BT: int32; B may be sharded over `data`.
           carry: state before the window, [slots, B, H].
           dropout_key: None means no dropout.
+          first_row: where these rows begin in the whole batch.
           run_layers: what runs the stacked layers; a pipeline, for example.
         Returns:
           the state after the window, and what the head takes, time-major: [T, B, H].
         """
-        carry, y_TBH = run_layers(self.lstm, carry, self.embed(tokens_BT.T), dropout_key)
-        last = Position(layer=self.config.num_layers, time=0, row=0)
+        x_TBE = self.embed(tokens_BT.T)
+        carry, y_TBH = run_layers(self.lstm, carry, x_TBE, dropout_key, first_row)
+        last = Position(layer=self.config.num_layers, time=0, row=first_row)
         return carry, dropout(y_TBH, self.config.dropout, dropout_key, last)
 
     def unroll(
@@ -187,14 +199,17 @@ class HybridConvNet(nnx.Module):
         """
         x_BHWC = images_BHWC
         for number, conv in enumerate(self.convs):
-            x_BHWC = layout(nnx.relu(conv(x_BHWC)), BATCH, None, None, CHANNELS)
-            if number % 2:
-                x_BHWC = layout(nnx.max_pool(x_BHWC, (2, 2), (2, 2)), BATCH, None, None, CHANNELS)
+            with jax.named_scope(f"conv{number}"):
+                x_BHWC = layout(nnx.relu(conv(x_BHWC)), BATCH, None, None, CHANNELS)
+                if number % 2:
+                    x_BHWC = nnx.max_pool(x_BHWC, (2, 2), (2, 2))
+                    x_BHWC = layout(x_BHWC, BATCH, None, None, CHANNELS)
         # Channels first, so that what is split by channels is split by features as well.
         x_BF = x_BHWC.transpose(0, 3, 1, 2).reshape(x_BHWC.shape[0], -1)
         for number, (dense, dim) in enumerate(zip(self.dense, self.widths[:-1], strict=True)):
-            x_BF = layout(x_BF if number == 0 else nnx.relu(x_BF), DENSE_BATCH, dim)
-            position = Position(layer=number, time=0, row=0)
-            x_BF = dropout(x_BF[None], self.config.dropout, dropout_key, position)[0]
-            x_BF = dense(x_BF)
+            with jax.named_scope(f"dense{number}"):
+                x_BF = layout(x_BF if number == 0 else nnx.relu(x_BF), DENSE_BATCH, dim)
+                position = Position(layer=number, time=0, row=0)
+                x_BF = dropout(x_BF[None], self.config.dropout, dropout_key, position)[0]
+                x_BF = dense(x_BF)
         return layout(x_BF, DENSE_BATCH, None)

@@ -34,6 +34,9 @@ from jaxpar.schedule import Lane
 
 Head = Literal["last", "sharded"]
 
+# The parts of a tick, as named scopes of the program.
+FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+
 # Before the first layer: (its parameters, inputs [t, b, ...], where they lie) -> x [t, b, W].
 First = Callable[[Any, Any, Position], jax.Array]
 # After the last layer: (its parameters, y [t, b, W], targets [t, b, ...], where they lie) -> loss,
@@ -223,11 +226,12 @@ class _Device:
         out = (self.sum(state.loss, *over_head), state.carry, stats)
         if not with_gradients:
             return out
-        grads = PipelineParams(
-            first=self.sum(state.grads.first, DATA, STAGE),
-            layers=self.sum(state.grads.layers, DATA),
-            last=self.sum(state.grads.last, *over_head),
-        )
+        with jax.named_scope(BACKWARD), jax.named_scope("gradients"):
+            grads = PipelineParams(
+                first=self.sum(state.grads.first, DATA, STAGE),
+                layers=self.sum(state.grads.layers, DATA),
+                last=self.sum(state.grads.last, *over_head),
+            )
         return (*out, grads)
 
     def initial_state(self, with_gradients: bool) -> _State:
@@ -285,6 +289,7 @@ class _Device:
         busy_T2 = lax.dynamic_update_slice_in_dim(state.busy_T2, busy_2[None], number, 0)
         return state._replace(arrived_x=arrived_x, busy_T2=busy_T2)
 
+    @jax.named_scope(FORWARD)
     def forward(self, with_gradients: bool, at: Lane, state: _State) -> tuple[_State, jax.Array]:
         unit, m = jnp.maximum(at.unit, 0), self.microbatch(at.unit)
         x_tbW = lax.cond(
@@ -305,6 +310,7 @@ class _Device:
             state = state._replace(kept=write(state.kept, kept, at.slot))
         return state, y_tbW
 
+    @jax.named_scope(HEAD)
     def head(self, with_gradients: bool, unit, slot, y_tbW: jax.Array, state: _State) -> _State:
         """Loss and cotangent of the unit that has just left the last layer, if there is one."""
         on_last, dtype = self.stage == self.last_stage, y_tbW.dtype
@@ -344,6 +350,7 @@ class _Device:
             head_dy=write(state.head_dy, vary_like(dy_tbW, self.here).astype(dtype), slot),
         )
 
+    @jax.named_scope(BACKWARD)
     def backward(self, at: Lane, state: _State) -> tuple[_State, jax.Array]:
         unit = jnp.maximum(at.unit, 0)
         is_last_chunk = unit % self.plan.num_chunks == self.plan.num_chunks - 1
@@ -392,7 +399,8 @@ class _Device:
         if n == 1:
             return arrived
         pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
-        return write(arrived, lax.ppermute(a_tbW, STAGE, pairs), slot)
+        with jax.named_scope(FORWARD if step > 0 else BACKWARD), jax.named_scope("exchange"):
+            return write(arrived, lax.ppermute(a_tbW, STAGE, pairs), slot)
 
     def sum(self, tree, *axes: str):
         """The sum over devices."""

@@ -265,7 +265,9 @@ def parameter_table(state: TrainState, mesh: Mesh) -> Table:
         if not split and mesh.size > 1:
             text.append("replicated  ", style="bold yellow")
         text.right_crop(2)
-        table.add_row(name, _shape(leaf.shape), text, _shape(_shard(leaf)), _size(_bytes(leaf)))
+        table.add_row(
+            name, _shape(leaf.shape), text, _shape(_shard(leaf)), format_bytes(_bytes(leaf))
+        )
     return table
 
 
@@ -352,7 +354,7 @@ def _describe_bytes(state: TrainState) -> str:
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params)
     where = "" if state.opt_memory is None else " in host memory"
     parts = [
-        f"{name} {_size(sum(map(_bytes, leaves)))}"
+        f"{name} {format_bytes(sum(map(_bytes, leaves)))}"
         for name, leaves in (
             ("parameters", params),
             (f"optimizer state{where}", opt_state),
@@ -360,7 +362,7 @@ def _describe_bytes(state: TrainState) -> str:
         )
         if leaves
     ]
-    return f"{count:,} parameters, {_size(whole)}; per device: {', '.join(parts)}\n"
+    return f"{count:,} parameters, {format_bytes(whole)}; per device: {', '.join(parts)}\n"
 
 
 def _count(number: int, noun: str, ending: str) -> str:
@@ -385,7 +387,8 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _size(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
+    """In powers of 1000: 516.1 kB."""
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:
         size, units = size / 1000, units[1:]

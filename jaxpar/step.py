@@ -18,11 +18,19 @@ from jaxpar.axes import BATCH, DATA, DENSE_BATCH, STAGE, TENSOR, TIME
 from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.data import IGNORE, Batch
 from jaxpar.images import ImageBatch
-from jaxpar.loss import ImageSums, LossSums, cross_entropy, linear_cross_entropy
+from jaxpar.loss import (
+    LOGITS_ELSEWHERE,
+    LOGITS_ON_CPU,
+    ImageSums,
+    LossSums,
+    cross_entropy,
+    linear_cross_entropy,
+)
 from jaxpar.models import HybridConvNet, LSTMLanguageModel
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.lstm import extend
+from jaxpar.nn.stack import vary_like
 from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
 from jaxpar.pipeline import Pipeline, PipelineParams
 from jaxpar.plan import Plan, make_plan
@@ -79,6 +87,11 @@ class CompiledStep:
         return self._jitted.lower(state, *self._planned(batch))
 
     @property
+    def full_plan(self) -> Plan | None:
+        """The schedules of a batch of the full length; None if a step is one whole."""
+        return _full_plan(self._config, backward=self._backward)
+
+    @property
     def num_programs(self) -> int:
         """How many programs have been compiled."""
         return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,7 +100,7 @@ class CompiledStep:
         if isinstance(batch, ImageBatch) or isinstance(self._config, ImageConfig):
             return batch, None
         if self._config.mesh.stage == 1:
-            return batch, _full_plan(self._config, backward=self._backward)
+            return batch, self.full_plan
         seq_len, K = self._config.data.seq_len, self._config.pipeline.num_chunks
         length, chunk_len = batch.inputs_BT.shape[1], seq_len // K
         if length > seq_len or length % chunk_len:
@@ -145,14 +158,17 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
     def gradients(state: TrainState, batch: AnyBatch, plan: Plan | None):
         (loss, carry), grads = value_and_grad(state.params, state.carry, batch, state.step, plan)
         # The update runs where the optimizer state lies: what is split is updated in parts.
-        grads = constrain(grads, mesh, state.opt_rules)
-        params = constrain(state.params, mesh, state.opt_rules)
-        state = dataclasses.replace(state, step=state.step + 1, params=params, carry=carry)
-        return state, clip(grads, config.train), Metrics(loss, optax.tree.norm(grads))
+        with jax.named_scope("update"):
+            grads = constrain(grads, mesh, state.opt_rules)
+            params = constrain(state.params, mesh, state.opt_rules)
+            state = dataclasses.replace(state, step=state.step + 1, params=params, carry=carry)
+            return state, clip(grads, config.train), Metrics(loss, optax.tree.norm(grads))
 
     def step(state: TrainState, batch: AnyBatch, plan: Plan | None) -> tuple[TrainState, Metrics]:
         state, grads, metrics = gradients(state, batch, plan)
-        params, opt_state = update(optimizer, state.params, grads, state.opt_state)
+        with jax.named_scope("update"):
+            params, opt_state = update(optimizer, state.params, grads, state.opt_state)
+            params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
     target = abstract_state(config, mesh)
@@ -235,11 +251,7 @@ def _make_unroll(
     if isinstance(config, ImageConfig):
         return _make_classify(config, mesh)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
-    run = (
-        functools.partial(_run_in_units, config, mesh)
-        if config.runs_in_units
-        else functools.partial(_run_plainly, mesh)
-    )
+    run = functools.partial(_run_in_units if config.runs_in_units else _run_plainly, config, mesh)
 
     def unroll(params, carry, batch, dropout_key, plan):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
@@ -268,9 +280,39 @@ def _make_classify(config: ImageConfig, mesh: Mesh):
     return classify
 
 
-def _run_plainly(mesh: Mesh, model: LSTMLanguageModel, carry, batch, dropout_key, plan: None):
-    carry, y_TBH = model.outputs(batch.inputs_BT, carry, dropout_key=dropout_key)
-    return carry, linear_cross_entropy(y_TBH, *model.head_params, batch.targets_BT.T, mesh)
+def _run_plainly(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
+    max_logits = LOGITS_ON_CPU if mesh.devices.flat[0].platform == "cpu" else LOGITS_ELSEWHERE
+
+    def run(model, carry, inputs_BT, targets_BT, key, first_row=0):
+        carry, y_TBH = model.outputs(inputs_BT, carry, dropout_key=key, first_row=first_row)
+        with jax.named_scope("head"):
+            head = model.head_params
+            return carry, linear_cross_entropy(y_TBH, *head, targets_BT.T, max_logits=max_logits)
+
+    rows = (batch.inputs_BT, batch.targets_BT)
+    if mesh.shape[DATA] == 1:
+        return run(model, carry, *rows, key)
+
+    # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
+    # are summed where the parameters came in, all at once.
+    def run_shard(params, carry, inputs_BT, targets_BT, key):
+        group = lax.axis_index(DATA)
+        with jax.named_scope("gradients"):
+            params = vary_like(params, group)
+        first_row = group * inputs_BT.shape[0]
+        model = nnx.merge(graphdef, params)
+        carry, sums = run(model, carry, inputs_BT, targets_BT, key, first_row)
+        with jax.named_scope("loss"):
+            return carry, lax.psum(sums, DATA)
+
+    graphdef, params = nnx.split(model)
+    return jax.shard_map(
+        run_shard,
+        mesh=mesh,
+        axis_names={DATA},
+        in_specs=(P(), P(None, DATA), P(DATA), P(DATA), P()),
+        out_specs=(P(None, DATA), P()),
+    )(params, carry, *rows, key)
 
 
 def _run_in_units(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):

@@ -100,8 +100,30 @@ def test_resume_takes_the_settings_of_the_run(run, capsys):
     assert "step 6/6" in printed
 
 
+def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    config = ["inspect", *flags(text)[1:], "--simulate", "8"]
+    assert main([*config, "--mesh", "dp2pp2tp2"]) == 0
+    printed = capsys.readouterr().out
+    for pattern in (
+        r"collective +axes +payload +bytes +runs +in loops +sent +pass +module",
+        r"permute +stage +f32 1x4x4 +64 B +9 +9 +576 B +forward +exchange",
+        r"all-gather +tensor +f32 4x8 +128 B +4 +4 if +256 B +forward +lstm",
+        r"data +1 +1 ",
+        r"FLOPs per device +[\d,]+, the body of every loop once",
+        r"memory per device +[\d.]+ kB: arguments ",
+    ):
+        assert re.search(pattern, printed), f"{pattern} is not in:\n{printed}"
+    assert max(map(len, printed.splitlines())) <= 100
+    assert main([*config, "--mesh", "dp8", "--model.vocab-size", "96", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {tuple(c["axes"]) for c in report["collectives"]} == {("data",)}
+    assert report["memory"]["arguments"] > 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_of_every_command(capsys):
-    for command in ([], ["train"], ["evaluate"], ["sample"]):
+    for command in ([], ["train"], ["evaluate"], ["sample"], ["inspect"]):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     printed = capsys.readouterr().out

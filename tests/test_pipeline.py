@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -24,6 +23,7 @@ from test_equivalence import (
 )
 
 import jaxpar.step
+from jaxpar.analysis import inspect_step
 from jaxpar.config import DataConfig, ModelConfig
 from jaxpar.gpipe import run_pipeline
 from jaxpar.mesh import MeshConfig
@@ -395,96 +395,6 @@ def test_autodiff_through_the_forward_executor_equals_plain():
 
 # ---- the compiled program ----
 
-COLLECTIVE = re.compile(
-    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
-)
-
-
-def computations(text):
-    """Name -> lines of every computation of an HLO module."""
-    found, name = {}, None
-    for line in text.splitlines():
-        if line and not line[0].isspace() and "{" in line:
-            name = line.split()[1 if line.startswith("ENTRY") else 0].lstrip("%")
-            found[name] = []
-        elif name:
-            found[name].append(line)
-    return found
-
-
-def reachable(found, pattern):
-    """Computations that an instruction's attributes name, and all that they call."""
-    names = re.compile(r"%?([\w.\-]+)")
-    todo = [
-        name
-        for lines in found.values()
-        for line in lines
-        for attribute in re.findall(pattern, line)
-        for name in names.findall(" ".join(attribute))
-        if name in found
-    ]
-    seen = set()
-    while todo:
-        name = todo.pop()
-        if name not in seen:
-            seen.add(name)
-            for line in found[name]:
-                todo += [n for n in names.findall(line.partition("(")[2]) if n in found]
-    return seen
-
-
-BODIES = r"(body)=(%?[\w.\-]+)"
-BRANCHES = r"(?:branch_computations=\{([^}]*)\}|true_computation=(%?[\w.\-]+))"
-
-
-def groups_of(line, sizes):
-    """The sets of devices that a collective joins, from any of HLO's three notations."""
-    if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", line):
-        return [set(map(int, pair.split(","))) for pair in re.findall(r"\{([\d,]+)\}", found[1])]
-    if found := re.search(r"replica_groups=\{(\{.*?\})\}", line):
-        return [set(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
-    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        shape, reshape = ([int(n) for n in found[k].split(",")] for k in (1, 2))
-        ids = np.arange(np.prod(reshape)).reshape(reshape)
-        if found[3]:
-            ids = ids.transpose([int(n) for n in found[3].split(",")])
-        return [set(group) for group in ids.reshape(shape).tolist()]
-    found = re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))? *\{(.*?)\}",
-        line,
-    )
-    assert found, f"cannot read the groups of: {line[:400]}"
-    axes = re.findall(r"'(\w+)'=(\d+)", found[1])
-    used = re.findall(r"'(\w+)'", found[4])
-    ids = np.arange(np.prod([int(size) for _, size in axes]))
-    if found[2]:
-        ids = ids.reshape([int(n) for n in found[2].split(",")])
-        ids = ids.transpose([int(n) for n in found[3].split(",")])
-    ids = ids.reshape([int(size) for _, size in axes])
-    last = [k for k, (name, _) in enumerate(axes) if name in used]
-    ids = np.moveaxis(ids, last, range(ids.ndim - len(last), ids.ndim))
-    return [set(g) for g in ids.reshape(-1, np.prod([int(axes[k][1]) for k in last])).tolist()]
-
-
-def axes_joined(line, sizes):
-    """The mesh axes along which the devices of a collective differ."""
-    coordinates = np.array(np.unravel_index(np.arange(np.prod(sizes)), sizes)).T
-    joined = set()
-    for group in groups_of(line, sizes):
-        members = coordinates[sorted(group)]
-        joined |= {axis for axis in range(3) if len(set(members[:, axis])) > 1}
-    return {("data", "stage", "tensor")[axis] for axis in joined}
-
-
-@functools.cache
-def compiled_text(mesh_sizes, tied=False, **options):
-    model = dataclasses.replace(MODEL, tie_embedding=tied, embed_size=16 if tied else 8)
-    config = make_config(mesh_sizes, (2, 2), model=model, **options)
-    mesh = config.mesh.build()
-    step = make_train_step(config, mesh)
-    return step.lower(init_state(config, mesh), make_batch(config, mesh)).compile().as_text()
-
-
 HLO_CASES = [
     ((2, 2, 2), {"head": "last"}),
     ((2, 2, 2), {"head": "sharded"}),
@@ -496,32 +406,20 @@ HLO_CASES = [
 
 @pytest.mark.parametrize(("sizes", "options"), HLO_CASES)
 def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes, options):
-    text = compiled_text(sizes, **options)
-    found = computations(text)
-    looped, branched = reachable(found, BODIES), reachable(found, BRANCHES)
-    assert looped
-    assert branched
-    ups_and_downs, of_the_head = 0, 0
-    outside = set()
-    for name, lines in found.items():
-        for line in lines:
-            if not (kind := COLLECTIVE.search(line)):
-                continue
-            axes = axes_joined(line, sizes)
-            if name not in looped:
-                outside |= axes
-                continue
-            # Gradients are summed over data once, after the loop.
-            assert "data" not in axes, line
-            # XLA's permute waits for all devices: where only some stages go it would wait forever.
-            if kind[1] == "collective-permute":
-                assert name not in branched, line
-                ups_and_downs += 1
-            elif "stage" in axes:
-                of_the_head += 1
-    assert ups_and_downs == 2
-    assert (of_the_head > 0) == (options["head"] == "sharded")
-    assert ("data" in outside) == (sizes[0] > 1)
+    options = dict(options)
+    tied = options.pop("tied", False)
+    model = dataclasses.replace(MODEL, tie_embedding=tied, embed_size=16 if tied else 8)
+    report = inspect_step(make_config(sizes, (2, 2), model=model, **options))
+    looped = [c for c in report.collectives if c.in_loop]
+    # Gradients are summed over data once, after the loop.
+    assert not [c for c in looped if "data" in c.axes]
+    assert bool(report.along("data")) == (sizes[0] > 1)
+    permutes = [c for c in looped if c.op == "collective-permute"]
+    assert [c.phase for c in permutes] == ["forward", "backward"]
+    # XLA's permute waits for all devices: where only some stages go it would wait forever.
+    assert not [c for c in permutes if c.conditional]
+    of_the_head = [c for c in looped if "stage" in c.axes and c not in permutes]
+    assert bool(of_the_head) == (options["head"] == "sharded")
 
 
 def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():

@@ -1,7 +1,7 @@
 """The state: born sharded, the same on every mesh, and audited."""
 
 import dataclasses
-import re
+import math
 
 import jax
 import numpy as np
@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 from test_equivalence import MESHES, by_layer, make_batch, make_config
 
+from jaxpar.analysis import inspect_step
+from jaxpar.analysis.hlo import arrays
 from jaxpar.config import ModelConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import clip, learning_rate
@@ -73,8 +75,7 @@ def test_initialisation_needs_the_memory_of_its_shards():
     assert abs(memory.output_size_in_bytes - shard_bytes(state)) <= 8 * len(jax.tree.leaves(state))
     # Random bits are drawn shard by shard: no array of the program, at any point, is larger than a shard.
     largest = max(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state))
-    shapes = re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", compiled.as_text())
-    assert max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes) == largest
+    assert max(math.prod(dims) for _, dims in arrays(compiled.as_text())) == largest
     # Threefry's two words, the bits and the values.
     assert memory.temp_size_in_bytes < 4.1 * 4 * largest
 
@@ -111,6 +112,16 @@ def test_host_update_keeps_state_in_host_memory():
     on_device = jax.device_put(after.opt_state, shardings(after.opt_state, mesh, after.opt_rules))
     with pytest.raises(ValueError, match="declared in pinned_host memory, but lies in device"):
         audit(dataclasses.replace(after, opt_state=on_device))
+
+
+def test_a_split_update_compiles_to_an_eighth_of_the_moments_on_eight_devices():
+    def argument_bytes(optimizer, update="replicated"):
+        train = TrainConfig(optimizer=optimizer, update=update)
+        return inspect_step(make_config((8, 1, 1), train=train)).memory.arguments
+
+    without = argument_bytes("sgd") + 4  # Adam counts its steps too
+    whole, part = (argument_bytes("adam", u) - without for u in ("replicated", "sharded"))
+    assert whole == 8 * part > 0
 
 
 def test_audit_names_what_is_not_so_sharded():

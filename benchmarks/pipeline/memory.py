@@ -60,7 +60,7 @@ def compile_autodiff(config: Config):
     def loss(params, carry, batch):
         model: LSTMLanguageModel = nnx.merge(graphdef, params)
 
-        def run_layers(lstm, carry, x_TBE, key):
+        def run_layers(lstm, carry, x_TBE, key, first_row):
             return run_pipeline(
                 lstm.layer(key),
                 lstm.params,

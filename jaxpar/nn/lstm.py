@@ -219,18 +219,21 @@ class LSTM(nnx.Module):
     def layer(self, dropout_key: jax.Array | None = None) -> Layer:
         """One layer as a function, for `nn.run_layers` or a pipeline: dropout, then the LSTM."""
 
+        @jax.named_scope("lstm")
         def run(params, carry, x_TBH, position):
             x_TBH = dropout(x_TBH, self.dropout, dropout_key, position)
             return lstm_layer(params, carry, x_TBH)
 
         return run
 
+    @jax.named_scope("lstm")
     def __call__(
         self,
         x_TBI: jax.Array,
         carry: LSTMCarry | None = None,
         *,
         dropout_key: jax.Array | None = None,
+        first_row: jax.Array | int = 0,
     ) -> tuple[LSTMCarry, jax.Array]:
         """All layers over a window of time.
 
@@ -238,6 +241,7 @@ class LSTM(nnx.Module):
           x_TBI: [T, B, input_size]; B may be sharded over `data`.
           carry: state before the window, [slots, B, H]; None starts from zeros.
           dropout_key: None means no dropout.
+          first_row: where these rows begin in the whole batch.
         Returns:
           the state after the window and the outputs of the last layer, [T, B, hidden_size].
         Raises:
@@ -255,7 +259,7 @@ class LSTM(nnx.Module):
             self.params,
             carry,
             extend(x_TBI, self.hidden_size),
-            Position(0, 0, 0),
+            Position(0, 0, first_row),
             np.asarray(self.layer_ids, np.int32),
             has_empty_slots=-1 in self.layer_ids,
         )

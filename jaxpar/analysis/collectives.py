@@ -1,0 +1,227 @@
+"""The collectives of a compiled program: what is exchanged, along which mesh axes, how often, and by whom."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpar.analysis.hlo import (
+    Groups,
+    Instruction,
+    Module,
+    Visit,
+    arrays,
+    bits,
+    elements_of_tuple,
+    groups,
+)
+
+Pass = Literal["forward", "backward", "neither"]
+
+# What the busiest of n devices sends for a payload of 1, by the usual ring algorithms: NCCL's bus bandwidth
+# factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+_SENT = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+    "collective-broadcast": lambda n: 1.0,
+}
+
+# Parts of an `op_name` that say how the program is built, not which module it is from.
+_STRUCTURE = re.compile(
+    r"while|body|cond|branch_\d+_fun|closed_call|eval_jaxpr|shard_map|scan|checkpoint|rematted_computation"
+    r"|remat\d*|jit|core_call|custom_[jv]{2}p_call\w*|.*->.*|.*<locals>.*|"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program; combined ones are one, with several arrays.
+
+    Attributes:
+      op: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
+        "collective-broadcast" or "ragged-all-to-all".
+      axes: the mesh axes along which the devices that exchange differ.
+      group_size: how many devices exchange with each other; 2 for a permute, whose devices send in pairs.
+      shapes, dtypes: of the payload's arrays.
+      elements, bytes: of the payload of one device and one run: the whole array that an all-reduce
+        sums, an all-gather makes, a reduce-scatter or an all-to-all takes, a permute or a broadcast
+        sends; of a ragged-all-to-all its buffer, which is the most.
+      sent_bytes: what the busiest device sends in one run, by a ring of n devices: an all-reduce
+        2 (n-1)/n of the payload; an all-gather, a reduce-scatter and an all-to-all (n-1)/n; a permute and
+        a broadcast all of it (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+      trip_counts: of the loops around it, outermost first; None where data decides.
+      conditional: it is in a branch, and counted as if the branch was always taken.
+      phase: "backward" if it comes from transposing, or a module named so; "forward"; or in a program that
+        differentiates "neither", such as the optimizer's.
+      module: the named scopes (`jax.named_scope`) that it comes from, such as "pipeline/forward/lstm".
+      source: the line of Python, such as "lstm.py:84".
+      op_name: as XLA keeps it.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    group_size: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    elements: int
+    bytes: int
+    sent_bytes: int
+    trip_counts: tuple[int | None, ...]
+    conditional: bool
+    phase: Pass
+    module: str
+    source: str
+    op_name: str
+
+    @property
+    def count(self) -> int | None:
+        """How often it runs; None if a loop around it runs as often as data says."""
+        known = [trips for trips in self.trip_counts if trips is not None]
+        return math.prod(known) if len(known) == len(self.trip_counts) else None
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether a loop is around it."""
+        return bool(self.trip_counts)
+
+
+def find_collectives(
+    text: str, mesh: Mesh | None = None, order: Sequence[int] | None = None
+) -> tuple[Collective, ...]:
+    """The collectives of a compiled program, in its order; those among groups of one move nothing.
+
+    Args:
+      text: of its HLO module, `compiled.as_text()`.
+      mesh: whose axes are named; None if the program runs on one device.
+      order: for each partition of the program, the place of its device in `mesh.devices.flat`; None if
+        they are in the same order.
+    Raises:
+      ValueError: the text is no HLO module, or the program does not run on the mesh.
+    """
+    module = Module(text)
+    if module.num_partitions == 1:
+        return ()
+    if mesh is None or mesh.size != module.num_partitions:
+        raise ValueError(
+            f"the program runs on {module.num_partitions} devices, the mesh is "
+            f"{mesh and dict(mesh.shape)}; give the mesh that it was compiled for"
+        )
+    places = np.arange(mesh.size) if order is None else np.asarray(order)
+    differentiates = "jvp(" in text
+    found = []
+    for visit in module.visits():
+        op = _operation(visit.instruction)
+        if op is None:
+            continue
+        joined = groups(visit.instruction, module.num_partitions)
+        joined = [places[list(group)].tolist() for group in joined if len(set(group)) > 1]
+        if joined:
+            found.append(_collective(module, visit, op, mesh, joined, differentiates))
+    return tuple(found)
+
+
+def _operation(instruction: Instruction) -> str | None:
+    op = instruction.opcode.removesuffix("-start")
+    if op == "send":  # a permute that XLA took apart, to run it beside other work
+        return "collective-permute" if "_source_target_pairs" in instruction.attributes else None
+    return op if op in _SENT else None
+
+
+def _collective(
+    module: Module, visit: Visit, op: str, mesh: Mesh, joined: Groups, differentiates: bool
+) -> Collective:
+    """A collective among groups of places in the mesh."""
+    instruction = visit.instruction
+    size = max(map(len, joined))
+    payload = _payload(instruction, op, size)
+    elements = [math.prod(dims) for _, dims in payload]
+    num_bytes = sum(n * bits(dtype) for n, (dtype, _) in zip(elements, payload, strict=True)) // 8
+    paths = _paths(visit)
+    sources = map(module.source, (instruction, *reversed(visit.callers)))
+    return Collective(
+        op=op,
+        axes=_axes(mesh, joined),
+        group_size=size,
+        shapes=tuple(dims for _, dims in payload),
+        dtypes=tuple(dtype for dtype, _ in payload),
+        elements=sum(elements),
+        bytes=num_bytes,
+        sent_bytes=math.ceil(num_bytes * _SENT[op](size)),
+        trip_counts=visit.trip_counts,
+        conditional=visit.conditional,
+        phase=_phase(paths, differentiates),
+        module=", ".join(dict.fromkeys(filter(None, map(_scopes, paths)))),
+        source=next(filter(None, sources), ""),
+        op_name=instruction.op_name,
+    )
+
+
+def _axes(mesh: Mesh, joined: Groups) -> tuple[str, ...]:
+    """The axes along which the members of any group differ."""
+    coordinates = np.array(np.unravel_index(np.arange(mesh.size), mesh.devices.shape))
+    differ = [np.ptp(coordinates[:, group], axis=1) > 0 for group in joined]
+    return tuple(
+        axis for axis, joins in zip(mesh.axis_names, np.any(differ, axis=0), strict=True) if joins
+    )
+
+
+def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tuple[int, ...]]]:
+    shape = instruction.shape
+    if instruction.opcode == "send":  # (what is sent, context, token)
+        shape = elements_of_tuple(shape)[0]
+    elif (
+        instruction.opcode.endswith("-start") and op != "all-reduce"
+    ):  # (operands, results, context...)
+        shape = elements_of_tuple(shape)[1]
+    payload = arrays(shape)
+    if op == "reduce-scatter":  # what it takes is larger than what it leaves
+        found = re.search(r"dimensions=\{(\d+)\}", instruction.attributes)
+        assert found, instruction
+        dim = int(found[1])
+        payload = [
+            (dtype, (*dims[:dim], dims[dim] * size, *dims[dim + 1 :])) for dtype, dims in payload
+        ]
+    return payload
+
+
+def _paths(visit: Visit) -> list[str]:
+    """The `op_name`s that a collective has, one for each that was combined into it.
+
+    XLA leaves them away, or cuts them short, where it puts collectives of its own into a loop or branch;
+    then that of the loop says more.
+    """
+    path = visit.instruction.op_name
+    for caller in visit.callers:
+        if caller.op_name.startswith(path):
+            path = caller.op_name
+    before, combined, names = path.partition("/(")
+    if not combined or not names.endswith(")"):
+        return [path]
+    return [f"{before}/{name}" for name in names[:-1].split(":")]
+
+
+def _phase(paths: list[str], differentiates: bool) -> Pass:
+    if any("transpose(" in path or "backward" in _scopes(path).split("/") for path in paths):
+        return "backward"
+    if not differentiates or any("jvp(" in path for path in paths):
+        return "forward"
+    return "neither"
+
+
+def _scopes(path: str) -> str:
+    """The named scopes of an `op_name`: jit(step)/transpose(jvp(lstm))/while/body/mul is from lstm."""
+    scopes = []
+    for part in path.split("/")[:-1]:
+        while found := re.fullmatch(r"(\w+)\((.*)\)", part):
+            part = "" if found[1] == "jit" else found[2]
+        if not _STRUCTURE.fullmatch(part) and part not in scopes[-1:]:
+            scopes.append(part)
+    return "/".join(scopes)

@@ -1,0 +1,293 @@
+"""Reports on compiled programs, the training step or any other: collectives, FLOPs and memory."""
+
+import dataclasses
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import rich.box
+from jax.sharding import Mesh, NamedSharding
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.config import RunConfig
+from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
+from jaxpar.plan import Plan
+from jaxpar.report import WIDTH, format_bytes
+from jaxpar.state import abstract_state
+from jaxpar.step import abstract_batch, make_train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, by XLA's buffer assignment.
+
+    Attributes:
+      arguments, outputs: of the program.
+      aliased: outputs that lie where (donated) arguments lay.
+      temporary: everything else, at its most.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+
+    @property
+    def total(self) -> int:
+        """What a device must have room for."""
+        return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over all runs of the collectives along the same axes.
+
+    Attributes:
+      collectives: instructions.
+      count: runs.
+      bytes, sent_bytes: payload, and what the busiest device sends; see `Collective`.
+      unknown: collectives that run as often as data says. They are not in count and bytes.
+    """
+
+    axes: tuple[str, ...]
+    collectives: int
+    count: int
+    bytes: int
+    sent_bytes: int
+    unknown: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """What one device does when a compiled program runs once. `print` it, or read it.
+
+    Attributes:
+      collectives: in the program's order.
+      flops: floating-point operations by XLA's count, which takes the body of every loop once, however
+        often it runs; None where XLA does not count.
+      memory: None where XLA does not tell.
+    """
+
+    collectives: tuple[Collective, ...]
+    flops: float | None
+    memory: Memory | None
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """Sums for each set of axes that collectives run along, the most bytes first."""
+        totals = []
+        for axes in dict.fromkeys(c.axes for c in self.collectives):
+            along = [c for c in self.collectives if c.axes == axes]
+            runs = [(c.count, c) for c in along]
+            known = [(count, c) for count, c in runs if count is not None]
+            totals.append(
+                Total(
+                    axes=axes,
+                    collectives=len(along),
+                    count=sum(count for count, _ in known),
+                    bytes=sum(count * c.bytes for count, c in known),
+                    sent_bytes=sum(count * c.sent_bytes for count, c in known),
+                    unknown=len(along) - len(known),
+                )
+            )
+        return tuple(sorted(totals, key=lambda total: -total.sent_bytes))
+
+    def along(self, *axes: str) -> tuple[Collective, ...]:
+        """The collectives that join devices along any of the axes."""
+        return tuple(c for c in self.collectives if set(axes) & set(c.axes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it in dicts, lists, numbers and strings: what `json.dumps` takes."""
+        collectives = [
+            {**dataclasses.asdict(c), "count": c.count, "in_loop": c.in_loop}
+            for c in self.collectives
+        ]
+        return {
+            **dataclasses.asdict(self),
+            "collectives": collectives,
+            "totals": [dataclasses.asdict(total) for total in self.totals],
+        }
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+        if self.collectives:
+            yield _collectives_table(self.collectives)
+            yield "\nbytes: of one run; sent: in all runs, by the busiest device of a ring" + (
+                "; if: in a branch" * any(c.conditional for c in self.collectives)
+            )
+            yield ""
+            yield _totals_table(self.totals)
+            yield ""
+        else:
+            yield "no collectives"
+        facts = Table.grid(padding=(0, 2))
+        if self.flops is not None:
+            facts.add_row("FLOPs per device", f"{self.flops:,.0f}, the body of every loop once")
+        if m := self.memory:
+            parts = ("arguments", m.arguments), ("new outputs", m.outputs - m.aliased)
+            parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", m.temporary)))
+            facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
+        yield facts
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH)
+        with console.capture() as capture:
+            console.print(self, end="", highlight=False)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def inspect_step(config: RunConfig, mesh: Mesh | None = None) -> ProgramReport:
+    """The report of a config's training step, compiled for shapes: no array is made.
+
+    The length of a pipeline's loop over ticks is data. It is filled in for a batch of full length: what
+    runs at every tick counts once a tick, what a unit needs once for every unit of the busiest device.
+
+    Args:
+      config: with `model.vocab_size` set. With `update="host"`, the optimizer is no part of the program.
+      mesh: None builds `config.mesh`.
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    config.check()
+    mesh = config.mesh.build() if mesh is None else mesh
+    step = make_train_step(config, mesh)
+    arguments = abstract_state(config, mesh), abstract_batch(config, mesh)
+    report = inspect_compiled(step.lower(*arguments).compile(), mesh)
+    plan = step.full_plan
+    if plan is None:
+        return report
+    collectives = tuple(_planned(collective, plan) for collective in report.collectives)
+    return dataclasses.replace(report, collectives=collectives)
+
+
+def inspect_function(
+    function: Callable[..., Any], *args: Any, mesh: Mesh | None = None, **kwargs: Any
+) -> ProgramReport:
+    """The report of a function of your own, compiled for these arguments.
+
+    Args:
+      function: jitted, or to be jitted.
+      args, kwargs: arrays, or `jax.ShapeDtypeStruct`s with a sharding.
+      mesh: as for `inspect_compiled`.
+    Raises:
+      ValueError: the mesh cannot be told from the arguments and results.
+    """
+    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    return inspect_compiled(jitted.lower(*args, **kwargs).compile(), mesh)
+
+
+def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) -> ProgramReport:
+    """The report of what `jax.jit(...).lower(...).compile()` gives.
+
+    Args:
+      mesh: whose axes are named; None takes that of the program's arguments and results.
+    Raises:
+      ValueError: they are on no mesh, or on several; or the program was not compiled for the mesh.
+    """
+    executable: Any = compiled.runtime_executable()
+    devices = executable.local_devices()  # of partition 0, 1, ...
+    mesh = _mesh_of(compiled, len(devices)) if mesh is None else mesh
+    order = None
+    # Another process's devices are not among them; JAX compiles for the mesh's order then.
+    if mesh is not None and len(devices) == mesh.size:
+        places = {device: place for place, device in enumerate(mesh.devices.flat)}
+        if set(devices) != set(places):
+            raise ValueError(
+                f"the program was compiled for the devices {devices}, the mesh has "
+                f"{mesh.devices.ravel().tolist()}; give the mesh that it was compiled for"
+            )
+        order = [places[device] for device in devices]
+    costs: Any = compiled.cost_analysis() or {}
+    memory: Any = compiled.memory_analysis()
+    return ProgramReport(
+        collectives=find_collectives(compiled.as_text() or "", mesh, order),
+        flops=costs.get("flops"),
+        memory=memory
+        and Memory(
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            aliased=memory.alias_size_in_bytes,
+            temporary=memory.temp_size_in_bytes,
+        ),
+    )
+
+
+def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    layouts = [s for s in shardings if isinstance(s, NamedSharding)]
+    meshes = {layout.mesh for layout in layouts if isinstance(layout.mesh, Mesh)}
+    if len(meshes) == 1:
+        return meshes.pop()
+    if num_devices == 1:
+        return None
+    raise ValueError(
+        f"the arguments and results of this program of {num_devices} devices lie on {len(meshes)} meshes; "
+        f"give the one whose axes are to be named: mesh=..."
+    )
+
+
+def _planned(collective: Collective, plan: Plan) -> Collective:
+    """A collective of the pipeline's loop with the loop's length, by what of a tick it belongs to."""
+    length = int(plan.num_ticks)
+    if collective.conditional:
+        units = {
+            FORWARD: np.asarray(plan.forward.unit) >= 0,  # [data, ticks, stage]
+            BACKWARD: np.asarray(plan.backward.unit) >= 0,
+            HEAD: np.asarray(plan.head)[..., :1] >= 0,
+        }
+        [part] = set(units) & set(re.split("[/, ]+", collective.module))
+        length = int(units[part].sum(1).max())
+    trips = tuple(length if count is None else count for count in collective.trip_counts)
+    return dataclasses.replace(collective, trip_counts=trips)
+
+
+def _collectives_table(collectives: Sequence[Collective]) -> Table:
+    table = _table(
+        "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass", "module"
+    )
+    for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
+        dims = "x".join(map(str, c.shapes[0])) or "scalar"
+        more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
+        loops = "x".join("?" if trips is None else str(trips) for trips in c.trip_counts)
+        table.add_row(
+            c.op.removeprefix("collective-"),
+            " ".join(c.axes),
+            f"{c.dtypes[0]} {dims}{more}",
+            format_bytes(c.bytes),
+            "?" if c.count is None else f"{c.count:,}",
+            loops + " if" * c.conditional,
+            "?" if c.count is None else format_bytes(c.count * c.sent_bytes),
+            c.phase if c.phase != "neither" else "",
+            re.sub(rf"^{c.phase}(/|$)", "", c.module) or c.source,
+        )
+    return table
+
+
+def _totals_table(totals: Sequence[Total]) -> Table:
+    table = _table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
+    for total in totals:
+        table.add_row(
+            " ".join(total.axes),
+            str(total.collectives),
+            f"{total.count:,}" + f" + {total.unknown} x ?" * bool(total.unknown),
+            format_bytes(total.bytes),
+            format_bytes(total.sent_bytes),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    """A table; a column whose name begins with > is of numbers."""
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"),
+            justify="right" if column[0] == ">" else "left",
+            overflow="fold",
+            min_width=9 if column == "module" else None,
+        )
+    return table

@@ -1,0 +1,437 @@
+"""The report of collectives, on programs whose collectives are known by construction, and on our steps."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_equivalence import make_config
+
+import jaxpar
+from jaxpar.analysis import find_collectives, inspect_compiled, inspect_function, inspect_step
+from jaxpar.analysis.hlo import Module, groups
+from jaxpar.config import DataConfig, ModelConfig, TrainConfig
+from jaxpar.mesh import MeshConfig
+from jaxpar.schedule import make_schedule
+from jaxpar.sharding import annotated
+from jaxpar.state import abstract_state
+
+pytestmark = pytest.mark.law
+
+AXES = ("data", "stage", "tensor")
+
+
+@functools.cache
+def cube():
+    return MeshConfig(2, 2, 2).build()
+
+
+def inspect_local(local, mesh=None):
+    """The report of a function of one device's block, float32 [2, 8, 4] = 256 bytes, on all of the 8."""
+    mesh, whole = mesh or cube(), P(AXES)
+    run = jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    x = jax.ShapeDtypeStruct((16, 8, 4), jnp.float32, sharding=NamedSharding(mesh, whole))
+    return inspect_function(run, x)
+
+
+KINDS = {
+    "sum over one axis": (
+        lambda x: lax.psum(x, "data"), "all-reduce", ("data",), 2, 256, 256,
+    ),
+    "sum over two axes": (
+        lambda x: lax.psum(x, ("data", "tensor")), "all-reduce", ("data", "tensor"), 4, 256, 384,
+    ),
+    "sum over all": (lambda x: lax.psum(x, AXES), "all-reduce", AXES, 8, 256, 448),
+    "maximum": (lambda x: lax.pmax(x, "stage"), "all-reduce", ("stage",), 2, 256, 256),
+    "gather": (
+        lambda x: lax.all_gather(x, "stage", axis=1, tiled=True),
+        "all-gather", ("stage",), 2, 512, 256,
+    ),
+    "gather over two axes": (
+        lambda x: lax.all_gather(x, ("stage", "tensor"), tiled=True),
+        "all-gather", ("stage", "tensor"), 4, 1024, 768,
+    ),
+    "scatter": (
+        lambda x: lax.psum_scatter(x, ("data", "stage"), scatter_dimension=1, tiled=True),
+        "reduce-scatter", ("data", "stage"), 4, 256, 192,
+    ),
+    "all to all": (
+        lambda x: lax.all_to_all(x, "tensor", 1, 0, tiled=True),
+        "all-to-all", ("tensor",), 2, 256, 128,
+    ),
+    "all to all of four": (
+        lambda x: lax.all_to_all(x, ("data", "tensor"), 1, 0, tiled=True),
+        "all-to-all", ("data", "tensor"), 4, 256, 192,
+    ),
+    "permute": (
+        lambda x: lax.ppermute(x, "stage", [(0, 1)]), "collective-permute", ("stage",), 2, 256, 256,
+    ),
+    "permute round two axes": (
+        lambda x: lax.ppermute(x, ("data", "tensor"), [(k, (k + 1) % 4) for k in range(4)]),
+        "collective-permute", ("data", "tensor"), 2, 256, 256,
+    ),
+    "permute of integers": (
+        lambda x: lax.ppermute(x[0].astype(jnp.int8), "data", [(0, 1)]),
+        "collective-permute", ("data",), 2, 32, 32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_axes_and_bytes(kind):
+    local, op, axes, size, num_bytes, sent_bytes = KINDS[kind]
+    [found] = inspect_local(local).collectives
+    assert (found.op, found.axes, found.group_size) == (op, axes, size)
+    assert (found.bytes, found.sent_bytes) == (num_bytes, sent_bytes)
+    assert found.elements == num_bytes // (1 if found.dtypes[0] == "s8" else 4)
+    assert found.elements == sum(map(math.prod, found.shapes))
+    assert (found.count, found.in_loop, found.conditional) == (1, False, False)
+    assert found.phase == "forward"
+    assert found.source.startswith("test_collectives.py:")
+
+
+def test_combined_collectives_are_one_with_several_arrays():
+    def local(x):
+        a, b = lax.psum((x, x[0] * 2), "data")
+        return a + b[None]
+
+    report = inspect_local(local)
+    [found] = report.collectives
+    assert found.shapes == ((2, 8, 4), (8, 4))
+    assert found.dtypes == ("f32", "f32")
+    assert (found.elements, found.bytes) == (96, 384)
+
+
+def scan(length, body):
+    return lambda x: lax.scan(lambda x, _: (body(x), None), x, None, length=length)[0]
+
+
+def test_runs_are_multiplied_through_nested_loops():
+    def local(x):
+        x = lax.psum(x, "stage")
+        x = scan(7, lambda x: jnp.sin(lax.psum(x, "data")))(x)
+        inner = scan(5, lambda x: jnp.sin(lax.psum(x, "tensor")))
+        return scan(3, lambda x: inner(jnp.sin(lax.psum(x, ("data", "tensor")))))(x)
+
+    report = inspect_local(local)
+    loops = {c.axes: c.trip_counts for c in report.collectives}
+    assert loops == {
+        ("stage",): (), ("data",): (7,), ("data", "tensor"): (3,), ("tensor",): (3, 5),
+    }  # fmt: skip
+    totals = {t.axes: (t.collectives, t.count, t.bytes, t.sent_bytes) for t in report.totals}
+    assert totals == {
+        ("stage",): (1, 1, 256, 256),
+        ("data",): (1, 7, 7 * 256, 7 * 256),
+        ("data", "tensor"): (1, 3, 3 * 256, 3 * 384),
+        ("tensor",): (1, 15, 15 * 256, 15 * 256),
+    }
+    assert [t.axes for t in report.totals] == [
+        ("tensor",),
+        ("data",),
+        ("data", "tensor"),
+        ("stage",),
+    ]
+
+
+def test_a_length_that_is_data_is_not_guessed():
+    def local(x):
+        x = scan(2, lambda x: jnp.sin(lax.psum(x, "stage")))(x)
+        return lax.while_loop(
+            lambda x: jnp.sum(x) < 100,
+            scan(3, lambda x: lax.psum(x, "data") + 1),
+            x,
+        )
+
+    report = inspect_local(local)
+    found = {c.axes: c for c in report.collectives}
+    assert (found["stage",].trip_counts, found["stage",].count) == ((2,), 2)
+    assert (found["data",].trip_counts, found["data",].count) == ((None, 3), None)
+    assert found["data",].in_loop
+    [total] = [t for t in report.totals if t.axes == ("data",)]
+    assert (total.count, total.bytes, total.unknown) == (0, 0, 1)
+    assert "0 + 1 x ?" in str(report)
+
+
+def test_the_condition_of_a_loop_is_asked_once_more():
+    def local(x):
+        def goes_on(state):
+            return (state[0] < 4) & (lax.psum(state[1][0, 0, 0], "data") < 9)
+
+        return lax.while_loop(goes_on, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))[1]
+
+    x = jax.ShapeDtypeStruct((16, 8, 4), jnp.float32, sharding=NamedSharding(cube(), P(AXES)))
+    run = jax.shard_map(local, mesh=cube(), in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
+    text = jax.jit(run).lower(x).compile().as_text()
+    [found] = find_collectives(text, cube())
+    assert (found.axes, found.trip_counts) == (("data",), (None,))
+    [loop] = [line for line in text.splitlines() if " while(" in line]
+    known = text.replace(loop, loop + ', backend_config={"known_trip_count":{"n":"4"}}')
+    [found] = find_collectives(known, cube())
+    assert found.trip_counts == (5,)
+
+
+def test_branches_are_marked():
+    def local(x):
+        x = lax.psum(x, "stage")
+        return lax.cond(
+            x[0, 0, 0] > 0,
+            scan(3, lambda x: jnp.sin(lax.psum(x, "data"))),
+            lambda x: lax.psum(x, "tensor"),
+            x,
+        )
+
+    found = {c.axes: (c.conditional, c.count) for c in inspect_local(local).collectives}
+    assert found == {("stage",): (False, 1), ("data",): (True, 3), ("tensor",): (True, 1)}
+
+
+def test_groups_of_one_move_nothing():
+    mesh = jax.make_mesh((8, 1, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    assert inspect_local(lambda x: lax.psum(x, "tensor"), mesh).collectives == ()
+    [found] = inspect_local(lambda x: lax.psum(x, ("data", "tensor")), mesh).collectives
+    assert (found.axes, found.group_size) == (("data",), 8)
+
+
+def test_axes_are_those_of_the_given_mesh_whatever_its_order():
+    def spec(mesh):
+        return jax.ShapeDtypeStruct((16,), jnp.float32, sharding=NamedSharding(mesh, P(AXES)))
+
+    turned = Mesh(cube().devices.transpose(2, 1, 0), AXES, axis_types=(AxisType.Auto,) * 3)
+    specs = {"in_specs": P(AXES), "out_specs": P(("stage", "tensor"))}
+    run = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=turned, **specs)
+    compiled = jax.jit(run).lower(spec(turned)).compile()
+    assert [c.axes for c in inspect_compiled(compiled).collectives] == [("data",)]
+    assert [c.axes for c in inspect_compiled(compiled, cube()).collectives] == [("tensor",)]
+    half, other = (MeshConfig(4, devices=ids).build() for ids in ((0, 1, 2, 3), (0, 1, 2, 7)))
+    x = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=NamedSharding(half, P("data")))
+    with pytest.raises(ValueError, match=r"compiled for the devices .*=3.*the mesh has .*=7"):
+        inspect_compiled(jax.jit(jnp.sum).lower(x).compile(), other)
+
+
+def test_what_the_compiler_adds_to_a_plain_function_is_found_with_its_module():
+    mesh = cube()
+
+    def place(shape, *spec):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+    def loss(w, x):
+        with jax.named_scope("rows"):
+            y = jnp.tanh(x @ w)
+        return jnp.sum(y * y)
+
+    args = place((64, 32), "tensor", None), place((128, 64), "data", "tensor")
+    report = inspect_function(jax.jit(jax.value_and_grad(loss)), *args)
+    of_rows = {(c.phase, c.axes): c for c in report.collectives if c.module == "rows"}
+    # Row-parallel: results are added, [128/2, 32]; the gradient is summed over data, [64/2, 32].
+    forward, backward = of_rows["forward", ("tensor",)], of_rows["backward", ("data",)]
+    assert (forward.op, forward.shapes) == ("all-reduce", ((64, 32),))
+    assert (backward.op, backward.shapes[0]) == ("all-reduce", (32, 32))
+    assert forward.source.startswith("test_collectives.py:")
+    # Two matmuls of 2 x 64 x 32 x 32 on each device, and a little.
+    assert 2 <= report.flops / (2 * 64 * 32 * 32) < 2.2
+
+
+def test_memory_is_that_of_one_device():
+    x = jax.ShapeDtypeStruct((64, 4), jnp.float32, sharding=NamedSharding(cube(), P("data")))
+    report = inspect_function(jax.jit(lambda x: x + 1), x)
+    assert (report.memory.arguments, report.memory.outputs) == (512, 512)
+    assert (report.memory.aliased, report.collectives) == (0, ())
+    donated = inspect_function(jax.jit(lambda x: x + 1, donate_argnums=0), x).memory
+    assert (donated.aliased, donated.total) == (512, 512 + donated.temporary)
+
+
+def test_flops_count_the_body_of_a_loop_once():
+    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    one = inspect_function(lambda w: w @ w, w).flops
+    assert one == 2 * 64**3
+    for length in (2, 9):
+        looped = inspect_function(scan(length, lambda w: w @ w), w).flops
+        assert one <= looped < 1.01 * one
+
+
+def test_a_report_is_data_and_text():
+    report = inspect_local(scan(3, lambda x: jnp.sin(lax.psum(x, ("data", "tensor")))))
+    data = json.loads(json.dumps(report.to_dict()))
+    [collective] = data["collectives"]
+    assert (collective["op"], collective["axes"]) == ("all-reduce", ["data", "tensor"])
+    assert (collective["count"], collective["in_loop"], collective["bytes"]) == (3, True, 256)
+    assert (data["totals"][0]["sent_bytes"], data["memory"]["arguments"]) == (3 * 384, 256)
+    assert data["flops"] == report.flops
+    text = str(report)
+    assert "all-reduce  data tensor  f32 2x8x4  256 B     3  3" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_nothing_that_trains_imports_the_analysis():
+    package = Path(jaxpar.__file__).parent
+    for path in {*package.glob("*.py"), *package.glob("nn/*.py")}:
+        # The table of contents, and the command.
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert "jaxpar.analysis" not in path.read_text(), path
+
+
+# As XLA prints for devices that send while they compute; its own parser has read it.
+ASYNC = """\
+HloModule fixture, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8,4], n: s32[2]) -> f32[8,4] {
+  %x = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %gather = (f32[8,4]{1,0}, f32[16,4]{1,0}) all-gather-start(%x), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}, use_global_device_ids=true
+  %gathered = f32[16,4]{1,0} all-gather-done(%gather)
+  %n = s32[2]{0} parameter(1)
+  %reduce = (f32[8,4]{1,0:T(8,128)}, s32[2]{0}) all-reduce-start(%x, %n), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), use_global_device_ids=true, to_apply=%add
+  %reduced = (f32[8,4]{1,0}, s32[2]{0}) all-reduce-done(%reduce)
+  %start = ((f32[8,4]{1,0}), f32[2,4]{1,0}, u32[]) reduce-scatter-start(%x), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, dimensions={0}, to_apply=%add
+  %done = f32[2,4]{1,0} reduce-scatter-done(%start)
+  %permute = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%x), channel_id=4, source_target_pairs={{0,2},{1,3},{4,6},{5,7}}
+  %permuted = f32[8,4]{1,0} collective-permute-done(%permute)
+  %broadcast = f32[8,4]{1,0} collective-broadcast(%x), channel_id=5, replica_groups={{0,4},{1,5},{2,6},{3,7}}
+  %ragged = f32[8,4]{1,0} ragged-all-to-all(%x, %x, %n, %n, %n, /*index=5*/%n), channel_id=6, replica_groups={{0,1},{2,3},{4,5},{6,7}}
+  %tok = token[] after-all()
+  %send = (f32[8,4]{1,0}, u32[], token[]) send(%x, %tok), channel_id=7, frontend_attributes={_xla_send_recv_source_target_pairs={{0,1}}}
+  %sent = token[] send-done(%send), channel_id=7
+  %alone = f32[8,4]{1,0} all-reduce(%x), channel_id=8, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, use_global_device_ids=true, to_apply=%add
+  ROOT %all = f32[8,4]{1,0} all-reduce(%x), channel_id=9, replica_groups={}, to_apply=%add
+}
+"""  # noqa: E501
+
+
+def test_collectives_that_have_a_start_and_a_done_count_once():
+    found = find_collectives(ASYNC, cube())
+    assert [(c.op, c.axes, c.shapes, c.bytes, c.sent_bytes) for c in found] == [
+        ("all-gather", ("tensor",), ((16, 4),), 256, 128),
+        ("all-reduce", ("data",), ((8, 4), (2,)), 136, 136),
+        ("reduce-scatter", ("stage", "tensor"), ((8, 4),), 128, 96),
+        ("collective-permute", ("stage",), ((8, 4),), 128, 128),
+        ("collective-broadcast", ("data",), ((8, 4),), 128, 128),
+        ("ragged-all-to-all", ("tensor",), ((8, 4),), 128, 64),
+        ("collective-permute", ("tensor",), ((8, 4),), 128, 128),
+        ("all-reduce", AXES, ((8, 4),), 128, 224),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{0,2},{1,3}}", [(0, 2), (1, 3)]),
+        ("[2,4]<=[8]", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("[2,4]<=[4,2]T(1,0)", [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        ("mesh['a'=2,'b'=4] {'a'}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("mesh['a'=2,'b'=4] {'a','b'}", [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("mesh['a'=1,'b'=8] {'b':(1)2,'b':(4)2}", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("mesh['a'=2,'b'=4], device_ids=(0,2,4,6,1,3,5,7) {'a'}", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+    ],
+)
+def test_every_notation_of_groups_is_read(text, expected):
+    line = f"  %a = f32[] all-to-all(%x), replica_groups={text}, dimensions={{0}}"
+    module = Module(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{line}\n}}\n")
+    [instruction] = module.computations["main"]
+    assert groups(instruction, 8) == expected
+
+
+def test_what_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match=r"no HLO module of one replica: 'func\.func"):
+        Module("func.func @main()")
+    with pytest.raises(ValueError, match=r"runs on 8 devices, the mesh is .*'data': 2"):
+        find_collectives(ASYNC, MeshConfig(2, devices=(0, 1)).build())
+
+
+# ---- the training step ----
+
+# Every size is another, so that shapes tell arrays apart: T 6, b 16, H 32, V 96 (and 24, 48 of it).
+MODEL = ModelConfig(num_layers=3, hidden_size=32, embed_size=32, vocab_size=96, dropout=0.2)
+DATA = DataConfig(batch_size=16, seq_len=12)
+
+
+@functools.cache
+def step_report(mesh, units=(1, 2), **train):
+    train = TrainConfig(warmup_steps=0, **train)
+    config = make_config(mesh, units, MODEL, DATA, train)
+    return config, inspect_step(config)
+
+
+def test_data_parallelism_sums_the_gradients_once_after_the_loops():
+    config, report = step_report((2, 1, 1))
+    params = annotated(abstract_state(config, config.mesh.build()).params)
+    num_bytes = sum(4 * math.prod(variable.shape) for _, variable in params)
+    assert {c.op for c in report.collectives} == {"all-reduce"}
+    assert not any(c.in_loop or c.conditional for c in report.collectives)
+    assert {c.axes for c in report.collectives} == {("data",)}
+    [gradients] = [c for c in report.collectives if c.phase == "backward"]
+    scalars = gradients.bytes - num_bytes  # the loss may be in it
+    assert 0 <= scalars <= 8
+    assert gradients.module in ("gradients", "gradients, loss")
+    assert sum(c.bytes for c in report.collectives) <= num_bytes + 8
+
+
+MESHES = [(2, 1, 1), (8, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
+
+
+@pytest.mark.parametrize("mesh", MESHES[2:])
+def test_tensor_split_parameters_are_never_gathered(mesh):
+    config, report = step_report(mesh)
+    for collective in report.along("tensor"):
+        if collective.op in ("all-gather", "all-to-all", "collective-permute"):
+            # Activations: of a step [b, H], or of a chunk of steps [t, b, H].
+            b, t = config.microbatch_rows, DATA.seq_len // config.num_chunks
+            [shape] = collective.shapes
+            assert shape in ((b, 32), (t, b, 32)), collective
+    state = abstract_state(config, config.mesh.build())
+    split = [
+        (variable, variable.get_value().sharding.shard_shape(variable.shape))
+        for _, variable in annotated(state.params)
+    ]
+    assert all(math.prod(shard) < math.prod(variable.shape) for variable, shard in split)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (2, 1, 2), (1, 2, 2)])
+def test_an_lstm_step_gathers_h_once_and_reduces_dh_once(mesh):
+    config, report = step_report(mesh)
+    b, t = config.microbatch_rows, DATA.seq_len // config.num_chunks
+    layers = -(-MODEL.num_layers // config.mesh.stage)
+    depth = 2 if config.mesh.stage == 1 else 3  # ticks, layers, time steps
+    in_time = [c for c in report.collectives if len(c.trip_counts) == depth]
+    assert {c.trip_counts[-2:] for c in in_time} == {(layers, t)}
+    found = [(c.phase, c.op, c.axes, c.shapes) for c in in_time]
+    assert found == [
+        ("forward", "all-gather", ("tensor",), ((b, 32),)),
+        ("backward", "all-reduce", ("tensor",), ((b, 32),)),
+    ]
+    num_units = config.pipeline.num_microbatches * config.num_chunks
+    assert {c.count for c in in_time} == {num_units * layers * t}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_loop_sends_anything_over_data(mesh):
+    _, report = step_report(mesh)
+    assert not [c for c in report.along("data") if c.in_loop]
+    assert bool(report.along("data")) == (mesh[0] > 1)
+
+
+def test_the_loop_over_ticks_counts_ticks_and_units():
+    _, report = step_report((2, 2, 2), (2, 2))
+    assert None not in {c.count for c in report.collectives}
+    permutes = [c for c in report.collectives if c.op == "collective-permute"]
+    num_units, num_ticks = 2 * 2, make_schedule("1f1b", 2, 2, 2).num_ticks
+    assert [(c.phase, c.module) for c in permutes] == [
+        ("forward", "forward/exchange"), ("backward", "backward/exchange"),
+    ]  # fmt: skip
+    assert {c.count for c in permutes} == {num_ticks}
+    assert num_ticks > num_units
+    of_head = {c.count for c in report.along("tensor") if c.module.startswith("head")}
+    assert of_head == {num_units}
