@@ -6,7 +6,12 @@ check_jax_version()
 
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
-from jaxpar.analysis import ProgramReport, inspect_function, inspect_step  # noqa: E402
+from jaxpar.analysis import (  # noqa: E402
+    ProgramReport,
+    inspect_function,
+    inspect_step,
+    strategy_for,
+)
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
 from jaxpar.config import (  # noqa: E402
     Config,
@@ -83,6 +88,7 @@ __all__ = [
     # What a compiled step does.
     "inspect_step",
     "inspect_function",
+    "strategy_for",
     "ProgramReport",
     # The pipeline, piece by piece.
     "Schedule",

@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.__main__ import main
+from jaxpar.analysis import inspect_step
 from jaxpar.config import CONFIGS, ConvNetConfig, ImageConfig, ImageDataConfig, TrainConfig
 from jaxpar.config_file import read_config, write_config
 from jaxpar.images import ImageBatch, ImageBatches, load_images
@@ -94,6 +95,23 @@ def test_parameters_lie_where_the_strategy_puts_them():
         ]
         actual = tuple(kernel.sharding.shard_shape(kernel.shape) for kernel in kernels)
         assert actual == expected, strategy
+
+
+@pytest.mark.law
+def test_the_hybrid_sends_least_and_gathers_no_parameters():
+    sent, gathered = {}, set()
+    for strategy in STRATEGIES:
+        config = ImageConfig(
+            mesh=MeshConfig(data=2, tensor=4), model=ConvNetConfig(strategy=strategy)
+        )
+        collectives = inspect_step(config).collectives
+        sent[strategy] = sum(c.sent_bytes for c in collectives)
+        gathered |= {shape for c in collectives if c.op == "all-gather" for shape in c.shapes}
+    assert min(sent, key=sent.__getitem__) == "hybrid"
+    assert sent["hybrid"] < sent["hybrid-gather"] < sent["model"]
+    assert sent["hybrid"] < sent["data"] / 5
+    # Labels, features where they are stacked, the first convolution's outputs.
+    assert gathered == {(128,), (128, 64, 4, 4), (128, 8, 8, 32)}
 
 
 def test_names_of_strategies_and_models_agree():

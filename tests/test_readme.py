@@ -30,7 +30,25 @@ def test_python_blocks_run_in_their_order(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "runs/0001" in done.stdout
     assert "(None, 'tensor')" in done.stdout
+    assert any("row split" in block and block in done.stdout for block in blocks("text"))
 
 
 def test_the_schedule_is_the_real_one():
     assert make_schedule("1f1b", 4, 2, 2).to_text() + "\n" in blocks("text")
+
+
+def test_the_page_of_model_parallelism_shows_what_its_command_prints():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.model_parallel.count"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "benchmarks/model_parallel/README.md").read_text()
+    tables = done.stdout.strip().split("\n\n")
+    assert len(tables) == 3
+    for table in tables:
+        assert table in page

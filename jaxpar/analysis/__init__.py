@@ -9,14 +9,19 @@ from jaxpar.analysis.program import (
     inspect_function,
     inspect_step,
 )
+from jaxpar.analysis.strategy import Advice, SplitCost, inspect_split, strategy_for
 
 __all__ = [
+    "Advice",
     "Collective",
     "Memory",
     "ProgramReport",
+    "SplitCost",
     "Total",
     "find_collectives",
     "inspect_compiled",
     "inspect_function",
+    "inspect_split",
     "inspect_step",
+    "strategy_for",
 ]

@@ -1,0 +1,240 @@
+"""Which split of a layer moves fewer bytes: of the batch, of its columns or of its rows."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxpar.analysis.program import ProgramReport, inspect_function
+from jaxpar.axes import BATCH, FEATURES, STAGE, UNITS
+from jaxpar.mesh import MeshConfig
+from jaxpar.sharding import ALL_DEVICES, Layout, Rules
+
+# The dim that each split cuts: rows of the batch, columns or rows of a kernel [..., in, out].
+SPLITS = {"data": BATCH, "column": UNITS, "row": FEATURES}
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitCost:
+    """What one split of a layer makes every device send in a training step.
+
+    Attributes:
+      split: "data", "column" or "row".
+      forward_bytes, backward_bytes: sent by each device.
+      exchanged: what they are, in words.
+      obstacle: why sizes do not allow this split; empty if they do.
+    """
+
+    split: str
+    forward_bytes: float
+    backward_bytes: float
+    exchanged: str
+    obstacle: str
+
+    @property
+    def total_bytes(self) -> float:
+        """Forward and backward."""
+        return self.forward_bytes + self.backward_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """How to split a layer; `print` shows the numbers behind it.
+
+    Attributes:
+      layer: its kind and sizes.
+      batch: rows of the global batch.
+      num_devices: that it is split over.
+      costs: of "data", "column" and "row".
+      flip_batch: the smallest batch at which splitting the batch moves no more than the better split of
+        the weights that sizes allow; below it, the weights should be split.
+    """
+
+    layer: str
+    batch: int
+    num_devices: int
+    costs: tuple[SplitCost, SplitCost, SplitCost]
+    flip_batch: int
+
+    @property
+    def best(self) -> str:
+        """The split that moves the fewest bytes, of those that sizes allow."""
+        allowed = [cost for cost in self.costs if not cost.obstacle]
+        return min(allowed, key=lambda cost: cost.total_bytes).split
+
+    def __str__(self) -> str:
+        """A table."""
+        lines = [f"{self.layer}, batch {self.batch}, {self.num_devices} devices: {self.best} split"]
+        lines += [
+            f"  {cost.split:6} {cost.total_bytes:14,.0f} bytes/device  {cost.exchanged}"
+            + f"; {cost.obstacle}" * bool(cost.obstacle)
+            for cost in self.costs
+        ]
+        lines.append(
+            f"  below batch {self.flip_batch:,} split the weights, from there on the batch"
+            if self.flip_batch > 1
+            else "  split the batch, whatever its size"
+        )
+        return "\n".join(lines)
+
+
+def strategy_for(
+    layer: nnx.Module,
+    batch: int | tuple[int, ...],
+    mesh: Mesh | MeshConfig | int,
+    *,
+    is_first: bool = False,
+) -> Advice:
+    """Which split of a layer over all devices of a mesh moves the fewest bytes.
+
+    For n devices, gradients of P bytes, and inputs and outputs of X and Y bytes (the whole batch's):
+
+        data     gradients added                                  2 P       (n-1)/n
+        column   outputs stacked, gradients of the inputs added   (Y + 2 X) (n-1)/n
+        row      outputs added, gradients of the inputs stacked   (2 Y + X) (n-1)/n
+
+    Data parallelism has the activations split by rows before and after the layer; the other two have them
+    whole on every device (Krizhevsky 2014, arXiv:1404.5997, section 3). A ring sends (n-1)/n of an array
+    once to stack (all-gather) and twice to add (all-reduce), which no algorithm can do with less
+    (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). X and Y grow with the batch and
+    P does not, hence the flip. A dense layer has many parameters for each input and flips late, a
+    convolution uses its few at every place of an image and flips early.
+
+    Args:
+      layer: has a `kernel` [..., in, out], such as `nn.Linear`, `nn.Conv` and Flax's own; may be
+        abstract (`nnx.eval_shape`).
+      batch: rows of the global batch, or the shape of the input if that is more than [batch, in].
+      mesh: the layer is split over all devices of it; or their number.
+      is_first: nothing needs the gradient of its input.
+    Raises:
+      ValueError: the layer has no kernel, the shape does not fit it, the mesh has stages or a single
+        device, or no size can be split.
+    """
+    num_devices = _num_devices(mesh)
+    shape = _input_shape(layer, batch)
+    graphdef, params = nnx.split(layer)
+    kernel = params["kernel"]
+    in_size, out_size = kernel.shape[-2:]
+    x = jax.ShapeDtypeStruct(shape, kernel.dtype)
+    y: Any = jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x), params, x)
+    P = sum(_bytes(leaf) for leaf in jax.tree.leaves(params))
+    X, Y, part = (0 if is_first else _bytes(x)), _bytes(y), (num_devices - 1) / num_devices
+
+    def obstacle(name: str, size: int) -> str:
+        return f"{name}={size} does not divide by {num_devices}" if size % num_devices else ""
+
+    costs = (
+        SplitCost("data", 0.0, 2 * P * part, "gradients added", obstacle("batch", shape[0])),
+        SplitCost(
+            "column",
+            Y * part,
+            2 * X * part,
+            "outputs stacked" + ", gradients of inputs added" * (not is_first),
+            obstacle("out", out_size),
+        ),
+        SplitCost(
+            "row",
+            2 * Y * part,
+            X * part,
+            "outputs added" + ", gradients of inputs stacked" * (not is_first),
+            obstacle("in", in_size),
+        ),
+    )
+    if all(cost.obstacle for cost in costs):
+        raise ValueError(f"no split: {', '.join(cost.obstacle for cost in costs)}")
+    by_weights = [cost.total_bytes / shape[0] for cost in costs[1:] if not cost.obstacle]
+    return Advice(
+        layer=f"{type(layer).__name__} {in_size}x{out_size}"
+        + f", window {'x'.join(map(str, kernel.shape[:-2]))}" * (len(kernel.shape) > 2),
+        batch=shape[0],
+        num_devices=num_devices,
+        costs=costs,
+        flip_batch=math.ceil(costs[0].total_bytes / min(by_weights)) if by_weights else 1,
+    )
+
+
+def inspect_split(
+    layer: nnx.Module,
+    batch: int | tuple[int, ...],
+    mesh: Mesh,
+    split: str,
+    *,
+    is_first: bool = False,
+) -> ProgramReport:
+    """What the compiled forward and backward pass of a split layer really exchange.
+
+    Args:
+      layer, batch, is_first: as of `strategy_for`.
+      mesh: has the axes of `axes.MESH_AXES`; all its devices take a part.
+      split: "data", "column" or "row".
+    Raises:
+      ValueError: as `strategy_for`, or sizes do not divide.
+    """
+    _num_devices(mesh)
+    shape = _input_shape(layer, batch)
+    layout = Layout(mesh, Rules.make({SPLITS[split]: ALL_DEVICES}))
+    rows = (BATCH, *[None] * (len(shape) - 1))
+    graphdef, params = nnx.split(layer)
+
+    def place(array: Any, *dims: str | None) -> jax.ShapeDtypeStruct:
+        where = NamedSharding(mesh, layout.rules.spec(dims))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+    def names(param: Any) -> tuple[str | None, ...]:
+        return (*[None] * (param.ndim - 2), FEATURES, UNITS)[-param.ndim :]
+
+    def forward(params, x):
+        x = layout(layout(x, *rows), *rows[:-1], FEATURES)
+        y = layout(nnx.merge(graphdef, params)(x), *rows[:-1], UNITS)
+        return layout(y, *rows)
+
+    def run(params, x, dy):
+        y, backward = jax.vjp(forward, params, x)
+        d_params, dx = backward(dy)
+        d_params = jax.tree.map(lambda leaf: layout(leaf, *names(leaf)), d_params)
+        return (y, d_params) if is_first else (y, d_params, dx)
+
+    x = place(jax.ShapeDtypeStruct(shape, jnp.float32), *rows)
+    y: Any = jax.eval_shape(forward, params, x)
+    params = jax.tree.map(lambda leaf: place(leaf, *names(leaf)), params)
+    return inspect_function(run, params, x, place(y, *rows), mesh=mesh)
+
+
+def _input_shape(layer: nnx.Module, batch: int | tuple[int, ...]) -> tuple[int, ...]:
+    kernel = getattr(layer, "kernel", None)
+    if kernel is None or len(kernel.shape) < 2:
+        raise ValueError(
+            f"{type(layer).__name__} has no kernel [..., in, out]; give a layer that has"
+        )
+    in_size = kernel.shape[-2]
+    shape = (batch, in_size) if isinstance(batch, int) else tuple(batch)
+    if len(shape) < len(kernel.shape) or shape[-1] != in_size or min(shape) < 1:
+        raise ValueError(
+            f"an input of shape {shape} does not fit the kernel {tuple(kernel.shape)}; give batch as "
+            f"(rows, ...{', height, width' * (len(kernel.shape) == 4)}, {in_size})"
+        )
+    return shape
+
+
+def _num_devices(mesh: Mesh | MeshConfig | int) -> int:
+    if isinstance(mesh, MeshConfig):
+        mesh = mesh.resolve(mesh.num_devices) if -1 not in mesh.sizes.values() else mesh.resolve()
+        stages, num_devices = mesh.stage, mesh.num_devices
+    elif isinstance(mesh, Mesh):
+        stages, num_devices = mesh.shape.get(STAGE, 1), mesh.size
+    else:
+        stages, num_devices = 1, mesh
+    if stages > 1 or num_devices < 2:
+        raise ValueError(
+            f"{num_devices} devices in {stages} stages: give a mesh of 2 devices or more, and stage=1; a "
+            f"layer lies on one stage"
+        )
+    return num_devices
+
+
+def _bytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
