@@ -4,7 +4,7 @@ Legend: T time, B batch, H hidden, V vocabulary (or this device's part of it).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,7 @@ def linear_cross_entropy(
     padding = -T % num_chunks
     y_TBH = jnp.pad(y_TBH, ((0, padding), (0, 0), (0, 0)))
     targets_TB = jnp.pad(targets_TB, ((0, padding), (0, 0)), constant_values=IGNORE)
-    nll = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
+    nll: Any = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
     return LossSums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
 
@@ -127,7 +127,8 @@ def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
 
 
 def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
-    return (*jax.tree.map(lambda grad: (d_nll * grad).astype(grad.dtype), grads), None)
+    scaled = ((d_nll * grad.astype(jnp.float32)).astype(grad.dtype) for grad in grads)
+    return (*scaled, None)
 
 
 _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)

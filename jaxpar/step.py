@@ -286,8 +286,11 @@ def _run_plainly(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, ba
     def run(model, carry, inputs_BT, targets_BT, key, first_row=0):
         carry, y_TBH = model.outputs(inputs_BT, carry, dropout_key=key, first_row=first_row)
         with jax.named_scope("head"):
-            head = model.head_params
-            return carry, linear_cross_entropy(y_TBH, *head, targets_BT.T, max_logits=max_logits)
+            kernel_HV, bias_V = model.head_params
+            targets_TB = targets_BT.T
+            return carry, linear_cross_entropy(
+                y_TBH, kernel_HV, bias_V, targets_TB, max_logits=max_logits
+            )
 
     rows = (batch.inputs_BT, batch.targets_BT)
     if mesh.shape[DATA] == 1:
