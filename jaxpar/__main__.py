@@ -4,8 +4,10 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -28,6 +30,8 @@ class Options:
     """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
     simulate: int | None = None
     """Use this many simulated devices on the CPU."""
+    compile_cache: bool = True
+    """Keep compiled programs in ~/.cache/jaxpar, or in JAX_COMPILATION_CACHE_DIR: the next start is quick."""
     debug: bool = False
     """Print the traceback of an error, not its message alone."""
 
@@ -214,8 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     try:
         command = _parse(argv)
-        if isinstance(command, Options) and command.simulate is not None:
-            _simulate(command.simulate)
+        if isinstance(command, Options):
+            if command.simulate is not None:
+                _simulate(command.simulate)
+            _use_compile_cache(command.compile_cache)
         return command.run()
     except KeyboardInterrupt:
         if debug:
@@ -280,6 +286,20 @@ def _base_config(argv: list[str]) -> RunConfig:
 def _mesh(shape: str | None) -> MeshConfig:
     """The mesh that is asked for, or one device."""
     return MeshConfig(devices=(0,)) if shape is None else MeshConfig.parse(shape)
+
+
+def _use_compile_cache(use: bool) -> None:
+    """JAX's persistent cache, in the user's cache folder unless a variable of JAX's says where."""
+    jax.config.update("jax_enable_compilation_cache", use)
+    if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(root / "jaxpar"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    # XLA of JAX 0.10 calls every cached program for CPU one of another machine, in a line of 3,000 letters.
+    # What is really wrong becomes an exception all the same.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # 1 is what `import jax` sets
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
 def _simulate(num_devices: int) -> None:

@@ -1,12 +1,18 @@
 """What every test runs on: 8 simulated CPU devices, strict dtypes and ranks."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 import hypothesis
 import jax
 
 # Also for the subprocesses that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-cache-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # All of this before the backend starts.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])

@@ -288,3 +288,28 @@ def test_devices_that_jax_cannot_start_are_refused(tmp_path):
         r"error: JAX starts no devices: .*'abacus'.*python -m jaxpar doctor", done.stderr
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_the_second_start_finds_its_programs_compiled(text, tmp_path):
+    def start(number, *options):
+        """What it prints, the seconds of CPU until it ends, and the programs in the cache."""
+        before = os.times()
+        done = subprocess.run(
+            [
+                sys.executable, "-m", "jaxpar", *flags(text, "--simulate", "2", "--mesh", "dp2"),
+                "--train.out-dir", str(tmp_path / f"run{number}"), *options,
+            ],
+            env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stderr == ""
+        after = os.times()
+        seconds = after.children_user - before.children_user
+        return seconds, len(list((tmp_path / "cache").rglob("*-cache")))
+
+    _, none = start(0, "--no-compile-cache")
+    first, written = start(1)
+    second, still = start(2)
+    assert (none, still) == (0, written)
+    assert written >= 2  # of training and of evaluation
+    assert second < first
