@@ -1,4 +1,4 @@
-"""`python -m jaxpar train | evaluate | sample | inspect | launch | doctor`. See `--help` of each."""
+"""`python -m jaxpar train | evaluate | sample | export | import | inspect | launch | doctor`. See `--help` of each."""
 
 import argparse
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import tyro
 from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
 
-from jaxpar.config import CONFIGS, Config, RunConfig
+from jaxpar.config import CONFIGS, Config, DataConfig, RunConfig, TrainConfig
 from jaxpar.config_file import read_config
 from jaxpar.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
@@ -160,6 +160,66 @@ class Inspect(ConfigOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class Export(Options):
+    """Writes the weights of a run as safetensors, in the names and the layout of PyTorch."""
+
+    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    """The folder of the run, such as runs/0001."""
+    output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
+    """The file, such as model.safetensors."""
+    num_biases: int = 2
+    """Of each LSTM layer: 2 as in torch.nn.LSTM, the second all zero, or 1."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.weights import export_weights
+
+        mesh = _mesh(self.mesh)
+        config = export_weights(self.run_dir, self.output, num_biases=self.num_biases, mesh=mesh)
+        print(f"wrote {self.output}: {_describe(config)}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Import(Options):
+    """Begins a run with the weights of a safetensors file, as export or PyTorch writes it.
+
+    evaluate, sample and train --resume take the run from there.
+    """
+
+    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    """The folder of the new run."""
+    input: Annotated[str, arg(aliases=["-i"], metavar="FILE")] = dataclasses.field(kw_only=True)
+    """The file; it tells the sizes of the model."""
+    vocabulary: Annotated[str | None, arg(metavar="FILE")] = None
+    """The model's words, one a line or a run's vocabulary.json, if the file does not tell them."""
+    names: tuple[str, str, str] = ("embedding", "lstm", "head")
+    """What the file calls the embedding, the LSTM and the linear layer after it."""
+    overwrite: bool = False
+    """Remove the run that is in the folder."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.weights import import_weights
+
+        config = import_weights(
+            self.input,
+            self.run_dir,
+            Config(mesh=_mesh(self.mesh), data=self.data, train=self.train),
+            vocabulary=self.vocabulary,
+            names=self.names,
+            overwrite=self.overwrite,
+        )
+        print(
+            f"wrote {self.run_dir}: {_describe(config)}; use it with evaluate, sample, or "
+            f"train --resume --train.out-dir {self.run_dir}"
+        )
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Launch:
     """Runs train or evaluate in several processes here, or prints a script for a cluster.
 
@@ -202,6 +262,9 @@ class Doctor:
         return report()
 
 
+Command = Train | Evaluate | Sample | Inspect | Export | Import | Launch | Doctor
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code.
 
@@ -229,13 +292,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave_processes(2)
 
 
-def _parse(argv: list[str]) -> Train | Evaluate | Sample | Inspect | Launch | Doctor:
+def _parse(argv: list[str]) -> Command:
     config = _base_config(argv)
     return tyro.cli(
         Annotated[Train, subcommand("train", default=Train(config=config))]
         | Annotated[Evaluate, subcommand("evaluate")]
         | Annotated[Sample, subcommand("sample")]
         | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
+        | Annotated[Export, subcommand("export")]
+        | Annotated[Import, subcommand("import")]
         | Annotated[Launch, subcommand("launch")]
         | Annotated[Doctor, subcommand("doctor")],
         prog="python -m jaxpar",
@@ -280,6 +345,14 @@ def _base_config(argv: list[str]) -> RunConfig:
 def _mesh(shape: str | None) -> MeshConfig:
     """The mesh that is asked for, or one device."""
     return MeshConfig(devices=(0,)) if shape is None else MeshConfig.parse(shape)
+
+
+def _describe(config: Config) -> str:
+    model = config.model
+    return (
+        f"{model.num_layers} layers of {model.hidden_size}, embedding of {model.embed_size}, "
+        f"vocabulary of {model.vocab_size}"
+    )
 
 
 def _simulate(num_devices: int) -> None:

@@ -215,6 +215,27 @@ def by_layer(state: TrainState, config: RunConfig) -> dict[str, jax.Array]:
     return arrays
 
 
+def with_parameters(
+    state: TrainState, config: RunConfig, arrays: Mapping[str, np.ndarray]
+) -> TrainState:
+    """The state with other values of its parameters.
+
+    Args:
+      config: the one that the state was made with.
+      arrays: on the host, named (without "params/") and shaped as `by_layer` gives them.
+    """
+    layer_ids, leaves = np.array(config.layer_ids), []
+    for name, leaf in _named_leaves(state.params):
+        value, dim = arrays[name], _layers_dim(leaf)
+        if dim is not None:
+            empty = np.zeros_like(np.take(value, [0], dim))
+            value = np.take(np.concatenate([value, empty], dim), layer_ids, dim)  # -1 is the last
+        assert value.shape == leaf.shape, (name, value.shape, leaf.shape)
+        leaves.append(leaf.replace(jax.device_put(value, _array(leaf).sharding)))
+    structure = jax.tree.structure(state.params, is_leaf=_is_variable)
+    return dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
+
+
 def _stored_form(leaf: Any, config: RunConfig) -> jax.ShapeDtypeStruct:
     """The array to read for a leaf of the abstract state, sharded over this mesh."""
     array, dim = _array(leaf), _layers_dim(leaf)

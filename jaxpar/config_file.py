@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpar.config import CONFIGS, RunConfig
+from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
 
 Types = tuple[Any, ...]
@@ -70,13 +71,8 @@ def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
             assert value is not None or field.default is None, field.name
             if value is not None:
                 lines.append(f"{field.name} = {_toml(value)}")
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes("\n".join([*lines[1:], ""]).encode())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write_bytes("\n".join([*lines[1:], ""]).encode())
 
 
 def _toml(value: Any) -> str:

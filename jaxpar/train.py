@@ -17,9 +17,10 @@ from jax.sharding import Mesh
 from jaxpar.buckets import BucketedSentences
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.config import RunConfig
+from jaxpar.corpus import Corpus
 from jaxpar.data import TokenStreams
 from jaxpar.evaluate import do_not_run_ahead
-from jaxpar.images import ImageBatches
+from jaxpar.images import ImageBatches, Images
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import learning_rate
 from jaxpar.report import Evaluation, Report, TextEvaluation
@@ -105,7 +106,7 @@ def fit(
         a run already (FileExistsError).
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
-    folder = _choose_folder(config, resume=resume, overwrite=overwrite)
+    folder = choose_folder(config, resume=resume, overwrite=overwrite)
     mesh = config.mesh.build()
     data = folder.load_data(config) if resume and folder is not None else load_data(config)
     task = make_task(config, mesh, data)
@@ -116,20 +117,56 @@ def fit(
     if isinstance(batches, BucketedSentences):
         report.buckets(batches)
 
-    if folder is None:
-        folder = _claim_numbered_folder()
+    folder, config = begin_run(folder, config, data, overwrite=overwrite)
+    with Checkpoints(folder.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
+        state = checkpoints.restore(config, mesh) if resume else init_state(config, mesh)
+        audit(state)
+        run = _Run(config, mesh, task, folder, checkpoints, report)
+        return run.finish(*run.train(state, batches))
+
+
+def choose_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder | None:
+    """The folder that the config names; None if it is to get a number.
+
+    Raises:
+      ValueError: resume and overwrite, both.
+      OSError: there is no run to resume, or one that is not to be overwritten.
+    """
+    if resume and overwrite:
+        raise ValueError("resume and overwrite contradict each other; use one of them")
+    out_dir = config.train.out_dir
+    if resume:
+        folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
+        folder.config()  # is there a run?
+        return folder
+    folder = None if out_dir is None else RunFolder(out_dir)
+    if folder is not None and folder.holds_run and not overwrite:
+        raise FileExistsError(
+            f"out_dir={out_dir!r} holds a run already; go on with it (--resume), use another "
+            f"--train.out-dir, or remove what is there (--overwrite)"
+        )
+    return folder
+
+
+def begin_run(
+    folder: RunFolder | None, config: RunConfig, data: Corpus | Images, *, overwrite: bool
+) -> tuple[RunFolder, RunConfig]:
+    """Makes the folder of a run, or goes on in it; the config with its path.
+
+    Args:
+      folder: None takes the next number.
+      overwrite: remove the run that is there.
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    folder = _claim_numbered_folder() if folder is None else folder
     config = _replace_train(config, out_dir=str(folder))
     if jax.process_index() == 0:
         if overwrite:
             folder.clear()
         folder.start(config, data)
     _barrier("jaxpar: the run's folder is ready")
-
-    with Checkpoints(folder.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
-        state = checkpoints.restore(config, mesh) if resume else init_state(config, mesh)
-        audit(state)
-        run = _Run(config, mesh, task, folder, checkpoints, report)
-        return run.finish(*run.train(state, batches))
+    return folder, config
 
 
 class _Run:
@@ -282,24 +319,6 @@ def _signals() -> Iterator[list[signal.Signals]]:
         yield received
     finally:
         restore()
-
-
-def _choose_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder | None:
-    """The folder that the config names; None if it is to get a number."""
-    if resume and overwrite:
-        raise ValueError("resume and overwrite contradict each other; use one of them")
-    out_dir = config.train.out_dir
-    if resume:
-        folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
-        folder.config()  # is there a run?
-        return folder
-    folder = None if out_dir is None else RunFolder(out_dir)
-    if folder is not None and folder.holds_run and not overwrite:
-        raise FileExistsError(
-            f"out_dir={out_dir!r} holds a run already; go on with it (--resume), use another "
-            f"--train.out-dir, or remove what is there (--overwrite)"
-        )
-    return folder
 
 
 def _claim_numbered_folder() -> RunFolder:

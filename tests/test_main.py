@@ -89,6 +89,26 @@ def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     assert capsys.readouterr().out == first
 
 
+def test_weights_go_out_and_come_in(run, text, tmp_path, capsys):
+    out_dir, _ = run
+    file, new = str(tmp_path / "model.safetensors"), str(tmp_path / "new")
+    assert main(["export", str(out_dir), "-o", file]) == 0
+    more = ["--data.corpus", str(text), "--data.batch-size", "8", "--data.seq-len", "4"]
+    assert main(["import", new, "-i", file, *more, "--train.num-steps", "1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {file}: 2 layers of 8, embedding of 8, vocabulary of {VOCAB_MULTIPLE}",
+        f"wrote {new}: 2 layers of 8, embedding of 8, vocabulary of {VOCAB_MULTIPLE}; use it "
+        f"with evaluate, sample, or train --resume --train.out-dir {new}",
+    ]
+    for command in ("evaluate", "sample"):
+        printed = []
+        for folder in (str(out_dir), new):
+            assert main([command, folder]) == 0
+            printed.append(capsys.readouterr().out)
+        assert printed[0] == printed[1]
+    assert main(["train", "--resume", "--train.out-dir", new]) == 0
+
+
 def test_resume_takes_the_settings_of_the_run(run, capsys):
     out_dir, _ = run
     assert (
@@ -123,7 +143,7 @@ def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
 
 
 def test_help_of_every_command(capsys):
-    for command in ([], ["train"], ["evaluate"], ["sample"], ["inspect"]):
+    for command in ([], ["train"], ["evaluate"], ["sample"], ["inspect"], ["export"], ["import"]):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     printed = capsys.readouterr().out
