@@ -1,9 +1,13 @@
-"""`python -m jaxpar train | evaluate | sample | export | import | inspect | launch | doctor`. See `--help` of each."""
+"""The commands: `python -m jaxpar train | evaluate | sample | inspect | export | import | launch | doctor`.
+
+See `--help` of each.
+"""
 
 import argparse
 import dataclasses
 import itertools
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -78,6 +82,8 @@ class Evaluate(Options):
 
     run_dir: Positional[str] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
+    best: bool = False
+    """Of the state with the lowest validation loss, not the newest."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -91,7 +97,7 @@ class Evaluate(Options):
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
-        evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh))
+        evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh), best=self.best)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
         return 0
@@ -103,6 +109,8 @@ class Sample(Options):
 
     run_dir: Positional[str] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
+    best: bool = False
+    """Of the state with the lowest validation loss, not the newest."""
     prompt: str = ""
     """Words that the text begins with; all in the vocabulary of the run."""
     length: int = 50
@@ -123,6 +131,7 @@ class Sample(Options):
             temperature=self.temperature,
             seed=self.seed,
             mesh=_mesh(self.mesh),
+            best=self.best,
         )
         print(text)
         return 0
@@ -165,6 +174,8 @@ class Export(Options):
 
     run_dir: Positional[str] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
+    best: bool = False
+    """Of the state with the lowest validation loss, not the newest."""
     output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
     """The file, such as model.safetensors."""
     num_biases: int = 2
@@ -175,7 +186,9 @@ class Export(Options):
         from jaxpar.weights import export_weights
 
         mesh = _mesh(self.mesh)
-        config = export_weights(self.run_dir, self.output, num_biases=self.num_biases, mesh=mesh)
+        config = export_weights(
+            self.run_dir, self.output, num_biases=self.num_biases, mesh=mesh, best=self.best
+        )
         print(f"wrote {self.output}: {_describe(config)}")
         return 0
 
@@ -275,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
+    if not debug:  # Orbax logs the tracebacks of errors that it also raises
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         command = _parse(argv)
         if isinstance(command, Options) and command.simulate is not None:

@@ -258,6 +258,9 @@ class TrainConfig:
       eval_every: steps between validations; 0 for the end only.
       checkpoint_every: steps between checkpoints; 0 for the end only.
       keep_checkpoints: the newest ones kept.
+      keep_best: the state with the lowest validation loss is saved and kept as well.
+      fallback_dir: the state is saved in a folder in here when out_dir cannot be written any more: a disk
+        is full, or read-only.
       out_dir: where metrics, vocabulary, config and checkpoints are written; None takes the next free
         folder of runs/0001, runs/0002, ...
     """
@@ -280,6 +283,8 @@ class TrainConfig:
     eval_every: int = 0
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
+    keep_best: bool = True
+    fallback_dir: str | None = None
     out_dir: str | None = None
 
     def __post_init__(self):

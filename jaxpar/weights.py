@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxpar.checkpoint import Checkpoints, by_layer, with_parameters
+from jaxpar.checkpoint import by_layer, with_parameters
 from jaxpar.config import Config, ModelConfig
 from jaxpar.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.files import whole_file
@@ -69,6 +69,7 @@ def export_weights(
     *,
     num_biases: int = 2,
     mesh: MeshConfig = ONE_DEVICE,
+    best: bool = False,
 ) -> Config:
     """Writes the newest weights of a run as a safetensors file; it appears whole or not at all.
 
@@ -76,6 +77,7 @@ def export_weights(
       run_dir: the folder that `fit` wrote.
       num_biases: 2 for `torch.nn.LSTM`, the second all zero; 1 leaves the second out.
       mesh: what the state is read on.
+      best: the state with the lowest validation loss, not the newest.
     Returns:
       the config of the run.
     Raises:
@@ -88,7 +90,7 @@ def export_weights(
     if not isinstance(folder.config(), Config):
         raise ValueError(f"the run in {folder} is on images; give one on text")
     words = folder.vocabulary().words
-    config, _, state = folder.restore(mesh)
+    config, _, state = folder.restore(mesh, best=best)
     assert isinstance(config, Config)
     arrays = {
         name.removeprefix("params/"): np.asarray(array)
@@ -150,7 +152,7 @@ def import_weights(
 
     folder, _ = begin_run(folder, config, corpus, overwrite=overwrite)
     state = with_parameters(init_state(config, mesh), config, arrays)
-    with Checkpoints(folder.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
+    with folder.checkpoints(config) as checkpoints:
         checkpoints.save(state, config)
     return config
 

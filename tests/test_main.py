@@ -257,6 +257,33 @@ def test_debug_raises_the_error(text):
         main(flags(text, "--mesh", "dp3", "--debug"))
 
 
+def test_on_a_full_disk_the_state_goes_to_the_fallback(text, tmp_path):
+    disk, out_dir = tmp_path / "disk", tmp_path / "disk" / "run"
+    disk.mkdir()
+    private = ["unshare", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=1m none {disk}"
+    if subprocess.run([*private, "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("this process may not mount a small disk")
+    command = [sys.executable, "-m", "jaxpar", *flags(
+        text, "--mesh.devices", "0", "--model.hidden-size", "128", "--train.checkpoint-every", "1",
+        "--train.out-dir", str(out_dir), "--train.fallback-dir", str(tmp_path / "other"),
+    )]  # fmt: skip
+    script = f'{mount} && "$@"; code=$?; ls {out_dir}; exit $code'
+    ended = subprocess.run(
+        [*private, "sh", "-c", script, "sh", *command],
+        capture_output=True, text=True, timeout=120, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert re.fullmatch(
+        r"error: the checkpoint of step \d could not be written in .*disk/run/checkpoints: No space left "
+        r"on device; .*; the state of step (\d) is saved in (\S+/other/run-step-\1): go on with "
+        r"--resume --train\.out-dir \2\n",
+        ended.stderr,
+    ), ended.stderr
+    (saved,) = (tmp_path / "other").iterdir()
+    assert main(["train", "--resume", "--train.out-dir", str(saved)]) == 0
+
+
 def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     out_dir = tmp_path / "run"
     command = [sys.executable, "-m", "jaxpar"]
