@@ -4,7 +4,9 @@ See `--help` of each.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import logging
@@ -308,21 +310,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> Command:
-    config = _base_config(argv)
-    return tyro.cli(
-        Annotated[Train, subcommand("train", default=Train(config=config))]
-        | Annotated[Evaluate, subcommand("evaluate")]
-        | Annotated[Sample, subcommand("sample")]
-        | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
-        | Annotated[Export, subcommand("export")]
-        | Annotated[Import, subcommand("import")]
-        | Annotated[Launch, subcommand("launch")]
-        | Annotated[Doctor, subcommand("doctor")],
-        prog="python -m jaxpar",
-        description="Trains LSTM language models, and networks on images, on a mesh of devices.",
-        args=argv,
-        config=(FlagCreatePairsOff, AvoidSubcommands),  # --model chooses, not a subcommand
-    )
+    config, said = _base_config(argv), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                Annotated[Train, subcommand("train", default=Train(config=config))]
+                | Annotated[Evaluate, subcommand("evaluate")]
+                | Annotated[Sample, subcommand("sample")]
+                | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
+                | Annotated[Export, subcommand("export")]
+                | Annotated[Import, subcommand("import")]
+                | Annotated[Launch, subcommand("launch")]
+                | Annotated[Doctor, subcommand("doctor")],
+                prog="python -m jaxpar",
+                description="Trains LSTM language models, and networks on images, on a mesh.",
+                args=argv,
+                config=(FlagCreatePairsOff, AvoidSubcommands),  # --model chooses, not a subcommand
+            )
+    except SystemExit as stopped:
+        # Of a value that a config refuses tyro tells no more than the config itself, in a box.
+        cause = stopped.__context__
+        while cause is not None:
+            if isinstance(cause, ValueError) and _is_raised_here(cause):
+                raise cause from None
+            cause = cause.__context__
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
+
+
+def _is_raised_here(error: ValueError) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("jaxpar.")
 
 
 def _base_config(argv: list[str]) -> RunConfig:

@@ -315,8 +315,8 @@ def _problem(path: Path) -> str | None:
                 return f"{name} has {found} of {size} bytes"
     except OSError as error:
         return f"{Path(error.filename).relative_to(path)}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{_METADATA} or {_SIZES} is not what was written ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{_METADATA} or {_SIZES} is not what was written"
     return None
 
 
@@ -439,15 +439,15 @@ def _check_compatible(
             )
 
     if vocabulary is not None and "vocabulary" in custom:
-        words = custom["vocabulary"]["words"]
-        if (custom["vocabulary"]["tokenizer"], tuple(words)) != (
-            vocabulary.tokenizer,
-            vocabulary.words,
-        ):
+        was = Vocabulary(tuple(custom["vocabulary"]["words"]), custom["vocabulary"]["tokenizer"])
+        if was != vocabulary:
+            pairs = zip(was.words, vocabulary.words, strict=False)
+            differ = [f"{old!r} is now {new!r}" for old, new in pairs if old != new]
             raise ValueError(
-                f"{path} holds a model of another vocabulary: {len(words)} words in "
-                f"{custom['vocabulary']['tokenizer']!r}, the run has {len(vocabulary)} in "
-                f"{vocabulary.tokenizer!r}, or others; bring back the vocabulary.json of its run"
+                f"{path} holds a model of another vocabulary: {len(was)} words ({was.tokenizer}) then, "
+                f"{len(vocabulary)} ({vocabulary.tokenizer}) now"
+                + "".join(f", {each}" for each in differ[:1])
+                + "; bring back the vocabulary.json of its run"
             )
 
     was, now = (

@@ -24,4 +24,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise type(error)(f"cannot write {path}: {error.strerror or error}") from error
+        raise type(error)(
+            f"cannot write {path}: {error.strerror or error}; give a place that can be written"
+        ) from error

@@ -119,7 +119,15 @@ class RunFolder:
           OSError: a file cannot be read.
           ValueError: the text or its vocabulary has changed, or the images have.
         """
-        data, recorded = load_data(config), json.loads(self.corpus_path.read_bytes())
+        data = load_data(config)
+        try:
+            recorded = json.loads(self.corpus_path.read_bytes())
+        except OSError as error:
+            raise type(error)(f"cannot read {self.corpus_path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(
+                f"{self.corpus_path} is damaged: {error}; bring it back from a copy"
+            ) from error
         known = _fingerprint(data)
         if isinstance(data, Images):
             if recorded != known:
@@ -150,6 +158,7 @@ class RunFolder:
             raise type(error)(
                 f"cannot make the folder {self}: {error.strerror}; use another --train.out-dir"
             ) from error
+        self._append("")
         if isinstance(data, Corpus):
             data.vocabulary.save(self.vocabulary_path)
         with whole_file(self.corpus_path) as file:
@@ -171,11 +180,16 @@ class RunFolder:
         Raises:
           OSError: it cannot be written.
         """
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, text: str) -> None:
         try:
             with self.metrics_path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text)
         except OSError as error:
-            raise type(error)(f"cannot write {self.metrics_path}: {error.strerror}") from error
+            raise type(error)(
+                f"cannot write {self.metrics_path}: {error.strerror}; give a place that can be written"
+            ) from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; none if there is no such file.

@@ -125,14 +125,13 @@ def fit(
     if isinstance(batches, BucketedSentences):
         report.buckets(batches)
 
+    state = _restore(folder, config, mesh) if resume and folder is not None else None
+    if config.train.fallback_dir is not None:
+        _make_fallback(Path(config.train.fallback_dir).expanduser())
+
     folder, config = begin_run(folder, config, data, overwrite=overwrite)
     with folder.checkpoints(config) as checkpoints:
-        if resume and not checkpoints.is_empty:
-            state = checkpoints.restore(config, mesh)
-        else:
-            if resume:  # the run was killed before its first checkpoint
-                _log.warning("%s has no checkpoint yet: the run begins again", folder)
-            state = init_state(config, mesh)
+        state = init_state(config, mesh) if state is None else state
         audit(state)
         run = _Run(config, mesh, data, task, folder, checkpoints, report, state)
         try:
@@ -181,8 +180,6 @@ def begin_run(
         if overwrite:
             folder.clear()
         folder.start(config, data)
-        if config.train.fallback_dir is not None:
-            _make_fallback(Path(config.train.fallback_dir).expanduser())
     _barrier("jaxpar: the run's folder is ready")
     return folder, config
 
@@ -396,6 +393,17 @@ def _claim_numbered_folder() -> RunFolder:
     if jax.process_count() > 1:
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return RunFolder(f"runs/{number:04d}")
+
+
+def _restore(folder: RunFolder, config: RunConfig, mesh: Mesh) -> TrainState | None:
+    """The state to go on with; None if the run was killed before its first checkpoint."""
+    folder.metrics()  # can they be read?
+    checkpoints = folder.checkpoints(config)
+    if not checkpoints.is_empty:
+        return checkpoints.restore(config, mesh)
+    if jax.process_index() == 0:
+        _log.warning("%s has no checkpoint yet: the run begins again", folder)
+    return None
 
 
 def _make_fallback(path: Path) -> None:

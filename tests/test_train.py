@@ -32,6 +32,8 @@ from jaxpar.sample import sample, sample_tokens
 from jaxpar.state import make_model
 from jaxpar.train import evaluate_run, fit
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
 
@@ -69,22 +71,6 @@ def make_config(text, out_dir, mesh=(1, 1, 1), units=(1, 1), **train):
 def load_model(result):
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(result.config)))
     return nnx.merge(graphdef, result.state.params)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Runs of the same config share their compiled programs through JAX's cache on disk."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 class Recorder(Report):

@@ -19,6 +19,8 @@ from jaxpar.state import make_model
 from jaxpar.train import evaluate_run, fit
 from jaxpar.weights import export_weights, import_weights, read_weights
 
+pytestmark = pytest.mark.usefixtures("compile_once")
+
 # Sums in another order, in float32; of the largest logit.
 RELATIVE_ERROR = 1e-5
 
