@@ -306,7 +306,9 @@ class _Run:
         evaluation = self.task.evaluate(self.state.params, split)
         if split == "valid" and self.config.train.keep_best:
             self.checkpoints.losses[step] = evaluation.loss
-        self._write({"step": step, **dataclasses.asdict(evaluation)})
+        line = {"step": step, **dataclasses.asdict(evaluation)}
+        if line not in self.folder.metrics():  # a process that was killed may have written it
+            self._write(line)
         self.report.evaluation(step, evaluation)
         return evaluation
 
