@@ -158,8 +158,27 @@ def compile_quickly():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def small(shares=None, **pipeline):
+    model = ModelConfig(num_layers=4, hidden_size=8, embed_size=8, vocab_size=24)
+    mesh = MeshConfig(data=len(shares or (1,)), stage=2, devices=tuple(range(4 if shares else 2)))
+    data = DataConfig(batch_size=18, seq_len=4, shares=shares)
+    train = TrainConfig(optimizer="sgd", momentum=0.9, learning_rate=1.0, warmup_steps=0)
+    return Config(mesh, model, PipelineConfig(**pipeline), data, train)
+
+
+# What the search has found.
+SHORTER_NEEDS_MORE_BUFFERS = (
+    small(schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=2), 2,
+)  # fmt: skip
+SMALLER_SHARE_NEEDS_MORE_BUFFERS = (
+    small((1, 2), schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=1), 4,
+)  # fmt: skip
+
+
 @SETTINGS
 @hypothesis.given(drawn=configs())
+@hypothesis.example(drawn=SHORTER_NEEDS_MORE_BUFFERS)
+@hypothesis.example(drawn=SMALLER_SHARE_NEEDS_MORE_BUFFERS)
 def test_random_configs_train_as_the_plain_model_does(drawn):
     config, length = drawn
     loss, arrays = train_once(config, length)
