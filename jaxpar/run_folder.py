@@ -201,9 +201,9 @@ class RunFolder:
         """
         if not self.metrics_path.exists():
             return []
-        *lines, unfinished = self.metrics_path.read_text().split("\n")
-        del unfinished  # "" after a last line that is whole
         try:
+            *lines, unfinished = self.metrics_path.read_text().split("\n")
+            del unfinished  # "" after a last line that is whole
             return [json.loads(line) for line in lines]
         except ValueError as error:
             raise ValueError(

@@ -137,6 +137,8 @@ def fit(
         try:
             return run.finish(*run.train(batches))
         except OSError as error:
+            if jax.process_count() > 1:
+                raise  # the others do not know; they end when this process does
             raise run.rescue(error) from error
 
 
