@@ -40,6 +40,7 @@ from jaxpar.step import (  # noqa: E402
     make_train_step,
 )
 from jaxpar.train import FitResult, fit  # noqa: E402
+from jaxpar.weights import export_weights, import_weights  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,9 @@ __all__ = [
     "inspect_function",
     "strategy_for",
     "ProgramReport",
+    # Weights from and to PyTorch.
+    "export_weights",
+    "import_weights",
     # The pipeline, piece by piece.
     "Schedule",
     "make_schedule",

@@ -1,10 +1,16 @@
-"""`python -m jaxpar train | evaluate | sample | inspect | launch | doctor`. See `--help` of each."""
+"""The commands: `python -m jaxpar train | evaluate | sample | inspect | export | import | launch | doctor`.
+
+See `--help` of each.
+"""
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import os
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +20,7 @@ import jax
 import tyro
 from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, subcommand
 
-from jaxpar.config import CONFIGS, Config, RunConfig
+from jaxpar.config import CONFIGS, Config, DataConfig, RunConfig, TrainConfig
 from jaxpar.config_file import read_config
 from jaxpar.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
@@ -82,6 +88,8 @@ class Evaluate(Options):
 
     run_dir: Positional[str] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
+    best: bool = False
+    """Of the state with the lowest validation loss, not the newest."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -95,7 +103,7 @@ class Evaluate(Options):
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
-        evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh))
+        evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh), best=self.best)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
         return 0
@@ -107,6 +115,8 @@ class Sample(Options):
 
     run_dir: Positional[str] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
+    best: bool = False
+    """Of the state with the lowest validation loss, not the newest."""
     prompt: str = ""
     """Words that the text begins with; all in the vocabulary of the run."""
     length: int = 50
@@ -127,6 +137,7 @@ class Sample(Options):
             temperature=self.temperature,
             seed=self.seed,
             mesh=_mesh(self.mesh),
+            best=self.best,
         )
         print(text)
         return 0
@@ -160,6 +171,70 @@ class Inspect(ConfigOptions):
             print(json.dumps(report.to_dict(), indent=2))
         else:
             make_console().print(report, highlight=False)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(Options):
+    """Writes the weights of a run as safetensors, in the names and the layout of PyTorch."""
+
+    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    """The folder of the run, such as runs/0001."""
+    best: bool = False
+    """Of the state with the lowest validation loss, not the newest."""
+    output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
+    """The file, such as model.safetensors."""
+    num_biases: int = 2
+    """Of each LSTM layer: 2 as in torch.nn.LSTM, the second all zero, or 1."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.weights import export_weights
+
+        mesh = _mesh(self.mesh)
+        config = export_weights(
+            self.run_dir, self.output, num_biases=self.num_biases, mesh=mesh, best=self.best
+        )
+        print(f"wrote {self.output}: {_describe(config)}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Import(Options):
+    """Begins a run with the weights of a safetensors file, as export or PyTorch writes it.
+
+    evaluate, sample and train --resume take the run from there.
+    """
+
+    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    """The folder of the new run."""
+    input: Annotated[str, arg(aliases=["-i"], metavar="FILE")] = dataclasses.field(kw_only=True)
+    """The file; it tells the sizes of the model."""
+    vocabulary: Annotated[str | None, arg(metavar="FILE")] = None
+    """The model's words, one a line or a run's vocabulary.json, if the file does not tell them."""
+    names: tuple[str, str, str] = ("embedding", "lstm", "head")
+    """What the file calls the embedding, the LSTM and the linear layer after it."""
+    overwrite: bool = False
+    """Remove the run that is in the folder."""
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.weights import import_weights
+
+        config = import_weights(
+            self.input,
+            self.run_dir,
+            Config(mesh=_mesh(self.mesh), data=self.data, train=self.train),
+            vocabulary=self.vocabulary,
+            names=self.names,
+            overwrite=self.overwrite,
+        )
+        print(
+            f"wrote {self.run_dir}: {_describe(config)}; use it with evaluate, sample, or "
+            f"train --resume --train.out-dir {self.run_dir}"
+        )
         return 0
 
 
@@ -206,6 +281,9 @@ class Doctor:
         return report()
 
 
+Command = Train | Evaluate | Sample | Inspect | Export | Import | Launch | Doctor
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code.
 
@@ -216,6 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
+    if not debug:  # Orbax logs the tracebacks of errors that it also raises
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         command = _parse(argv)
         if isinstance(command, Options):
@@ -235,20 +315,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         return leave_processes(2)
 
 
-def _parse(argv: list[str]) -> Train | Evaluate | Sample | Inspect | Launch | Doctor:
-    config = _base_config(argv)
-    return tyro.cli(
-        Annotated[Train, subcommand("train", default=Train(config=config))]
-        | Annotated[Evaluate, subcommand("evaluate")]
-        | Annotated[Sample, subcommand("sample")]
-        | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
-        | Annotated[Launch, subcommand("launch")]
-        | Annotated[Doctor, subcommand("doctor")],
-        prog="python -m jaxpar",
-        description="Trains LSTM language models, and networks on images, on a mesh of devices.",
-        args=argv,
-        config=(FlagCreatePairsOff, AvoidSubcommands),  # --model chooses, not a subcommand
-    )
+def _parse(argv: list[str]) -> Command:
+    config, said = _base_config(argv), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(
+                Annotated[Train, subcommand("train", default=Train(config=config))]
+                | Annotated[Evaluate, subcommand("evaluate")]
+                | Annotated[Sample, subcommand("sample")]
+                | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
+                | Annotated[Export, subcommand("export")]
+                | Annotated[Import, subcommand("import")]
+                | Annotated[Launch, subcommand("launch")]
+                | Annotated[Doctor, subcommand("doctor")],
+                prog="python -m jaxpar",
+                description="Trains LSTM language models, and networks on images, on a mesh.",
+                args=argv,
+                config=(FlagCreatePairsOff, AvoidSubcommands),  # --model chooses, not a subcommand
+            )
+    except SystemExit as stopped:
+        # Of a value that a config refuses tyro tells no more than the config itself, in a box.
+        cause = stopped.__context__
+        while cause is not None:
+            if isinstance(cause, ValueError) and _is_raised_here(cause):
+                raise cause from None
+            cause = cause.__context__
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise
+
+
+def _is_raised_here(error: ValueError) -> bool:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("jaxpar.")
 
 
 def _base_config(argv: list[str]) -> RunConfig:
@@ -300,6 +400,14 @@ def _use_compile_cache(use: bool) -> None:
     # What is really wrong becomes an exception all the same.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # 1 is what `import jax` sets
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+
+def _describe(config: Config) -> str:
+    model = config.model
+    return (
+        f"{model.num_layers} layers of {model.hidden_size}, embedding of {model.embed_size}, "
+        f"vocabulary of {model.vocab_size}"
+    )
 
 
 def _simulate(num_devices: int) -> None:

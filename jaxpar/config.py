@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.fields import check_fields
 from jaxpar.mesh import MeshConfig
 from jaxpar.placement import resolve_placement, slots
 
@@ -28,13 +29,6 @@ def _require_rate(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         _require(0 <= value < 1, f"{name}={value}: must be at least 0 and less than 1")
-
-
-def _require_options(config: Any) -> None:
-    for name, hint in get_type_hints(type(config)).items():
-        value, options = getattr(config, name), get_args(hint)
-        if get_origin(hint) is Literal:
-            _require(value in options, f"{name}={value!r}: use {' or '.join(map(repr, options))}")
 
 
 def nearest_multiples(size: int, divisor: int) -> str:
@@ -70,7 +64,7 @@ class ModelConfig:
     name: Literal["lstm"] = "lstm"
 
     def __post_init__(self):
-        _require_options(self)
+        check_fields(self)
         _require_positive(self, "num_layers", "hidden_size", "embed_size")
         _require_rate(self, "dropout")
         if self.vocab_size is not None:
@@ -112,13 +106,7 @@ class ConvNetConfig:
     name: Literal["hybrid"] = "hybrid"
 
     def __post_init__(self):
-        for name in (
-            "channels",
-            "hidden_sizes",
-            "image_shape",
-        ):  # lists, as JSON and TOML have them
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        _require_options(self)
+        check_fields(self)
         _require_positive(self, "num_classes")
         _require_rate(self, "dropout")
         for name in ("channels", "hidden_sizes", "image_shape"):
@@ -168,9 +156,7 @@ class PipelineConfig:
     remat: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.placement, str):  # a list, as JSON and TOML have it
-            object.__setattr__(self, "placement", tuple(self.placement))
-        _require_options(self)
+        check_fields(self)
         _require_positive(self, "num_microbatches", "num_chunks", "num_groups")
         _require(
             (self.num_groups > 1) == (self.schedule == "interleaved"),
@@ -204,15 +190,15 @@ class DataConfig:
     shares: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        if self.shares is not None:  # a list, as JSON and TOML have it
-            object.__setattr__(self, "shares", tuple(self.shares))
+        check_fields(self)
+        if self.shares is not None:
             _require(
                 len(self.shares) > 0 and min(self.shares) > 0,
                 f"shares={self.shares}: every data-parallel group needs at least one part; leave a "
                 f"device without work out of the mesh (devices=...)",
             )
-        _require_options(self)
         _require_positive(self, "max_vocab", "batch_size", "seq_len")
+        _require(self.corpus != "", "corpus='' names no text; use python-docs, or a file or folder")
         _require(self.num_buckets >= 0, f"num_buckets={self.num_buckets}: must not be negative")
 
 
@@ -229,7 +215,7 @@ class ImageDataConfig:
     batch_size: int = 128
 
     def __post_init__(self):
-        _require_options(self)
+        check_fields(self)
         _require_positive(self, "batch_size")
 
 
@@ -258,6 +244,9 @@ class TrainConfig:
       eval_every: steps between validations; 0 for the end only.
       checkpoint_every: steps between checkpoints; 0 for the end only.
       keep_checkpoints: the newest ones kept.
+      keep_best: the state with the lowest validation loss is saved and kept as well.
+      fallback_dir: the state is saved in a folder in here when out_dir cannot be written any more: a disk
+        is full, or read-only.
       out_dir: where metrics, vocabulary, config and checkpoints are written; None takes the next free
         folder of runs/0001, runs/0002, ...
     """
@@ -280,10 +269,12 @@ class TrainConfig:
     eval_every: int = 0
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
+    keep_best: bool = True
+    fallback_dir: str | None = None
     out_dir: str | None = None
 
     def __post_init__(self):
-        _require_options(self)
+        check_fields(self)
         _require_positive(
             self, "num_steps", "learning_rate", "lr_decay_every", "log_every", "keep_checkpoints"
         )
@@ -296,7 +287,10 @@ class TrainConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value}: must not be negative")
-        _require(self.seed >= 0, f"seed={self.seed}: must not be negative")
+        _require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
+        _require(self.num_steps < 2**31, f"num_steps={self.num_steps}: must be below {2**31}")
+        for name in ("out_dir", "fallback_dir"):
+            _require(getattr(self, name) != "", f"{name}='' names no folder; leave it away")
         for name, optimizer in (("weight_decay", "adamw"), ("momentum", "sgd")):
             _require(
                 getattr(self, name) == 0 or self.optimizer == optimizer,
@@ -314,6 +308,9 @@ class Config:
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
+
+    def __post_init__(self):
+        check_fields(self)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -399,6 +396,9 @@ class ImageConfig:
     model: ConvNetConfig = ConvNetConfig()
     data: ImageDataConfig = ImageDataConfig()
     train: TrainConfig = TrainConfig(num_steps=300, learning_rate=2e-3)
+
+    def __post_init__(self):
+        check_fields(self)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:

@@ -12,16 +12,14 @@ import difflib
 import json
 import os
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jaxpar.config import CONFIGS, RunConfig
+from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
-
-Types = tuple[Any, ...]
 
 
 def read_config(path: str | os.PathLike[str], base: RunConfig | None = None) -> RunConfig:
@@ -70,13 +68,8 @@ def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
             assert value is not None or field.default is None, field.name
             if value is not None:
                 lines.append(f"{field.name} = {_toml(value)}")
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes("\n".join([*lines[1:], ""]).encode())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        file.write_bytes("\n".join([*lines[1:], ""]).encode())
 
 
 def _toml(value: Any) -> str:
@@ -104,45 +97,9 @@ def _replace(config: Any, values: Mapping[str, Any], path: str) -> Any:
                 raise ValueError(f"{name}={value!r}: write a table [{name}]")
             changes[key] = _replace(getattr(config, key), value, f"{name}.")
         else:
-            value = tuple(value) if isinstance(value, list) else value
-            options = _options(wanted)
-            if not any(_fits(value, option) for option in options):
-                described = " or ".join(map(_describe, options))
-                raise ValueError(f"{name}={value!r} ({type(value).__name__}): use {described}")
-            changes[key] = float(value) if isinstance(value, int) and options == (float,) else value
+            is_number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
+            changes[key] = float(value) if is_number else value
     try:
         return dataclasses.replace(config, **changes)
     except ValueError as error:
         raise ValueError(f"{path}{error}") from error
-
-
-def _options(wanted: Any) -> Types:
-    """The types that a value may have; None cannot be written in TOML."""
-    is_union = typing.get_origin(wanted) in (types.UnionType, typing.Union)
-    return tuple(
-        option
-        for option in (typing.get_args(wanted) if is_union else (wanted,))
-        if option is not types.NoneType
-    )
-
-
-def _fits(value: Any, wanted: Any) -> bool:
-    if typing.get_origin(wanted) is Literal:
-        return value in typing.get_args(wanted)
-    if typing.get_origin(wanted) is tuple:
-        return isinstance(value, tuple) and all(
-            _fits(part, typing.get_args(wanted)[0]) for part in value
-        )
-    if isinstance(value, bool):
-        return wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
-
-
-def _describe(wanted: Any) -> str:
-    if typing.get_origin(wanted) is Literal:
-        return ", ".join(map(repr, typing.get_args(wanted)))
-    if typing.get_origin(wanted) is tuple:
-        return "a list of " + typing.get_args(wanted)[0].__name__
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[
-        wanted
-    ]

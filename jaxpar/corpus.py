@@ -31,6 +31,8 @@ from typing import Literal
 
 import numpy as np
 
+from jaxpar.files import whole_file
+
 Level = Literal["auto", "word", "char"]
 
 UNK = "<unk>"
@@ -120,14 +122,9 @@ class Vocabulary:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the vocabulary as JSON; the file appears whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         content = {"tokenizer": self.tokenizer, "words": self.words}
-        try:
-            partial.write_bytes(json.dumps(content, ensure_ascii=False, indent=0).encode())
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole_file(path) as file:
+            file.write_bytes(json.dumps(content, ensure_ascii=False, indent=0).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.fields import check_fields
 
 _SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
 
@@ -38,8 +39,12 @@ class MeshConfig:
     devices: tuple[int, ...] | None = None
 
     def __post_init__(self):
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"mesh {error}") from error
         for axis, size in self.sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            if size < 1 and size != -1:
                 raise ValueError(
                     f"mesh {axis}={size!r}: use a positive whole number, or -1 to infer it"
                 )

@@ -42,7 +42,7 @@ def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -
     Raises:
       ValueError: the schedules differ in more than microbatches, or do not fit the capacity.
     """
-    capacity = capacity or max(schedules, key=lambda schedule: schedule.num_ticks)
+    capacity = capacity or largest(schedules)
     shape = ("kind", "num_stages", "num_groups")
     for schedule in schedules:
         for name in shape:
@@ -79,3 +79,13 @@ def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -
         num_forward_buffers=capacity.num_forward_buffers,
         num_backward_buffers=capacity.num_backward_buffers,
     )
+
+
+def largest(schedules: Sequence[Schedule]) -> Schedule:
+    """The longest of these schedules, with slots and buffers for each of them.
+
+    A smaller one may need more: in an interleaved schedule of fewer chunks units can wait for longer.
+    """
+    names = ("num_slots", "num_forward_buffers", "num_backward_buffers")
+    most = {name: max(getattr(schedule, name) for schedule in schedules) for name in names}
+    return dataclasses.replace(max(schedules, key=lambda schedule: schedule.num_ticks), **most)

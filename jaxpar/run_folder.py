@@ -19,10 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.axes import STAGE
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, best_of
 from jaxpar.config import Config, RunConfig
 from jaxpar.config_file import read_config, write_config
 from jaxpar.corpus import SPLITS, Corpus, Vocabulary, load_corpus
+from jaxpar.files import whole_file
 from jaxpar.images import Images, load_images
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import TrainState
@@ -74,14 +75,28 @@ class RunFolder:
         self.config()
         return Vocabulary.load(self.vocabulary_path)
 
-    def restore(self, mesh: MeshConfig = ONE_DEVICE) -> tuple[RunConfig, Mesh, TrainState]:
-        """The run's config for this mesh, the mesh, and the newest state there.
+    def checkpoints(self, config: RunConfig) -> Checkpoints:
+        """The run's checkpoints, of its vocabulary if it has one.
+
+        Raises:
+          OSError: no run has written here, or a file cannot be read.
+        """
+        vocabulary = self.vocabulary() if isinstance(config, Config) else None
+        keep = config.train.keep_checkpoints
+        return Checkpoints(self.checkpoints_path, keep=keep, vocabulary=vocabulary)
+
+    def restore(
+        self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
+    ) -> tuple[RunConfig, Mesh, TrainState]:
+        """The run's config for this mesh, the mesh, and a state there.
 
         The mesh need not be the one that the run had.
 
+        Args:
+          best: the state with the lowest validation loss that has been kept, not the newest.
         Raises:
           ValueError: the model does not fit the mesh.
-          FileNotFoundError: no run has written here, or no checkpoint.
+          FileNotFoundError: no run has written here, or no such checkpoint.
         """
         config = self.config()
         devices = mesh.build()
@@ -89,8 +104,13 @@ class RunFolder:
             balanced = dataclasses.replace(config.pipeline, placement="balanced")
             config = dataclasses.replace(config, pipeline=balanced)
         config = dataclasses.replace(config, mesh=MeshConfig(**devices.shape, devices=mesh.devices))
-        with Checkpoints(self.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
-            return config, devices, checkpoints.restore(config, devices)
+        checkpoints, step = self.checkpoints(config), None
+        if best and (step := best_of(checkpoints.steps(), self.valid_losses())) is None:
+            raise FileNotFoundError(
+                f"{self} holds no checkpoint of a validated step; train with --train.eval-every, or "
+                f"take the newest state"
+            )
+        return config, devices, checkpoints.restore(config, devices, step)
 
     def load_data(self, config: RunConfig) -> Corpus | Images:
         """What the run learns from, after a check that it still is what the run began with.
@@ -99,7 +119,15 @@ class RunFolder:
           OSError: a file cannot be read.
           ValueError: the text or its vocabulary has changed, or the images have.
         """
-        data, recorded = load_data(config), json.loads(self.corpus_path.read_bytes())
+        data = load_data(config)
+        try:
+            recorded = json.loads(self.corpus_path.read_bytes())
+        except OSError as error:
+            raise type(error)(f"cannot read {self.corpus_path}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(
+                f"{self.corpus_path} is damaged: {error}; bring it back from a copy"
+            ) from error
         known = _fingerprint(data)
         if isinstance(data, Images):
             if recorded != known:
@@ -119,11 +147,22 @@ class RunFolder:
         return data
 
     def start(self, config: RunConfig, data: Corpus | Images) -> None:
-        """Makes the folder and writes what a run can be continued from."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Makes the folder and writes what a run can be continued from; the config comes last.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise type(error)(
+                f"cannot make the folder {self}: {error.strerror}; use another --train.out-dir"
+            ) from error
+        self._append("")
         if isinstance(data, Corpus):
             data.vocabulary.save(self.vocabulary_path)
-        self.corpus_path.write_text(json.dumps(_fingerprint(data), indent=1) + "\n")
+        with whole_file(self.corpus_path) as file:
+            file.write_text(json.dumps(_fingerprint(data), indent=1) + "\n")
         write_config(config, self.config_path)
 
     def clear(self) -> None:
@@ -136,20 +175,44 @@ class RunFolder:
             shutil.rmtree(self.checkpoints_path)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to `metrics.jsonl`."""
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        """Adds a line to `metrics.jsonl`.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        self._append(json.dumps(line) + "\n")
+
+    def _append(self, text: str) -> None:
+        try:
+            with self.metrics_path.open("a") as file:
+                file.write(text)
+        except OSError as error:
+            raise type(error)(
+                f"cannot write {self.metrics_path}: {error.strerror}; give a place that can be written"
+            ) from error
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; none if there is no such file.
 
         A last line that a killed process left unfinished is passed over.
+
+        Raises:
+          ValueError: another line is damaged.
         """
         if not self.metrics_path.exists():
             return []
-        *lines, unfinished = self.metrics_path.read_text().split("\n")
-        del unfinished  # "" after a last line that is whole
-        return [json.loads(line) for line in lines]
+        try:
+            *lines, unfinished = self.metrics_path.read_text().split("\n")
+            del unfinished  # "" after a last line that is whole
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise ValueError(
+                f"{self.metrics_path} is damaged: {error}; move it away, the run goes on without it"
+            ) from error
+
+    def valid_losses(self) -> dict[int, float]:
+        """Step -> loss on the validation text, of `metrics.jsonl`."""
+        return {line["step"]: line["loss"] for line in self.metrics() if line["split"] == "valid"}
 
     def rewind_metrics(self, step: int) -> None:
         """Takes the lines after `step` out of `metrics.jsonl`: a resumed run writes them anew.
@@ -161,8 +224,16 @@ class RunFolder:
         if not self.metrics_path.exists() or kept == self.metrics_path.read_text():
             return
         number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
-        self.metrics_path.rename(self.path / f"metrics.before-{number}.jsonl")
-        self.metrics_path.write_text(kept)
+        with whole_file(self.path / f"metrics.before-{number}.jsonl") as file:
+            shutil.copyfile(self.metrics_path, file)
+        with whole_file(self.metrics_path) as file:
+            file.write_text(kept)
+
+    def take_metrics(self, other: "RunFolder", step: int) -> None:
+        """Writes the lines of another run up to a step."""
+        kept = (json.dumps(line) + "\n" for line in other.metrics() if line["step"] <= step)
+        with whole_file(self.metrics_path) as file:
+            file.write_text("".join(kept))
 
 
 def load_data(config: RunConfig) -> Corpus | Images:

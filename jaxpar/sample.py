@@ -22,6 +22,7 @@ def sample(
     temperature: float = 1.0,
     seed: int = 0,
     mesh: MeshConfig = ONE_DEVICE,
+    best: bool = False,
 ) -> str:
     """A text that begins with the prompt and goes on as the model of a run would.
 
@@ -31,6 +32,7 @@ def sample(
       length: tokens to add.
       temperature: logits are divided by it; 0 takes the likeliest token every time.
       seed: the same seed gives the same text.
+      best: of the state with the lowest validation loss, not the newest.
     Raises:
       ValueError: a word is outside the vocabulary, or a number is out of range.
       FileNotFoundError: no run, or no checkpoint in it.
@@ -41,7 +43,7 @@ def sample(
     vocabulary = folder.vocabulary()
     start = vocabulary.encode([EOS])
     tokens = np.concatenate([start, vocabulary.encode(prompt, strict=True)])
-    config, _, state = folder.restore(mesh)
+    config, _, state = folder.restore(mesh, best=best)
     assert isinstance(config, Config)
     new = sample_tokens(
         config,

@@ -33,7 +33,7 @@ from jaxpar.nn.lstm import extend
 from jaxpar.nn.stack import vary_like
 from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
 from jaxpar.pipeline import Pipeline, PipelineParams
-from jaxpar.plan import Plan, make_plan
+from jaxpar.plan import Plan, largest, make_plan
 from jaxpar.schedule import make_schedule
 from jaxpar.sharding import RULES, Layout, constrain, shardings
 from jaxpar.state import (
@@ -415,5 +415,6 @@ def _plan(config: Config, num_chunks: int, backward: bool) -> Plan:
             backward=backward,
         )
 
-    capacity = schedule(max(config.shares), config.num_chunks)
+    any_length = range(1, config.num_chunks + 1)
+    capacity = largest([schedule(share, K) for share in {*config.shares} for K in any_length])
     return make_plan([schedule(share, num_chunks) for share in config.shares], capacity)

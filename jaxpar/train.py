@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import threading
@@ -15,11 +16,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar.buckets import BucketedSentences
-from jaxpar.checkpoint import Checkpoints
+from jaxpar.checkpoint import Checkpoints, best_of
 from jaxpar.config import RunConfig
+from jaxpar.corpus import Corpus
 from jaxpar.data import TokenStreams
 from jaxpar.evaluate import do_not_run_ahead
-from jaxpar.images import ImageBatches
+from jaxpar.images import ImageBatches, Images
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import learning_rate
 from jaxpar.report import Evaluation, Report, TextEvaluation
@@ -33,6 +35,8 @@ from jaxpar.run_folder import (
 from jaxpar.state import TrainState, abstract_state, audit, init_state
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.tasks import Task, make_task
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +97,8 @@ def fit(
     Args:
       config: `model.vocab_size=None` takes what the corpus needs, padded to a multiple of
         `VOCAB_MULTIPLE`; `train.out_dir=None` takes the next free folder of runs/0001, runs/0002...
-      resume: go on from the newest checkpoint in `train.out_dir` (None: of the latest numbered
-        run); the mesh may be another one.
+      resume: go on from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
+        run), or from the start if there is none yet; the mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       report: what is told while it runs, e.g. `ConsoleReport()`; None is silent.
 
@@ -105,7 +109,12 @@ def fit(
         a run already (FileExistsError).
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
-    folder = _choose_folder(config, resume=resume, overwrite=overwrite)
+    if config.train.fallback_dir is not None and jax.process_count() > 1:
+        raise ValueError(
+            f"fallback_dir={config.train.fallback_dir!r} is for one process, there are "
+            f"{jax.process_count()}: they cannot agree once one of them cannot write; leave it away"
+        )
+    folder = choose_folder(config, resume=resume, overwrite=overwrite)
     mesh = config.mesh.build()
     data = folder.load_data(config) if resume and folder is not None else load_data(config)
     task = make_task(config, mesh, data)
@@ -116,20 +125,65 @@ def fit(
     if isinstance(batches, BucketedSentences):
         report.buckets(batches)
 
-    if folder is None:
-        folder = _claim_numbered_folder()
+    state = _restore(folder, config, mesh) if resume and folder is not None else None
+    if config.train.fallback_dir is not None:
+        _make_fallback(Path(config.train.fallback_dir).expanduser())
+
+    folder, config = begin_run(folder, config, data, overwrite=overwrite)
+    with folder.checkpoints(config) as checkpoints:
+        state = init_state(config, mesh) if state is None else state
+        audit(state)
+        run = _Run(config, mesh, data, task, folder, checkpoints, report, state)
+        try:
+            return run.finish(*run.train(batches))
+        except OSError as error:
+            if jax.process_count() > 1:
+                raise  # the others do not know; they end when this process does
+            raise run.rescue(error) from error
+
+
+def choose_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder | None:
+    """The folder that the config names; None if it is to get a number.
+
+    Raises:
+      ValueError: resume and overwrite, both.
+      OSError: there is no run to resume, or one that is not to be overwritten.
+    """
+    if resume and overwrite:
+        raise ValueError("resume and overwrite contradict each other; use one of them")
+    out_dir = config.train.out_dir
+    if resume:
+        folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
+        folder.config()  # is there a run?
+        return folder
+    folder = None if out_dir is None else RunFolder(out_dir)
+    if folder is not None and folder.holds_run and not overwrite:
+        raise FileExistsError(
+            f"out_dir={out_dir!r} holds a run already; go on with it (--resume), use another "
+            f"--train.out-dir, or remove what is there (--overwrite)"
+        )
+    return folder
+
+
+def begin_run(
+    folder: RunFolder | None, config: RunConfig, data: Corpus | Images, *, overwrite: bool
+) -> tuple[RunFolder, RunConfig]:
+    """Makes the folder of a run, or goes on in it; the config with its path.
+
+    Args:
+      folder: None takes the next number.
+      overwrite: remove the run that is there.
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    folder = _claim_numbered_folder() if folder is None else folder
     config = _replace_train(config, out_dir=str(folder))
     if jax.process_index() == 0:
         if overwrite:
             folder.clear()
         folder.start(config, data)
     _barrier("jaxpar: the run's folder is ready")
-
-    with Checkpoints(folder.checkpoints_path, keep=config.train.keep_checkpoints) as checkpoints:
-        state = checkpoints.restore(config, mesh) if resume else init_state(config, mesh)
-        audit(state)
-        run = _Run(config, mesh, task, folder, checkpoints, report)
-        return run.finish(*run.train(state, batches))
+    return folder, config
 
 
 class _Run:
@@ -139,32 +193,38 @@ class _Run:
         self,
         config: RunConfig,
         mesh: Mesh,
+        data: Corpus | Images,
         task: Task,
         folder: RunFolder,
         checkpoints: Checkpoints,
         report: Report,
+        state: TrainState,
     ):
-        self.config, self.mesh, self.task = config, mesh, task
+        self.config, self.mesh, self.data, self.task = config, mesh, data, task
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
+        self.state = state  # after the last step taken
         self.started = time.perf_counter()
 
     def train(
-        self, state: TrainState, batches: TokenStreams | BucketedSentences | ImageBatches
-    ) -> tuple[TrainState, int, list[float], signal.Signals | None]:
+        self, batches: TokenStreams | BucketedSentences | ImageBatches
+    ) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last."""
         settings = self.config.train
-        step = first_step = int(state.step)
+        step = first_step = int(self.state.step)
         losses: list[float] = []
         waiting: list[Metrics] = []  # on the device until the next log point
         step_once = make_train_step(self.config, self.mesh)
         sharding = batch_sharding(self.mesh, self.config)
         if jax.process_index() == 0:
             self.folder.rewind_metrics(step)
+        if settings.keep_best:  # a line after this step may still be there, for another process
+            losses_before = self.folder.valid_losses().items()
+            self.checkpoints.losses |= {s: loss for s, loss in losses_before if s <= step}
         self.report.begin(step, settings.num_steps, self.folder.path)
         clock, clock_step = time.perf_counter(), step
         with _signals() as signals:
             while step < settings.num_steps and not self._should_stop(signals, step, first_step):
-                state, metrics = step_once(state, batches.batch_on(step, sharding))
+                self.state, metrics = step_once(self.state, batches.batch_on(step, sharding))
                 step += 1
                 waiting.append(metrics)
                 do_not_run_ahead(self.mesh, metrics)
@@ -178,21 +238,23 @@ class _Run:
                     targets = batches.num_targets / batches.num_windows * (step - clock_step)
                     self._log(step, fetched[-1], targets / seconds)
                     clock, clock_step = time.perf_counter(), step
+                is_best = False
                 if not last and settings.eval_every and step % settings.eval_every == 0:
-                    self.evaluate(state, step, "valid")
+                    self.evaluate(step, "valid")
+                    is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
                     clock = time.perf_counter()
-                if settings.checkpoint_every and step % settings.checkpoint_every == 0:
-                    self.checkpoints.save(state, self.config)
+                is_due = settings.checkpoint_every and step % settings.checkpoint_every == 0
+                if is_best or is_due:
+                    self.checkpoints.save(self.state, self.config)
             losses += [float(part.loss) for part in jax.device_get(waiting)]
             if step > first_step and self.checkpoints.latest_step() != step:
-                self.checkpoints.save(state, self.config)
+                self.checkpoints.save(self.state, self.config)
         stopped_by = signals[0] if signals and step < settings.num_steps else None
         self.report.end(step, settings.num_steps, stopped_by)
-        return state, first_step, losses, stopped_by
+        return first_step, losses, stopped_by
 
     def finish(
         self,
-        state: TrainState,
         first_step: int,
         losses: list[float],
         stopped_by: signal.Signals | None,
@@ -201,15 +263,54 @@ class _Run:
         evaluations = {}
         if stopped_by is None:
             for split in ("valid", "test"):
-                evaluations[split] = self.evaluate(state, int(state.step), split)
+                evaluations[split] = self.evaluate(int(self.state.step), split)
         self.checkpoints.close()  # what is named in the last lines is there
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
-        return FitResult(losses, first_step, state, self.mesh, self.config, evaluations, stopped_by)
+        return FitResult(
+            losses, first_step, self.state, self.mesh, self.config, evaluations, stopped_by
+        )
 
-    def evaluate(self, state: TrainState, step: int, split: str) -> Evaluation:
+    def rescue(self, error: OSError) -> OSError:
+        """Saves the state where that is possible, when something could not be written.
+
+        Returns:
+          the error to raise, which tells where the state is.
+        """
+        step, places = int(self.state.step), [self.folder]
+        self.report.end(step, self.config.train.num_steps, None)
+        message = str(error)
+        if self.config.train.fallback_dir is not None:
+            places.append(_fallback_folder(self.config.train.fallback_dir, self.folder, step))
+        for folder in places:
+            try:
+                config = self.config
+                if folder is not self.folder:
+                    config = _replace_train(config, out_dir=str(folder))
+                    folder.start(config, self.data)
+                    folder.take_metrics(self.folder, step)
+                with folder.checkpoints(config) as checkpoints:
+                    if checkpoints.latest_step() != step:
+                        checkpoints.save(self.state, config)
+            except OSError as another:
+                message += "" if str(another) == message else f"; and {another}"
+                continue
+            return type(error)(
+                f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
+                f"--train.out-dir {folder}"
+            )
+        return type(error)(
+            f"{message}; free some space and go on with --resume, or name another place for the state "
+            f"beforehand (--train.fallback-dir)"
+        )
+
+    def evaluate(self, step: int, split: str) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = self.task.evaluate(state.params, split)
-        self._write({"step": step, **dataclasses.asdict(evaluation)})
+        evaluation = self.task.evaluate(self.state.params, split)
+        if split == "valid" and self.config.train.keep_best:
+            self.checkpoints.losses[step] = evaluation.loss
+        line = {"step": step, **dataclasses.asdict(evaluation)}
+        if line not in self.folder.metrics():  # a process that was killed may have written it
+            self._write(line)
         self.report.evaluation(step, evaluation)
         return evaluation
 
@@ -246,15 +347,19 @@ class _Run:
         return bool(np.max(multihost_utils.process_allgather(np.int32(bool(signals)))))
 
 
-def evaluate_run(folder: RunFolder, mesh: MeshConfig = ONE_DEVICE) -> list[Evaluation]:
+def evaluate_run(
+    folder: RunFolder, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
+) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
+    Args:
+      best: the state with the lowest validation loss, not the newest.
     Raises:
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or an unreadable text.
     """
     data = folder.load_data(folder.config())
-    config, devices, state = folder.restore(mesh)
+    config, devices, state = folder.restore(mesh, best=best)
     task = make_task(config, devices, data)
     return [task.evaluate(state.params, split) for split in ("valid", "test")]
 
@@ -284,24 +389,6 @@ def _signals() -> Iterator[list[signal.Signals]]:
         restore()
 
 
-def _choose_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFolder | None:
-    """The folder that the config names; None if it is to get a number."""
-    if resume and overwrite:
-        raise ValueError("resume and overwrite contradict each other; use one of them")
-    out_dir = config.train.out_dir
-    if resume:
-        folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
-        folder.config()  # is there a run?
-        return folder
-    folder = None if out_dir is None else RunFolder(out_dir)
-    if folder is not None and folder.holds_run and not overwrite:
-        raise FileExistsError(
-            f"out_dir={out_dir!r} holds a run already; go on with it (--resume), use another "
-            f"--train.out-dir, or remove what is there (--overwrite)"
-        )
-    return folder
-
-
 def _claim_numbered_folder() -> RunFolder:
     """A new numbered folder, the same one for all processes."""
     number = 0
@@ -310,6 +397,36 @@ def _claim_numbered_folder() -> RunFolder:
     if jax.process_count() > 1:
         number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
     return RunFolder(f"runs/{number:04d}")
+
+
+def _restore(folder: RunFolder, config: RunConfig, mesh: Mesh) -> TrainState | None:
+    """The state to go on with; None if the run was killed before its first checkpoint."""
+    folder.metrics()  # can they be read?
+    checkpoints = folder.checkpoints(config)
+    if not checkpoints.is_empty:
+        return checkpoints.restore(config, mesh)
+    if jax.process_index() == 0:
+        _log.warning("%s has no checkpoint yet: the run begins again", folder)
+    return None
+
+
+def _make_fallback(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(
+            f"cannot make fallback_dir={str(path)!r}: {error.strerror}; use another place"
+        ) from error
+
+
+def _fallback_folder(root: str, folder: RunFolder, step: int) -> RunFolder:
+    """A folder for the state of a run that cannot be written in its own: `root/0001-step-700`."""
+    name = f"{folder.path.name}-step-{step}"
+    path, number = Path(root).expanduser() / name, 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{name}-{number}")
+    return RunFolder(path)
 
 
 def _replace_train(config: RunConfig, **changes: object) -> RunConfig:

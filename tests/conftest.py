@@ -7,6 +7,7 @@ import tempfile
 
 import hypothesis
 import jax
+import pytest
 
 # Also for the subprocesses that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,3 +31,19 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(scope="module")
+def compile_once(tmp_path_factory):
+    """Runs of the same config share their compiled programs through JAX's cache on disk."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)

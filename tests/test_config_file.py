@@ -44,19 +44,10 @@ def test_every_value_is_written_unless_none(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[model]\nhiden_size = 3", r"no key model\.hiden_size; did you mean model\.hidden_size\?"),
-        ("[modle]\nhidden_size = 3", r"no key modle; did you mean model\?"),
         ("[train]\nxyzzy = 3", r"no key train\.xyzzy; keys are num_steps, optimizer"),
-        ('[model]\nhidden_size = "3"', r"model\.hidden_size='3' \(str\): use a whole number"),
-        ("[model]\nhidden_size = 3.0", r"model\.hidden_size=3\.0 \(float\): use a whole number"),
-        ("[model]\nhidden_size = true", r"hidden_size=True \(bool\): use a whole number"),
-        ("[model]\ntie_embedding = 1", r"model\.tie_embedding=1 \(int\): use true or false"),
-        ('[train]\noptimizer = "adm"', r"train\.optimizer='adm' .* 'adam', 'adamw', 'sgd'"),
-        ("[pipeline]\nplacement = [1, 2.5]", r"placement=\(1, 2\.5\) .* a string or a list of int"),
         ("model = 3", r"model=3: write a table \[model\]"),
         ('mesh = "dp2xx2"', r"cannot read 'dp2xx2'"),
         ("[model]\ndropout = 1.5", r"model\.dropout=1\.5: must be at least 0"),
-        ("[model\n", r"config\.toml is no TOML in UTF-8: .*line 1"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, text, message):
@@ -64,10 +55,3 @@ def test_wrong_files_are_refused(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_config(path)
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"cannot read the config .*none\.toml: No such file"
-    ):
-        read_config(tmp_path / "none.toml")

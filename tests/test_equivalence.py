@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
@@ -127,39 +125,6 @@ def test_uneven_placement_equals_plain(placement):
 @pytest.mark.parametrize("sizes", [{"embed_size": 8}, {"tie_embedding": True}])
 def test_model_variants_equal_plain(sizes):
     assert_same_as_plain(make_config((2, 2, 2), (2, 2), model=dataclasses.replace(MODEL, **sizes)))
-
-
-# A draw compiles for seconds; shrinking a failure would take minutes and more.
-@hypothesis.settings(max_examples=6, phases=[hypothesis.Phase.generate])
-@hypothesis.given(data=st.data())
-def test_random_configs_equal_plain(data):
-    def draw(*options):
-        return data.draw(st.sampled_from(options))
-
-    stages, tensor = draw(1, 2, 3, 4), draw(1, 2)
-    num_data = draw(*(n for n in (1, 2, 4) if n * stages * tensor <= 8))
-    microbatches, chunks = draw(1, 2, 3), draw(1, 2, 3)
-    model = ModelConfig(
-        num_layers=data.draw(st.integers(stages, 6)),
-        hidden_size=tensor * draw(4, 8),
-        embed_size=tensor * draw(2, 4),
-        vocab_size=stages * tensor * 12,
-        dropout=draw(0.0, 0.5),
-    )
-    cuts = data.draw(
-        st.lists(
-            st.integers(1, model.num_layers - 1),
-            min_size=stages - 1,
-            max_size=stages - 1,
-            unique=True,
-        )
-        if stages > 1
-        else st.just([])
-    )
-    placement = tuple(int(n) for n in np.diff([0, *sorted(cuts), model.num_layers]))
-    sizes = DataConfig(batch_size=num_data * microbatches * draw(1, 2), seq_len=chunks * draw(1, 3))
-    mesh, units = (num_data, stages, tensor), (microbatches, chunks)
-    assert_same_as_plain(make_config(mesh, units, model, sizes, placement=placement))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])

@@ -185,6 +185,23 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     assert losses == pytest.approx(train_losses(one), rel=RELATIVE_TOLERANCE)
 
 
+@pytest.mark.law
+def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
+    def arguments(name, num_steps, *more):
+        out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
+        return [*flags(text, *out_dir, "--train.lr-schedule", "constant"), *more]
+
+    assert main(arguments("run", 5, "--mesh", "dp2pp2tp2")) == 0
+    resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
+    code, _, err = finish(start(resume, "--devices-per-process", "2"), seconds=120)
+    assert code == 0, err
+    assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
+    assert main(arguments("whole", 30, "--mesh.devices", "0")) == 0
+    losses, expected = train_losses(tmp_path / "run"), train_losses(tmp_path / "whole")
+    assert len(losses) == 30
+    assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+
+
 def test_process_0_alone_prints_and_writes(run):
     out_dir, out = run
     assert all(line.startswith("[0] ") for line in out.splitlines()), out

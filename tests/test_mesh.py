@@ -130,8 +130,8 @@ def test_parse_refuses(text, message):
     [
         (lambda: MeshConfig(data=0), "mesh data=0: use a positive whole number"),
         (lambda: MeshConfig(stage=-2), "mesh stage=-2: use a positive whole number, or -1"),
-        (lambda: MeshConfig(tensor=2.0), r"mesh tensor=2\.0: use a positive whole number"),
-        (lambda: MeshConfig(data=True), "mesh data=True: use a positive whole number"),
+        (lambda: MeshConfig(tensor=2.0), r"mesh tensor=2\.0 \(float\): use a whole number"),
+        (lambda: MeshConfig(data=True), r"mesh data=True \(bool\): use a whole number"),
         (lambda: MeshConfig(data=-1, stage=-1), "-1 for data and stage; only one"),
         (lambda: MeshConfig(devices=(0, 0)), r"devices=\(0, 0\) name \[0\] twice"),
         (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\).*numbers from 0"),

@@ -3,8 +3,6 @@
 import dataclasses
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,59 +94,6 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
         allowed = distance(plain_one, exact_one)
         for name, error in distance(ours, exact_one).items():
             assert 0 < error <= 1.5 * allowed[name], name
-
-
-def random_config(data):
-    def draw(*options):
-        return data.draw(st.sampled_from(options))
-
-    stages, tensor = draw(2, 3, 4, 8), draw(1, 2)
-    tensor = tensor if stages * tensor <= 8 else 1
-    num_data = draw(*(n for n in (1, 2, 4) if n * stages * tensor <= 8))
-    microbatches, chunks, tied = draw(1, 2, 3, 5), draw(1, 2, 3), draw(False, True)
-    schedule = draw("gpipe", "1f1b", "interleaved")
-    groups = draw(2, 3) if schedule == "interleaved" else 1
-    places = stages * groups
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=places, max_size=places))
-    hidden = tensor * draw(4, 8)
-    model = ModelConfig(
-        num_layers=sum(counts),
-        hidden_size=hidden,
-        embed_size=hidden if tied else tensor * draw(2, 4),
-        vocab_size=stages * tensor * 12,
-        dropout=draw(0.0, 0.5),
-        tie_embedding=tied,
-    )
-    sizes = DataConfig(batch_size=num_data * microbatches * draw(1, 2), seq_len=chunks * draw(1, 3))
-    return make_config(
-        (num_data, stages, tensor),
-        (microbatches, chunks),
-        model,
-        sizes,
-        schedule=schedule,
-        num_groups=groups,
-        placement=tuple(counts),
-        head=draw("last", "sharded"),
-        remat=draw(False, True),
-    )
-
-
-# A draw compiles for seconds; shrinking a failure would take minutes and more.
-draws = functools.partial(hypothesis.settings, phases=[hypothesis.Phase.generate])
-
-
-@pytest.mark.law
-@draws(max_examples=4)
-@hypothesis.given(data=st.data())
-def test_random_pipelines_equal_plain(data):
-    assert_same_as_plain(random_config(data))
-
-
-@pytest.mark.slow
-@draws(max_examples=200, suppress_health_check=list(hypothesis.HealthCheck))
-@hypothesis.given(data=st.data())
-def test_200_random_pipelines_equal_plain(data):
-    assert_same_as_plain(random_config(data))
 
 
 @pytest.mark.law

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import time
 
 import jax
 import numpy as np
@@ -30,6 +31,8 @@ from jaxpar.run_folder import RunFolder
 from jaxpar.sample import sample, sample_tokens
 from jaxpar.state import make_model
 from jaxpar.train import evaluate_run, fit
+
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -68,22 +71,6 @@ def make_config(text, out_dir, mesh=(1, 1, 1), units=(1, 1), **train):
 def load_model(result):
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(result.config)))
     return nnx.merge(graphdef, result.state.params)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(tmp_path_factory):
-    """Runs of the same config share their compiled programs through JAX's cache on disk."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 class Recorder(Report):
@@ -211,6 +198,99 @@ def test_resuming_an_earlier_state_keeps_the_metrics_of_the_later_one(text, tmp_
     assert (folder.path / "metrics.before-1.jsonl").read_text() == written
     steps = [line["step"] for line in folder.metrics() if line["split"] == "train"]
     assert steps == [1, 2, 4, 5, 6, 8]
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, whole_run, caplog):
+    config = make_config(text, tmp_path / "run", checkpoint_every=5)
+    killed = Recorder(at_step=1, action=lambda: os.kill(os.getpid(), signal.SIGINT))
+    fit(config, report=killed)
+    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
+    saved.rename(saved.with_name("1.orbax-checkpoint-tmp"))  # as if it had still been written
+    assert fit(config, resume=True).losses == whole_run[0].losses
+    assert "has no checkpoint yet: the run begins again" in caplog.text
+
+
+def test_the_best_state_is_saved_and_kept(text, tmp_path):
+    # So high a rate that the validation loss goes up and down.
+    options = {"learning_rate": 0.3, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
+    recorder = Recorder(at_step=7, action=lambda: os.kill(os.getpid(), signal.SIGINT))
+    config = make_config(text, tmp_path / "run", num_steps=12, keep_checkpoints=1, **options)
+    fit(config, report=recorder)
+    fit(config, resume=True)
+    folder = RunFolder(tmp_path / "run")
+    losses = folder.valid_losses()
+    assert sorted(losses) == list(range(1, 13))
+    best = min(losses, key=losses.get)
+    assert best < 12
+    assert folder.checkpoints(config).steps() == [best, 12]
+    assert evaluate_run(folder, best=True)[0].loss == losses[best]
+    assert evaluate_run(folder)[0].loss == losses[12]
+
+
+def test_without_keep_best_the_newest_are_kept(text, tmp_path):
+    options = {"learning_rate": 0.3, "eval_every": 1, "checkpoint_every": 4, "keep_best": False}
+    config = make_config(text, tmp_path / "run", num_steps=8, keep_checkpoints=1, **options)
+    fit(config)
+    assert RunFolder(tmp_path / "run").checkpoints(config).steps() == [8]
+
+
+class Obstacle:
+    """Makes the folder of a run's checkpoints one that nothing can be written in, and back."""
+
+    def __init__(self, out_dir):
+        self.folder, self.aside = out_dir / "checkpoints", out_dir / "aside"
+
+    def put(self):
+        while not (self.folder / "5").exists():  # it is saved in the background
+            time.sleep(0.01)
+        self.folder.rename(self.aside)
+        self.folder.write_text("no folder")
+
+    def remove(self):
+        self.folder.unlink()
+        self.aside.rename(self.folder)
+
+
+def test_a_state_that_cannot_be_saved_goes_to_the_fallback(text, tmp_path, whole_run):
+    options = {"checkpoint_every": 5, "fallback_dir": str(tmp_path / "other" / "disk")}
+    config = make_config(text, tmp_path / "run", **options)
+    obstacle = Obstacle(tmp_path / "run")
+    with pytest.raises(
+        OSError,
+        match=r"of step 10 could not be written in .*run/checkpoints: .*; the state of step 10 is "
+        r"saved in .*other/disk/run-step-10: go on with --resume --train\.out-dir .*run-step-10$",
+    ):
+        fit(config, report=Recorder(at_step=10, action=obstacle.put))
+    resumed = fit(make_config(text, tmp_path / "other/disk/run-step-10", **options), resume=True)
+    assert resumed.losses == whole_run[0].losses[10:]
+    lines = RunFolder(resumed.out_dir).metrics()
+    assert [line["step"] for line in lines if line["split"] == "train"] == [1, 5, 10, 11, 15, 20]
+    obstacle.remove()
+    assert RunFolder(tmp_path / "run").checkpoints(config).steps() == [5]
+
+
+def test_without_a_fallback_the_newest_checkpoint_is_named(text, tmp_path):
+    config = make_config(text, tmp_path / "run", checkpoint_every=5)
+    obstacle = Obstacle(tmp_path / "run")
+    with pytest.raises(OSError, match=r"step 10 could not be written .*; free .*fallback-dir\)$"):
+        fit(config, report=Recorder(at_step=10, action=obstacle.put))
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_its_state_saved(text, tmp_path, whole_run):
+    config = make_config(text, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def fill():
+        metrics.unlink()
+        metrics.symlink_to("/dev/full")
+
+    with pytest.raises(
+        OSError,
+        match=r"cannot write .*metrics\.jsonl: No space .*; the state of step 10 is saved in",
+    ):
+        fit(config, report=Recorder(at_step=5, action=fill))
+    metrics.unlink()
+    assert fit(config, resume=True).losses == whole_run[0].losses[10:]
 
 
 @pytest.mark.law

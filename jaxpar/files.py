@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all, whenever the process is killed."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A file to write instead of `path`, in the same folder; it takes that name when all went well.
+
+    Raises:
+      OSError: it cannot be written; the message names `path`, and what stood there is as it was.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            yield partial
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise type(error)(
+            f"cannot write {path}: {error.strerror or error}; give a place that can be written"
+        ) from error

@@ -1,0 +1,463 @@
+"""Every mistake on the command line gets one message, exit code 2, and changes no file.
+
+The messages below each other:
+
+    pytest -s tests/test_bad_input.py
+"""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxpar.__main__ import main
+
+LINES = "the cat sat on the mat\na dog ran to the cat\n"
+WORDS = ["<eos>", "<unk>", "the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to"]
+SIZES = [
+    "--data.batch-size", "8", "--data.seq-len", "4", "--model.num-layers", "2",
+    "--model.hidden-size", "8", "--model.embed-size", "8", "--train.num-steps", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, compile_once):
+    """A folder as a user may have it: texts, weights, configs, and a run of two steps."""
+    world = tmp_path_factory.mktemp("world")
+    for folder in ("text", "no_valid", "nothing"):
+        (world / folder).mkdir()
+    for split, times in (("train", 100), ("valid", 5), ("test", 5)):
+        (world / "text" / f"{split}.txt").write_text(LINES * times)
+    (world / "no_valid" / "train.txt").write_text(LINES)
+    (world / "no_valid" / "test.txt").write_text(LINES)
+    (world / "empty.txt").write_text(" \n\n")
+    (world / "two_lines.txt").write_text(LINES)
+    (world / "latin1.txt").write_bytes("caf\u00e9\n".encode("latin1") * 20)
+    (world / "utf16.txt").write_text(LINES, encoding="utf-16")
+    (world / "broken.toml").write_text("[model\n")
+    (world / "latin1.toml").write_bytes('[data]\ncorpus = "caf\u00e9"\n'.encode("latin1"))
+    (world / "no.safetensors").write_text("weights")
+    rng = np.random.default_rng(0)
+    shapes = {"embedding.weight": (12, 4), "head.weight": (12, 4), "head.bias": (12,)}
+    for name in ("ih", "hh"):
+        shapes |= {f"lstm.weight_{name}_l0": (16, 4), f"lstm.bias_{name}_l0": (16,)}
+    weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(weights, world / "model.safetensors")
+    arguments = ["--data.corpus", str(world / "text"), "--train.out-dir", str(world / "run")]
+    assert main(["train", *SIZES, *arguments, "--mesh.devices", "0"]) == 0
+    return world
+
+
+def train(*more):
+    mesh = () if {"--mesh", "--mesh.devices"} & {*more} else ("--mesh", "dp8")
+    corpus = () if "--data.corpus" in more else ("--data.corpus", "text")
+    return ["train", *SIZES, *corpus, *mesh, *more]
+
+
+def images(*more):
+    mesh = () if "--mesh" in more else ("--mesh", "dp8")
+    return ["train", "--model", "hybrid", "--train.num-steps", "2", *mesh, *more]
+
+
+def config(text):
+    """Trains with a config file of this text."""
+
+    def change(world):
+        (world / "config.toml").write_text(text)
+
+    return change, train("--config", "config.toml")
+
+
+def resume(*more):
+    return ["train", "--resume", "--train.out-dir", "run", *more]
+
+
+def import_(*more):
+    file = () if "-i" in more else ("-i", "model.safetensors")
+    return ["import", "new", *file, "--data.corpus", "text", *more]
+
+
+def damage(name, content="{"):
+    """Writes something else into a file of the run."""
+
+    def change(world):
+        (world / "run" / name).write_text(content)
+
+    return change
+
+
+def truncate_checkpoint(world):
+    for path in (world / "run" / "checkpoints" / "2").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1])
+
+
+def other_vocabulary(world):
+    """Two words change places in the vocabulary and in the text: all of it fits but the weights."""
+    for path in [*(world / "text").iterdir(), world / "run" / "vocabulary.json"]:
+        text = path.read_text()
+        path.write_text(re.sub(r"\b(cat|the)\b", lambda m: {"cat": "the"}.get(m[0], "cat"), text))
+
+
+# Name: the arguments, or what happens to the files before and the arguments; and the message.
+FLAGS = {
+    "no layers": (train("--model.num-layers", "0"), "num_layers=0: must be positive"),
+    "negative width": (train("--model.hidden-size", "-4"), "hidden_size=-4: must be positive"),
+    "width no number": (train("--model.hidden-size", "wide"), "parsing --model.hidden-size: inv"),
+    "no embedding": (train("--model.embed-size", "0"), "embed_size=0: must be positive"),
+    "embedding too wide": (
+        train("--model.embed-size", "16"), "embed_size=16 is larger than hidden_size=8; use",
+    ),
+    "no vocabulary": (train("--model.vocab-size", "0"), "vocab_size=0: must be positive"),
+    "vocabulary too small": (
+        train("--model.vocab-size", "5"), "vocab_size=5 is less than the 11 words",
+    ),
+    "dropout of more": (
+        train("--model.dropout", "1.5"), r"dropout=1\.5: must be at least 0 and less than 1",
+    ),
+    "dropout nan": (train("--model.dropout", "nan"), "dropout=nan: use a finite number"),
+    "forget bias inf": (train("--model.forget-bias", "inf"), "forget_bias=inf: use a finite"),
+    "tied and narrow": (
+        train("--model.tie-embedding", "--model.embed-size", "4"),
+        "tie_embedding needs embed_size=4 equal to hidden_size=8; set",
+    ),
+    "unknown dtype": (train("--model.dtype", "float16"), "dtype.*float32.*bfloat16"),
+    "hidden by tensor": (
+        train("--mesh", "tp8", "--model.hidden-size", "12"),
+        "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",
+    ),
+    "unknown schedule": (train("--pipeline.schedule", "1f1c"), "schedule.*1f1b.*gpipe"),
+    "no microbatch": (train("--pipeline.num-microbatches", "0"), "num_microbatches=0: must be"),
+    "batch by data and microbatches": (
+        train("--mesh", "dp4pp2", "--pipeline.num-microbatches", "4"),
+        "batch_size=8 does not divide by data=4 x num_microbatches=4 = 16; use batch_size 16",
+    ),
+    "no chunk": (train("--pipeline.num-chunks", "0"), "num_chunks=0: must be positive"),
+    "time by chunks": (
+        train("--mesh", "dp4pp2", "--pipeline.num-chunks", "3"),
+        "seq_len=4 does not divide by num_chunks=3; use seq_len 3 or 6",
+    ),
+    "groups without interleaving": (
+        train("--pipeline.num-groups", "2"), "num_groups=2 with schedule='1f1b'; use",
+    ),
+    "interleaving without groups": (
+        train("--pipeline.schedule", "interleaved"), "num_groups=1 with schedule='interleaved'",
+    ),
+    "unknown placement": (
+        train("--mesh", "dp4pp2", "--pipeline.placement", "fair"), "placement='fair'",
+    ),
+    "placement of another sum": (
+        train("--mesh", "dp4pp2", "--pipeline.placement", "1", "2"),
+        r"placement=\(1, 2\) is 2 numbers with the sum 3",
+    ),
+    "layers by stages": (
+        train("--mesh", "dp4pp2", "--model.num-layers", "3", "--pipeline.placement", "even"),
+        r"num_layers=3 does not split evenly over stage=2; use 2 or 4 layers.*\(2, 1\)",
+    ),
+    "more stages than layers": (train("--mesh", "pp8"), "stage=8 is more than num_layers=2; use"),
+    "unknown head": (train("--pipeline.head", "first"), "head.*last.*sharded"),
+    "level": (train("--data.level", "byte"), "level.*auto.*word.*char"),
+    "room for no word": (train("--data.max-vocab", "2"), "max_vocab=2 leaves no room for words"),
+    "no rows": (train("--data.batch-size", "0"), "batch_size=0: must be positive"),
+    "rows by data": (
+        train("--data.batch-size", "12"), "batch_size=12 does not divide by data=8; use",
+    ),
+    "no time": (train("--data.seq-len", "-1"), "seq_len=-1: must be positive"),
+    "text too short for the batch": (
+        train("--data.batch-size", "800"), "1400 tokens are too few for batch_size=800",
+    ),
+    "negative buckets": (train("--data.num-buckets", "-1"), "num_buckets=-1: must not be neg"),
+    "a share of nothing": (
+        train("--mesh", "dp2tp4", "--data.shares", "0", "1"), r"shares=\(0, 1\): every .* group",
+    ),
+    "shares for other groups": (
+        train("--mesh", "dp2tp4", "--data.shares", "1", "2", "1"),
+        r"shares=\(1, 2, 1\) are 3 parts for data=2",
+    ),
+    "no steps": (train("--train.num-steps", "0"), "num_steps=0: must be positive"),
+    "too many steps": (train("--train.num-steps", "2147483648"), "num_steps=2147483648: must"),
+    "unknown optimizer": (train("--train.optimizer", "lion"), "optimizer.*adam.*sgd"),
+    "no rate": (train("--train.learning-rate", "0"), r"learning_rate=0\.0: must be positive"),
+    "rate nan": (train("--train.learning-rate", "nan"), "learning_rate=nan: use a finite"),
+    "unknown schedule of rates": (train("--train.lr-schedule", "cos"), "lr-schedule.*cosine"),
+    "negative warm-up": (train("--train.warmup-steps", "-1"), "warmup_steps=-1: must not be"),
+    "negative hold": (train("--train.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
+    "decay of more": (train("--train.lr-decay", "1.5"), r"lr_decay=1\.5: must be above 0, and 1"),
+    "decay at no time": (train("--train.lr-decay-every", "0"), "lr_decay_every=0: must be pos"),
+    "weight decay of adam": (
+        train("--train.weight-decay", "0.1"),
+        r"weight_decay=0\.1 has no effect with optimizer='adam'; use .* optimizer='adamw'",
+    ),
+    "negative weight decay": (train("--train.weight-decay", "-1"), r"weight_decay=-1\.0: must"),
+    "momentum of adam": (train("--train.momentum", "0.9"), r"momentum=0\.9 has no effect with"),
+    "momentum of more": (
+        train("--train.momentum", "1.5", "--train.optimizer", "sgd"), r"momentum=1\.5: must be",
+    ),
+    "negative clipping": (train("--train.clip-norm", "-1"), r"clip_norm=-1\.0: must not be"),
+    "negative seed": (train("--train.seed", "-1"), "seed=-1: must be from 0 to"),
+    "seed too large": (train("--train.seed", str(2**70)), "seed=1180591620717411303424: must"),
+    "unknown update": (train("--train.update", "shard"), "update.*replicated.*sharded"),
+    "never logged": (train("--train.log-every", "0"), "log_every=0: must be positive"),
+    "negative evaluation": (train("--train.eval-every", "-1"), "eval_every=-1: must not be"),
+    "negative checkpoints": (
+        train("--train.checkpoint-every", "-1"), "checkpoint_every=-1: must not be negative",
+    ),
+    "nothing kept": (train("--train.keep-checkpoints", "0"), "keep_checkpoints=0: must be pos"),
+    "no folder": (train("--train.out-dir", ""), "out_dir='' names no folder"),
+    "folder in a file": (
+        train("--train.out-dir", "empty.txt/run"),
+        r"cannot make the folder empty\.txt/run: Not a directory; use another --train\.out-dir",
+    ),
+    "fallback in a file": (
+        train("--train.fallback-dir", "empty.txt/runs"),
+        r"cannot make fallback_dir='empty\.txt/runs': Not a directory; use",
+    ),
+    "unknown flag": (train("--model.hiden-size", "8"), "hiden-size.*model.hidden-size"),
+    "unknown command": (["trian"], "trian"),
+}  # fmt: skip
+
+IMAGES = {
+    "no channel": (images("--model.channels", "0"), r"channels=\(0,\): all must be positive"),
+    "negative units": (images("--model.hidden-sizes", "-1"), r"hidden_sizes=\(-1,\): all must be"),
+    "image without colours": (
+        images("--model.image-shape", "8", "8"), r"image_shape=\(8, 8\): give height, width and colours",
+    ),
+    "image too small": (
+        images("--model.image-shape", "1", "1", "1"), r"image_shape=\(1, 1, 1\) is too small for",
+    ),
+    "other images": (
+        images("--model.image-shape", "9", "8", "1"),
+        r"image_shape=\(9, 8, 1\) of the model does not fit the images 'digits'; use",
+    ),
+    "no class": (images("--model.num-classes", "0"), "num_classes=0: must be positive"),
+    "all dropped": (images("--model.dropout", "1"), r"dropout=1\.0: must be at least 0 and less"),
+    "unknown strategy": (images("--model.strategy", "both"), "strategy.*hybrid-gather"),
+    "unknown images": (images("--data.dataset", "letters"), "dataset.*digits"),
+    "no images in a batch": (images("--data.batch-size", "0"), "batch_size=0: must be positive"),
+    "images by devices": (
+        images("--data.batch-size", "12"), "batch_size=12 does not divide by data=8; use batch_size 8",
+    ),
+    "a pipeline of images": (images("--mesh", "dp4pp2"), "model 'hybrid' has no pipeline; use stage=1"),
+    "two ways to split": (images("--train.fsdp"), "fsdp=True is not for model 'hybrid', whose"),
+    "two places of an update": (
+        images("--train.update", "sharded"), "update='sharded' is not for model 'hybrid'",
+    ),
+}  # fmt: skip
+
+DEVICES = {
+    "too few devices": (train("--mesh", "dp3"), r"needs 3 devices, there are 8; .*devices=\(0, 1"),
+    "too many devices": (train("--mesh", "dp16"), "needs 16 devices, there are 8; use .*simulate 16"),
+    "no such device": (
+        train("--mesh.devices", "9"), r"mesh devices=\(9,\): there is no device 9; .* 0 to 7",
+    ),
+    "a device twice": (
+        train("--mesh.devices", "0", "0"), r"devices=\(0, 0\) name \[0\] twice; name each once",
+    ),
+    "mesh of no size": (train("--mesh.tensor", "0"), "mesh tensor=0: use a positive whole number"),
+    "two sizes to infer": (
+        train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
+    ),
+    "unknown axis": (
+        train("--mesh", "data=2,tensr=4"), "unknown axis 'tensr'.*did you mean 'tensor'",
+    ),
+    "no mesh": (train("--mesh", "big"), "mesh 'big': cannot read 'big'; write data=2"),
+    "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\) came too late"),
+    "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): use at least 1"),
+    "evaluation on no such mesh": (
+        ["evaluate", "run", "--mesh", "tp5"], "needs 5 devices, there are 8",
+    ),
+}  # fmt: skip
+
+FILES = {
+    "no config file": (
+        train("--config", "none.toml"), r"cannot read the config none\.toml: No such file",
+    ),
+    "a folder for a config": (
+        train("--config", "text"), "cannot read the config text: Is a directory",
+    ),
+    "no TOML": (train("--config", "broken.toml"), r"broken\.toml is no TOML in UTF-8: .*line 1"),
+    "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is no TOML in UTF-8: .*0xe9"),
+    "unknown key": (
+        config("[model]\nhiden_size = 3\n"),
+        r"no key model\.hiden_size; did you mean model\.hidden_size\?",
+    ),
+    "unknown table": (config("[modle]\n"), r"no key modle; did you mean model\?"),
+    "a text for a number": (
+        config('[model]\nhidden_size = "3"\n'), r"model\.hidden_size='3': use a whole number",
+    ),
+    "a truth for a number": (
+        config("[data]\nseq_len = true\n"), r"data\.seq_len=True \(bool\): use a whole number",
+    ),
+    "a fraction for a number": (
+        config("[train]\nnum_steps = 1.5\n"), r"train\.num_steps=1\.5 \(float\): use a whole number",
+    ),
+    "a number for a truth": (
+        config("[train]\nfsdp = 1\n"), r"train\.fsdp=1 \(int\): use true or false",
+    ),
+    "a number for a text": (config("[data]\ncorpus = 1\n"), r"data\.corpus=1 \(int\): use a text"),
+    "no such option": (
+        config('[train]\noptimizer = "adm"\n'), r"train\.optimizer='adm': use 'adam' or 'adamw' or",
+    ),
+    "fractions of layers": (
+        config("[pipeline]\nplacement = [1, 2.5]\n"),
+        r"placement=\(1, 2\.5\): use a text or a list of whole numbers",
+    ),
+    "a number for a table": (config("train = 3\n"), r"train=3: write a table \[train\]"),
+    "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: use a finite number"),
+    "no such corpus": (
+        train("--data.corpus", "python-dogs"), "no corpus 'python-dogs'.*did you mean 'python-docs'",
+    ),
+    "no name of a corpus": (train("--data.corpus", ""), "corpus='' names no text; use python-docs"),
+    "an empty text": (train("--data.corpus", "empty.txt"), r"empty\.txt is empty \(3 characters"),
+    "a text of two lines": (
+        train("--data.corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
+    ),
+    "a text in latin1": (
+        train("--data.corpus", "latin1.txt"), r"latin1\.txt is not UTF-8: byte 0xe9 at offset 3",
+    ),
+    "a text in UTF-16": (train("--data.corpus", "utf16.txt"), r"utf16\.txt is not UTF-8: byte 0xff"),
+    "a folder without texts": (
+        train("--data.corpus", "nothing"), "nothing is no corpus: none of its files is known",
+    ),
+    "a text without its validation": (
+        train("--data.corpus", "no_valid"), r"no_valid is no corpus: it lacks valid\.txt",
+    ),
+    "metrics that cannot be written": (
+        (
+            lambda world: (world / "new" / "metrics.jsonl").mkdir(parents=True),
+            train("--train.out-dir", "new"),
+        ),
+        r"cannot write new/metrics\.jsonl: Is a directory",
+    ),
+    "weights that are not there": (
+        import_("-i", "none.safetensors"), r"cannot read the weights: .*none\.safetensors",
+    ),
+    "no weights": (import_("-i", "no.safetensors"), r"no\.safetensors is no safetensors file"),
+    "weights by other names": (
+        import_("--names", "embedding", "rnn", "head"), r"no tensor rnn\.weight_hh_l0; .*--names",
+    ),
+    "weights without words": (import_(), "does not tell the words of its vocabulary; give them"),
+    "words of another model": (
+        (
+            lambda world: (world / "words.txt").write_text("\n".join(WORDS[1:])),
+            import_("--vocabulary", "words.txt"),
+        ),
+        "1 of the 11 words of the corpus are unknown to the model, such as '<eos>'",
+    ),
+    "an export into a file": (
+        ["export", "run", "-o", "empty.txt/model"], r"cannot write empty\.txt/model: Not a directory",
+    ),
+    "three biases": (["export", "run", "-o", "m", "--num-biases", "3"], "num_biases=3: use 2"),
+}  # fmt: skip
+
+RUNS = {
+    "nothing to resume": (train("--resume"), "there is no run to resume in .*runs; name its folder"),
+    "no run to resume": (
+        ["train", "--resume", "--train.out-dir", "text"], r"text holds no run: .* config\.toml",
+    ),
+    "resume and overwrite": (
+        resume("--overwrite"), "resume and overwrite contradict each other; use one",
+    ),
+    "a run there already": (
+        train("--train.out-dir", "run"), r"run' holds a run already; go on with it \(--resume\), use",
+    ),
+    "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
+    "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
+    "a damaged config": (
+        (damage("config.toml"), ["evaluate", "run"]), r"run/config\.toml is no TOML in UTF-8",
+    ),
+    "a damaged vocabulary": (
+        (damage("vocabulary.json"), ["sample", "run"]), r"run/vocabulary\.json is no vocabulary",
+    ),
+    "no vocabulary in the run": (
+        (lambda world: (world / "run/vocabulary.json").unlink(), ["sample", "run"]),
+        r"cannot read .*run/vocabulary\.json: No such file",
+    ),
+    "a damaged corpus.json": (
+        (damage("corpus.json"), ["evaluate", "run"]), r"run/corpus\.json is damaged",
+    ),
+    "damaged metrics": (
+        (damage("metrics.jsonl", "{\n"), resume()), r"run/metrics\.jsonl is damaged: .*; move it away",
+    ),
+    "no checkpoint": (
+        (lambda world: shutil.rmtree(world / "run/checkpoints"), ["evaluate", "run"]),
+        r"no checkpoint in .*run/checkpoints; train first",
+    ),
+    "a truncated checkpoint": (
+        (truncate_checkpoint, ["evaluate", "run"]),
+        r"no whole checkpoint in .*: 2 is damaged, .*; bring it back from a copy, or begin anew",
+    ),
+    "nothing but a truncated checkpoint": ((truncate_checkpoint, resume()), "no whole checkpoint in"),
+    "another text": (
+        (lambda world: (world / "text/train.txt").write_text(LINES * 90), resume()),
+        "is not the text that the run in run began with: 1400 train, .* 1260 train",
+    ),
+    "checkpoint of other widths": (
+        resume("--model.hidden-size", "16"), "hidden_size=8, the config has hidden_size=16; set",
+    ),
+    "checkpoint of other layers": (
+        resume("--model.num-layers", "3"), "num_layers=2, the config has num_layers=3; set",
+    ),
+    "checkpoint of another optimizer": (
+        resume("--train.optimizer", "sgd"), "state of another optimizer: optimizer='adam', .*'sgd'",
+    ),
+    "checkpoint of other rows": (
+        resume("--data.batch-size", "16"), "batch_size=8 rows, the config has batch_size=16; set",
+    ),
+    "checkpoint of another size of vocabulary": (
+        resume("--model.vocab-size", "768"), "vocab_size=384, the config has vocab_size=768; set",
+    ),
+    "checkpoint of another vocabulary": (
+        (other_vocabulary, ["sample", "run"]),
+        r"another vocabulary: 11 words \(spaces\) then, 11 .* now, 'the' is now 'cat'; bring back",
+    ),
+    "no best state": (
+        (lambda world: (world / "run/metrics.jsonl").unlink(), ["evaluate", "run", "--best"]),
+        "run holds no checkpoint of a validated step; train with --train.eval-every",
+    ),
+    "an unknown word": (
+        ["sample", "run", "--prompt", "the cst"],
+        "'cst' is not among the 11 words; nearest are 'sat', 'cat'",
+    ),
+    "no length": (["sample", "run", "--length", "0"], "length=0, .*: use a length"),
+    "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0.*no neg"),
+    "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1.*no negative number"),
+}  # fmt: skip
+
+MISTAKES = FLAGS | IMAGES | DEVICES | FILES | RUNS
+
+
+def files(folder):
+    """Every file and its content, every folder."""
+    return {path: path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_message_exit_code_2_and_no_file_changed(
+    mistake, world, tmp_path, monkeypatch, capsys, caplog
+):
+    what, message = MISTAKES[mistake]
+    here = tmp_path / "here"
+    shutil.copytree(world, here)
+    change, argv = what if isinstance(what, tuple) else (None, what)
+    config_path = here / "run" / "config.toml"
+    config_path.write_text(config_path.read_text().replace(str(world), str(here)))
+    if change is not None:
+        change(here)
+    monkeypatch.chdir(here)
+    before = files(here)
+    try:
+        code = main(argv)
+    except SystemExit as stopped:  # how tyro says it
+        code = stopped.code
+    out, err = capsys.readouterr()
+    print(f"{mistake}:\n    {err.strip()}")
+    assert code == 2, out + err
+    assert "Traceback" not in out + err
+    if err.startswith("error: "):
+        assert err.count("\n") == 1
+        assert "loss" not in out  # nothing was trained before it was said
+    assert re.search(message, re.sub(r"\s*│?\n│?\s*", " ", err)), err
+    assert files(here) == before

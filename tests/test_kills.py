@@ -1,0 +1,154 @@
+"""The law: a run that is killed (kill -9) at any moment, as often as one likes, loses nothing.
+
+The long form, with its 100 kills:
+
+    pytest -m slow -s tests/test_kills.py
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar.run_folder import RunFolder
+
+STEPS = 120
+SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]
+# Lines in buckets, on two stages with dropout: all that a checkpoint has to hold is in use.
+FLAGS = [
+    "--simulate", "2", "--mesh", "pp2", "--pipeline.num-chunks", "2", "--data.num-buckets", "3",
+    "--data.batch-size", "8", "--data.seq-len", "8", "--model.num-layers", "3",
+    "--model.hidden-size", "8", "--model.embed-size", "8", "--model.dropout", "0.3",
+    "--train.num-steps", str(STEPS), "--train.learning-rate", "0.02", "--train.log-every", "1",
+    "--train.checkpoint-every", "7", "--train.eval-every", "50",
+]  # fmt: skip
+
+
+class Run:
+    """A run in a folder, started by the command line as often as it is killed."""
+
+    def __init__(self, folder, text, environ):
+        self.folder, self.environ = RunFolder(folder), environ
+        self.said = folder.with_suffix(".log")
+        self._out_dir = ["--train.out-dir", str(folder)]
+        self._new = ["--data.corpus", str(text), *FLAGS]
+
+    @contextlib.contextmanager
+    def start(self):
+        """A process that begins the run or goes on with it; killed at the end."""
+        resume = self.folder.config_path.exists()
+        arguments = ["--resume", "--simulate", "2"] if resume else self._new
+        # A file, for XLA may say more of what it finds in the cache than a pipe holds.
+        with self.said.open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "jaxpar", "train", *arguments, *self._out_dir],
+                stdout=subprocess.DEVNULL, stderr=said, env=self.environ,
+            )  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+        assert "Traceback" not in self.said.read_text(), self.said.read_text()
+        assert process.returncode in (0, -signal.SIGKILL), self.said.read_text()
+
+    def finish(self):
+        with self.start() as process:
+            assert process.wait(300) == 0
+
+    def latest_step(self):
+        if not self.folder.checkpoints_path.exists():
+            return 0
+        return self.folder.checkpoints(self.folder.config()).latest_step() or 0
+
+    def losses(self):
+        """All that was computed: of every step and evaluation."""
+        names = ("step", "split", "loss", "grad_norm", "perplexity")
+        return [tuple(line.get(name) for name in names) for line in self.folder.metrics()]
+
+    def state(self):
+        _, _, state = self.folder.restore()
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run to its end: itself, its text, its environment, and the seconds until its first step."""
+    folder = tmp_path_factory.mktemp("kills")
+    rng = np.random.default_rng(0)
+    text = folder / "text"
+    text.mkdir()
+    for split, num_lines in (("train", 300), ("valid", 20), ("test", 20)):
+        lines = [SENTENCES[i] for i in rng.integers(len(SENTENCES), size=num_lines)]
+        (text / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    environ = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    run, began = Run(folder / "undisturbed", text, environ), time.monotonic()
+    with run.start() as process:
+        wait_for_a_line(run, process, 0)
+        seconds = time.monotonic() - began
+        assert process.wait(300) == 0
+    return run, text, environ, seconds
+
+
+def wait_for_a_line(run, process, size):
+    """Until metrics.jsonl is no longer of this size, or the process has ended."""
+    path = run.folder.metrics_path
+    deadline = time.monotonic() + 120
+    while process.poll() is None and (not path.exists() or path.stat().st_size == size):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "num_kills", [5, pytest.param(100, marks=pytest.mark.slow)], ids="{} kills".format
+)
+def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
+    whole, text, environ, start_seconds = undisturbed
+    moments = random.Random(num_kills)
+    kills = num_runs = 0
+    while kills < num_kills:
+        num_runs += 1
+        run = Run(tmp_path / str(num_runs), text, environ)
+        latest = 0
+        while kills < num_kills:
+            with run.start() as process:
+                if moments.random() < 0.3:  # while it starts
+                    time.sleep(moments.uniform(0, start_seconds))
+                else:  # while it trains
+                    path = run.folder.metrics_path
+                    wait_for_a_line(run, process, path.stat().st_size if path.exists() else 0)
+                    time.sleep(moments.uniform(0, 0.5))
+            if process.returncode == 0:
+                break
+            kills += 1
+            before, latest = latest, run.latest_step()
+            assert latest >= before  # the newest whole checkpoint stays
+            print(f"kill {kills}: run {num_runs}, at checkpoint {latest}", flush=True)
+        else:
+            run.finish()
+        assert run.losses() == whole.losses()
+        for actual, expected in zip(run.state(), whole.state(), strict=True):
+            np.testing.assert_array_equal(actual, expected)
+    steps = [line["step"] for line in whole.folder.metrics() if line["split"] == "train"]
+    assert steps == list(range(1, STEPS + 1))
+    assert kills == num_kills
+
+
+def test_losses_are_compared_to_the_last_bit(undisturbed):
+    whole = undisturbed[0]
+    losses = whole.losses()
+    assert len(losses) == STEPS + STEPS // 50 + 1
+    assert json.loads(json.dumps(losses[0][2])) == losses[0][2]
+    assert len({loss for _, split, loss, *_ in losses if split == "train"}) > STEPS // 2

@@ -1,0 +1,362 @@
+"""The law: a model that leaves as safetensors, or comes in, gives the same logits there and here."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxpar.mesh import MeshConfig
+from jaxpar.run_folder import RunFolder
+from jaxpar.state import make_model
+from jaxpar.train import evaluate_run, fit
+from jaxpar.weights import export_weights, import_weights, read_weights
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+# Sums in another order, in float32; of the largest logit.
+RELATIVE_ERROR = 1e-5
+
+LINES = ["the cat sat on the mat", "a dog ran to the cat", "the mat ran", "a cat sat on a dog"]
+TRAIN = TrainConfig(num_steps=3, warmup_steps=0, learning_rate=0.05, log_every=3)
+DATA = DataConfig(batch_size=8, seq_len=4)
+ONE = MeshConfig(devices=(0,))
+MODEL = ModelConfig(num_layers=3, hidden_size=8, embed_size=6, dropout=0.0)
+MODELS = {
+    "narrow": MODEL,
+    "tied": dataclasses.replace(MODEL, num_layers=2, embed_size=8, tie_embedding=True),
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for split, num_lines in (("train", 120), ("valid", 20), ("test", 20)):
+        lines = [LINES[i] for i in rng.integers(len(LINES), size=num_lines)]
+        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request, text, tmp_path_factory):
+    """A run of three steps, and its weights in a file."""
+    out_dir = tmp_path_factory.mktemp("runs") / request.param
+    train = dataclasses.replace(TRAIN, out_dir=str(out_dir))
+    data = dataclasses.replace(DATA, corpus=str(text))
+    result = fit(Config(ONE, MODELS[request.param], data=data, train=train))
+    export_weights(out_dir, out_dir / "model.safetensors")
+    return result
+
+
+def new_config(text, **train):
+    data = dataclasses.replace(DATA, corpus=str(text))
+    return Config(mesh=ONE, data=data, train=dataclasses.replace(TRAIN, **train))
+
+
+def logits_of(run_dir, tokens_BT):
+    config, _, state = RunFolder(run_dir).restore()
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
+    return np.asarray(nnx.merge(graphdef, state.params)(tokens_BT))
+
+
+def torch_logits(tensors, tokens_BT, names=("embedding", "lstm", "head")):
+    """By the formulas in the documentation of torch.nn.LSTM, in float64."""
+    embedding, lstm, head = names
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    x_BTI = np.asarray(tensors[f"{embedding}.weight"], np.float64)[tokens_BT]
+    layer = 0
+    while f"{lstm}.weight_ih_l{layer}" in tensors:
+        w_ih, w_hh = (np.asarray(tensors[f"{lstm}.weight_{n}_l{layer}"]) for n in ("ih", "hh"))
+        bias = sum(tensors.get(f"{lstm}.bias_{n}_l{layer}", np.zeros(1)) for n in ("ih", "hh"))
+        h = c = np.zeros((x_BTI.shape[0], w_hh.shape[1]))
+        outputs = []
+        for x in x_BTI.swapaxes(0, 1):
+            i, f, g, o = np.split(x @ w_ih.T + h @ w_hh.T + bias, 4, axis=1)
+            c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+            h = sigmoid(o) * np.tanh(c)
+            outputs.append(h)
+        x_BTI, layer = np.stack(outputs, axis=1), layer + 1
+    return x_BTI @ tensors[f"{head}.weight"].T + tensors.get(f"{head}.bias", 0.0)
+
+
+def assert_close(actual, expected):
+    assert np.abs(actual - expected).max() <= RELATIVE_ERROR * np.abs(expected).max()
+
+
+def tokens_of(run):
+    return np.random.default_rng(1).integers(len(words_of(run)), size=(4, 9), dtype=np.int32)
+
+
+def words_of(run):
+    return RunFolder(run.out_dir).vocabulary().words
+
+
+@pytest.mark.law
+def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
+    tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
+    assert all(tensor.dtype == np.float32 for tensor in tensors.values())
+    tokens = tokens_of(run)
+    assert_close(logits_of(run.out_dir, tokens), torch_logits(tensors, tokens))
+
+
+@pytest.mark.parametrize("num_biases", [1, 2])
+def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
+    export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=num_biases)
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    model = run.config.model
+    V, E, H, L = model.vocab_size, model.embed_size, model.hidden_size, model.num_layers
+    expected = {"embedding.weight": (V, E), "head.weight": (V, H), "head.bias": (V,)}
+    for layer in range(L):
+        expected[f"lstm.weight_ih_l{layer}"] = (4 * H, H if layer else E)
+        expected[f"lstm.weight_hh_l{layer}"] = (4 * H, H)
+        for name in ("ih", "hh")[:num_biases]:
+            expected[f"lstm.bias_{name}_l{layer}"] = (4 * H,)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.law
+def test_imported_weights_are_the_exported_ones(run, text, tmp_path):
+    import_weights(run.out_dir / "model.safetensors", tmp_path / "run", new_config(text))
+    tokens = tokens_of(run)
+    np.testing.assert_array_equal(
+        logits_of(tmp_path / "run", tokens), logits_of(run.out_dir, tokens)
+    )
+    assert evaluate_run(RunFolder(tmp_path / "run")) == list(run.evaluations.values())
+    assert RunFolder(tmp_path / "run").config().model == dataclasses.replace(
+        ModelConfig(), **{name: getattr(run.config.model, name) for name in ("num_layers",
+        "hidden_size", "embed_size", "vocab_size", "tie_embedding")}
+    )  # fmt: skip
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("run", ["narrow"], indirect=True)
+def test_an_imported_run_trains_on_any_mesh(run, text, tmp_path):
+    losses = []
+    for mesh, placement in ((ONE, "balanced"), (MeshConfig(2, 2, devices=(0, 1, 2, 3)), (2, 1))):
+        config = new_config(text)
+        folder = tmp_path / f"{mesh.num_devices}"
+        import_weights(run.out_dir / "model.safetensors", folder, config)
+        config = RunFolder(folder).config()
+        pipeline = PipelineConfig(num_chunks=2, placement=placement)
+        config = dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
+        losses.append(fit(config, resume=True).losses)
+    assert len(losses[0]) == 3
+    np.testing.assert_allclose(losses[1], losses[0], rtol=RELATIVE_ERROR)
+    assert losses[0][0] < run.losses[0]  # it goes on from trained weights
+
+
+def foreign(seed=0, *, num_words=12, num_biases=2, names=("embedding", "lstm", "head"), **change):
+    """A model as PyTorch would draw it."""
+    embedding, lstm, head = names
+    V, E, H, L = (change.get(name, size) for name, size in zip("VEHL", (14, 6, 8, 2), strict=True))
+    shapes = {f"{embedding}.weight": (V, E), f"{head}.weight": (V, H), f"{head}.bias": (V,)}
+    for layer in range(L):
+        shapes[f"{lstm}.weight_ih_l{layer}"] = (4 * H, H if layer else E)
+        shapes[f"{lstm}.weight_hh_l{layer}"] = (4 * H, H)
+        for name in ("ih", "hh")[:num_biases]:
+            shapes[f"{lstm}.bias_{name}_l{layer}"] = (4 * H,)
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def save(path, tensors, words=None):
+    metadata = None if words is None else {"words": json.dumps(words)}
+    safetensors.numpy.save_file(tensors, path, metadata)
+
+
+WORDS = ["<eos>", "a", "cat", "dog", "mat", "on", "ran", "sat", "the", "to", "<unk>", "zebra"]
+
+
+@pytest.mark.parametrize("num_biases", [0, 1, 2])
+def test_a_foreign_model_gives_its_logits_whatever_the_order_of_its_words(
+    text, tmp_path, num_biases
+):
+    names = ("encoder", "rnn", "decoder")
+    tensors = foreign(names=names, num_biases=num_biases)
+    save(tmp_path / "model.safetensors", tensors)
+    (tmp_path / "words.txt").write_text("\n".join(WORDS) + "\n")
+    import_weights(
+        tmp_path / "model.safetensors",
+        tmp_path / "run",
+        new_config(text),
+        names=names,
+        vocabulary=tmp_path / "words.txt",
+    )
+    ours = RunFolder(tmp_path / "run").vocabulary().words
+    assert ours != tuple(WORDS[:11])
+    theirs_of_ours = np.array([WORDS.index(word) for word in ours])
+    tokens = np.random.default_rng(1).integers(len(ours), size=(4, 9))
+    expected = torch_logits(tensors, theirs_of_ours[tokens], names)
+    actual = logits_of(tmp_path / "run", tokens)
+    assert_close(actual[..., : len(ours)], expected[..., theirs_of_ours])
+    # Words that the corpus does not have stay in the softmax.
+    np.testing.assert_allclose(np.sort(actual), np.sort(expected), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
+def test_other_floating_point_types_are_read(tmp_path, dtype):
+    tensors = {name: tensor.astype(dtype) for name, tensor in foreign().items()}
+    save(tmp_path / "model.safetensors", tensors)
+    arrays = read_weights(tmp_path / "model.safetensors").arrays
+    expected = np.asarray(tensors["head.weight"], np.float32).T
+    np.testing.assert_array_equal(arrays["head/kernel"], expected)
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.float32)}
+
+
+def without(*names):
+    return lambda tensors: {n: t for n, t in tensors.items() if n not in names}
+
+
+FILES = {
+    "no embedding": (
+        without("embedding.weight"), r"no tensor embedding\.weight; .* head\.bias, .*--names",
+    ),
+    "no LSTM": (
+        lambda t: {n: t[n] for n in t if "lstm" not in n}, r"no tensor lstm\.weight_hh_l0",
+    ),
+    "a layer is missing": (without("lstm.weight_ih_l0"), r"no tensor lstm\.weight_ih_l0"),
+    "half a layer": (
+        without("lstm.weight_hh_l1"), r"no place for .*lstm\.bias_hh_l1, .*weight_ih_l1",
+    ),
+    "projections": (
+        lambda t: t | {"lstm.weight_hr_l0": t["head.weight"]}, r"no place for lstm\.weight_hr_l0",
+    ),
+    "a GRU": (
+        lambda t: {n: a[:24] if "_l" in n else a for n, a in t.items()},
+        r"lstm\.weight_ih_l0 is 24 x 6 of float32, to fit the others it must be 32 x 6",
+    ),
+    "whole numbers": (
+        lambda t: t | {"head.bias": t["head.bias"].astype(np.int32)},
+        r"head\.bias is 14 of int32, .* must be 14 of a floating-point type",
+    ),
+    "wider than the layers": (
+        lambda _: foreign(E=12), r"embed_size=12 is larger than hidden_size=8",
+    ),
+    "fewer rows than words": (lambda _: foreign(V=11), r"12 words, 12 different .* have 11 rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_another_model_are_refused(name, text, tmp_path):
+    change, message = FILES[name]
+    save(tmp_path / "model.safetensors", change(foreign()), WORDS)
+    with pytest.raises(ValueError, match=message):
+        import_weights(tmp_path / "model.safetensors", tmp_path / "run", new_config(text))
+    assert not (tmp_path / "run").exists()
+
+
+def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
+    path, config = tmp_path / "model.safetensors", new_config(text)
+    save(path, foreign())
+    with pytest.raises(ValueError, match=r"does not tell the words .* give them with --vocabulary"):
+        import_weights(path, tmp_path / "run", config)
+    save(path, foreign(), [*WORDS[:2], "hat", *WORDS[3:]])
+    with pytest.raises(
+        ValueError, match=r"1 of the 11 words of the corpus .*, such as 'cat'; give"
+    ):
+        import_weights(path, tmp_path / "run", config)
+    save(path, foreign(), [*WORDS, "a"])
+    with pytest.raises(ValueError, match=r"13 words, 12 different ones"):
+        import_weights(path, tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_broken_files_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"cannot read the weights: .*model\.safetensors"):
+        read_weights(path)
+    save(path, foreign())
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"no safetensors file, or not all of it"):
+        read_weights(path)
+
+
+def test_a_run_is_not_overwritten(run, text):
+    path = run.out_dir / "model.safetensors"
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        import_weights(path, run.out_dir, new_config(text))
+
+
+def test_other_numbers_of_biases_are_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="num_biases=3: use 2"):
+        export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=3)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Reads a model as PyTorch does, or draws one; writes its logits.
+TORCH_SIDE = """
+import json, sys, torch
+from safetensors.torch import load_file, save_file
+path, tokens, logits, sizes = sys.argv[1:]
+V, E, H, L = map(int, sizes.split(","))
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, E)
+        self.lstm = torch.nn.LSTM(E, H, L, batch_first=True)
+        self.head = torch.nn.Linear(H, V)
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embedding(tokens))[0])
+torch.manual_seed(0)
+model = Model()
+if path.endswith("drawn.safetensors"):
+    save_file(model.state_dict(), path)
+else:
+    model.load_state_dict(load_file(path))
+with torch.no_grad():
+    tokens = load_file(tokens)["tokens"]
+    save_file({"logits": model(tokens)}, logits)
+"""
+
+
+@pytest.fixture(scope="module")
+def torch_python():
+    """A Python with PyTorch and safetensors; JAXPAR_TORCH_PYTHON names it, or it is this one."""
+    python = os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import torch, safetensors"], capture_output=True).returncode:
+        pytest.skip(f"{python} has no torch and safetensors; name one in JAXPAR_TORCH_PYTHON")
+    return python
+
+
+def run_torch(python, path, tokens, folder, model):
+    sizes = model.vocab_size, model.embed_size, model.hidden_size, model.num_layers
+    save(folder / "tokens.safetensors", {"tokens": tokens.astype(np.int64)})
+    arguments = [str(folder / name) for name in ("tokens.safetensors", "logits.safetensors")]
+    subprocess.run(
+        [python, "-c", TORCH_SIDE, str(path), *arguments, ",".join(map(str, sizes))], check=True
+    )
+    return safetensors.numpy.load_file(folder / "logits.safetensors")["logits"]
+
+
+def test_torch_gives_the_same_logits(torch_python, run, tmp_path):
+    tokens = tokens_of(run)
+    expected = logits_of(run.out_dir, tokens)
+    path = run.out_dir / "model.safetensors"
+    assert_close(run_torch(torch_python, path, tokens, tmp_path, run.config.model), expected)
+
+
+def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path):
+    (tmp_path / "words.txt").write_text("\n".join(WORDS))
+    path, run_dir, vocabulary = (
+        tmp_path / name for name in ("drawn.safetensors", "run", "words.txt")
+    )
+    model = dataclasses.replace(MODEL, vocab_size=12)
+    tokens = np.random.default_rng(1).integers(11, size=(4, 9))
+    expected = run_torch(torch_python, path, tokens, tmp_path, model)
+    import_weights(path, run_dir, new_config(text), vocabulary=vocabulary)
+    ours = RunFolder(run_dir).vocabulary().words
+    actual = logits_of(run_dir, np.array([ours.index(word) for word in WORDS[:11]])[tokens])
+    order = [[*ours, "zebra"].index(word) for word in WORDS]
+    assert_close(actual[..., order], expected)
