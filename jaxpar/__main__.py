@@ -9,8 +9,8 @@ import dataclasses
 import io
 import itertools
 import json
-import os
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
