@@ -37,7 +37,7 @@ class Options:
     simulate: int | None = None
     """Use this many simulated devices on the CPU."""
     compile_cache: bool = True
-    """Keep compiled programs in ~/.cache/jaxpar, or in JAX_COMPILATION_CACHE_DIR: the next start is quick."""
+    """Keep compiled programs in ~/.cache/jaxpar (JAX 0.11 or newer), or in JAX_COMPILATION_CACHE_DIR."""
     debug: bool = False
     """Print the traceback of an error, not its message alone."""
 
@@ -389,17 +389,17 @@ def _mesh(shape: str | None) -> MeshConfig:
 
 
 def _use_compile_cache(use: bool) -> None:
-    """JAX's persistent cache, in the user's cache folder unless a variable of JAX's says where."""
+    """JAX's persistent cache, in the user's cache folder unless a variable of JAX's says where.
+
+    Not by itself with JAX 0.10, whose XLA calls every cached program for CPU one of another machine, in a
+    line of 3,000 letters.
+    """
     jax.config.update("jax_enable_compilation_cache", use)
-    if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+    if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
         return
     root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     jax.config.update("jax_compilation_cache_dir", str(root / "jaxpar"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    # XLA of JAX 0.10 calls every cached program for CPU one of another machine, in a line of 3,000 letters.
-    # What is really wrong becomes an exception all the same.
-    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # 1 is what `import jax` sets
-        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
 
 def _describe(config: Config) -> str:

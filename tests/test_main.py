@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from jaxpar.__main__ import main
@@ -236,10 +237,10 @@ def test_devices_that_jax_cannot_start_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the cache is on from JAX 0.11")
 def test_the_second_start_finds_its_programs_compiled(text, tmp_path):
     def start(number, *options):
-        """What it prints, the seconds of CPU until it ends, and the programs in the cache."""
-        before = os.times()
+        """The number of programs in the cache after a run."""
         done = subprocess.run(
             [
                 sys.executable, "-m", "jaxpar", *flags(text, "--simulate", "2", "--mesh", "dp2"),
@@ -249,13 +250,9 @@ def test_the_second_start_finds_its_programs_compiled(text, tmp_path):
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stderr == ""
-        after = os.times()
-        seconds = after.children_user - before.children_user
-        return seconds, len(list((tmp_path / "cache").rglob("*-cache")))
+        return len(list((tmp_path / "cache").rglob("*-cache")))
 
-    _, none = start(0, "--no-compile-cache")
-    first, written = start(1)
-    second, still = start(2)
-    assert (none, still) == (0, written)
+    assert start(0, "--no-compile-cache") == 0
+    written = start(1)
     assert written >= 2  # of training and of evaluation
-    assert second < first
+    assert start(2) == written
