@@ -149,6 +149,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
 def test_losses_are_compared_to_the_last_bit(undisturbed):
     whole = undisturbed[0]
     losses = whole.losses()
-    assert len(losses) == STEPS + STEPS // 50 + 1
+    assert [split for _, split, *_ in losses if split != "train"] == ["valid"] * 3 + ["test"]
+    assert len(losses) == STEPS + 4
     assert json.loads(json.dumps(losses[0][2])) == losses[0][2]
     assert len({loss for _, split, loss, *_ in losses if split == "train"}) > STEPS // 2

@@ -316,7 +316,7 @@ def test_evaluating_a_run_gives_the_perplexities_of_fit(whole_run):
     result, _ = whole_run
     folder = RunFolder(result.out_dir)
     assert evaluate_run(folder) == list(result.evaluations.values())
-    elsewhere = evaluate_run(folder, make_config("", "", mesh=(2, 2, 2)).mesh)
+    elsewhere = evaluate_run(folder, MeshConfig(data=2, stage=2, tensor=2))
     assert elsewhere[0].perplexity == pytest.approx(result.valid_perplexity, rel=RELATIVE_ERROR)
 
 
@@ -381,7 +381,7 @@ def test_a_run_is_not_overwritten_unless_asked_to(text, tmp_path):
 
 def test_runs_without_a_folder_are_numbered(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = make_config(text, "", num_steps=1)
+    config = make_config(text, "elsewhere", num_steps=1)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, out_dir=None))
     assert [str(fit(config).out_dir) for _ in range(2)] == ["runs/0001", "runs/0002"]
     assert str(fit(config, resume=True).out_dir) == "runs/0002"
