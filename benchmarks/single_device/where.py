@@ -1,0 +1,187 @@
+"""Where the time of jaxpar's training step goes, and how far each part is from what the machine can do.
+
+    python -m benchmarks.single_device.where A
+
+Times are those that XLA's profiler saw on one core, less what it saw inside of them. The ceilings are
+measured in the same process: the product of two large matrices, and a copy of more than any cache holds.
+"""
+
+import argparse
+import collections
+import gzip
+import json
+import os
+import pathlib
+import statistics
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+
+import jaxpar
+from benchmarks.jaxpar_side import initial_state, make_config
+from benchmarks.work import WORKS, Work
+from jaxpar import Batch, MeshConfig, PipelineConfig
+from jaxpar.analysis.hlo import Instruction, Module, Visit
+
+PARTS = (
+    "recurrent matmuls",
+    "other matmuls of the layers",
+    "gates",
+    "residuals, transposes, other copies",
+    "matmuls of the head",
+    "softmax and loss",
+    "embedding",
+    "update",
+    "between the operations",
+)
+
+
+def counted(work: Work, num_params: int) -> dict[str, tuple[float, float]]:
+    """(FLOPs, bytes to and from memory) of each part that has a count of its own.
+
+    A layer's input, the gradients of its input and of its two kernels are four products of [T B, H] and
+    [H, 4 H] in all, and the loops over time have two more. The gates read z and write i, f, g, o, h and
+    the two residuals forward; they read i, f, g, o, c and dy and write dz backward. The update reads
+    parameters and gradients, those once more for their norm, and writes parameters.
+    """
+    L, H, N = work.num_layers, work.hidden_size, work.tokens
+    product = 2 * N * H * 4 * H * L
+    return {
+        "recurrent matmuls": (2 * product, 0),
+        "other matmuls of the layers": (4 * product, 0),
+        "gates": (0, (11 + 10) * 4 * N * H * L),
+        "matmuls of the head": (3 * 2 * N * H * work.vocab_size, 0),
+        "update": (0, 16 * num_params),
+    }
+
+
+def part_of(visit: Visit, module: Module) -> str:
+    """The part of the step that an instruction belongs to."""
+    instruction = visit.instruction
+    inside = _inside(instruction, module)
+    names = " ".join(each.op_name for each in inside)
+    multiplies = any(each.opcode == "dot" for each in inside)
+    if "head" in names or "loss" in names:
+        return "matmuls of the head" if multiplies else "softmax and loss"
+    if "embedding" in names:
+        return "embedding"
+    if "update" in names:
+        return "update"
+    over_time = len(visit.trip_counts) > 1
+    if multiplies:
+        return "recurrent matmuls" if over_time else "other matmuls of the layers"
+    return "gates" if over_time else "residuals, transposes, other copies"
+
+
+def _inside(instruction: Instruction, module: Module) -> list[Instruction]:
+    """An instruction and, of a fusion, what is fused."""
+    called = [
+        name
+        for name in module.computations
+        if instruction.opcode in ("fusion", "custom-call")
+        and f"calls=%{name}" in instruction.attributes.replace(",", " ").split()
+    ]
+    return [instruction, *(each for name in called for each in module.computations[name])]
+
+
+def own_milliseconds(trace: pathlib.Path) -> collections.Counter[str]:
+    """Of every operation on XLA's threads, without those inside of it."""
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    is_xla = {
+        (event["pid"], event["tid"])
+        for event in events
+        if event.get("name") == "thread_name" and "XLA" in event["args"]["name"]
+    }
+    totals: collections.Counter[str] = collections.Counter()
+    threads = collections.defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X" and (event["pid"], event["tid"]) in is_xla:
+            threads[event["pid"], event["tid"]].append(event)
+    for thread in threads.values():
+        around: list[tuple[float, str]] = []  # (end, name) of the operations that are going on
+        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
+            while around and around[-1][0] <= event["ts"]:
+                around.pop()
+            if around:
+                totals[around[-1][1]] -= event["dur"] / 1e3
+            totals[event["name"]] += event["dur"] / 1e3
+            around.append((event["ts"] + event["dur"], event["name"]))
+    return totals
+
+
+def ceilings() -> tuple[float, float]:
+    """FLOP/s of a product of [2048, 2048], and bytes/s, read and written, of a copy of 512 MiB."""
+    a = jnp.ones((2048, 2048))
+    big = jnp.ones(2**27)
+    multiply, copy = jax.jit(lambda a: a @ a), jax.jit(lambda a: a + 1)
+
+    def seconds(run) -> float:
+        times = []
+        for _ in range(7):
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[2:])
+
+    return 2 * 2048**3 / seconds(lambda: multiply(a)), 2 * big.nbytes / seconds(lambda: copy(big))
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    work = WORKS[args.work]
+    jaxpar.simulate_devices(1)
+    config = make_config(work, MeshConfig(), PipelineConfig())
+    mesh = config.mesh.build()
+    state, step = initial_state(work, config, mesh), jaxpar.make_train_step(config, mesh)
+    batch = Batch(*(jax.device_put(a, jaxpar.batch_sharding(mesh)) for a in work.text()), True)
+    module = Module(step.lower(state, batch).compile().as_text())
+    parts = {visit.instruction.name: part_of(visit, module) for visit in module.visits()}
+
+    for _ in range(2):
+        state, _ = step(state, batch)
+        jax.block_until_ready(state)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            start = time.perf_counter()
+            for _ in range(args.steps):
+                state, _ = step(state, batch)
+                jax.block_until_ready(state)
+            total = (time.perf_counter() - start) * 1e3 / args.steps
+        (trace,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        milliseconds = own_milliseconds(trace)
+    times = collections.Counter[str]()
+    for name, value in milliseconds.items():
+        if name in parts:
+            times[parts[name]] += value / args.steps
+    times["between the operations"] = total - times.total()
+    flop_rate, byte_rate = ceilings()
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    counts = counted(work, num_params)
+
+    print(f"jax {jax.__version__}, one core, work {args.work}: {work}")
+    print(f"ceilings: {flop_rate / 1e9:.0f} GFLOP/s, {byte_rate / 1e9:.1f} GB/s\n")
+    print("| part | ms a step | share | GFLOP | MB | at the ceiling, ms | of the ceiling |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for part in PARTS:
+        row = f"| {part} | {times[part]:.1f} | {times[part] / total:.1%} |"
+        if part in counts:
+            flops, size = counts[part]
+            least = 1e3 * (flops / flop_rate + size / byte_rate)
+            row += (
+                f" {flops / 1e9:.1f} | {size / 1e6:.1f} | {least:.1f} | {least / times[part]:.0%} |"
+            )
+        else:
+            row += " | | | |"
+        print(row)
+    print(f"| all | {total:.1f} | 100.0% | | | | |")
+
+
+if __name__ == "__main__":
+    main()
