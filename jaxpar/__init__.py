@@ -26,6 +26,7 @@ from jaxpar.config import (  # noqa: E402
 from jaxpar.data import IGNORE, Batch, TokenStreams  # noqa: E402
 from jaxpar.gpipe import run_pipeline  # noqa: E402
 from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
+from jaxpar.kernel import KernelChoice, choose_kernel  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
 from jaxpar.plan import make_plan  # noqa: E402
@@ -86,6 +87,8 @@ __all__ = [
     "FitResult",
     "measure_groups",
     "propose_shares",
+    "choose_kernel",
+    "KernelChoice",
     # What a compiled step does.
     "inspect_step",
     "inspect_function",

@@ -39,7 +39,7 @@ from jaxpar.corpus import Vocabulary
 from jaxpar.state import TrainState, abstract_state
 
 # Of the model, what may change between two runs: no array has another shape or meaning for it.
-_FREE_OF_MODEL = ("dropout", "forget_bias", "dtype", "strategy")
+_FREE_OF_MODEL = ("dropout", "forget_bias", "dtype", "kernel", "strategy")
 # Of the optimizer, what decides which arrays it keeps.
 _NAMES_OF_OPTIMIZER = ("optimizer", "momentum")
 # By Orbax the first two, by us the third.

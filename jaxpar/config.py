@@ -50,6 +50,8 @@ class ModelConfig:
       forget_bias: initial bias of the forget gates.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
+      kernel: what runs the layers in training: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for
+        float32 without `tensor`; "auto" is the faster one by measurement, see `kernel.choose_kernel`.
       name: how a config file tells this model from the others.
     """
 
@@ -61,6 +63,7 @@ class ModelConfig:
     forget_bias: float = 1.0
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
+    kernel: Literal["scan", "cudnn", "auto"] = "scan"
     name: Literal["lstm"] = "lstm"
 
     def __post_init__(self):

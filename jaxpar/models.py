@@ -25,6 +25,7 @@ from jaxpar.axes import (
 )
 from jaxpar.config import ConvNetConfig, ModelConfig
 from jaxpar.nn.conv import Conv
+from jaxpar.nn.cudnn import CuDNNLSTM
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.linear import Linear, matmul
@@ -47,6 +48,22 @@ def run_plainly(
 ) -> tuple[LSTMCarry, jax.Array]:
     """The layers one after the other, over the whole window and batch at once."""
     return lstm(x_TBE, carry, dropout_key=dropout_key, first_row=first_row)
+
+
+def make_lstm(
+    config: ModelConfig, *, rngs: nnx.Rngs, layer_ids: Sequence[int] | None = None
+) -> LSTM:
+    """The stacked layers of a model. Without a mesh nothing can be chosen: kernel="auto" is the scan here."""
+    module = CuDNNLSTM if config.kernel == "cudnn" else LSTM
+    return module(
+        config.embed_size,
+        config.hidden_size,
+        config.num_layers,
+        rngs=rngs,
+        forget_bias=config.forget_bias,
+        dropout=config.dropout,
+        layer_ids=layer_ids,
+    )
 
 
 class LSTMLanguageModel(nnx.Module):
@@ -74,15 +91,7 @@ class LSTMLanguageModel(nnx.Module):
             init=lecun_uniform(config.embed_size) if config.tie_embedding else UNIT_VARIANCE,
             rngs=rngs,
         )
-        self.lstm = LSTM(
-            config.embed_size,
-            config.hidden_size,
-            config.num_layers,
-            rngs=rngs,
-            forget_bias=config.forget_bias,
-            dropout=config.dropout,
-            layer_ids=layer_ids,
-        )
+        self.lstm = make_lstm(config, rngs=rngs, layer_ids=layer_ids)
         if config.tie_embedding:
             self.head_bias = named_param(jnp.zeros(config.vocab_size), (VOCAB,))
         else:

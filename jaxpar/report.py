@@ -21,6 +21,7 @@ from jaxpar.buckets import BucketedSentences
 from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.corpus import Corpus
 from jaxpar.images import Images
+from jaxpar.kernel import KernelChoice
 from jaxpar.sharding import annotated
 from jaxpar.state import TrainState
 
@@ -131,6 +132,9 @@ class Report:
     def buckets(self, batches: BucketedSentences) -> None:
         """After the plan, if the lines of the text are read in buckets."""
 
+    def kernel(self, choice: KernelChoice) -> None:
+        """After the plan, if the config left the kernel of the layers open."""
+
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Before the first step taken here; `step` were taken before."""
 
@@ -168,6 +172,10 @@ class ConsoleReport(Report):
     def buckets(self, batches: BucketedSentences) -> None:
         """Lengths, sentences, padding."""
         self._print("\n" + batches.to_text() + "\n")
+
+    def kernel(self, choice: KernelChoice) -> None:
+        """Which, and why."""
+        self._print(f"kernel of the layers: {choice.name}; {choice.reason}\n")
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Where it goes; a live line on a terminal."""

@@ -25,6 +25,7 @@ from jaxpar.config_file import read_config, write_config
 from jaxpar.corpus import SPLITS, Corpus, Vocabulary, load_corpus
 from jaxpar.files import whole_file
 from jaxpar.images import Images, load_images
+from jaxpar.kernel import KernelChoice, with_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import TrainState
 
@@ -90,7 +91,8 @@ class RunFolder:
     ) -> tuple[RunConfig, Mesh, TrainState]:
         """The run's config for this mesh, the mesh, and a state there.
 
-        The mesh need not be the one that the run had.
+        The mesh need not be the one that the run had, nor have what the kernel of its layers needs: the
+        config names the scan, which runs anywhere.
 
         Args:
           best: the state with the lowest validation loss that has been kept, not the newest.
@@ -103,6 +105,8 @@ class RunFolder:
         if isinstance(config, Config) and devices.shape[STAGE] != config.mesh.stage:
             balanced = dataclasses.replace(config.pipeline, placement="balanced")
             config = dataclasses.replace(config, pipeline=balanced)
+        if isinstance(config, Config):
+            config = with_kernel(config, KernelChoice("scan"))
         config = dataclasses.replace(config, mesh=MeshConfig(**devices.shape, devices=mesh.devices))
         checkpoints, step = self.checkpoints(config), None
         if best and (step := best_of(checkpoints.steps(), self.valid_losses())) is None:

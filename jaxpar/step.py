@@ -18,6 +18,7 @@ from jaxpar.axes import BATCH, DATA, DENSE_BATCH, STAGE, TENSOR, TIME
 from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.data import IGNORE, Batch
 from jaxpar.images import ImageBatch
+from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.loss import (
     LOGITS_ELSEWHERE,
     LOGITS_ON_CPU,
@@ -250,6 +251,7 @@ def _make_unroll(
     """(params, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
     if isinstance(config, ImageConfig):
         return _make_classify(config, mesh)
+    config = with_kernel(config, choose_kernel(config, mesh))
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
     run = functools.partial(_run_in_units if config.runs_in_units else _run_plainly, config, mesh)
 

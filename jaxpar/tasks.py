@@ -14,6 +14,7 @@ from jaxpar.corpus import Corpus, unigram_perplexity
 from jaxpar.data import TokenStreams
 from jaxpar.evaluate import Evaluator, ImageEvaluator
 from jaxpar.images import ImageBatches, Images
+from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.report import ImageEvaluation, ImageProgress, TextEvaluation, TextProgress
 
@@ -22,7 +23,8 @@ class TextTask:
     """Language modelling.
 
     Attributes:
-      config: with its mesh and the size of its vocabulary filled in.
+      config: with its mesh, the size of its vocabulary and the kernel of its layers filled in.
+      kernel: why it is this one.
     """
 
     def __init__(self, config: Config, mesh: Mesh, corpus: Corpus):
@@ -39,11 +41,13 @@ class TextTask:
                 f"vocab_size={vocab_size} is less than the {num_words} words of corpus "
                 f"{corpus.name!r}; leave it away, or use data.max_vocab={vocab_size}"
             )
-        self.config = dataclasses.replace(
+        config = dataclasses.replace(
             config,
             mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices),
             model=dataclasses.replace(config.model, vocab_size=vocab_size),
         ).check()
+        self.kernel = choose_kernel(config, mesh)
+        self.config = with_kernel(config, self.kernel)
         self._corpus = corpus
         self._evaluator = Evaluator(self.config, mesh, corpus.vocabulary.separator)
 

@@ -34,7 +34,7 @@ from jaxpar.run_folder import (
 )
 from jaxpar.state import TrainState, abstract_state, audit, init_state
 from jaxpar.step import Metrics, batch_sharding, make_train_step
-from jaxpar.tasks import Task, make_task
+from jaxpar.tasks import Task, TextTask, make_task
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +124,8 @@ def fit(
     report.plan(config, mesh, data, abstract_state(config, mesh))
     if isinstance(batches, BucketedSentences):
         report.buckets(batches)
+    if isinstance(task, TextTask) and task.kernel.reason is not None:
+        report.kernel(task.kernel)
 
     state = _restore(folder, config, mesh) if resume and folder is not None else None
     if config.train.fallback_dir is not None:

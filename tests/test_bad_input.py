@@ -124,6 +124,11 @@ FLAGS = {
         "tie_embedding needs embed_size=4 equal to hidden_size=8; set",
     ),
     "unknown dtype": (train("--model.dtype", "float16"), "dtype.*float32.*bfloat16"),
+    "unknown kernel": (train("--model.kernel", "cuda"), "kernel.*scan.*cudnn.*auto"),
+    "cudnn without a GPU": (
+        train("--model.kernel", "cudnn"),
+        r"kernel='cudnn' cannot run: it needs GPUs of NVIDIA, the mesh has cpu \(cpu\); use kernel='scan'",
+    ),
     "hidden by tensor": (
         train("--mesh", "tp8", "--model.hidden-size", "12"),
         "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",

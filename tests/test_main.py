@@ -43,7 +43,7 @@ def run(text, tmp_path_factory):
     with contextlib.redirect_stdout(printed):
         code = main(
             flags(text, "--simulate", "8", "--mesh", "dp2pp2", "--mesh.tensor", "2",
-                  "--train.out-dir", str(out_dir))
+                  "--model.kernel", "auto", "--train.out-dir", str(out_dir))
         )  # fmt: skip
     assert code == 0
     return out_dir, printed.getvalue()
@@ -59,6 +59,7 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
         rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",
         r"lstm\.w_h +2x8x4x8 +layers/stage, input, gates, hidden/tensor +1x8x4x4 +512 B",
         r"parameters, .*; per device: parameters .*, optimizer state .*, carried state ",
+        r"kernel of the layers: scan; cudnn cannot run: it needs GPUs of NVIDIA, the mesh has cpu",
         r"training 4 steps into .*run; the first is being compiled",
         r"step 1/4  loss .* perplexity .* tokens/s  ETA",
         r"step 4/4  loss",
@@ -72,6 +73,7 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
         assert found, f"{pattern} is not in, or too early in:\n{printed}"
         position = found.end()
     assert max(map(len, printed.splitlines())) <= 100 + len(str(out_dir))
+    assert 'kernel = "scan"' in (out_dir / "config.toml").read_text()
     assert [
         json.loads(line)["step"] for line in (out_dir / "metrics.jsonl").read_text().splitlines()
     ]

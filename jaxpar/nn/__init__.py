@@ -4,6 +4,7 @@
 from flax.nnx import avg_pool, max_pool, relu
 
 from jaxpar.nn.conv import Conv
+from jaxpar.nn.cudnn import CuDNNLSTM, cudnn_lstm
 from jaxpar.nn.dropout import Position, dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import Linear
@@ -14,6 +15,7 @@ from jaxpar.nn.stack import Layer, run_layers
 __all__ = [
     "LSTM",
     "Conv",
+    "CuDNNLSTM",
     "Embedding",
     "LSTMCarry",
     "LSTMParams",
@@ -21,6 +23,7 @@ __all__ = [
     "Linear",
     "Position",
     "avg_pool",
+    "cudnn_lstm",
     "dropout",
     "lstm_layer",
     "max_pool",

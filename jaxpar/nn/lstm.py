@@ -165,10 +165,13 @@ class LSTM(nnx.Module):
     """Stacked LSTM layers; the weights of all layers share three arrays.
 
     Attributes:
+      kernel: what computes a layer, called as `lstm_layer`.
       w_x: [slots, H, 4, H]; an input narrower than H is zero-extended.
       w_h: [slots, H, 4, H].
       b: [slots, 4, H].
     """
+
+    kernel = staticmethod(lstm_layer)
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class LSTM(nnx.Module):
         @jax.named_scope("lstm")
         def run(params, carry, x_TBH, position):
             x_TBH = dropout(x_TBH, self.dropout, dropout_key, position)
-            return lstm_layer(params, carry, x_TBH)
+            return self.kernel(params, carry, x_TBH)
 
         return run
 
@@ -260,11 +263,21 @@ class LSTM(nnx.Module):
             )
         if carry is None:
             carry = self.initial_carry(x_TBI.shape[1])
+        return self.run_all(carry, extend(x_TBI, self.hidden_size), dropout_key, first_row)
+
+    def run_all(
+        self,
+        carry: LSTMCarry,
+        x_TBH: jax.Array,
+        dropout_key: jax.Array | None,
+        first_row: jax.Array | int,
+    ) -> tuple[LSTMCarry, jax.Array]:
+        """All layers over inputs that are as wide as they are."""
         return run_layers(
             self.layer(dropout_key),
             self.params,
             carry,
-            extend(x_TBI, self.hidden_size),
+            x_TBH,
             Position(0, 0, first_row),
             np.asarray(self.layer_ids, np.int32),
             has_empty_slots=-1 in self.layer_ids,
