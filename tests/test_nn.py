@@ -85,58 +85,6 @@ def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, nu
         assert_close(grads["b"][...][number], d_h["bias"].reshape(4, hidden))
 
 
-def float64_layer(params, carry, x):
-    """The layer's equations, one step at a time, in NumPy float64."""
-    w_x, w_h, b, h, c = (np.asarray(a, np.float64) for a in (*params, *carry))
-
-    def sigmoid(z):
-        return 1 / (1 + np.exp(-z))
-
-    outputs = []
-    for x_t in np.asarray(x, np.float64):
-        z = np.einsum("bi,igh->bgh", x_t, w_x) + np.einsum("bj,jgh->bgh", h, w_h) + b
-        c = sigmoid(z[:, 1]) * c + sigmoid(z[:, 0]) * np.tanh(z[:, 2])
-        h = sigmoid(z[:, 3]) * np.tanh(c)
-        outputs.append(h)
-    return h, c, np.stack(outputs)
-
-
-@pytest.mark.law
-def test_layer_gradients_equal_finite_differences_in_float64():
-    lstm = LSTM(4, 4, 1, rngs=nnx.Rngs(2))
-    x, carry = random_inputs(lstm, num_steps=4, num_rows=2)
-    params, carry = jax.tree.map(lambda a: a[0], (lstm.params, carry))
-    weights = np.cos(np.arange(4 * 2 * 4)).reshape(4, 2, 4)
-
-    def loss(arguments):
-        h, c, y = float64_layer(*arguments)
-        return np.sum(y * weights) + np.sum(h**2) + np.sum(c**3)
-
-    def ours(params, carry, x):
-        after, y = lstm_layer(params, carry, x)
-        return (
-            jnp.sum(y * weights.astype(np.float32))
-            + jnp.sum(after[0] ** 2)
-            + jnp.sum(after[1] ** 3)
-        )
-
-    arguments = (params, carry, x)
-    grads = jax.grad(ours, (0, 1, 2))(*arguments)
-    leaves, structure = jax.tree.flatten(arguments)
-    leaves = [np.asarray(leaf, np.float64) for leaf in leaves]
-    rng = np.random.default_rng(0)
-    for number, gradient in enumerate(jax.tree.leaves(grads)):
-        direction = rng.normal(size=leaves[number].shape)
-
-        def moved(by, number=number, direction=direction):
-            moved = list(leaves)
-            moved[number] = leaves[number] + by * direction
-            return loss(jax.tree.unflatten(structure, moved))
-
-        slope = (moved(1e-6) - moved(-1e-6)) / 2e-6
-        np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4, atol=1e-5)
-
-
 def test_two_windows_equal_one():
     lstm = LSTM(8, 8, 3, rngs=nnx.Rngs(1))
     x, carry = random_inputs(lstm, num_steps=6)
