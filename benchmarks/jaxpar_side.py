@@ -1,10 +1,15 @@
 """One side of a comparison: the training step of jaxpar.
 
 python -m benchmarks.jaxpar_side A '{"stage": 2}' '{"num_microbatches": 2, "num_chunks": 4}'
+JAX_PLATFORMS=cuda python -m benchmarks.jaxpar_side C '{"devices": [0]}' '{}' '{"kernel": "cudnn"}'
+
+Without JAX_PLATFORMS it runs on simulated devices of the CPU.
 """
 
 import json
+import os
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +20,17 @@ from benchmarks.work import LEARNING_RATE, WORKS, Work
 from jaxpar import Batch, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 
 
-def make_config(work: Work, mesh: MeshConfig, pipeline: PipelineConfig) -> Config:
-    """The work as a config."""
+def make_config(work: Work, mesh: MeshConfig, pipeline: PipelineConfig, **model: Any) -> Config:
+    """The work as a config; `model` is what else its `ModelConfig` has."""
     return Config(
         mesh=mesh,
         model=ModelConfig(
-            work.num_layers, work.hidden_size, work.embed_size, work.vocab_size, dropout=0.0
+            work.num_layers,
+            work.hidden_size,
+            work.embed_size,
+            work.vocab_size,
+            dropout=0.0,
+            **model,
         ),
         data=DataConfig(batch_size=work.batch_size, seq_len=work.seq_len),
         pipeline=pipeline,
@@ -60,21 +70,33 @@ def initial_state(work: Work, config: Config, mesh: jax.sharding.Mesh) -> jaxpar
 
 def main() -> None:
     """Serves steps."""
-    name, mesh_sizes, pipeline = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    work, mesh_config = WORKS[name], MeshConfig(**mesh_sizes)
-    jaxpar.simulate_devices(mesh_config.num_devices)
-    config = make_config(work, mesh_config, PipelineConfig(**pipeline))
+    work = WORKS[sys.argv[1]]
+    mesh_sizes, pipeline, model = (json.loads(text) for text in (*sys.argv[2:], "{}")[:3])
+    mesh_config = MeshConfig(**mesh_sizes)
+    on_cpu = os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
+    if on_cpu:
+        jaxpar.simulate_devices(mesh_config.num_devices)
+    config = make_config(work, mesh_config, PipelineConfig(**pipeline), **model)
     mesh = config.mesh.build()
     state, train_step = initial_state(work, config, mesh), jaxpar.make_train_step(config, mesh)
     batch = Batch(*(jax.device_put(a, jaxpar.batch_sharding(mesh)) for a in work.text()), True)
 
-    def step() -> float:
+    def step() -> jax.Array:
         nonlocal state
         state, metrics = train_step(state, batch)
-        jax.block_until_ready(state)
-        return float(metrics.loss)
+        if on_cpu:
+            jax.block_until_ready(state)
+        return metrics.loss
 
-    serve(step)
+    if on_cpu:
+        serve(step)
+    else:
+        serve(step, peak_mib_of_device)
+
+
+def peak_mib_of_device() -> float:
+    """The most memory that JAX's arrays have taken on its first device, MiB."""
+    return jax.devices()[0].memory_stats()["peak_bytes_in_use"] / 2**20
 
 
 if __name__ == "__main__":

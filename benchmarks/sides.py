@@ -12,28 +12,33 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 
-def serve(step: Callable[[], float]) -> None:
-    """What a side's process does: two steps to warm up, then as many as each line of the input says.
-
-    Args:
-      step: runs one training step to its end and returns its loss.
-    """
-    _say({"losses": [step(), step()], "peak_mib": _peak_mib()})
-    for line in sys.stdin:
-        start = time.perf_counter()
-        for _ in range(int(line)):
-            step()
-        _say({"seconds": time.perf_counter() - start})
-
-
-def _peak_mib() -> float:
+def peak_mib_of_host() -> float:
     """The largest resident memory of this process so far, MiB."""
     with open("/proc/self/status") as status:
         kib = next(line.split()[1] for line in status if line.startswith("VmHWM"))
     return int(kib) / 1024
+
+
+def serve(
+    step: Callable[[], SupportsFloat], peak_mib: Callable[[], float] = peak_mib_of_host
+) -> None:
+    """What a side's process does: two steps to warm up, then as many as each line of the input says.
+
+    Args:
+      step: runs one training step, or puts it into a GPU's queue, and returns its loss; the number is asked
+        for at the end of a turn.
+      peak_mib: the largest memory so far, MiB.
+    """
+    _say({"losses": [float(step()), float(step())], "peak_mib": peak_mib()})
+    for line in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(int(line)):
+            loss = step()
+        float(loss)
+        _say({"seconds": time.perf_counter() - start})
 
 
 def _say(message: dict[str, Any]) -> None:
@@ -49,12 +54,14 @@ class Side:
       arguments: of Python: ("-m", "benchmarks.jaxpar_side", ...).
       cores: of each of its processes; several processes run at the same time and do the work once each.
       python: the interpreter.
+      env: more environment variables.
     """
 
     name: str
     arguments: tuple[str, ...]
     cores: tuple[tuple[int, ...], ...]
     python: str = sys.executable
+    env: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +94,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | dict(side.env),
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
         self._name = side.name

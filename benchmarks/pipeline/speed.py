@@ -81,7 +81,7 @@ def explain(
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("work", choices=CUTS)
     parser.add_argument("--torch-python", help="of an environment with torch and numpy")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()

@@ -54,7 +54,7 @@ def sides_of(work: str, num_cores: int, torch_python: str | None) -> list[Side]:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("work", choices=CUTS)
     parser.add_argument("--torch-python", help="of an environment with torch and numpy")
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)

@@ -1,8 +1,13 @@
 """One side of the comparison: the training step of torch.nn.LSTM.
 
 python -m benchmarks.single_device.torch_side A
+python -m benchmarks.single_device.torch_side C cuda tf32|float32|autocast|bfloat16
+
+tf32: matmuls of float32 round to TF32. autocast: bfloat16 where autocast thinks so, float32 parameters.
+bfloat16: the parameters as well.
 """
 
+import contextlib
 import os
 import sys
 
@@ -42,20 +47,28 @@ class Model(nn.Module):
 def main() -> None:
     """Serves steps."""
     work = WORKS[sys.argv[1]]
+    device, numbers = sys.argv[2:] or ("cpu", "float32")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = Model(work)
+    torch.set_float32_matmul_precision("high" if numbers == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = numbers == "tf32"
+    model = Model(work).to(device, torch.bfloat16 if numbers == "bfloat16" else torch.float32)
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), LEARNING_RATE)
-    inputs, targets = (torch.from_numpy(a.T.copy()).long() for a in work.text())
+    inputs, targets = (torch.from_numpy(a.T.copy()).long().to(device) for a in work.text())
+    cast = numbers == "autocast"
 
-    def step() -> float:
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
-        logits = model(inputs)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        with torch.autocast(device, torch.bfloat16) if cast else contextlib.nullcontext():
+            logits = model(inputs)
+        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
-        return float(loss.detach())
+        return loss.detach()
 
-    serve(step)
+    if device == "cuda":
+        serve(step, lambda: torch.cuda.max_memory_allocated() / 2**20)
+    else:
+        serve(step)
 
 
 if __name__ == "__main__":
