@@ -143,6 +143,15 @@ def test_stacked_layers_equal_the_scans(dropout, slots):
     jax.tree.map(assert_close, run(CuDNNLSTM), run(LSTM))
 
 
+def test_residuals_hold_no_weights():
+    """A pipeline keeps them in its slots: nothing as large as the weights, packed or not."""
+    params, carry, x = draw(2, 2, 9, 9)
+    _, vjp = jax.vjp(lambda params: cudnn_lstm(params, carry, x), params)
+    weights = {id(leaf) for leaf in jax.tree.leaves(params)}
+    sizes = [leaf.size for leaf in jax.tree.leaves(vjp) if id(leaf) not in weights]
+    assert max(sizes) == x.size
+
+
 def test_other_dtypes_are_refused():
     params, carry, x = draw(2, 2, 4, 4)
     with pytest.raises(ValueError, match="inputs are bfloat16; cuDNN's LSTM takes float32"):
