@@ -79,7 +79,7 @@ def with_kernel(config: Config, choice: KernelChoice) -> Config:
 
 @functools.lru_cache
 def measure_kernels(
-    model: ModelConfig, num_steps: int, num_rows: int, in_units: bool, device: jax.Device
+    model: ModelConfig, num_steps: int, num_rows: int, in_units: bool, device: Any
 ) -> dict[str, float]:
     """Seconds of each kernel for all layers over a window, forward and backward: the best of a few rounds.
 
@@ -100,7 +100,7 @@ def measure_kernels(
 
 
 def _make_pass(
-    model: ModelConfig, num_steps: int, num_rows: int, in_units: bool, device: jax.Device
+    model: ModelConfig, num_steps: int, num_rows: int, in_units: bool, device: Any
 ) -> Callable[[], Any]:
     graphdef, params = nnx.split(make_lstm(model, rngs=nnx.Rngs(0)))
     key = jax.random.key(0)
