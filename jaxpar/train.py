@@ -46,7 +46,7 @@ class FitResult:
     """What `fit` leaves behind, besides the files in `out_dir`.
 
     Attributes:
-      losses: of each step taken here, in nats.
+      losses: of each step taken here, in nats; of one that was skipped it may not be finite.
       first_step: the steps that had been taken before; 0 unless resumed.
       state: after the last step, on `mesh`.
       config: with the mesh, `vocab_size` and `out_dir` that were used.
