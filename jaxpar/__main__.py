@@ -59,7 +59,9 @@ class ConfigOptions(Options):
 class Train(ConfigOptions):
     """Trains a model and evaluates it: a language model, or --model hybrid on images.
 
-    Ctrl-C stops it after the step under way, with its state saved; --resume goes on.
+    Ctrl-C stops it after the step under way, with its state saved; --resume goes on. The exit code is 0
+    at the end, 2 after a mistake of yours, 3 if a loss or gradient was not finite (--train.nonfinite),
+    and 128 and its number after a signal.
     """
 
     resume: bool = False
@@ -287,7 +289,8 @@ Command = Train | Evaluate | Sample | Inspect | Export | Import | Launch | Docto
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line; the exit code.
 
-    A user's mistake prints one message and gives 2; `--debug` raises it instead.
+    A user's mistake prints one message and gives 2, a number that is not finite 3; `--debug` raises the
+    error instead.
 
     Args:
       argv: arguments; None takes those of the process.
@@ -308,11 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("stopped", file=sys.stderr)
         return leave_processes(130)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return leave_processes(2)
+        return leave_processes(3 if isinstance(error, FloatingPointError) else 2)
 
 
 def _parse(argv: list[str]) -> Command:

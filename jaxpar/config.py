@@ -238,6 +238,10 @@ class TrainConfig:
       weight_decay: of adamw; 0 with others.
       momentum: of sgd; 0 with others.
       clip_norm: bound on the global norm of the gradients; 0 for none.
+      nonfinite: what becomes of a step whose loss or gradient norm is not finite. "stop": the run ends, and
+        the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
+        carried state begins anew from zero, and the next batch is taken.
+      max_skipped: steps of a run that "skip" passes over; one more stops it.
       seed: of initial values, dropout and the order of the text.
       fsdp: parameters stored split over `data` as well, gathered once a step.
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
@@ -265,6 +269,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     momentum: float = 0.0
     clip_norm: float = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = 10
     seed: int = 0
     fsdp: bool = False
     update: Literal["replicated", "sharded", "host"] = "replicated"
@@ -279,8 +285,9 @@ class TrainConfig:
     def __post_init__(self):
         check_fields(self)
         _require_positive(
-            self, "num_steps", "learning_rate", "lr_decay_every", "log_every", "keep_checkpoints"
-        )
+            self, "num_steps", "learning_rate", "lr_decay_every", "log_every", "keep_checkpoints",
+            "max_skipped",
+        )  # fmt: skip
         _require(
             0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most"
         )
@@ -300,6 +307,11 @@ class TrainConfig:
                 f"{name}={getattr(self, name)} has no effect with optimizer={self.optimizer!r}; "
                 f"use {name}=0 or optimizer={optimizer!r}",
             )
+
+    @property
+    def allowed_skips(self) -> int:
+        """Steps that may be passed over."""
+        return self.max_skipped if self.nonfinite == "skip" else 0
 
 
 @dataclasses.dataclass(frozen=True)

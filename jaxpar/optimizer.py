@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import SingleDeviceSharding
 
@@ -58,12 +59,20 @@ def clip(grads: Any, config: TrainConfig) -> Any:
 
 
 def update(
-    optimizer: optax.GradientTransformation, params: Any, grads: Any, opt_state: optax.OptState
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    grads: Any,
+    opt_state: optax.OptState,
+    applies: jax.Array,
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and state after a step."""
+    """Parameters and state after a step; as they were if `applies`, a truth value, is false."""
     with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+    return jax.tree.map(
+        lambda new, old: jnp.where(applies, new, old),
+        (optax.apply_updates(params, updates), new_opt_state),
+        (params, opt_state),
+    )
 
 
 class HostOptimizer:
@@ -99,14 +108,15 @@ class HostOptimizer:
         return self._run(self._init, (params,), target)
 
     def update(
-        self, params: Any, grads: Any, opt_state: optax.OptState
+        self, params: Any, grads: Any, opt_state: optax.OptState, applies: jax.Array
     ) -> tuple[Any, optax.OptState]:
         """Parameters, on devices, and state, on the host, after a step; those passed in are consumed.
 
         Args:
           params, grads: arrays on devices, laid out as the state is.
+          applies: on every device; if false, nothing changes.
         """
-        return self._run(self._update, (params, grads, opt_state), (params, opt_state))
+        return self._run(self._update, (params, grads, opt_state, applies), (params, opt_state))
 
     def _run(self, function: Callable[..., Any], trees: Any, targets: Any) -> Any:
         """Applies a function to what each device has of the trees; targets say where results go."""

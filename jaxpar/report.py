@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import rich.box
@@ -76,6 +76,33 @@ class ImageProgress(Progress):
 
 
 @dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A step that changed no parameter, because its loss or gradient was not finite.
+
+    Attributes:
+      step: as in `Progress`.
+      nonfinite: which of them.
+      epoch, window: the place of its batch in the data, counted from 0.
+      num_windows: batches of an epoch.
+      skipped: such steps up to this one.
+    """
+
+    step: int
+    nonfinite: Literal["loss", "gradient"]
+    epoch: int
+    window: int
+    num_windows: int
+    skipped: int
+
+    def to_text(self) -> str:
+        """What is wrong, and where."""
+        return (
+            f"the {self.nonfinite} of step {self.step} is not finite (batch {self.window} of "
+            f"{self.num_windows} in epoch {self.epoch}, from 0)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluation:
     """Loss (nats) on a split."""
 
@@ -141,6 +168,9 @@ class Report:
     def progress(self, progress: Progress, num_steps: int) -> None:
         """After the first step and every `log_every`."""
 
+    def skipped(self, skipped: Skipped, allowed: int) -> None:
+        """After a step that was skipped, when the host looks; up to `allowed` of them in a run."""
+
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """After each evaluation of a split."""
 
@@ -202,6 +232,10 @@ class ConsoleReport(Report):
         else:
             width = len(str(num_steps))
             self._print(f"step {progress.step:{width}}/{num_steps}  {line}")
+
+    def skipped(self, skipped: Skipped, allowed: int) -> None:
+        """A line."""
+        self._print(f"{skipped.to_text()}: skipped, {skipped.skipped} of {allowed} allowed")
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""

@@ -6,6 +6,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -33,7 +34,9 @@ class TrainState:
     """Everything that a training step reads and writes.
 
     Attributes:
-      step: int32 scalar, optimizer steps taken.
+      step: int32 scalar, steps taken.
+      skipped: int32 scalar, how many of them were passed over, because their loss or gradient was not finite.
+        One more than the config allows halts the state: it stays as it was before that step.
       params: `nnx.State` of the model; every variable carries its named dims.
       opt_state: of optax; what mirrors a parameter carries its named dims too.
       carry: the recurrent state between windows, annotated likewise; empty in a model that has none.
@@ -42,6 +45,7 @@ class TrainState:
     """
 
     step: jax.Array
+    skipped: jax.Array
     params: nnx.State
     opt_state: optax.OptState
     carry: nnx.State
@@ -139,6 +143,13 @@ def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
     return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
 
 
+def release(state: TrainState, config: RunConfig) -> TrainState:
+    """The state, no longer halted: what the config does not allow to be skipped is not counted."""
+    skipped = min(int(state.skipped), config.train.allowed_skips)
+    skipped = jax.device_put(np.int32(skipped), state.skipped.sharding)
+    return dataclasses.replace(state, skipped=skipped)
+
+
 def audit(state: TrainState) -> None:
     """Compares the declared and the real sharding of parameters, optimizer state and carry.
 
@@ -193,6 +204,7 @@ def _initial_state(config: RunConfig) -> TrainState:
     split_update = config.train.fsdp or config.train.update != "replicated"
     return TrainState(
         step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
         params=params,
         opt_state=make_optimizer(config.train).init(params),
         carry=carry,

@@ -52,15 +52,17 @@ AnyBatch = Batch | ImageBatch
 
 
 class Metrics(NamedTuple):
-    """What a training step reports; float32 scalars.
+    """What a training step reports; scalars.
 
     Attributes:
-      loss: mean negative log-likelihood of the batch's targets, in nats.
-      grad_norm: global norm of the gradients, before clipping.
+      loss: mean negative log-likelihood of the batch's targets, in nats; float32.
+      grad_norm: global norm of the gradients, before clipping; float32.
+      skipped: of the state after the step.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
+    skipped: jax.Array
 
 
 class CompiledStep:
@@ -128,8 +130,8 @@ class _HostStep(CompiledStep):
         )
 
     def __call__(self, state: TrainState, batch: AnyBatch) -> tuple[TrainState, Metrics]:
-        split, grads, metrics = super().__call__(_without_optimizer(state), batch)
-        params, opt_state = self._host.update(split.params, grads, state.opt_state)
+        split, grads, applies, metrics = super().__call__(_without_optimizer(state), batch)
+        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -145,6 +147,10 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
     Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
+
+    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the config
+    does not allow that, the state is halted. No later step changes it then, so that one may look at the
+    metrics from time to time; `state.release` lets it go on.
 
     Args:
       config: as given to `init_state`.
@@ -162,13 +168,17 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
         with jax.named_scope("update"):
             grads = constrain(grads, mesh, state.opt_rules)
             params = constrain(state.params, mesh, state.opt_rules)
-            state = dataclasses.replace(state, step=state.step + 1, params=params, carry=carry)
-            return state, clip(grads, config.train), Metrics(loss, optax.tree.norm(grads))
+            norm = optax.tree.norm(grads)
+            is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            state, applies = _count(state, carry, is_finite, config.train.allowed_skips)
+            state = dataclasses.replace(state, params=params)
+            metrics = Metrics(loss, norm, state.skipped)
+            return state, clip(grads, config.train), applies, metrics
 
     def step(state: TrainState, batch: AnyBatch, plan: Plan | None) -> tuple[TrainState, Metrics]:
-        state, grads, metrics = gradients(state, batch, plan)
+        state, grads, applies, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
-            params, opt_state = update(optimizer, state.params, grads, state.opt_state)
+            params, opt_state = update(optimizer, state.params, grads, state.opt_state, applies)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
@@ -176,11 +186,38 @@ def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
     layout, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
     if config.train.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)
-        out = (dataclasses.replace(layout, params=split, opt_state=()), split, replicated)
+        state = dataclasses.replace(layout, params=split, opt_state=())
+        out = (state, split, replicated, replicated)
         return _HostStep(gradients, config, optimizer, layout, out)
     return CompiledStep(
         step, config, backward=True, donate_argnums=0, out_shardings=(layout, replicated)
     )
+
+
+def _count(
+    state: TrainState, carry: nnx.State, is_finite: jax.Array, max_skipped: int
+) -> tuple[TrainState, jax.Array]:
+    """Step, skipped and carry after a step, and whether its update applies.
+
+        skipped before       finite    step   skipped   carry   applies
+        up to max_skipped    yes       + 1              new     yes
+        below max_skipped    no        + 1    + 1       zeros   no        skips
+        max_skipped          no               + 1               no        halts
+        above max_skipped    any                                no        is halted
+
+    A carry that is not finite has gradients that are not either: c is a factor in those of the output gate.
+    """
+    runs = state.skipped <= max_skipped
+    applies = runs & is_finite
+    skipped = jnp.where(runs & ~is_finite, state.skipped + 1, state.skipped)
+    goes_on = skipped <= max_skipped
+
+    def select(new, old):
+        return jnp.where(applies, new, jnp.where(goes_on, jnp.zeros_like(old), old))
+
+    step = jnp.where(goes_on, state.step + 1, state.step)
+    carry = jax.tree.map(select, carry, state.carry)
+    return dataclasses.replace(state, step=step, skipped=skipped, carry=carry), applies
 
 
 def make_loss_and_grad(config: RunConfig, mesh: Mesh) -> Callable[..., Any]:

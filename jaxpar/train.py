@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import math
 import signal
 import threading
 import time
@@ -23,8 +22,9 @@ from jaxpar.data import TokenStreams
 from jaxpar.evaluate import do_not_run_ahead
 from jaxpar.images import ImageBatches, Images
 from jaxpar.mesh import MeshConfig
+from jaxpar.nonfinite import find_origin
 from jaxpar.optimizer import learning_rate
-from jaxpar.report import Evaluation, Report, TextEvaluation
+from jaxpar.report import Evaluation, Report, Skipped, TextEvaluation
 from jaxpar.run_folder import (
     ONE_DEVICE,
     RunFolder,
@@ -32,9 +32,11 @@ from jaxpar.run_folder import (
     newest_run_folder,
     next_run_folder,
 )
-from jaxpar.state import TrainState, abstract_state, audit, init_state
+from jaxpar.state import TrainState, abstract_state, audit, init_state, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.tasks import Task, TextTask, make_task
+
+Batches = TokenStreams | BucketedSentences | ImageBatches
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class FitResult:
     """What `fit` leaves behind, besides the files in `out_dir`.
 
     Attributes:
-      losses: of each step taken here, in nats.
+      losses: of each step taken here, in nats; of one that was skipped it may not be finite.
       first_step: the steps that had been taken before; 0 unless resumed.
       state: after the last step, on `mesh`.
       config: with the mesh, `vocab_size` and `out_dir` that were used.
@@ -103,8 +105,10 @@ def fit(
       report: what is told while it runs, e.g. `ConsoleReport()`; None is silent.
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh, the text or the images have changed since the
-        run began, or the loss is no longer finite.
+      ValueError: sizes do not fit each other or the mesh, or the text or the images have changed since
+        the run began.
+      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not let it be skipped,
+        or no more of them. The state before its step has been saved: a resumed run meets the same batch.
       OSError: a text or the checkpoint cannot be read (FileNotFoundError), or `train.out_dir` holds
         a run already (FileExistsError).
     """
@@ -205,11 +209,10 @@ class _Run:
         self.config, self.mesh, self.data, self.task = config, mesh, data, task
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
         self.state = state  # after the last step taken
+        self.num_skipped = int(state.skipped)  # of the steps that have been looked at
         self.started = time.perf_counter()
 
-    def train(
-        self, batches: TokenStreams | BucketedSentences | ImageBatches
-    ) -> tuple[int, list[float], signal.Signals | None]:
+    def train(self, batches: Batches) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last."""
         settings = self.config.train
         step = first_step = int(self.state.step)
@@ -232,23 +235,24 @@ class _Run:
                 do_not_run_ahead(self.mesh, metrics)
                 last = step == settings.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
-                if step % settings.log_every == 0 or last or step == first_step + 1:
-                    fetched = jax.device_get(waiting)
-                    losses += [float(part.loss) for part in fetched]
-                    waiting.clear()
+                is_logged = step % settings.log_every == 0 or last or step == first_step + 1
+                evaluates = not last and settings.eval_every and step % settings.eval_every == 0
+                is_due = settings.checkpoint_every and step % settings.checkpoint_every == 0
+                if is_logged or evaluates or is_due:
+                    losses += self._look(waiting, step, batches)
+                if is_logged:
                     seconds = time.perf_counter() - clock
                     targets = batches.num_targets / batches.num_windows * (step - clock_step)
-                    self._log(step, fetched[-1], targets / seconds)
+                    self._log(step, metrics, targets / seconds)
                     clock, clock_step = time.perf_counter(), step
                 is_best = False
-                if not last and settings.eval_every and step % settings.eval_every == 0:
+                if evaluates:
                     self.evaluate(step, "valid")
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
                     clock = time.perf_counter()
-                is_due = settings.checkpoint_every and step % settings.checkpoint_every == 0
                 if is_best or is_due:
                     self.checkpoints.save(self.state, self.config)
-            losses += [float(part.loss) for part in jax.device_get(waiting)]
+            losses += self._look(waiting, step, batches)
             if step > first_step and self.checkpoints.latest_step() != step:
                 self.checkpoints.save(self.state, self.config)
         stopped_by = signals[0] if signals and step < settings.num_steps else None
@@ -316,7 +320,64 @@ class _Run:
         self.report.evaluation(step, evaluation)
         return evaluation
 
+    def _look(self, waiting: list[Metrics], step: int, batches: Batches) -> list[float]:
+        """The losses of the last steps, which wait on the device; reports those that were skipped.
+
+        Raises:
+          FloatingPointError: one of them has halted the state.
+        """
+        fetched: list[Metrics] = jax.device_get(waiting)
+        waiting.clear()
+        for number, metrics in enumerate(fetched, step - len(fetched)):
+            if metrics.skipped == self.num_skipped:
+                continue
+            self.num_skipped += 1
+            epoch, window = divmod(number, batches.num_windows)
+            skipped = Skipped(
+                step=number + 1,
+                nonfinite="gradient" if np.isfinite(metrics.loss) else "loss",
+                epoch=epoch,
+                window=window,
+                num_windows=batches.num_windows,
+                skipped=self.num_skipped,
+            )
+            if self.num_skipped > self.config.train.allowed_skips:
+                raise self._halt(skipped, batches)
+            self._write({"split": "skipped", **dataclasses.asdict(skipped)})
+            self.report.skipped(skipped, self.config.train.allowed_skips)
+        return [float(metrics.loss) for metrics in fetched]
+
+    def _halt(self, last: Skipped, batches: Batches) -> FloatingPointError:
+        """Saves the state before the step that was not to be skipped.
+
+        Returns:
+          the error to raise.
+        """
+        settings, step = self.config.train, last.step - 1
+        self.state = release(self.state, self.config)
+        assert int(self.state.step) == step
+        batch = batches.batch_on(step, batch_sharding(self.mesh, self.config))
+        origin = find_origin(self.config, self.mesh, self.state, batch)
+        if self.checkpoints.latest_step() != step:
+            self.checkpoints.save(self.state, self.config)
+            self.checkpoints.latest_step()  # it is written
+        _barrier("jaxpar: the state before a step that is not finite is saved")
+        self.report.end(step, settings.num_steps, None)
+        skip = (
+            f"a larger --train.max-skipped (now {settings.max_skipped})"
+            if settings.nonfinite == "skip"
+            else "--train.nonfinite skip"
+        )
+        return FloatingPointError(
+            f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
+            f"step is saved: go on with --resume --train.out-dir {self.folder} and a --train.learning-rate "
+            f"below {settings.learning_rate:g}, a smaller --train.clip-norm (now "
+            f"{settings.clip_norm:g}; 0 is none), or {skip}"
+        )
+
     def _log(self, step: int, metrics: Metrics, targets_per_second: float) -> None:
+        if not np.isfinite(metrics.loss) or not np.isfinite(metrics.grad_norm):
+            return  # a step that was skipped
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
             rate = np.asarray(learning_rate(self.config.train)(np.int32(step - 1))).item()
         progress = self.task.progress(
@@ -327,12 +388,6 @@ class _Run:
             learning_rate=rate,
             seconds=time.perf_counter() - self.started,
         )
-        if not math.isfinite(progress.loss):
-            raise ValueError(
-                f"loss={progress.loss} at step {step}: the run has diverged; use a "
-                f"learning_rate below {self.config.train.learning_rate}, or a smaller clip_norm "
-                f"(now {self.config.train.clip_norm}; 0 is none)"
-            )
         self._write({"split": "train", **dataclasses.asdict(progress)})
         self.report.progress(progress, self.config.train.num_steps)
 
@@ -406,7 +461,7 @@ def _restore(folder: RunFolder, config: RunConfig, mesh: Mesh) -> TrainState | N
     folder.metrics()  # can they be read?
     checkpoints = folder.checkpoints(config)
     if not checkpoints.is_empty:
-        return checkpoints.restore(config, mesh)
+        return release(checkpoints.restore(config, mesh), config)
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)
     return None

@@ -201,6 +201,8 @@ FLAGS = {
         train("--train.momentum", "1.5", "--train.optimizer", "sgd"), r"momentum=1\.5: must be",
     ),
     "negative clipping": (train("--train.clip-norm", "-1"), r"clip_norm=-1\.0: must not be"),
+    "unknown policy": (train("--train.nonfinite", "ignore"), "nonfinite.*stop.*skip"),
+    "none skipped": (train("--train.max-skipped", "0"), "max_skipped=0: must be positive"),
     "negative seed": (train("--train.seed", "-1"), "seed=-1: must be from 0 to"),
     "seed too large": (train("--train.seed", str(2**70)), "seed=1180591620717411303424: must"),
     "unknown update": (train("--train.update", "shard"), "update.*replicated.*sharded"),

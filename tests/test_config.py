@@ -41,6 +41,7 @@ FIELDS = [
     (DataConfig, {"batch_size": np.int64(8)}, r"batch_size=np\.int64\(8\): use a whole number"),
     (TrainConfig, {"learning_rate": "1e-3"}, "learning_rate='1e-3': use a number"),
     (TrainConfig, {"learning_rate": float("inf")}, "learning_rate=inf: use a finite number"),
+    (TrainConfig, {"nonfinite": None}, "nonfinite=None: use 'stop' or 'skip'"),
     (TrainConfig, {"update": "shard"}, "update='shard': use 'replicated' or 'sharded'"),
     (TrainConfig, {"out_dir": Path("runs")}, r"out_dir=.*: use a text or None"),
     (MeshConfig, {"devices": (0, "1")}, r"mesh devices=\(0, '1'\): use a list of whole numbers"),

@@ -223,6 +223,20 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     )
 
 
+def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path):
+    out_dir = tmp_path / "run"
+    arguments = flags(
+        text, "--mesh", "dp2", "--train.out-dir", str(out_dir), "--train.learning-rate", "1e38",
+        "--train.optimizer", "sgd", "--train.clip-norm", "0", "--train.warmup-steps", "0",
+    )  # fmt: skip
+    code, _, err = finish(start(arguments), seconds=120)
+    assert code == 3, err
+    said = re.search(r"^\[[01]\] error: the \w+ of step (\d) is not finite", err, re.MULTILINE)
+    assert said, err
+    saved = [path.name for path in (out_dir / "checkpoints").iterdir()]
+    assert saved == [str(int(said[1]) - 1)]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))

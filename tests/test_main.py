@@ -159,6 +159,32 @@ def test_debug_raises_the_error(text):
         main(flags(text, "--mesh", "dp3", "--debug"))
 
 
+DIVERGES = [
+    "--train.learning-rate", "1e38", "--train.optimizer", "sgd", "--train.clip-norm", "0",
+    "--train.warmup-steps", "0",
+]  # fmt: skip
+
+
+def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_path, capsys):
+    out_dir = tmp_path / "run"
+    assert main(flags(text, *DIVERGES, "--mesh.devices", "0", "--train.out-dir", str(out_dir))) == 3
+    captured = capsys.readouterr()
+    found = re.fullmatch(
+        r"error: the \w+ of step (\d) is not finite \(.*\); the first .* is in the .*\. The state before "
+        rf"this step is saved: go on with --resume --train\.out-dir {out_dir} and .*below 1e\+38, .*\n",
+        captured.err,
+    )
+    assert found, captured.err
+    saved = [path.name for path in (out_dir / "checkpoints").iterdir()]
+    assert saved == [str(int(found[1]) - 1)]
+    more = ["--train.nonfinite", "skip", "--train.max-skipped", "1"]
+    assert main(["train", "--resume", "--train.out-dir", str(out_dir), *more]) == 3
+    captured = capsys.readouterr()
+    assert f"step {found[1]} is not finite" in captured.out
+    assert re.search(r"from 0\): skipped, 1 of 1 allowed\n", captured.out)
+    assert "a larger --train.max-skipped (now 1)" in captured.err
+
+
 def test_on_a_full_disk_the_state_goes_to_the_fallback(text, tmp_path):
     disk, out_dir = tmp_path / "disk", tmp_path / "disk" / "run"
     disk.mkdir()

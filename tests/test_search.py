@@ -3,11 +3,12 @@
 20 configs are drawn, and compiled without XLA's expensive optimizations, or as many as one asks for, and
 with them; a seed draws others:
 
-    JAXPAR_SEARCH=1000 pytest tests/test_search.py --hypothesis-seed=1
+    JAXPAR_SEARCH=1000 pytest -s tests/test_search.py --hypothesis-seed=1
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.law
 RELATIVE_ERROR = 1e-5
 
 THOROUGH = "JAXPAR_SEARCH" in os.environ
+COUNT = itertools.count(1)
 # A config compiles for seconds; shrinking a failure would take minutes and more.
 SETTINGS = hypothesis.settings(
     max_examples=int(os.environ.get("JAXPAR_SEARCH", "20")),
@@ -198,3 +200,5 @@ def test_random_configs_train_as_the_plain_model_does(drawn):
         for kind, error in distance(arrays, exact).items():
             assert error <= 2 * allowed[kind], f"{kind}: {error:.1e}, plain has {allowed[kind]:.1e}"
     jax.clear_caches()  # a thousand programs would not fit in memory
+    if THOROUGH:
+        print(f"{next(COUNT)} configs have passed", flush=True)

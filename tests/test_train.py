@@ -344,14 +344,6 @@ def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run):
         Evaluator(result.config, result.mesh).loss(result.state.params, np.arange(1))
 
 
-def test_a_diverged_run_says_so(text, tmp_path):
-    config = make_config(
-        text, tmp_path / "run", learning_rate=1e38, optimizer="sgd", clip_norm=0.0, warmup_steps=0
-    )
-    with pytest.raises(ValueError, match=r"loss=(nan|inf) at step 5: .* below 1e\+38"):
-        fit(config)
-
-
 def test_a_changed_text_is_not_resumed(text, tmp_path):
     own = tmp_path / "text"
     own.mkdir()
