@@ -28,6 +28,7 @@ from jaxpar.gpipe import run_pipeline  # noqa: E402
 from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
+from jaxpar.placement import balance  # noqa: E402
 from jaxpar.plan import make_plan  # noqa: E402
 from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
 from jaxpar.sharding import RULES, Layout, Rules, shardings  # noqa: E402
@@ -95,6 +96,7 @@ __all__ = [
     "export_weights",
     "import_weights",
     # The pipeline, piece by piece.
+    "balance",
     "Schedule",
     "make_schedule",
     "make_plan",

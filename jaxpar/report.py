@@ -330,6 +330,7 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
     padding = model.vocab_size - len(corpus.vocabulary)
     return [
         ("layers", f"{model.num_layers} ({on_stages}); {' x '.join(units)}".removesuffix("; ")),
+        *describe_balance(config),
         (
             "corpus",
             f"{corpus.name}, {corpus.level}s: {len(corpus.train):,} train, "
@@ -344,6 +345,39 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
             else f"{data.batch_size} rows x {data.seq_len} steps or less, in buckets{shares}",
         ),
     ]
+
+
+# A placement whose slowest stage does so much more than that of the best one is worth a warning.
+TOLERATED_IMBALANCE = 1.1
+
+
+def describe_balance(config: Config) -> list[tuple[str, str]]:
+    """The share of the work that each stage has, and what a better placement would gain."""
+    stages, head = config.mesh.stage, config.last_cost
+    if stages == 1:
+        return []
+
+    def work(placement: tuple[int, ...]) -> list[float]:
+        """Of every place, in layers."""
+        return [*placement[:-1], placement[-1] + head]
+
+    own = work(config.placement)
+    on_stage = [sum(own[stage::stages]) / sum(own) for stage in range(stages)]
+    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
+    lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head > 0))]
+    pipeline = dataclasses.replace(config.pipeline, placement="balanced")
+    best = dataclasses.replace(config, pipeline=pipeline).placement
+    if max(own) > TOLERATED_IMBALANCE * max(work(best)):
+        slowest = own.index(max(own))
+        lines.append(
+            (
+                "warning",
+                f"stage {slowest % stages} makes the others wait: placement={config.placement} gives it the "
+                f"work of {max(own):.1f} layers, placement={best} none more than {max(work(best)):.1f}; a "
+                f"step would be up to {max(own) / max(work(best)):.2f} times as fast",
+            )
+        )
+    return lines
 
 
 def _describe_bytes(state: TrainState) -> str:
