@@ -7,9 +7,13 @@ check_jax_version()
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
 from jaxpar.analysis import (  # noqa: E402
+    Cost,
+    Hardware,
     ProgramReport,
+    calibrate,
     inspect_function,
     inspect_step,
+    predict_step,
     strategy_for,
 )
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
@@ -87,7 +91,11 @@ __all__ = [
     "FitResult",
     "measure_groups",
     "propose_shares",
-    # What a compiled step does.
+    # What a step will cost, and what the compiled one does.
+    "predict_step",
+    "Cost",
+    "Hardware",
+    "calibrate",
     "inspect_step",
     "inspect_function",
     "strategy_for",

@@ -152,10 +152,12 @@ class Inspect(ConfigOptions):
 
     json: bool = False
     """Print it as JSON, with all that is known of each collective."""
+    compare: bool = False
+    """Print what the cost model predicts beside what was compiled: bytes of collectives, and memory."""
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.analysis import inspect_step
+        from jaxpar.analysis import compare, inspect_step, predict_step
         from jaxpar.corpus import load_corpus
         from jaxpar.report import make_console
         from jaxpar.tasks import TextTask
@@ -166,6 +168,14 @@ class Inspect(ConfigOptions):
             corpus = load_corpus(data.corpus, data.level, data.max_vocab)
             config = TextTask(config, mesh, corpus).config
         config = dataclasses.replace(config, mesh=config.mesh.resolve())
+        if self.compare:
+            if not isinstance(config, Config):
+                raise ValueError(
+                    f"--compare: model {config.model.name!r} has no cost model; use lstm"
+                )
+            cost = predict_step(config)  # before anything is compiled
+            print(compare(cost, inspect_step(config, mesh)))
+            return 0
         report = inspect_step(config, mesh)
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
