@@ -10,9 +10,15 @@ from jaxpar.analysis import (  # noqa: E402
     Cost,
     Hardware,
     ProgramReport,
+    Ranking,
     calibrate,
+    check_fits,
+    find_machine,
     inspect_function,
     inspect_step,
+    place,
+    plan,
+    plan_here,
     predict_step,
     strategy_for,
 )
@@ -33,7 +39,6 @@ from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
 from jaxpar.placement import balance  # noqa: E402
-from jaxpar.plan import make_plan  # noqa: E402
 from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
 from jaxpar.sharding import RULES, Layout, Rules, shardings  # noqa: E402
 from jaxpar.shares import measure_groups, propose_shares  # noqa: E402
@@ -44,6 +49,7 @@ from jaxpar.step import (  # noqa: E402
     make_loss_and_grad,
     make_train_step,
 )
+from jaxpar.ticks import make_plan  # noqa: E402
 from jaxpar.train import FitResult, fit  # noqa: E402
 from jaxpar.weights import export_weights, import_weights  # noqa: E402
 
@@ -94,8 +100,14 @@ __all__ = [
     # What a step will cost, and what the compiled one does.
     "predict_step",
     "Cost",
+    "check_fits",
     "Hardware",
+    "find_machine",
     "calibrate",
+    "plan",
+    "plan_here",
+    "Ranking",
+    "place",
     "inspect_step",
     "inspect_function",
     "strategy_for",

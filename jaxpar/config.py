@@ -142,8 +142,8 @@ class PipelineConfig:
         accumulation.
       num_chunks: K, slices of the time dim; (h, c) stay on their stage between chunks.
       num_groups: groups of layers on each stage, for "interleaved".
-      placement: layers on each stage (and group): "balanced" by `placement.balance`, so that the slowest
-        stage, with its part of the head, has the least to do; "even"; or the numbers themselves.
+      placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
+        ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps the head on the last stage, "sharded" splits its vocabulary over all stages.
       remat: keep inputs instead of residuals, and run each forward again before its backward.
     """

@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Of a layer, forward and backward, where a forward pass costs 1.
+LAYER_COST = 3.0
+
 # Costs that differ by less are the same: their sums are rounded.
 _ROUNDING = 1e-9
 
@@ -69,10 +72,65 @@ def balance(
     return tuple(placement)
 
 
+def balance_ticks(
+    num_layers: int,
+    num_stages: int,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    first_cost: float = 0.0,
+    head_cost: float = 0.0,
+    max_layers: int | None = None,
+) -> tuple[int, ...]:
+    """The placement of equal layers whose ticks are the shortest.
+
+    Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
+    backward part. So a tick takes what the slowest needs for the one and the slowest for the other
+    (`tick_cost`): where a head takes layers off its stage, the others must not go back much longer for it.
+    Optimal: `balance` for every number of layers on the fullest stage.
+
+    Args:
+      num_stages: each gets one layer or more.
+      forward, backward: of a layer, in any unit.
+      first_cost, head_cost: what the first and the last stage have to do besides, in the forward part.
+      max_layers: of a stage; None for no limit.
+    Raises:
+      ValueError: as of `balance`.
+    """
+    fewest = -(-num_layers // max(num_stages, 1))
+    most = num_layers - num_stages + 1 if max_layers is None else max_layers
+    placements = [
+        balance(
+            [forward] * num_layers,
+            num_stages,
+            first_cost=first_cost,
+            last_cost=head_cost,
+            layer_bytes=[1.0] * num_layers,
+            max_bytes=limit,
+        )
+        for limit in range(fewest, max(most, fewest) + 1)
+    ]
+    return min(placements, key=lambda p: tick_cost(p, forward, backward, first_cost, head_cost))
+
+
+def tick_cost(
+    placement: Sequence[int],
+    forward: float = 1.0,
+    backward: float = 2.0,
+    first_cost: float = 0.0,
+    head_cost: float = 0.0,
+) -> float:
+    """Of a tick in which every stage has a unit to do each way; arguments as of `balance_ticks`."""
+    forwards = [forward * layers for layers in placement]
+    forwards[0] += first_cost
+    forwards[-1] += head_cost
+    return max(forwards) + backward * max(placement)
+
+
 @functools.lru_cache(maxsize=4096)
 def _balanced(num_layers: int, num_places: int, last_cost: float) -> tuple[int, ...]:
-    """Layers of equal cost, 1, with what the last place has to do besides."""
-    return balance((1.0,) * num_layers, num_places, last_cost=last_cost)
+    """Layers of equal cost, with what the last place has to do besides, in layers."""
+    return balance_ticks(num_layers, num_places, head_cost=LAYER_COST * last_cost)
 
 
 def _spans(values: Sequence[float]) -> np.ndarray:
@@ -101,8 +159,8 @@ def resolve_placement(
     """The number of layers on each stage; with several groups a stage, of each group, in the layers' order.
 
     Args:
-      placement: "even" (the same number everywhere), "balanced" (by `balance`), or the numbers themselves,
-        e.g. (2, 3, 3).
+      placement: "even" (the same number everywhere), "balanced" (by `balance_ticks`), or the numbers
+        themselves, e.g. (2, 3, 3).
       last_cost: work that only the last stage has, such as a head, in layers; for "balanced".
     Raises:
       ValueError: the numbers do not fit the layers and stages.

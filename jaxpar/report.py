@@ -21,6 +21,7 @@ from jaxpar.buckets import BucketedSentences
 from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.corpus import Corpus
 from jaxpar.images import Images
+from jaxpar.placement import LAYER_COST, tick_cost
 from jaxpar.sharding import annotated
 from jaxpar.state import TrainState
 
@@ -347,7 +348,7 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
     ]
 
 
-# A placement whose slowest stage does so much more than that of the best one is worth a warning.
+# A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
 
 
@@ -367,14 +368,14 @@ def describe_balance(config: Config) -> list[tuple[str, str]]:
     lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head > 0))]
     pipeline = dataclasses.replace(config.pipeline, placement="balanced")
     best = dataclasses.replace(config, pipeline=pipeline).placement
-    if max(own) > TOLERATED_IMBALANCE * max(work(best)):
-        slowest = own.index(max(own))
+    takes, least = (tick_cost(p, head_cost=LAYER_COST * head) for p in (config.placement, best))
+    if takes > TOLERATED_IMBALANCE * least:
         lines.append(
             (
                 "warning",
-                f"stage {slowest % stages} makes the others wait: placement={config.placement} gives it the "
-                f"work of {max(own):.1f} layers, placement={best} none more than {max(work(best)):.1f}; a "
-                f"step would be up to {max(own) / max(work(best)):.2f} times as fast",
+                f"stages wait for each other: a tick of placement={config.placement} takes as long as "
+                f"{takes / LAYER_COST:.1f} layers, of placement={best} as {least / LAYER_COST:.1f}; a step "
+                f"would be up to {takes / least:.2f} times as fast",
             )
         )
     return lines
@@ -421,7 +422,15 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_seconds(seconds: float) -> str:
+    """With three digits: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(num_bytes: float) -> str:
     """In powers of 1000: 516.1 kB."""
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:

@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import random
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -11,20 +13,25 @@ import pytest
 from test_equivalence import make_config
 
 from jaxpar.__main__ import main
-from jaxpar.analysis import compare, inspect_step, predict_step
-from jaxpar.analysis.hardware import MACHINES, Hardware, Link, calibrate, find_machine
+from jaxpar.analysis import calibration, compare, cost, inspect_step, planner, predict_step
+from jaxpar.analysis.calibration import calibrate, find_machine, measure_pieces, path_here
+from jaxpar.analysis.hardware import MACHINES, Hardware, Link, Sample
+from jaxpar.analysis.pieces import dropout, head, layer_backward, layer_forward, update
 from jaxpar.analysis.shape import StepShape
 from jaxpar.config import DataConfig, ModelConfig, TrainConfig
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state
 
 MEMORY_ERROR = 0.05
-# How the compiler packs buffers is not modelled: a few programs are further off, the smallest of all.
-LARGEST_MEMORY_ERROR = 0.15
+# How the compiler packs buffers is not modelled: of programs of a few MB, some are further off.
+SMALL_MEMORY_ERROR = 0.15
 
 
-def random_config(seed, updates=("replicated", "sharded", "host")):
-    """Any mesh of up to 8 devices, placement, M, K, head and update mode; sizes that split."""
+def random_config(seed, scale=1):
+    """Any mesh of up to 8 devices, placement, M, K, head and update mode; sizes that split.
+
+    With scale=2 all sizes but those of the vocabulary are twice as large.
+    """
     rng = random.Random(seed)
     mesh = rng.choice(
         [(d, s, t) for d in (1, 2, 4) for s in (1, 2, 3, 4) for t in (1, 2, 4) if d * s * t <= 8]
@@ -34,7 +41,7 @@ def random_config(seed, updates=("replicated", "sharded", "host")):
     cuts = sorted(rng.sample(range(1, num_layers), stages - 1))
     by_hand = tuple(np.diff((0, *cuts, num_layers)).tolist())
     M, K = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
-    H = rng.choice((96, 144, 192))
+    H = scale * rng.choice((96, 144, 192))
     model = ModelConfig(
         num_layers=num_layers,
         hidden_size=H,
@@ -44,14 +51,17 @@ def random_config(seed, updates=("replicated", "sharded", "host")):
     )
     train = TrainConfig(
         optimizer=rng.choice(("adam", "sgd")),
-        update=rng.choice(updates),
+        update=rng.choice(("replicated", "sharded", "host")),
         clip_norm=rng.choice((0.0, 1.0)),
     )
     return make_config(
         mesh,
         (M, K),
         model,
-        DataConfig(batch_size=data * M * rng.choice((3, 5, 8)), seq_len=rng.choice((16, 24))),
+        DataConfig(
+            batch_size=scale * data * M * rng.choice((3, 5, 8)),
+            seq_len=scale * rng.choice((16, 24)),
+        ),
         train,
         schedule=rng.choice(("1f1b", "gpipe")),
         placement=rng.choice(("balanced", by_hand)),
@@ -60,8 +70,8 @@ def random_config(seed, updates=("replicated", "sharded", "host")):
 
 
 @functools.cache
-def comparison(seed):
-    config = random_config(seed)
+def comparison(seed, scale=1):
+    config = random_config(seed, scale)
     return compare(predict_step(config), inspect_step(config))
 
 
@@ -70,7 +80,7 @@ def assert_same_bytes(seed):
     assert result.predicted == result.compiled, f"{result.cost.config}\n{result}"
 
 
-SAMPLE = (0, 1, 2, 3, 4)
+SAMPLE = (0, 2, 3)
 
 
 @pytest.mark.law
@@ -81,7 +91,7 @@ def test_bytes_of_collectives_are_those_of_the_compiled_program(seed):
 
 @pytest.mark.slow
 @pytest.mark.law
-@pytest.mark.parametrize("seed", range(max(SAMPLE) + 1, 50))
+@pytest.mark.parametrize("seed", sorted({*range(50)} - {*SAMPLE}))
 def test_bytes_of_50_configs(seed):
     assert_same_bytes(seed)
 
@@ -102,10 +112,15 @@ def test_memory_is_that_of_the_live_units():
 
 
 @pytest.mark.slow
-def test_memory_of_50_configs():
-    errors = np.abs([comparison(seed).memory_error for seed in range(50)])
-    assert np.mean(errors <= MEMORY_ERROR) >= 0.8, errors
-    assert errors.max() <= LARGEST_MEMORY_ERROR, errors
+@pytest.mark.parametrize("seed", range(100, 120))  # others than those the model was fitted to
+def test_memory_of_20_configs(seed):
+    assert abs(comparison(seed, scale=2).memory_error) <= MEMORY_ERROR
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(50))
+def test_memory_of_small_programs_is_not_far_off(seed):
+    assert abs(comparison(seed).memory_error) <= SMALL_MEMORY_ERROR
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -146,16 +161,18 @@ def test_flops_are_those_of_a_program_without_loops():
 
 # One FLOP takes a second, and nothing else takes any time.
 ONLY_FLOPS = Hardware(
-    "only FLOPs",
-    {"float32": 1.0},
-    1e9,
-    1e99,
-    Link(1e99, 0.0),
-    Link(1e99, 0.0),
-    8,
-    0.0,
-    "cpu",
-    "here",
+    name="only FLOPs",
+    flops_per_second={"float32": 1.0},
+    memory_bytes=1e9,
+    memory_bytes_per_second=1e99,
+    host_bytes_per_second=1e99,
+    near=Link(1e99, 0.0),
+    far=Link(1e99, 0.0),
+    devices_per_host=8,
+    loop_seconds=0.0,
+    tick_seconds=0.0,
+    platform="cpu",
+    source="here",
 )
 
 
@@ -199,19 +216,66 @@ def test_sending_takes_latency_and_bandwidth():
     assert cost.sent_bytes == sum(part.count * part.sent_bytes for part in cost.traffic)
 
 
-def test_a_machine_is_measured_and_kept(tmp_path):
-    machine = calibrate(num_seconds=1.0)
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def laptop_here(own_cache, monkeypatch):
+    """A machine that has been calibrated before, and is not measured further."""
+    MACHINES["laptop-cpu"].save(path_here())
+    monkeypatch.setattr(cost, "measure_pieces", lambda machine, works: machine)
+    monkeypatch.setattr(planner, "measure_pieces", lambda machine, works: machine)
+
+
+def test_a_machine_is_measured_once(own_cache, monkeypatch):
+    machine = calibrate(num_seconds=0.5)
     assert machine.devices_per_host == jax.device_count() == 8
     # Any computer of today, however busy.
     assert 1e8 < machine.flops_per_second["float32"] < 1e14
     assert 1e8 < machine.memory_bytes_per_second < 1e13
     assert 1e-8 < machine.loop_seconds < 1e-2
+    assert 0 <= machine.tick_seconds < 1
     assert 1e5 < machine.near.bytes_per_second < 1e13
-    assert 1e-7 < machine.near.seconds < 1
+    assert 1e-8 < machine.near.seconds < 1
     assert machine.memory_bytes > 1e8
-    machine.save(tmp_path / "here.json")
-    assert find_machine(str(tmp_path / "here.json")) == machine
-    assert predict_step(random_config(0), machine).seconds.total > 0
+    monkeypatch.setattr(calibration, "calibrate", None)
+    assert find_machine("here") == machine == find_machine(str(path_here()))
+    assert find_machine("here", 5e6).memory_bytes == 5e6
+
+    works = [layer_forward(4, 4, 8, 8), layer_backward(4, 4, 8, 8), head(8, 8, 16)]
+    works += [dropout(64), update(64, "adam")]
+    known = measure_pieces(machine, works)
+    new = known.samples[len(machine.samples) :]
+    assert [(sample.kind, sample.sizes) for sample in new] == [(w.kind, w.sizes) for w in works]
+    assert find_machine("here") == known
+    for work, sample in zip(works, new, strict=True):
+        assert known.seconds(work) == pytest.approx(known.roofline(work) * sample.slowness)
+    assert measure_pieces(known, works) is known
+
+
+def test_slowness_is_that_of_samples_like_it():
+    works = [layer_forward(8, b, 64, 64) for b in (4, 8, 16)]
+    samples = tuple(Sample(w.kind, w.sizes, s) for w, s in ((works[0], 2.0), (works[2], 8.0)))
+    machine = dataclasses.replace(MACHINES["h100"], samples=samples)
+    slowness = [machine.seconds(work) / machine.roofline(work) for work in works]
+    assert slowness == pytest.approx([2.0, 4.0, 8.0], rel=1e-6)  # half-way between two samples
+    other = head(8, 64, 64)
+    assert machine.seconds(other) == machine.roofline(other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["dp1", "pp2"])
+def test_time_is_within_a_tenth_of_the_measured(shape):
+    # On a quiet machine with a core for every device. The first look measures the machine and the pieces.
+    model = "--model.num-layers 4 --model.hidden-size 256 --model.embed-size 256 --model.vocab-size 2688"
+    flags = f"inspect --compare --simulate {shape[-1]} --mesh {shape} {model} --data.seq-len 64"
+    command = [sys.executable, "-m", "jaxpar", *flags.split()]
+    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    [error] = re.findall(r"step .* ([+-][\d.]+)%", run.stdout)
+    assert abs(float(error)) <= 10, run.stdout
 
 
 def test_what_cannot_be_predicted_is_refused(tmp_path):
@@ -229,7 +293,9 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
     no_float32 = dataclasses.replace(ONLY_FLOPS, flops_per_second={"bfloat16": 1.0})
     with pytest.raises(ValueError, match="only FLOPs has no flops_per_second for dtype='float32'"):
         predict_step(config, no_float32)
-    with pytest.raises(ValueError, match="unknown machine 'h900'; use h100, h200, a100"):
+    with pytest.raises(
+        ValueError, match=r"unknown machine .h900.; use here .measured., h100, h200, a100"
+    ):
         find_machine("h900")
     (tmp_path / "other.json").write_text('{"name": "x"}')
     with pytest.raises(ValueError, match=r"other\.json describes no hardware"):
@@ -238,13 +304,14 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
         calibrate(0)
 
 
-def test_the_command_prints_predicted_beside_compiled(capsys):
+def test_the_command_prints_predicted_compiled_and_measured(capsys, laptop_here):
     flags = "inspect --compare --simulate 8 --mesh dp2pp2tp2 --model.vocab-size 384 --model.hidden-size 32"
     assert main([*flags.split(), "--model.embed-size", "32"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    columns = {tuple(line.split()[:2]): line.split()[-3:] for line in lines[2:-1]}
-    assert columns["collective-permute", "stage"][2] == "none"
-    assert columns["collective-permute", "stage"][0] == columns["collective-permute", "stage"][1]
-    assert re.fullmatch(r"memory per device .* bytes \([+-]\d+\.\d%\)", lines[-1])
+    columns = {tuple(line.split()[:2]): line.split()[2:] for line in lines[2:-2]}
+    predicted, compiled, difference = columns["collective-permute", "stage"]
+    assert (predicted, difference) == (compiled, "none")
+    assert re.fullmatch(r"memory per device .* bytes \([+-]\d+\.\d%\)", lines[-2])
+    assert re.fullmatch(r"step +[\d.]+ ms +[\d.]+ ms +[+-]\d+\.\d%", lines[-1])
     with pytest.raises(ValueError, match="model 'hybrid' has no cost model"):
         main(["inspect", "--compare", "--simulate", "8", "--model", "hybrid", "--debug"])

@@ -9,7 +9,7 @@ import pytest
 from test_equivalence import make_config
 
 from jaxpar.config import ModelConfig
-from jaxpar.placement import balance, resolve_placement, slots
+from jaxpar.placement import balance, balance_ticks, resolve_placement, slots, tick_cost
 from jaxpar.report import describe_balance
 
 
@@ -73,35 +73,58 @@ def test_balance_agrees_with_brute_force_on_1000_lists():
         assert_best(costs, num_stages, first, last, sizes, limit)
 
 
+def test_ticks_agree_with_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        num_layers = int(rng.integers(1, 10))
+        num_stages = int(rng.integers(1, num_layers + 1))
+        forward, backward, first_cost, head_cost = rng.uniform(0.1, 4, 4)
+        costs = {
+            "forward": forward,
+            "backward": backward,
+            "first_cost": first_cost,
+            "head_cost": head_cost,
+        }
+        most = int(rng.integers(-(-num_layers // num_stages), num_layers + 1))
+        every = [p for p in all_placements(num_layers, num_stages) if max(p) <= most]
+        best = balance_ticks(num_layers, num_stages, max_layers=most, **costs)
+        assert best in every
+        assert tick_cost(best, **costs) == pytest.approx(min(tick_cost(p, **costs) for p in every))
+
+
 def test_a_head_takes_layers_off_the_last_stage():
     assert balance([1, 1, 1, 1], 2) == (2, 2)
     assert balance([1, 1, 1, 1], 2, last_cost=1.75) == (3, 1)
     assert balance([1, 1, 1, 1], 2, first_cost=1.75) == (1, 3)
-    assert resolve_placement("balanced", 9, 3, 1, 2.0) == (4, 4, 1)
+    # One layer more on the first stage would cost its backward pass, and save a forward pass on the last.
+    assert resolve_placement("balanced", 8, 2, 1, 2.0) == (4, 4)
+    assert resolve_placement("balanced", 9, 2, 1, 2.0) == (5, 4)
+    # With one layer more on each of three stages, the fourth has three forward passes less.
+    assert resolve_placement("balanced", 16, 4, 1, 2.0) == (5, 5, 5, 1)
     # V = 14 H: a head is 14 H^2 multiply-adds, a layer 8 H^2.
-    model = ModelConfig(num_layers=8, hidden_size=16, embed_size=16, vocab_size=14 * 16)
-    last = make_config((1, 2, 1), model=model, head="last")
-    assert (last.last_cost, last.placement) == (1.75, (5, 3))
-    sharded = make_config((1, 2, 1), model=model, head="sharded")
-    assert (sharded.last_cost, sharded.placement) == (0.0, (4, 4))
+    model = ModelConfig(num_layers=16, hidden_size=16, embed_size=16, vocab_size=14 * 16)
+    last = make_config((1, 4, 1), model=model, head="last")
+    assert (last.last_cost, last.placement) == (1.75, (5, 5, 5, 1))
+    sharded = make_config((1, 4, 1), model=model, head="sharded")
+    assert (sharded.last_cost, sharded.placement) == (0.0, (4, 4, 4, 4))
 
 
 def test_what_training_says_of_the_balance():
     model = ModelConfig(num_layers=8, hidden_size=16, embed_size=16, vocab_size=32 * 16)
     said = dict(describe_balance(make_config((1, 2, 1), model=model, head="last")))
-    assert said == {"work": "stage 0: 50%, stage 1: 50%; the head is that of 4.0 layers"}
-    by_hand = make_config((1, 2, 1), model=model, head="last", placement=(4, 4))
+    assert said == {"work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers"}
+    by_hand = make_config((1, 2, 1), model=model, head="last", placement=(2, 6))
     assert dict(describe_balance(by_hand)) == {
-        "work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers",
-        "warning": "stage 1 makes the others wait: placement=(4, 4) gives it the work of 8.0 layers, "
-        "placement=(6, 2) none more than 6.0; a step would be up to 1.33 times as fast",
+        "work": "stage 0: 17%, stage 1: 83%; the head is that of 4.0 layers",
+        "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as 10.0 layers, of "
+        "placement=(4, 4) as 8.0; a step would be up to 1.25 times as fast",
     }
     # A stage has the work of all its groups.
     groups = {"schedule": "interleaved", "num_groups": 2, "placement": (1, 2, 3, 2)}
     by_hand = make_config((1, 2, 1), model=model, **groups)
     said = describe_balance(by_hand)
     assert said[0] == ("work", "stage 0: 50%, stage 1: 50%")
-    assert "stage 0 makes the others wait" in said[1][1]
+    assert "stages wait for each other" in said[1][1]
     assert describe_balance(make_config((2, 1, 4), model=model, head="last")) == []
 
 

@@ -133,6 +133,14 @@ def sent_bytes(op: str, num_bytes: int, size: int) -> int:
     return math.ceil(num_bytes * _SENT[op](size))
 
 
+def num_messages(op: str, size: int) -> int:
+    """How many a tree of `size` devices sends one after the other: up, down, or both."""
+    if op == "collective-permute":
+        return 1
+    depth = math.ceil(math.log2(size))
+    return 2 * depth if op == "all-reduce" else depth
+
+
 def _operation(instruction: Instruction) -> str | None:
     op = instruction.opcode.removesuffix("-start")
     if op == "send":  # a permute that XLA took apart, to run it beside other work

@@ -14,16 +14,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from jaxpar.analysis.hardware import Hardware
-from jaxpar.analysis.program import ProgramReport, make_table, to_text
-from jaxpar.analysis.shape import WORD, StepShape
+from jaxpar.analysis import pieces
+from jaxpar.analysis.calibration import HERE, find_machine, measure_pieces
+from jaxpar.analysis.collectives import num_messages
+from jaxpar.analysis.hardware import Hardware, Work
+from jaxpar.analysis.pieces import MOMENTS, WORD
+from jaxpar.analysis.program import ProgramReport, inspect_step, make_table, to_text
+from jaxpar.analysis.shape import StepShape
 from jaxpar.analysis.traffic import Traffic, predict_traffic, totals
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.config import Config
 from jaxpar.report import format_bytes
+from jaxpar.shares import step_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,7 @@ class Seconds:
     Attributes:
       layers, head: matmuls, time loops and memory traffic of the busiest stage, without its idle ticks.
       bubble: that the busiest stage waits, in ticks with nothing to do for it.
+      ticks: what a pipeline's loop needs besides.
       sending: collectives, as if none ran beside other work.
       update: of the optimizer, limited by memory.
     """
@@ -70,6 +77,7 @@ class Seconds:
     layers: float
     head: float
     bubble: float
+    ticks: float
     sending: float
     update: float
 
@@ -159,12 +167,37 @@ def predict_step(config: Config, hardware: Hardware | None = None) -> Cost:
     )
 
 
-def compare(cost: Cost, report: ProgramReport) -> "Comparison":
-    """A prediction beside the report of the program that was compiled for the same config."""
+def compare(
+    cost: Cost, report: ProgramReport, measured_seconds: float | None = None
+) -> "Comparison":
+    """A prediction beside the report of the program that was compiled for the same config.
+
+    Args:
+      measured_seconds: of a step of that program, if it ran.
+    """
     compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for collective in report.collectives:
         compiled[collective.op, collective.axes] += (collective.count or 0) * collective.bytes
-    return Comparison(cost, report, totals(cost.traffic), dict(compiled))
+    return Comparison(cost, report, totals(cost.traffic), dict(compiled), measured_seconds)
+
+
+def compare_here(config: Config, mesh: Mesh, num_steps: int = 5) -> "Comparison":
+    """Predicted for the devices that JAX has, compiled for them, and measured on them, in this order.
+
+    Of the measured steps the quickest counts, as of what the prediction is made of (see `calibrate`).
+
+    Args:
+      config: with `model.vocab_size` set.
+      mesh: of the config.
+    Raises:
+      ValueError: as of `predict_step` and `find_machine`.
+      OSError: the user's cache folder cannot be written.
+    """
+    predict_step(config)  # refuses what is not modelled, before anything is measured
+    works = pieces_of(config, on_cpu=mesh.devices.flat[0].platform == "cpu").values()
+    cost = predict_step(config, measure_pieces(find_machine(HERE), works))
+    report = inspect_step(config, mesh)
+    return compare(cost, report, min(step_seconds(config, mesh, num_steps)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,12 +206,14 @@ class Comparison:
 
     Attributes:
       predicted, compiled: bytes of all runs of the collectives of a kind, by (op, axes).
+      measured_seconds: of a step; None if none ran.
     """
 
     cost: Cost
     report: ProgramReport
     predicted: dict[tuple[str, tuple[str, ...]], int]
     compiled: dict[tuple[str, tuple[str, ...]], int]
+    measured_seconds: float | None = None
 
     @property
     def memory_error(self) -> float | None:
@@ -187,38 +222,49 @@ class Comparison:
             return None
         return self.cost.memory.total / self.report.memory.total - 1
 
+    @property
+    def time_error(self) -> float | None:
+        """Predicted over measured seconds of a step, less 1; None if one of them is not known."""
+        if self.cost.seconds is None or self.measured_seconds is None:
+            return None
+        return self.cost.seconds.total / self.measured_seconds - 1
+
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        table = make_table("", "axes", ">predicted", ">compiled", ">difference")
+        table = make_table("", "axes", ">predicted", ">compiled", ">measured", ">difference")
         for op, axes in sorted({*self.predicted, *self.compiled}):
-            predicted, compiled = (x.get((op, axes), 0) for x in (self.predicted, self.compiled))
-            table.add_row(op, " ".join(axes), *_side_by_side(predicted, compiled, "bytes"))
+            sums = (side.get((op, axes), 0) for side in (self.predicted, self.compiled))
+            table.add_row(op, " ".join(axes), *_bytes_side_by_side(*sums))
         if self.report.memory is not None:
-            predicted, compiled = self.cost.memory.total, self.report.memory.total
-            table.add_row("memory per device", "", *_side_by_side(predicted, compiled, "bytes"))
+            memory = self.cost.memory.total, self.report.memory.total
+            table.add_row("memory per device", "", *_bytes_side_by_side(*memory))
+        if self.time_error is not None and self.cost.seconds and self.measured_seconds:
+            predicted, measured = self.cost.seconds.total * 1e3, self.measured_seconds * 1e3
+            row = f"{predicted:.4g} ms", "", f"{measured:.4g} ms", f"{self.time_error:+.1%}"
+            table.add_row("step", "", *row)
         yield table
 
     def __str__(self) -> str:
         return to_text(self)
 
 
-def _side_by_side(predicted: int, compiled: int, unit: str) -> tuple[str, str, str]:
-    difference = "none" if predicted == compiled else f"{predicted - compiled:+,} {unit}"
+def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, str]:
+    difference = "none" if predicted == compiled else f"{predicted - compiled:+,} bytes"
     if compiled and predicted != compiled:
         difference += f" ({predicted / compiled - 1:+.1%})"
-    return f"{predicted:,}", f"{compiled:,}", difference
+    return f"{predicted:,}", f"{compiled:,}", "", difference
 
 
 # ---- memory ----
 
 
-# Copies that XLA's CPU compiler makes (jax 0.10.1), found by least squares over 140 compiled programs: of a
-# layer's kernel W [H, 4, h], alone on its stage, one of a group alone, or cut out of several; of a unit's
-# activations X [t, b, h], and of those gathered over `tensor`; of logits; of the head's kernel.
+# Copies that XLA's CPU compiler makes (jax 0.10.1 and 0.12), fitted to 100 compiled programs: of a layer's
+# kernel W [H, 4, h], alone on its stage, one of a group alone, or cut out of several; of a unit's activations
+# X [t, b, h], and of those gathered over `tensor`; of logits; of the head's kernel.
 _IN_UNITS = {
-    "W alone": 3.0, "W of a group": 0.9, "W": 6.6, "X": 6.7, "gathered X": 0.5, "logits": 3.4, "head": 0.0,
+    "W alone": 2.4, "W of a group": 0.9, "W": 7.0, "X": 8.4, "gathered X": 0.4, "logits": 3.5, "head": 0.0,
 }  # fmt: skip
 _AT_ONCE = {
-    "W alone": 0.3, "W": 2.2, "X": 13.7, "gathered X": 2.5, "logits": 4.8, "head": 0.8
+    "W alone": 0.0, "W": 0.0, "X": 23.0, "gathered X": 0.5, "logits": 4.8, "head": 0.0
 }  # fmt: skip
 
 
@@ -276,9 +322,7 @@ def _working_bytes(step: StepShape, activations: int) -> float:
 
 def _moments(config: Config) -> int:
     """Arrays of the size of the parameters that the optimizer keeps."""
-    return {"adam": 2, "adamw": 2, "rmsprop": 1, "sgd": int(config.train.momentum > 0)}[
-        config.train.optimizer
-    ]
+    return MOMENTS[config.train.optimizer] + (config.train.momentum > 0)
 
 
 def _carry_bytes(step: StepShape) -> int:
@@ -337,53 +381,98 @@ def _flops(step: StepShape) -> int:
     return max(layers * layer + has_head * head for layers, has_head in stages)
 
 
+def pieces_of(config: Config, *, on_cpu: bool = True) -> dict[str, Work]:
+    """What `calibrate` measures of a config's step: a layer over a unit, the head over one, the update.
+
+    Raises:
+      ValueError: `config.model.vocab_size` is None, or sizes do not fit each other.
+    """
+    step = StepShape(config, on_cpu=on_cpu)
+    t, b, H = step.t, step.b, step.H
+    [vocab] = step.params[-1].shard(step.compute, step.sizes)
+    works = {
+        "forward": pieces.layer_forward(t, b, H, step.width),
+        "backward": pieces.layer_backward(t, b, H, step.width),
+        "head": pieces.head(step.head_chunks[0] * b, H, vocab),
+        "update": pieces.update(step.param_bytes(step.updated) // WORD, config.train.optimizer),
+    }
+    if config.model.dropout > 0:
+        works["dropout"] = pieces.dropout(t * b * step.width)
+    return works
+
+
 def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) -> Seconds:
-    """A roofline for each operation (Williams et al. 2009), over ticks that stages take together."""
-    config, sizes = step.config, step.sizes
-    if config.model.dtype not in hardware.flops_per_second:
-        raise ValueError(
-            f"{hardware.name} has no flops_per_second for dtype={config.model.dtype!r}, only for "
-            f"{', '.join(hardware.flops_per_second)}"
-        )
-    peak = hardware.flops_per_second[config.model.dtype]
-
-    def roofline(flops: float, num_bytes: float) -> float:
-        return max(flops / peak, num_bytes / hardware.memory_bytes_per_second)
-
-    x = WORD * step.t * step.b * step.width
-    kernel = WORD * step.H * 4 * step.width
-    whole_chunk = 2 * step.t * step.b * step.H * 4 * step.width
-    recurrent = roofline(whole_chunk / step.t, kernel)
-    in_time = step.t * max(hardware.loop_seconds, recurrent)
-    # z is written and read, and seven arrays are kept; backward reads them, and adds to two kernels.
-    forward = roofline(whole_chunk, kernel + 5 * x) + in_time + roofline(0, 12 * x)
-    backward = in_time + roofline(3 * whole_chunk, 7 * kernel + 10 * x) + roofline(0, 16 * x)
-    if config.pipeline.remat and config.runs_in_units:
-        backward += forward
-    steps, runs = step.head_chunks
-    [vocab] = step.params[-1].shard(step.compute, sizes)
-    logits = steps * step.b * vocab
-    head = roofline(6 * logits * step.H, WORD * (5 * step.H * vocab + 8 * logits))
-    updated = step.param_bytes(step.updated)
+    """Pieces, over ticks that stages take together; see `Hardware.seconds`."""
+    num_ticks = step.schedule.num_ticks if step.config.runs_in_units else 0
     return Seconds(
-        **_busy_and_waiting(step, forward, backward, head, runs),
-        sending=sum(_sending_seconds(part, hardware, sizes) for part in traffic),
-        update=roofline(0, (4 + 2 * _moments(config)) * updated),
+        **_busy_and_waiting(step, *_unit_seconds(step, hardware)),
+        ticks=hardware.tick_seconds * num_ticks,
+        sending=sum(sending_seconds(part, hardware, step.sizes) for part in traffic),
+        update=_update_seconds(step, hardware),
     )
 
 
+def _unit_seconds(step: StepShape, hardware: Hardware) -> tuple[float, float, float]:
+    """Of a unit: forward and backward of a layer, and the head; without units, of the whole step."""
+    config = step.config
+    seconds = {
+        name: hardware.seconds(work, config.model.dtype)
+        for name, work in pieces_of(config, on_cpu=step.on_cpu).items()
+    }
+    dropout = seconds.get("dropout", 0.0)  # before every layer, and before the head
+    forward, backward = seconds["forward"] + dropout, seconds["backward"]
+    head = step.head_chunks[1] * seconds["head"] / step.units + dropout
+    if config.runs_in_units:
+        again = forward if config.pipeline.remat else 0.0
+        ring = hardware.seconds(pieces.copy(_kept_bytes(step)))  # into the slots, and out of them
+        forward, backward = forward + ring, backward + again + ring
+    return forward, backward, head
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSeconds:
+    """Of a unit: forward and backward of a layer, and what the first and the last stage have besides."""
+
+    forward: float
+    backward: float
+    first_cost: float
+    head_cost: float
+
+
+def stage_seconds(config: Config, hardware: Hardware) -> StageSeconds:
+    """What `placement.balance_ticks` takes; the embedding is on the first stage, a head on the last.
+
+    Raises:
+      ValueError: as of `predict_step`.
+    """
+    step = StepShape(config, on_cpu=hardware.platform == "cpu")
+    forward, backward, head = _unit_seconds(step, hardware)
+    embedding = hardware.seconds(pieces.copy(WORD * step.t * step.b * step.width))
+    return StageSeconds(forward, backward, embedding, 0.0 if step.shares_head else head)
+
+
+def _update_seconds(step: StepShape, hardware: Hardware) -> float:
+    """Of the optimizer; on the host, whose memory is taken to be no faster than the way to it."""
+    elements = step.param_bytes(step.updated) // WORD
+    work = pieces.update(elements, step.config.train.optimizer)
+    if step.config.train.update != "host":
+        return hardware.seconds(work)
+    moved = 2 * WORD * elements  # gradients to the host, parameters back
+    return (work.bytes + moved) / hardware.host_bytes_per_second
+
+
 def _busy_and_waiting(
-    step: StepShape, forward: float, backward: float, head: float, head_runs: int
+    step: StepShape, forward: float, backward: float, head: float
 ) -> dict[str, float]:
     """Of the busiest stage: seconds in layers, in the head, and waiting for others.
 
     Args:
       forward, backward: of one layer and unit.
-      head: of one run.
+      head: of one unit.
     """
     if not step.config.runs_in_units:
         layers = step.config.model.num_layers * (forward + backward)
-        return {"layers": layers, "head": head_runs * head, "bubble": 0.0}
+        return {"layers": layers, "head": head, "bubble": 0.0}
     schedule, S = step.schedule, step.sizes[STAGE]
     placement = np.reshape(step.config.placement, (-1, S))  # [groups, stages]
     has_head = np.asarray(_head_stages(step))
@@ -401,13 +490,15 @@ def _busy_and_waiting(
     elapsed = (counts_TS[0] * forward + head_TS).max(1) + (counts_TS[1] * backward).max(1)
     busiest = int((layers_TS + head_TS).sum(0).argmax())
     layers, in_head = (float(part_TS[:, busiest].sum()) for part_TS in (layers_TS, head_TS))
-    return {"layers": layers, "head": in_head, "bubble": float(elapsed.sum()) - layers - in_head}
+    return {
+        "layers": layers,
+        "head": in_head,
+        "bubble": max(float(elapsed.sum()) - layers - in_head, 0.0),
+    }
 
 
-def _sending_seconds(part: Traffic, hardware: Hardware, sizes: dict[str, int]) -> float:
+def sending_seconds(part: Traffic, hardware: Hardware, sizes: dict[str, int]) -> float:
     """All runs: what the busiest device sends, after as many messages as a tree of the devices is deep."""
     link = hardware.link(part.axes, sizes)
-    devices = math.prod(sizes[axis] for axis in part.axes)
-    depth = 1 if part.op == "collective-permute" else math.ceil(math.log2(devices))
-    depth *= 2 if part.op == "all-reduce" else 1
-    return part.count * (depth * link.seconds + part.sent_bytes / link.bytes_per_second)
+    latency = link.seconds * num_messages(part.op, math.prod(sizes[axis] for axis in part.axes))
+    return part.count * (latency + part.sent_bytes / link.bytes_per_second)

@@ -16,10 +16,10 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.config import RunConfig
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.plan import Plan
 from jaxpar.report import WIDTH, format_bytes
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
+from jaxpar.ticks import Plan
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,13 @@ import dataclasses
 import functools
 import math
 
+from jaxpar.analysis.pieces import WORD
 from jaxpar.axes import EMBED, GATES, HIDDEN, INPUT, LAYERS, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.config import Config
 from jaxpar.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU, MIN_ROWS
 from jaxpar.schedule import Schedule, make_schedule
-from jaxpar.sharding import Rules, split_over_data
+from jaxpar.sharding import Rules, check_split, split_over_data
 from jaxpar.state import compute_rules
-
-WORD = 4  # bytes of a float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +38,15 @@ class Parameter:
 
     def split(self, rules: Rules) -> list[tuple[str, ...]]:
         """The axes that split each dim."""
-        return [
-            (axes,) if isinstance(axes, str) else tuple(axes or ())
-            for axes in rules.spec(self.dims)
-        ]
+        return _split(rules, self.dims)
+
+
+@functools.cache
+def _split(rules: Rules, dims: tuple[str, ...]) -> list[tuple[str, ...]]:
+    return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in rules.spec(dims)]
+
+
+_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # a planner asks for few, very often
 
 
 def parameters(config: Config) -> tuple[Parameter, ...]:
@@ -81,6 +85,12 @@ class StepShape:
     """
 
     def __init__(self, config: Config, *, on_cpu: bool = True):
+        """Looks at a config, with `model.vocab_size` and a mesh without -1.
+
+        Raises:
+          ValueError: sizes do not fit each other.
+        """
+        config.check()
         self.config, self.on_cpu, self.sizes = config, on_cpu, config.mesh.sizes
         self.params = parameters(config)
         self.compute = compute_rules(config)
@@ -91,13 +101,17 @@ class StepShape:
         self.units = config.pipeline.num_microbatches * config.num_chunks
         self.H, self.V = config.model.hidden_size, config.model.vocab_size or 0
         self.width, self.slots = self.H // self.sizes[TENSOR], max(config.placement)
+        for rules in {self.stored, self.updated}:
+            for param in self.params:
+                what, spec = f"parameter {param.name}", param.split(rules)
+                check_split(what, param.dims, param.shape, spec, self.sizes)
         self.shares_head = self.sizes[STAGE] > 1 and config.pipeline.head == "sharded"
 
-    @functools.cached_property
+    @property
     def schedule(self) -> Schedule:
         """That every data-parallel group runs; of a step that runs in units."""
         pipeline = self.config.pipeline
-        return make_schedule(
+        return _schedule(
             pipeline.schedule if self.sizes[STAGE] > 1 else "1f1b",
             self.sizes[STAGE],
             pipeline.num_microbatches,

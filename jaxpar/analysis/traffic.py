@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jaxpar.analysis.collectives import sent_bytes
-from jaxpar.analysis.shape import WORD, Parameter, StepShape
+from jaxpar.analysis.pieces import WORD
+from jaxpar.analysis.shape import Parameter, StepShape
 from jaxpar.axes import DATA, STAGE, TENSOR
 
 
@@ -39,10 +40,9 @@ def predict_traffic(step: StepShape) -> tuple[Traffic, ...]:
     """The collectives of a training step of the full length, without those of an update on the host.
 
     Raises:
-      ValueError: sizes do not fit each other, or there is no model for the config (unequal shares, a tied
-        embedding).
+      ValueError: there is no model for the config (unequal shares, a tied embedding).
     """
-    config = step.config.check()
+    config = step.config
     for what, wrong in (
         ("unequal shares", not config.has_equal_shares),
         ("tie_embedding=True", config.model.tie_embedding),
