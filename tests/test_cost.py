@@ -30,7 +30,7 @@ SMALL_MEMORY_ERROR = 0.15
 def random_config(seed, scale=1):
     """Any mesh of up to 8 devices, placement, M, K, head and update mode; sizes that split.
 
-    With scale=2 all sizes but those of the vocabulary are twice as large.
+    With scale=4 all sizes but those of the vocabulary are four times as large.
     """
     rng = random.Random(seed)
     mesh = rng.choice(
@@ -75,30 +75,32 @@ def comparison(seed, scale=1):
     return compare(predict_step(config), inspect_step(config))
 
 
-def assert_same_bytes(seed):
-    result = comparison(seed)
+def assert_same_bytes(seed, scale=1):
+    result = comparison(seed, scale)
     assert result.predicted == result.compiled, f"{result.cost.config}\n{result}"
 
 
-SAMPLE = (0, 2, 3)
+# Sizes at which memory is worth a thought: programs of 20 to 400 MB, not those that the model was fitted to.
+LARGE = 4
+SAMPLE = (301, 303, 304)
 
 
 @pytest.mark.law
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_bytes_of_collectives_are_those_of_the_compiled_program(seed):
-    assert_same_bytes(seed)
+    assert_same_bytes(seed, LARGE)
 
 
 @pytest.mark.slow
 @pytest.mark.law
-@pytest.mark.parametrize("seed", sorted({*range(50)} - {*SAMPLE}))
+@pytest.mark.parametrize("seed", range(50))
 def test_bytes_of_50_configs(seed):
     assert_same_bytes(seed)
 
 
 @pytest.mark.parametrize("seed", SAMPLE)
 def test_memory_is_about_that_of_the_compiled_program(seed):
-    assert abs(comparison(seed).memory_error) <= MEMORY_ERROR
+    assert abs(comparison(seed, LARGE).memory_error) <= MEMORY_ERROR
 
 
 def test_memory_is_that_of_the_live_units():
@@ -112,9 +114,9 @@ def test_memory_is_that_of_the_live_units():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))  # others than those the model was fitted to
+@pytest.mark.parametrize("seed", sorted({*range(300, 320)} - {*SAMPLE}))
 def test_memory_of_20_configs(seed):
-    assert abs(comparison(seed, scale=2).memory_error) <= MEMORY_ERROR
+    assert abs(comparison(seed, LARGE).memory_error) <= MEMORY_ERROR
 
 
 @pytest.mark.slow

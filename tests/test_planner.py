@@ -11,6 +11,7 @@ import pytest
 from test_cost import laptop_here, own_cache, random_config  # noqa: F401
 from test_equivalence import make_config
 from test_placement import all_placements
+from test_readme import README
 
 from jaxpar.__main__ import main
 from jaxpar.analysis import MACHINES, check_fits, place, plan, plan_here, predict_step
@@ -195,6 +196,16 @@ def test_the_command_prints_the_table(capsys, laptop_here):  # noqa: F811
         assert f"--memory {size}: write it as 16GB" in capsys.readouterr().err
     assert main(["plan", "--machine", "h100", "--memory", "1kB", *flags.split()]) == 2
     assert "none of" in capsys.readouterr().err
+
+
+def test_the_readme_shows_what_the_command_prints(capsys):
+    [(command, shown)] = re.findall(
+        r"^python -m jaxpar (plan .*?)^```\n\n```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE
+    )
+    assert main(command.replace("\\\n", " ").split()) == 0
+    printed = capsys.readouterr().out
+    for part in shown.split("...\n"):
+        assert part.strip() in printed
 
 
 def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path, laptop_here):  # noqa: F811
