@@ -7,9 +7,19 @@ check_jax_version()
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
 from jaxpar.analysis import (  # noqa: E402
+    Cost,
+    Hardware,
     ProgramReport,
+    Ranking,
+    calibrate,
+    check_fits,
+    find_machine,
     inspect_function,
     inspect_step,
+    place,
+    plan,
+    plan_here,
+    predict_step,
     strategy_for,
 )
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
@@ -29,7 +39,7 @@ from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.kernel import KernelChoice, choose_kernel  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
-from jaxpar.plan import make_plan  # noqa: E402
+from jaxpar.placement import balance  # noqa: E402
 from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
 from jaxpar.sharding import RULES, Layout, Rules, shardings  # noqa: E402
 from jaxpar.shares import measure_groups, propose_shares  # noqa: E402
@@ -40,6 +50,7 @@ from jaxpar.step import (  # noqa: E402
     make_loss_and_grad,
     make_train_step,
 )
+from jaxpar.ticks import make_plan  # noqa: E402
 from jaxpar.train import FitResult, fit  # noqa: E402
 from jaxpar.weights import export_weights, import_weights  # noqa: E402
 
@@ -89,7 +100,17 @@ __all__ = [
     "propose_shares",
     "choose_kernel",
     "KernelChoice",
-    # What a compiled step does.
+    # What a step will cost, and what the compiled one does.
+    "predict_step",
+    "Cost",
+    "check_fits",
+    "Hardware",
+    "find_machine",
+    "calibrate",
+    "plan",
+    "plan_here",
+    "Ranking",
+    "place",
     "inspect_step",
     "inspect_function",
     "strategy_for",
@@ -98,6 +119,7 @@ __all__ = [
     "export_weights",
     "import_weights",
     # The pipeline, piece by piece.
+    "balance",
     "Schedule",
     "make_schedule",
     "make_plan",

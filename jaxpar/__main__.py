@@ -1,4 +1,6 @@
-"""The commands: `python -m jaxpar train | evaluate | sample | inspect | export | import | launch | doctor`.
+"""The commands, `python -m jaxpar train` and so on.
+
+    train | plan | evaluate | sample | inspect | export | import | launch | doctor
 
 See `--help` of each.
 """
@@ -11,9 +13,9 @@ import itertools
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import jax
@@ -23,7 +25,10 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, sub
 from jaxpar.config import CONFIGS, Config, DataConfig, RunConfig, TrainConfig
 from jaxpar.config_file import read_config
 from jaxpar.distributed import leave_processes, start_processes
+from jaxpar.files import cache_folder
 from jaxpar.mesh import MeshConfig, simulate_devices
+
+AUTO = "auto"  # a --mesh that the planner chooses
 
 # What loads Flax, Optax and Orbax is imported by the command that needs it: `--help` is quick.
 
@@ -33,7 +38,7 @@ class Options:
     """What every command takes."""
 
     mesh: Annotated[str | None, arg(metavar="SHAPE")] = None
-    """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
+    """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2; train takes auto as well."""
     simulate: int | None = None
     """Use this many simulated devices on the CPU."""
     compile_cache: bool = True
@@ -68,6 +73,10 @@ class Train(ConfigOptions):
     """Go on with the run in --train.out-dir, or with the latest, with its settings."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
+    balance: Literal["work", "time", "memory"] = "work"
+    """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
+    memory: Annotated[str | None, arg(metavar="SIZE")] = None
+    """What a device has, such as 16GB: a config that needs more is refused before it is compiled."""
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
@@ -75,10 +84,67 @@ class Train(ConfigOptions):
         from jaxpar.train import fit
 
         start_processes()
-        result = fit(
-            self.config, resume=self.resume, overwrite=self.overwrite, report=ConsoleReport()
-        )
+        config = self._settled() if self._asks_the_model else self.config
+        result = fit(config, resume=self.resume, overwrite=self.overwrite, report=ConsoleReport())
         return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+    @property
+    def _asks_the_model(self) -> bool:
+        return self.mesh == AUTO or self.balance != "work" or self.memory is not None
+
+    def _settled(self) -> RunConfig:
+        """The config with what the cost model chooses, or holds against the memory."""
+        from jaxpar.analysis import (
+            HERE,
+            check_fits,
+            find_machine,
+            measure_pieces,
+            pieces_of,
+            place,
+            plan_here,
+        )
+
+        config, num_bytes = _of_text(self.config), _num_bytes(self.memory)
+        if self.mesh == AUTO:
+            ranking = plan_here(config, num_bytes)
+            print(ranking, end="\n\n")
+            config = ranking.best.config
+        config = dataclasses.replace(config, mesh=config.mesh.resolve())
+        machine = find_machine(HERE, num_bytes)
+        if self.balance != "work":
+            machine = measure_pieces(machine, pieces_of(config).values())
+            placement = place(config, machine, self.balance)
+            pipeline = dataclasses.replace(config.pipeline, placement=placement)
+            config = dataclasses.replace(config, pipeline=pipeline)
+        check_fits(config, machine)
+        return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(ConfigOptions):
+    """Prints which mesh and pipeline are the quickest for a model, by the cost model, and why.
+
+    Nothing is compiled; the devices need not be there.
+    """
+
+    devices: int | None = None
+    """How many there are; by default those that JAX has."""
+    machine: str = "here"
+    """What they are: here (measured once, in a minute), h100, h200, a100, tpu-v5e, laptop-cpu, or a file."""
+    memory: Annotated[str | None, arg(metavar="SIZE")] = None
+    """What a device has, such as 16GB, instead of what the machine says."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.analysis import HERE, find_machine, plan, plan_here
+
+        config, num_bytes = _of_text(self.config), _num_bytes(self.memory)
+        if self.machine == HERE and self.devices is None:
+            print(plan_here(config, num_bytes))
+        else:
+            machine = find_machine(self.machine, num_bytes)
+            print(plan(config, self.devices or jax.device_count(), machine))
+        return 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,20 +220,22 @@ class Inspect(ConfigOptions):
 
     json: bool = False
     """Print it as JSON, with all that is known of each collective."""
+    compare: bool = False
+    """Print what the cost model predicts, beside what was compiled, and a few steps measured."""
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.analysis import inspect_step
-        from jaxpar.corpus import load_corpus
+        from jaxpar.analysis import compare_here, inspect_step
         from jaxpar.report import make_console
-        from jaxpar.tasks import TextTask
 
-        config, mesh = self.config, self.config.mesh.build()
-        if isinstance(config, Config) and config.model.vocab_size is None:
-            data = config.data
-            corpus = load_corpus(data.corpus, data.level, data.max_vocab)
-            config = TextTask(config, mesh, corpus).config
+        config = self.config
+        if isinstance(config, Config) or self.compare:
+            config = _of_text(config)
+        mesh = config.mesh.build()
         config = dataclasses.replace(config, mesh=config.mesh.resolve())
+        if self.compare:
+            print(compare_here(_of_text(config), mesh))
+            return 0
         report = inspect_step(config, mesh)
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
@@ -283,7 +351,7 @@ class Doctor:
         return report()
 
 
-Command = Train | Evaluate | Sample | Inspect | Export | Import | Launch | Doctor
+Command = Train | Plan | Evaluate | Sample | Inspect | Export | Import | Launch | Doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -324,6 +392,7 @@ def _parse(argv: list[str]) -> Command:
         with contextlib.redirect_stderr(said):
             return tyro.cli(
                 Annotated[Train, subcommand("train", default=Train(config=config))]
+                | Annotated[Plan, subcommand("plan", default=Plan(config=config))]
                 | Annotated[Evaluate, subcommand("evaluate")]
                 | Annotated[Sample, subcommand("sample")]
                 | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
@@ -367,7 +436,7 @@ def _base_config(argv: list[str]) -> RunConfig:
     except argparse.ArgumentError:
         return CONFIGS["lstm"]  # tyro will find the same mistake, and tell it better
     config = CONFIGS[given.model or "lstm"]
-    if argv[:1] not in (["train"], ["inspect"]) or {"-h", "--help"} & set(argv):
+    if argv[:1] not in (["train"], ["inspect"], ["plan"]) or {"-h", "--help"} & set(argv):
         return config
     if given.resume:
         from jaxpar.run_folder import RunFolder, newest_run_folder
@@ -381,9 +450,33 @@ def _base_config(argv: list[str]) -> RunConfig:
             f"--model {given.model}: the settings of {given.config or 'the run'} are for the model "
             f"{config.model.name!r}; leave --model away, or begin another run without them"
         )
-    if given.mesh is not None:
+    if given.mesh is not None and not (given.mesh == AUTO and argv[0] == "train"):
         config = dataclasses.replace(config, mesh=MeshConfig.parse(given.mesh))
     return config
+
+
+def _of_text(config: RunConfig) -> Config:
+    """A config that has a cost model, with the size of its vocabulary: text is read if it does not say it."""
+    from jaxpar.corpus import load_corpus
+    from jaxpar.tasks import with_vocab
+
+    if not isinstance(config, Config):
+        raise ValueError(f"model {config.model.name!r} has no cost model; use lstm")
+    if config.model.vocab_size is not None:
+        return config
+    return with_vocab(
+        config, load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
+    )
+
+
+def _num_bytes(size: str | None) -> float | None:
+    """Of a size such as 16GB."""
+    if size is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", size)
+    if match is None:
+        raise ValueError(f"--memory {size}: write it as 16GB")
+    return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
 def _mesh(shape: str | None) -> MeshConfig:
@@ -400,8 +493,7 @@ def _use_compile_cache(use: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", use)
     if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
         return
-    root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(root / "jaxpar"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

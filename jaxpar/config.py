@@ -145,7 +145,8 @@ class PipelineConfig:
         accumulation.
       num_chunks: K, slices of the time dim; (h, c) stay on their stage between chunks.
       num_groups: groups of layers on each stage, for "interleaved".
-      placement: layers on each stage (and group): "balanced", "even", or the numbers themselves.
+      placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
+        ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps the head on the last stage, "sharded" splits its vocabulary over all stages.
       remat: keep inputs instead of residuals, and run each forward again before its backward.
     """
@@ -365,8 +366,21 @@ class Config:
           ValueError: they do not fit.
         """
         return resolve_placement(
-            self.pipeline.placement, self.model.num_layers, self.mesh.stage, self.num_groups
+            self.pipeline.placement,
+            self.model.num_layers,
+            self.mesh.stage,
+            self.num_groups,
+            self.last_cost,
         )
+
+    @property
+    def last_cost(self) -> float:
+        """Work that only the last stage has, in layers: the head's, unless all stages share it.
+
+        In multiply-adds a token, H V of the head against 8 H^2 of a layer. An embedding has none.
+        """
+        on_last = self.mesh.stage > 1 and self.pipeline.head == "last"
+        return (self.model.vocab_size or 0) / (8 * self.model.hidden_size) * on_last
 
     @property
     def layer_ids(self) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ def examine() -> Machine:
         python=sys.version_info[:3],
         versions=versions,
         num_cores=_num_cores(),
-        memory_bytes=_memory_bytes(),
+        memory_bytes=host_memory(),
         devices=devices,
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
         clusters=clusters,
@@ -336,7 +336,7 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _memory_bytes() -> tuple[int, int] | None:
+def host_memory() -> tuple[int, int] | None:
     """Free and in all; of the container if that has a limit. None without Linux's files."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

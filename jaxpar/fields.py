@@ -1,5 +1,6 @@
 """Whether the fields of a frozen dataclass have values of the types that it declares."""
 
+import functools
 import math
 import types
 import typing
@@ -18,7 +19,7 @@ def check_fields(config: Any) -> None:
     Raises:
       ValueError: names the first field that does not, its value, and what to use.
     """
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if isinstance(value, list):
             value = tuple(value)
@@ -31,6 +32,9 @@ def check_fields(config: Any) -> None:
         wanted = " or ".join(map(_describe, options))
         kind = f" ({type(value).__name__})" if isinstance(value, int | float) else ""
         raise ValueError(f"{name}={value!r}{kind}: use {wanted}")
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

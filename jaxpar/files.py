@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, whenever the process is killed."""
+"""Files that appear whole or not at all, whenever the process is killed; and the user's cache folder."""
 
 import contextlib
 import os
@@ -27,3 +27,8 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise type(error)(
             f"cannot write {path}: {error.strerror or error}; give a place that can be written"
         ) from error
+
+
+def cache_folder() -> Path:
+    """For what can be made again: $XDG_CACHE_HOME/jaxpar, or ~/.cache/jaxpar."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpar"

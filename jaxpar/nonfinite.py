@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.axes import LAYERS
 from jaxpar.config import RunConfig
 from jaxpar.data import Batch
-from jaxpar.plan import Plan
 from jaxpar.sharding import annotated
 from jaxpar.state import TrainState, unwrap_carry
 from jaxpar.step import AnyBatch, CompiledStep, make_loss_and_grad
+from jaxpar.ticks import Plan
 
 # What models are made of, in the order of the forward pass.
 _PARTS = ("embedding", "convs", "lstm", "dense", "head")

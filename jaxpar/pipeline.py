@@ -29,8 +29,8 @@ from jax.typing import ArrayLike
 from jaxpar.axes import DATA, STAGE
 from jaxpar.nn.dropout import Position
 from jaxpar.nn.stack import Layer, SavingLayers, add, run_layers, vary_like, zeros
-from jaxpar.plan import Plan
 from jaxpar.schedule import Lane
+from jaxpar.ticks import Plan
 
 Head = Literal["last", "sharded"]
 

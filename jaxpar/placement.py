@@ -1,17 +1,167 @@
 """Which layers stand on which pipeline stage."""
 
+import functools
 from collections.abc import Sequence
+
+import numpy as np
+
+# Of a layer, forward and backward, where a forward pass costs 1.
+LAYER_COST = 3.0
+
+# Costs that differ by less are the same: their sums are rounded.
+_ROUNDING = 1e-9
+
+
+def balance(
+    costs: Sequence[float],
+    num_stages: int,
+    *,
+    first_cost: float = 0.0,
+    last_cost: float = 0.0,
+    layer_bytes: Sequence[float] | None = None,
+    max_bytes: float = float("inf"),
+) -> tuple[int, ...]:
+    """The number of neighbouring layers on each stage that gives the slowest stage the least to do.
+
+    Optimal, by dynamic programming over (stages, layers before them) in O(stages layers^2). Of several such
+    placements it is the most even one, by the sum of squares, and then the one with more layers on the first
+    stages.
+
+    Args:
+      costs: of each layer, in any unit: multiply-adds, or measured seconds.
+      num_stages: each gets one layer or more.
+      first_cost, last_cost: what the first and the last stage have to do besides, such as an embedding and a
+        head, in the same unit.
+      layer_bytes: memory that each layer takes; None does not look at memory.
+      max_bytes: that the layers of one stage may take.
+    Raises:
+      ValueError: there are fewer layers than stages, a cost is negative or no number, or no placement keeps
+        to `max_bytes`.
+    """
+    num_layers = len(costs)
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"{num_layers} layers on {num_stages} stages; use from 1 to {num_layers} stages"
+        )
+    if not all(0 <= cost < float("inf") for cost in (*costs, first_cost, last_cost)):
+        raise ValueError(f"costs={tuple(costs)}, {first_cost=}, {last_cost=}: use numbers from 0")
+    whole = np.arange(num_layers + 1)
+    cost_FE = _spans(costs)  # of layers first ... end - 1
+    cost_FE[0] += first_cost
+    cost_FE[:, -1] += last_cost
+    cost_FE[whole[:, None] >= whole] = np.inf  # a stage without a layer
+    if layer_bytes is not None:
+        if len(layer_bytes) != num_layers:
+            raise ValueError(f"{len(layer_bytes)} layer_bytes for {num_layers} costs; give as many")
+        cost_FE[_spans(layer_bytes) > max_bytes * (1 + _ROUNDING)] = np.inf
+    slowest = _best(cost_FE, num_stages, np.maximum)[num_stages][0]
+    if slowest == np.inf:
+        raise ValueError(
+            f"no placement of {num_layers} layers on {num_stages} stages keeps to {max_bytes=:,.0f}; the "
+            f"largest layer has {max(layer_bytes or (0,)):,.0f}, all have {sum(layer_bytes or (0,)):,.0f}"
+        )
+    cost_FE[cost_FE > slowest * (1 + _ROUNDING)] = np.inf
+    squares_FE = cost_FE**2
+    best_SF = _best(squares_FE, num_stages, np.add)
+    placement, first = [], 0
+    for stages_left in range(num_stages, 0, -1):
+        ends = squares_FE[first] + best_SF[stages_left - 1]
+        end = int(np.flatnonzero(ends <= ends.min() * (1 + _ROUNDING))[-1])
+        placement.append(end - first)
+        first = end
+    return tuple(placement)
+
+
+def balance_ticks(
+    num_layers: int,
+    num_stages: int,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    first_cost: float = 0.0,
+    head_cost: float = 0.0,
+    max_layers: int | None = None,
+) -> tuple[int, ...]:
+    """The placement of equal layers whose ticks are the shortest.
+
+    Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
+    backward part. So a tick takes what the slowest needs for the one and the slowest for the other
+    (`tick_cost`): where a head takes layers off its stage, the others must not go back much longer for it.
+    Optimal: `balance` for every number of layers on the fullest stage.
+
+    Args:
+      num_stages: each gets one layer or more.
+      forward, backward: of a layer, in any unit.
+      first_cost, head_cost: what the first and the last stage have to do besides, in the forward part.
+      max_layers: of a stage; None for no limit.
+    Raises:
+      ValueError: as of `balance`.
+    """
+    fewest = -(-num_layers // max(num_stages, 1))
+    most = num_layers - num_stages + 1 if max_layers is None else max_layers
+    placements = [
+        balance(
+            [forward] * num_layers,
+            num_stages,
+            first_cost=first_cost,
+            last_cost=head_cost,
+            layer_bytes=[1.0] * num_layers,
+            max_bytes=limit,
+        )
+        for limit in range(fewest, max(most, fewest) + 1)
+    ]
+    return min(placements, key=lambda p: tick_cost(p, forward, backward, first_cost, head_cost))
+
+
+def tick_cost(
+    placement: Sequence[int],
+    forward: float = 1.0,
+    backward: float = 2.0,
+    first_cost: float = 0.0,
+    head_cost: float = 0.0,
+) -> float:
+    """Of a tick in which every stage has a unit to do each way; arguments as of `balance_ticks`."""
+    forwards = [forward * layers for layers in placement]
+    forwards[0] += first_cost
+    forwards[-1] += head_cost
+    return max(forwards) + backward * max(placement)
+
+
+@functools.lru_cache(maxsize=4096)
+def _balanced(num_layers: int, num_places: int, last_cost: float) -> tuple[int, ...]:
+    """Layers of equal cost, with what the last place has to do besides, in layers."""
+    return balance_ticks(num_layers, num_places, head_cost=LAYER_COST * last_cost)
+
+
+def _spans(values: Sequence[float]) -> np.ndarray:
+    """[first, end] -> the sum of values[first:end]."""
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
+    return sums[None, :] - sums[:, None]
+
+
+def _best(cost_FE: np.ndarray, num_stages: int, join: np.ufunc) -> list[np.ndarray]:
+    """[number of stages][first layer] -> the least cost of all layers from that one on, on so many stages."""
+    best_F = np.full(len(cost_FE), np.inf)
+    best_F[-1] = 0.0
+    best_SF = [best_F]
+    for _ in range(num_stages):
+        best_SF.append(join(cost_FE, best_SF[-1][None]).min(axis=1))
+    return best_SF
 
 
 def resolve_placement(
-    placement: str | Sequence[int], num_layers: int, num_stages: int, num_groups: int = 1
+    placement: str | Sequence[int],
+    num_layers: int,
+    num_stages: int,
+    num_groups: int = 1,
+    last_cost: float = 0.0,
 ) -> tuple[int, ...]:
     """The number of layers on each stage; with several groups a stage, of each group, in the layers' order.
 
     Args:
-      placement: "even" (the same number everywhere), "balanced" (the larger shares on the first stages, so
-        that the last, which may hold the head, is not among them), or the numbers themselves, e.g.
-        (2, 3, 3).
+      placement: "even" (the same number everywhere), "balanced" (by `balance_ticks`), or the numbers
+        themselves, e.g. (2, 3, 3).
+      last_cost: work that only the last stage has, such as a head, in layers; for "balanced".
     Raises:
       ValueError: the numbers do not fit the layers and stages.
     """
@@ -25,7 +175,7 @@ def resolve_placement(
         raise ValueError(
             f"{places} is more than num_layers={num_layers}; use {fits} or fewer, or {num_places} layers"
         )
-    balanced = _nearly_even(num_layers, num_places)
+    balanced = _balanced(num_layers, num_places, last_cost)
     if placement == "even" and num_layers % num_places:
         below = num_layers // num_places * num_places
         stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
@@ -35,7 +185,9 @@ def resolve_placement(
             + (f"stage={', '.join(map(str, stages))}, " if stages else "")
             + f"or a placement such as {balanced}"
         )
-    if placement in ("even", "balanced"):
+    if placement == "even":
+        return (num_layers // num_places,) * num_places
+    if placement == "balanced":
         return balanced
     if isinstance(placement, str):
         raise ValueError(
@@ -69,8 +221,3 @@ def slots(placement: Sequence[int], num_groups: int = 1) -> tuple[int, ...]:
             first, count = firsts[place], placement[place]
             layer_ids += [*range(first, first + count), *[-1] * (max(placement) - count)]
     return tuple(layer_ids)
-
-
-def _nearly_even(num_layers: int, num_places: int) -> tuple[int, ...]:
-    share, rest = divmod(num_layers, num_places)
-    return (share + 1,) * rest + (share,) * (num_places - rest)

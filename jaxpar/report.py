@@ -22,6 +22,7 @@ from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.corpus import Corpus
 from jaxpar.images import Images
 from jaxpar.kernel import KernelChoice
+from jaxpar.placement import LAYER_COST, tick_cost
 from jaxpar.sharding import annotated
 from jaxpar.state import TrainState
 
@@ -372,6 +373,7 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
     padding = model.vocab_size - len(corpus.vocabulary)
     return [
         ("layers", f"{model.num_layers} ({on_stages}); {' x '.join(units)}".removesuffix("; ")),
+        *describe_balance(config),
         (
             "corpus",
             f"{corpus.name}, {corpus.level}s: {len(corpus.train):,} train, "
@@ -386,6 +388,39 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
             else f"{data.batch_size} rows x {data.seq_len} steps or less, in buckets{shares}",
         ),
     ]
+
+
+# A placement whose ticks take so much longer than those of the best one is worth a warning.
+TOLERATED_IMBALANCE = 1.1
+
+
+def describe_balance(config: Config) -> list[tuple[str, str]]:
+    """The share of the work that each stage has, and what a better placement would gain."""
+    stages, head = config.mesh.stage, config.last_cost
+    if stages == 1:
+        return []
+
+    def work(placement: tuple[int, ...]) -> list[float]:
+        """Of every place, in layers."""
+        return [*placement[:-1], placement[-1] + head]
+
+    own = work(config.placement)
+    on_stage = [sum(own[stage::stages]) / sum(own) for stage in range(stages)]
+    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
+    lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head > 0))]
+    pipeline = dataclasses.replace(config.pipeline, placement="balanced")
+    best = dataclasses.replace(config, pipeline=pipeline).placement
+    takes, least = (tick_cost(p, head_cost=LAYER_COST * head) for p in (config.placement, best))
+    if takes > TOLERATED_IMBALANCE * least:
+        lines.append(
+            (
+                "warning",
+                f"stages wait for each other: a tick of placement={config.placement} takes as long as "
+                f"{takes / LAYER_COST:.1f} layers, of placement={best} as {least / LAYER_COST:.1f}; a step "
+                f"would be up to {takes / least:.2f} times as fast",
+            )
+        )
+    return lines
 
 
 def _describe_bytes(state: TrainState) -> str:
@@ -429,7 +464,15 @@ def _shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_seconds(seconds: float) -> str:
+    """With three digits: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(num_bytes: float) -> str:
     """In powers of 1000: 516.1 kB."""
     size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
     while size >= 1000 and len(units) > 1:

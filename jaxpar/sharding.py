@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -135,7 +135,7 @@ class Layout:
         if len(dims) != x.ndim:
             raise ValueError(f"dims={dims} names {len(dims)} dims, the array has shape {x.shape}")
         spec = self.rules.spec(dims)
-        _check_sizes(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh)
+        check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
@@ -178,21 +178,33 @@ def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
     """
     for name, variable in annotated(tree):
         spec = _spec(variable, rules)
-        _check_sizes(f"parameter {name}", variable.out_sharding, variable.shape, spec, mesh)
+        check_split(f"parameter {name}", variable.out_sharding, variable.shape, spec, mesh.shape)
 
 
-def _check_sizes(
-    what: str, dims: tuple[str | None, ...], shape: tuple[int, ...], spec: P, mesh: Mesh
+def check_split(
+    what: str,
+    dims: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    spec: Iterable[str | tuple[str, ...] | None],
+    sizes: Mapping[str, int],
 ) -> None:
+    """Raises if a dim does not divide by the axes that split it.
+
+    Args:
+      spec: the axes that split each dim, as in a partition spec.
+      sizes: of the mesh's axes.
+    Raises:
+      ValueError: as of `check_sizes`.
+    """
     for dim, size, axes in zip(dims, shape, spec, strict=True):
         if axes is None:
             continue
         axes = (axes,) if isinstance(axes, str) else axes
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+        parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             below = size // parts * parts
             nearest = f"{below} or {below + parts}" if below else f"{parts}"
-            over = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+            over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(
                 f"{what}: dim {dim!r} has size {size}, which does not split over {over}"
                 + (f" = {parts}" if len(axes) > 1 else "")

@@ -60,15 +60,26 @@ def measure_groups(config: Config, mesh: Mesh, *, num_steps: int = 3) -> list[fl
             config, data=data, mesh=dataclasses.replace(config.mesh, data=1, devices=ids)
         )
         own_mesh = alone.mesh.build()
-        state, step = init_state(alone, own_mesh), make_train_step(alone, own_mesh)
-        shape = (rows, config.data.seq_len)
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size or 1, shape, np.int32)
-        tokens = jax.device_put(tokens, batch_sharding(own_mesh))
-        times = []
-        for _ in range(num_steps + 1):
-            start = time.perf_counter()
-            state, metrics = step(state, Batch(tokens, tokens, True))
-            jax.block_until_ready(metrics)
-            times.append(time.perf_counter() - start)
-        seconds.append(statistics.median(times[1:]))
+        seconds.append(statistics.median(step_seconds(alone, own_mesh, num_steps)))
     return seconds
+
+
+def step_seconds(config: Config, mesh: Mesh, num_steps: int) -> list[float]:
+    """Of training steps on random tokens with a state of their own, after one that compiles.
+
+    Args:
+      config: with `model.vocab_size` set.
+    Raises:
+      ValueError: the config does not fit the mesh.
+    """
+    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    shape = (config.data.batch_size, config.data.seq_len)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size or 1, shape, np.int32)
+    tokens = jax.device_put(tokens, batch_sharding(mesh, config))
+    seconds = []
+    for _ in range(num_steps + 1):
+        start = time.perf_counter()
+        state, metrics = step(state, Batch(tokens, tokens, True))
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]

@@ -34,7 +34,6 @@ from jaxpar.nn.lstm import extend
 from jaxpar.nn.stack import vary_like
 from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
 from jaxpar.pipeline import Pipeline, PipelineParams
-from jaxpar.plan import Plan, largest, make_plan
 from jaxpar.schedule import make_schedule
 from jaxpar.sharding import RULES, Layout, constrain, shardings
 from jaxpar.state import (
@@ -47,6 +46,7 @@ from jaxpar.state import (
     unwrap_carry,
     wrap_carry,
 )
+from jaxpar.ticks import Plan, largest, make_plan
 
 AnyBatch = Batch | ImageBatch
 

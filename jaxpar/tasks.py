@@ -33,19 +33,8 @@ class TextTask:
         Raises:
           ValueError: sizes do not fit each other, or the vocabulary does not fit the model.
         """
-        num_words, vocab_size = len(corpus.vocabulary), config.model.vocab_size
-        if vocab_size is None:
-            vocab_size = -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        elif vocab_size < num_words:
-            raise ValueError(
-                f"vocab_size={vocab_size} is less than the {num_words} words of corpus "
-                f"{corpus.name!r}; leave it away, or use data.max_vocab={vocab_size}"
-            )
-        config = dataclasses.replace(
-            config,
-            mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices),
-            model=dataclasses.replace(config.model, vocab_size=vocab_size),
-        ).check()
+        filled = MeshConfig(**mesh.shape, devices=config.mesh.devices)
+        config = dataclasses.replace(with_vocab(config, corpus), mesh=filled).check()
         self.kernel = choose_kernel(config, mesh)
         self.config = with_kernel(config, self.kernel)
         self._corpus = corpus
@@ -70,6 +59,25 @@ class TextTask:
         return TextProgress(
             **known, perplexity=perplexity(known["loss"]), tokens_per_second=targets_per_second
         )
+
+
+def with_vocab(config: Config, corpus: Corpus) -> Config:
+    """The config with the size of the vocabulary filled in, as the corpus needs it.
+
+    Raises:
+      ValueError: the corpus has more words than `model.vocab_size`.
+    """
+    num_words, vocab_size = len(corpus.vocabulary), config.model.vocab_size
+    if vocab_size is None:
+        vocab_size = -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    elif vocab_size < num_words:
+        raise ValueError(
+            f"vocab_size={vocab_size} is less than the {num_words} words of corpus "
+            f"{corpus.name!r}; leave it away, or use data.max_vocab={vocab_size}"
+        )
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=vocab_size)
+    )
 
 
 class ImageTask:

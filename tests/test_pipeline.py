@@ -27,10 +27,10 @@ from jaxpar.gpipe import run_pipeline
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTM, Position, run_layers
 from jaxpar.pipeline import Pipeline, PipelineParams
-from jaxpar.plan import make_plan
 from jaxpar.schedule import make_schedule
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
+from jaxpar.ticks import make_plan
 
 OPTIONS = [
     {"schedule": "gpipe", "head": "last"},

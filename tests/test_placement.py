@@ -1,10 +1,16 @@
 """Placements: every layer on one stage, as evenly as can be, in slots that split evenly."""
 
+import itertools
+
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
+from test_equivalence import make_config
 
-from jaxpar.placement import resolve_placement, slots
+from jaxpar.config import ModelConfig
+from jaxpar.placement import balance, balance_ticks, resolve_placement, slots, tick_cost
+from jaxpar.report import describe_balance
 
 
 @st.composite
@@ -20,6 +26,123 @@ def placements(draw):
     num_stages, num_groups = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     size = num_stages * num_groups
     return tuple(draw(st.lists(st.integers(1, 5), min_size=size, max_size=size))), num_groups
+
+
+def all_placements(num_layers, num_stages):
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        yield tuple(np.diff((0, *cuts, num_layers)).tolist())
+
+
+def loads(values, placement, first=0.0, last=0.0):
+    """The sum of each stage's values, with those of the ends."""
+    ends = np.cumsum(placement)
+    sums = [sum(values[end - n : end]) for n, end in zip(placement, ends, strict=True)]
+    sums[0] += first
+    sums[-1] += last
+    return sums
+
+
+def assert_best(costs, num_stages, first, last, sizes, limit):
+    """Of all placements that fit the smallest slowest stage, then the most even, then the first."""
+
+    def key(placement):
+        on = loads(costs, placement, first, last)
+        return round(max(on), 9), round(sum(np.square(on)), 9), tuple(-n for n in placement)
+
+    every = all_placements(len(costs), num_stages)
+    fitting = [placement for placement in every if max(loads(sizes, placement)) <= limit]
+    options = {"first_cost": first, "last_cost": last, "layer_bytes": sizes, "max_bytes": limit}
+    if fitting:
+        assert balance(costs, num_stages, **options) == min(fitting, key=key)
+    else:
+        with pytest.raises(ValueError, match=f"no placement of {len(costs)} layers"):
+            balance(costs, num_stages, **options)
+
+
+def test_balance_agrees_with_brute_force_on_1000_lists():
+    rng = np.random.default_rng(0)
+    for case in range(1000):
+        num_layers = int(rng.integers(1, 10))
+        num_stages = int(rng.integers(1, num_layers + 1))
+        # Whole numbers tie often, and then the tie-break is looked at.
+        costs, (first, last) = (
+            (rng.integers(0, 6, n) if case % 2 else rng.random(n)).tolist() for n in (num_layers, 2)
+        )
+        sizes = rng.random(num_layers).tolist()
+        limit = np.inf if case % 3 else float(rng.uniform(0.3, 1.2)) * sum(sizes)
+        assert_best(costs, num_stages, first, last, sizes, limit)
+
+
+def test_ticks_agree_with_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        num_layers = int(rng.integers(1, 10))
+        num_stages = int(rng.integers(1, num_layers + 1))
+        forward, backward, first_cost, head_cost = rng.uniform(0.1, 4, 4)
+        costs = {
+            "forward": forward,
+            "backward": backward,
+            "first_cost": first_cost,
+            "head_cost": head_cost,
+        }
+        most = int(rng.integers(-(-num_layers // num_stages), num_layers + 1))
+        every = [p for p in all_placements(num_layers, num_stages) if max(p) <= most]
+        best = balance_ticks(num_layers, num_stages, max_layers=most, **costs)
+        assert best in every
+        assert tick_cost(best, **costs) == pytest.approx(min(tick_cost(p, **costs) for p in every))
+
+
+def test_a_head_takes_layers_off_the_last_stage():
+    assert balance([1, 1, 1, 1], 2) == (2, 2)
+    assert balance([1, 1, 1, 1], 2, last_cost=1.75) == (3, 1)
+    assert balance([1, 1, 1, 1], 2, first_cost=1.75) == (1, 3)
+    # One layer more on the first stage would cost its backward pass, and save a forward pass on the last.
+    assert resolve_placement("balanced", 8, 2, 1, 2.0) == (4, 4)
+    assert resolve_placement("balanced", 9, 2, 1, 2.0) == (5, 4)
+    # With one layer more on each of three stages, the fourth has three forward passes less.
+    assert resolve_placement("balanced", 16, 4, 1, 2.0) == (5, 5, 5, 1)
+    # V = 14 H: a head is 14 H^2 multiply-adds, a layer 8 H^2.
+    model = ModelConfig(num_layers=16, hidden_size=16, embed_size=16, vocab_size=14 * 16)
+    last = make_config((1, 4, 1), model=model, head="last")
+    assert (last.last_cost, last.placement) == (1.75, (5, 5, 5, 1))
+    sharded = make_config((1, 4, 1), model=model, head="sharded")
+    assert (sharded.last_cost, sharded.placement) == (0.0, (4, 4, 4, 4))
+
+
+def test_what_training_says_of_the_balance():
+    model = ModelConfig(num_layers=8, hidden_size=16, embed_size=16, vocab_size=32 * 16)
+    said = dict(describe_balance(make_config((1, 2, 1), model=model, head="last")))
+    assert said == {"work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers"}
+    by_hand = make_config((1, 2, 1), model=model, head="last", placement=(2, 6))
+    assert dict(describe_balance(by_hand)) == {
+        "work": "stage 0: 17%, stage 1: 83%; the head is that of 4.0 layers",
+        "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as 10.0 layers, of "
+        "placement=(4, 4) as 8.0; a step would be up to 1.25 times as fast",
+    }
+    # A stage has the work of all its groups.
+    groups = {"schedule": "interleaved", "num_groups": 2, "placement": (1, 2, 3, 2)}
+    by_hand = make_config((1, 2, 1), model=model, **groups)
+    said = describe_balance(by_hand)
+    assert said[0] == ("work", "stage 0: 50%, stage 1: 50%")
+    assert "stages wait for each other" in said[1][1]
+    assert describe_balance(make_config((2, 1, 4), model=model, head="last")) == []
+
+
+@pytest.mark.parametrize(
+    ("costs", "stages", "options", "message"),
+    [
+        ([1, 2], 3, {}, "2 layers on 3 stages; use from 1 to 2"),
+        ([1, 2], 0, {}, "2 layers on 0 stages"),
+        ([1, -2], 1, {}, r"costs=\(1, -2\)"),
+        ([1, float("nan")], 1, {}, "nan"),
+        ([1, 2], 1, {"last_cost": -1.0}, "last_cost=-1.0"),
+        ([1, 2], 1, {"layer_bytes": [3]}, "1 layer_bytes for 2 costs"),
+        ([1, 2], 2, {"layer_bytes": [3, 9], "max_bytes": 8}, "keeps to max_bytes=8; .* has 9, all"),
+    ],
+)
+def test_costs_that_make_no_sense_are_refused(costs, stages, options, message):
+    with pytest.raises(ValueError, match=message):
+        balance(costs, stages, **options)
 
 
 @hypothesis.given(sizes=places())

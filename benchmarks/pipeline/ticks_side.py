@@ -6,38 +6,25 @@ has a unit, "none" runs what stands before and after the loop.
     python -m benchmarks.pipeline.ticks_side B '{"num_chunks": 5}' idle
 """
 
-import dataclasses
 import json
 import sys
 
 import jax
-import numpy as np
 
 import jaxpar
 from benchmarks.jaxpar_side import initial_state, make_config
 from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import Batch, MeshConfig, PipelineConfig, make_schedule
-from jaxpar.plan import Plan, make_plan
 from jaxpar.step import make_loss_and_grad
+from jaxpar.ticks import Plan, make_idle, make_plan
 
 
 def emptied(plan: Plan, ticks: str) -> Plan:
     """The plan with all of its ticks, with as many idle ones, or with none."""
     if ticks == "all":
         return plan
-    if ticks == "none":
-        return dataclasses.replace(plan, num_ticks=np.int32(0))
-
-    def idle(lane):
-        return jax.tree.map(lambda a: np.full_like(a, -1), lane)._replace(group=lane.group)
-
-    return dataclasses.replace(
-        plan,
-        forward=idle(plan.forward),
-        backward=idle(plan.backward),
-        head=np.full_like(plan.head, -1),
-    )
+    return make_idle(plan, 0 if ticks == "none" else int(plan.num_ticks))
 
 
 def main() -> None:

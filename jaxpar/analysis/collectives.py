@@ -128,6 +128,19 @@ def find_collectives(
     return tuple(found)
 
 
+def sent_bytes(op: str, num_bytes: int, size: int) -> int:
+    """What the busiest of `size` devices sends of a payload; see `Collective`."""
+    return math.ceil(num_bytes * _SENT[op](size))
+
+
+def num_messages(op: str, size: int) -> int:
+    """How many a tree of `size` devices sends one after the other: up, down, or both."""
+    if op == "collective-permute":
+        return 1
+    depth = math.ceil(math.log2(size))
+    return 2 * depth if op == "all-reduce" else depth
+
+
 def _operation(instruction: Instruction) -> str | None:
     op = instruction.opcode.removesuffix("-start")
     if op == "send":  # a permute that XLA took apart, to run it beside other work
@@ -154,7 +167,7 @@ def _collective(
         dtypes=tuple(dtype for dtype, _ in payload),
         elements=sum(elements),
         bytes=num_bytes,
-        sent_bytes=math.ceil(num_bytes * _SENT[op](size)),
+        sent_bytes=sent_bytes(op, num_bytes, size),
         trip_counts=visit.trip_counts,
         conditional=visit.conditional,
         phase=_phase(paths, differentiates),

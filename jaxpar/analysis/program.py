@@ -16,10 +16,10 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.config import RunConfig
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.plan import Plan
 from jaxpar.report import WIDTH, format_bytes
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
+from jaxpar.ticks import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +134,7 @@ class ProgramReport:
         yield facts
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH)
-        with console.capture() as capture:
-            console.print(self, end="", highlight=False)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return to_text(self)
 
 
 def inspect_step(config: RunConfig, mesh: Mesh | None = None) -> ProgramReport:
@@ -216,6 +213,14 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     )
 
 
+def to_text(report: RenderableType) -> str:
+    """A report as it is printed into a file."""
+    console = Console(file=io.StringIO(), width=WIDTH)
+    with console.capture() as capture:
+        console.print(report, end="", highlight=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
 def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     layouts = [s for s in shardings if isinstance(s, NamedSharding)]
@@ -246,7 +251,7 @@ def _planned(collective: Collective, plan: Plan) -> Collective:
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
-    table = _table(
+    table = make_table(
         "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass", "module"
     )
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
@@ -268,7 +273,7 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
-    table = _table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
+    table = make_table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
     for total in totals:
         table.add_row(
             " ".join(total.axes),
@@ -280,13 +285,13 @@ def _totals_table(totals: Sequence[Total]) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
+def make_table(*columns: str) -> Table:
     """A table; a column whose name begins with > is of numbers."""
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
         table.add_column(
             column.removeprefix(">"),
-            justify="right" if column[0] == ">" else "left",
+            justify="right" if column.startswith(">") else "left",
             overflow="fold",
             min_width=9 if column == "module" else None,
         )

@@ -1,0 +1,113 @@
+"""The planner's first choice against every config that two devices allow, measured.
+
+    python -m benchmarks.planner.measure            # five models, about an hour on two quiet cores
+    python -m benchmarks.planner.measure small      # one of them
+
+Every config that fits runs a few steps, one config after the other. The quickest of them and the planner's
+choice then take turns, so that whatever slows the machine for a while slows all of them.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+import jaxpar
+from jaxpar import Batch, Config, DataConfig, ModelConfig, TrainConfig
+from jaxpar.analysis import Cost
+from jaxpar.analysis.planner import describe
+from jaxpar.shares import step_seconds
+
+# Deep and narrow, shallow and wide, a large vocabulary, a small batch, long sentences.
+MODELS = {
+    "small": Config(
+        model=ModelConfig(4, 192, 192, 2688, dropout=0.0),
+        data=DataConfig(batch_size=16, seq_len=32),
+    ),
+    "deep": Config(
+        model=ModelConfig(8, 256, 256, 1152, dropout=0.0),
+        data=DataConfig(batch_size=16, seq_len=32),
+    ),
+    "wide": Config(
+        model=ModelConfig(2, 640, 640, 2688, dropout=0.0), data=DataConfig(batch_size=8, seq_len=16)
+    ),
+    "vocabulary": Config(
+        model=ModelConfig(2, 256, 128, 9984, dropout=0.0),
+        data=DataConfig(batch_size=16, seq_len=16),
+    ),
+    "long": Config(
+        model=ModelConfig(4, 128, 128, 384, dropout=0.0), data=DataConfig(batch_size=8, seq_len=128)
+    ),
+}
+FINALISTS, ROUNDS, STEPS = 5, 15, 4
+
+
+def stepper(config: Config) -> Callable[[], float]:
+    """Runs `STEPS` training steps; seconds of one."""
+    mesh = config.mesh.build()
+    state, step = jaxpar.init_state(config, mesh), jaxpar.make_train_step(config, mesh)
+    shape = (config.data.batch_size, config.data.seq_len)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size or 1, shape, np.int32)
+    tokens = jax.device_put(tokens, jaxpar.batch_sharding(mesh, config))
+
+    def run() -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            state, metrics = step(state, Batch(tokens, tokens, True))
+        jax.block_until_ready((state, metrics))
+        return (time.perf_counter() - start) / STEPS
+
+    run()
+    return run
+
+
+def compete(name: str, config: Config) -> str:
+    """A row of the table: what the planner chose, and what was the quickest."""
+    ranking = jaxpar.plan_here(config)
+    print(f"{name}\n{ranking}\n", flush=True)
+    measured: list[tuple[float, Cost]] = []
+    for cost in ranking.costs:
+        seconds = min(step_seconds(cost.config, cost.config.mesh.build(), 2 * STEPS))
+        measured.append((seconds, cost))
+        line = {"model": name, "config": describe(cost.config), "measured": seconds}
+        assert cost.seconds is not None
+        print(json.dumps({**line, "predicted": cost.seconds.total}), flush=True)
+    quickest = [cost for _, cost in sorted(measured, key=lambda pair: pair[0])[:FINALISTS]]
+    finalists = list(dict.fromkeys([ranking.best, *quickest]))
+    runs = [stepper(cost.config) for cost in finalists]
+    rounds = [[run() for run in runs] for _ in range(ROUNDS)]
+    medians = [statistics.median(column) for column in zip(*rounds, strict=True)]
+    winner = medians.index(min(medians))
+    ratios = [row[0] / row[winner] for row in rounds]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    errors = [abs(cost.seconds.total / seconds - 1) for seconds, cost in measured if cost.seconds]
+    return (
+        f"| {name} | {len(measured)} | {describe(finalists[0].config)} | {medians[0] * 1e3:.1f} "
+        f"| {describe(finalists[winner].config)} | {medians[winner] * 1e3:.1f} "
+        f"| {middle:.3f} ({low:.3f} to {high:.3f}) | {statistics.median(errors):.0%} |"
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    names = parser.parse_args().models
+    jaxpar.simulate_devices(2)
+    train = TrainConfig(optimizer="sgd", clip_norm=0.0)
+    rows = [compete(name, dataclasses.replace(MODELS[name], train=train)) for name in names]
+    print(
+        "| model | configs | planner's choice | ms | the quickest | ms | times as long (quartiles) "
+        "| predicted: median error |\n|---|---:|---|---:|---|---:|---:|---:|"
+    )
+    print("\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()

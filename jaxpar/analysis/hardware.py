@@ -1,0 +1,256 @@
+"""Machines as a few numbers: those that data sheets promise, and those that `calibrate` measured."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxpar.files import whole_file
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A piece of a step that is the same wherever it stands, as a machine sees it.
+
+    Attributes:
+      kind: whose slowness it has; one of those that `calibrate` measures, or "" for none of them.
+      sizes: that the slowness depends on, each at least 1.
+      flops, bytes: of its matmuls, and moved between the device and its memory.
+      turns: of a loop that follow each other.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+    flops: float
+    bytes: float
+    turns: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """How many times as long as its roofline says a piece of work took; `sizes` as of `Work`."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    slowness: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What joins the devices along a mesh axis.
+
+    Attributes:
+      bytes_per_second: that a device sends, in one direction.
+      seconds: from the start of a message to its arrival, when it is empty.
+    """
+
+    bytes_per_second: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A machine of equal devices, in hosts.
+
+    Attributes:
+      name, source: of the machine, and of the numbers.
+      flops_per_second: of a device at its best, by the dtype of the matmuls' inputs; float32 as JAX
+        multiplies it by default.
+      memory_bytes, memory_bytes_per_second: of a device.
+      host_bytes_per_second: between a device and its host's memory, in one direction.
+      near, far: the links within a host, and between hosts.
+      devices_per_host: how many the near links join.
+      loop_seconds: that one turn of a loop takes at least, such as a time step.
+      tick_seconds: that a pipeline's tick takes in which there is nothing to do or to send.
+      platform: of JAX.
+      samples: pieces of a step that were measured; without any, the machine reaches its peaks.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_second: float
+    host_bytes_per_second: float
+    near: Link
+    far: Link
+    devices_per_host: int
+    loop_seconds: float
+    tick_seconds: float
+    platform: str
+    source: str
+    samples: tuple[Sample, ...] = ()
+
+    def link(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Link:
+        """The slowest link among devices that differ along the axes of a mesh.
+
+        Devices that follow each other in the mesh's order, its last axis fastest, share a host.
+
+        Args:
+          sizes: of all axes, in the mesh's order.
+        """
+        names = list(sizes)
+        reach = 1  # devices from the first to the last of a group that lies close together
+        for name in names[min(names.index(axis) for axis in axes) :]:
+            reach *= sizes[name]
+        return self.near if reach <= self.devices_per_host else self.far
+
+    def seconds(self, work: Work, dtype: str = "float32") -> float:
+        """That a device needs for a piece of work: its roofline, times the slowness of samples like it.
+
+        Between samples the logarithm of the slowness is interpolated by inverse distance (Shepard 1968), in
+        the logarithms of the sizes; at a sample it is the sample's.
+
+        Raises:
+          ValueError: there is no number for the dtype.
+        """
+        if dtype not in self.flops_per_second:
+            raise ValueError(
+                f"{self.name} has no flops_per_second for dtype={dtype!r}, only for "
+                f"{', '.join(self.flops_per_second)}"
+            )
+        return self.roofline(work, dtype) * math.exp(self._log_slowness(work))
+
+    def roofline(self, work: Work, dtype: str = "float32") -> float:
+        """The least seconds (Williams et al. 2009, with loops whose turns take a while)."""
+        return max(self._limits(work, dtype).values())
+
+    def limit(self, work: Work, dtype: str = "float32") -> str:
+        """Which attribute of the work takes longest: "flops", "bytes" or "turns"."""
+        limits = self._limits(work, dtype)
+        return max(limits, key=limits.__getitem__)
+
+    def _limits(self, work: Work, dtype: str) -> dict[str, float]:
+        return {
+            "flops": work.flops / self.flops_per_second[dtype],
+            "bytes": work.bytes / self.memory_bytes_per_second,
+            "turns": work.turns * self.loop_seconds,
+        }
+
+    def _log_slowness(self, work: Work) -> float:
+        weights, total = 0.0, 0.0
+        for sample in self.samples:
+            if sample.kind == work.kind:
+                pairs = zip(sample.sizes, work.sizes, strict=True)
+                distance = sum(math.log(a / b) ** 2 for a, b in pairs)
+                weight = 1 / max(distance, 1e-9) ** 2
+                weights, total = weights + weight, total + weight * math.log(sample.slowness)
+        return total / weights if weights else 0.0
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file, for `load`; folders on the way are made.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path) as file:
+            file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Hardware":
+        """What `save` wrote.
+
+        Raises:
+          ValueError: the file is of another kind.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            near, far = Link(**fields.pop("near")), Link(**fields.pop("far"))
+            samples = tuple(
+                Sample(**{**sample, "sizes": tuple(sample["sizes"])})
+                for sample in fields.pop("samples")
+            )
+            return cls(**fields, near=near, far=far, samples=samples)
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} describes no hardware ({error}); write it with calibrate().save(path)"
+            ) from error
+
+
+_GPU_LOOP = 10e-6  # two or three kernels; a launch takes 3 to 5 microseconds
+_GPU_TICK = 50e-6  # about ten kernels
+_INFINIBAND = 5e-6
+
+# Peak numbers, without sparsity. Bandwidths of links are one way: half of what is called bidirectional.
+MACHINES: Mapping[str, Hardware] = {
+    machine.name: machine
+    for machine in (
+        Hardware(
+            name="h100",
+            flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},
+            memory_bytes=80e9,
+            memory_bytes_per_second=3.35e12,
+            host_bytes_per_second=64e9,
+            near=Link(450e9, 3e-6),
+            far=Link(50e9, _INFINIBAND),
+            devices_per_host=8,
+            loop_seconds=_GPU_LOOP,
+            tick_seconds=_GPU_TICK,
+            platform="gpu",
+            source="NVIDIA H100 SXM data sheet (TF32, BF16, HBM3, NVLink 4); DGX H100: one 400 Gb/s "
+            "InfiniBand port a GPU, PCIe 5 x16 to the host; latencies are assumptions",
+        ),
+        Hardware(
+            name="h200",
+            flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},
+            memory_bytes=141e9,
+            memory_bytes_per_second=4.8e12,
+            host_bytes_per_second=64e9,
+            near=Link(450e9, 3e-6),
+            far=Link(50e9, _INFINIBAND),
+            devices_per_host=8,
+            loop_seconds=_GPU_LOOP,
+            tick_seconds=_GPU_TICK,
+            platform="gpu",
+            source="NVIDIA H200 SXM data sheet (HBM3e; the rest as H100); latencies are assumptions",
+        ),
+        Hardware(
+            name="a100",
+            flops_per_second={"float32": 156e12, "bfloat16": 312e12},
+            memory_bytes=80e9,
+            memory_bytes_per_second=2.039e12,
+            host_bytes_per_second=32e9,
+            near=Link(300e9, 3e-6),
+            far=Link(25e9, _INFINIBAND),
+            devices_per_host=8,
+            loop_seconds=_GPU_LOOP,
+            tick_seconds=_GPU_TICK,
+            platform="gpu",
+            source="NVIDIA A100 80GB SXM data sheet (TF32, BF16, HBM2e, NVLink 3); DGX A100: one 200 Gb/s "
+            "InfiniBand port a GPU, PCIe 4 x16 to the host; latencies are assumptions",
+        ),
+        Hardware(
+            name="tpu-v5e",
+            flops_per_second={"float32": 197e12, "bfloat16": 197e12},
+            memory_bytes=16e9,
+            memory_bytes_per_second=819e9,
+            host_bytes_per_second=16e9,
+            near=Link(100e9, 1e-6),
+            far=Link(3.1e9, 20e-6),
+            devices_per_host=256,
+            loop_seconds=2e-6,
+            tick_seconds=10e-6,
+            platform="tpu",
+            source="Google Cloud TPU v5e documentation: 197 TFLOPs bf16 (float32 in one bf16 pass, JAX's "
+            "default), 16 GB at 819 GB/s, 1600 Gb/s a chip over four links, of which a ring uses two, one "
+            "way each; a pod of 256 as one host, 6.4 Tb/s between pods; latencies and the "
+            "way to the host are assumptions",
+        ),
+        Hardware(
+            name="laptop-cpu",
+            flops_per_second={"float32": 0.38e12, "bfloat16": 0.1e12},
+            memory_bytes=16e9,
+            memory_bytes_per_second=50e9,
+            host_bytes_per_second=50e9,
+            near=Link(10e9, 20e-6),
+            far=Link(0.1e9, 100e-6),
+            devices_per_host=64,
+            loop_seconds=5e-6,
+            tick_seconds=50e-6,
+            platform="cpu",
+            source="4 cores of 3 GHz with two AVX2 multiply-adds a cycle, two channels of DDR4-3200, gigabit "
+            "Ethernet; the rest are assumptions, and calibrate() knows better",
+        ),
+    )
+}

@@ -1,0 +1,234 @@
+"""The planner against all configs that there are, its words against its numbers, and what is refused."""
+
+import dataclasses
+import itertools
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+from test_cost import laptop_here, own_cache, random_config  # noqa: F401
+from test_equivalence import make_config
+from test_placement import all_placements
+from test_readme import README
+
+from jaxpar.__main__ import main
+from jaxpar.analysis import MACHINES, check_fits, place, plan, plan_here, predict_step
+from jaxpar.analysis.hardware import Link
+from jaxpar.analysis.planner import describe
+from jaxpar.config import DataConfig, ModelConfig, TrainConfig
+from jaxpar.mesh import MeshConfig
+
+LAPTOP, H100 = MACHINES["laptop-cpu"], MACHINES["h100"]
+MODEL = ModelConfig(num_layers=4, hidden_size=96, embed_size=96, vocab_size=768)
+CONFIG = make_config(model=MODEL, data=DataConfig(batch_size=16, seq_len=12))
+
+
+def with_memory(hardware, num_bytes):
+    return dataclasses.replace(hardware, memory_bytes=num_bytes)
+
+
+def every_config(num_devices):
+    """All that the planner may choose, without its short cuts."""
+    divisors = [1, 2, 4, 8, 16]
+    for data, stage, M, K in itertools.product(divisors, divisors, divisors, (1, 2, 3, 6, 12)):
+        if num_devices % (data * stage) or stage > 4 or 16 % (data * M):
+            continue
+        if (stage == 1 and K > 1) or 16 * stage < M * K:
+            continue
+        options = (
+            ("last", "sharded"),
+            (False, True),
+            ("replicated", "sharded", "host"),
+            (False, True),
+        )
+        for head, remat, update, fsdp in itertools.product(*options):
+            train = dataclasses.replace(CONFIG.train, update=update, fsdp=fsdp)
+            config = make_config(
+                (1, 1, 1), (M, K), CONFIG.model, CONFIG.data, train, head=head, remat=remat
+            )
+            mesh = MeshConfig(data, stage, num_devices // data // stage)
+            yield dataclasses.replace(config, mesh=mesh)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("memory", [1e9, 4.5e6])
+def test_the_first_choice_is_the_best_of_all(num_devices, memory):
+    hardware = with_memory(LAPTOP, memory)
+    ranking = plan(CONFIG, num_devices, hardware)
+    costs = [predict_step(config, hardware) for config in every_config(num_devices)]
+    fitting = [cost.seconds.total for cost in costs if cost.memory.total <= memory]
+    assert bool(fitting) == bool(ranking.costs)
+    if fitting:
+        assert ranking.best.seconds.total == pytest.approx(min(fitting))
+        seconds = [cost.seconds.total for cost in ranking.costs]
+        assert seconds == sorted(seconds)
+        assert all(cost.memory.total <= memory for cost in ranking.costs)
+        assert all(cost.config.mesh.num_devices == num_devices for cost in ranking.costs)
+    else:
+        smallest = min(cost.memory.total for cost in costs)
+        assert ranking.smallest.memory.total == smallest > memory
+        with pytest.raises(ValueError, match=f"configs fits in 4.5 MB on {num_devices} devices"):
+            _ = ranking.best
+
+
+def test_1024_devices_take_seconds():
+    model = ModelConfig(num_layers=16, hidden_size=4096, embed_size=4096, vocab_size=384 * 84)
+    config = make_config(model=model, data=DataConfig(batch_size=2048, seq_len=256))
+    start = time.process_time()
+    ranking = plan(config, 1024, H100)
+    assert time.process_time() - start < 10
+    assert ranking.best.config.mesh.num_devices == 1024
+    assert len(ranking.best_of_meshes) > 5
+
+
+def test_the_words_are_those_of_the_numbers():
+    ranking = plan(CONFIG, 4, LAPTOP)
+    best, other, *_ = ranking.best_of_meshes
+    chosen, limits, runner_up = ranking.explain().splitlines()
+    assert chosen.startswith(f"Use {describe(best.config)}: ")
+    largest = max(dataclasses.asdict(best.seconds).values()) / best.seconds.total
+    assert f"({largest:.0%});" in limits
+    more = other.seconds.total / best.seconds.total - 1
+    assert f"The runner-up, {describe(other.config)}, would take" in runner_up
+    assert f"{more:+.0%}" in runner_up
+    for cost in ranking.best_of_meshes:
+        assert describe(cost.config) in str(ranking)
+    # With links that take no time, nothing of the sort is said; with slow ones little else.
+    slow = dataclasses.replace(LAPTOP, near=Link(1e6, 1e-2))
+    assert (
+        plan(CONFIG, 2, slow)
+        .explain()
+        .splitlines()[1]
+        .startswith("What takes most of its time: sending")
+    )
+
+
+def test_a_config_that_cannot_fit_is_refused_with_three_changes_that_fit():
+    config = make_config(
+        (1, 2, 1), (1, 4), MODEL, DataConfig(batch_size=64, seq_len=48), TrainConfig()
+    )
+    cost = check_fits(config, LAPTOP)
+    hardware = with_memory(LAPTOP, 0.8 * cost.memory.total)
+    with pytest.raises(
+        ValueError, match=r"a step needs .* on a device .*, laptop-cpu has"
+    ) as refused:
+        check_fits(config, hardware)
+    changes = re.findall(
+        r"(?:use|or) (--.*?) \(([\d.]+) MB, ([\d.]+) ms a step\)", str(refused.value)
+    )
+    assert len(changes) == 3
+    assert [float(ms) for *_, ms in changes] == sorted(float(ms) for *_, ms in changes)
+    for text, size, ms in changes:
+        changed = config
+        for flag in text.split(" and "):
+            name, _, value = flag.removeprefix("--").partition(" ")
+            if name == "mesh":
+                changed = dataclasses.replace(changed, mesh=MeshConfig.parse(value))
+                continue
+            part, field = name.split(".")
+            value = {"": True}.get(value, int(value) if value.isdigit() else value)
+            fields = {field.replace("-", "_"): value}
+            own = dataclasses.replace(getattr(changed, part), **fields)
+            changed = dataclasses.replace(changed, **{part: own})
+        fits = check_fits(changed, hardware)
+        assert fits.memory.total / 1e6 == pytest.approx(float(size), abs=0.06)
+        assert fits.seconds.total * 1e3 == pytest.approx(float(ms), rel=0.01)
+    with pytest.raises(
+        ValueError, match=r"no two changes make it fit, the least is .* MB; use more"
+    ):
+        check_fits(config, with_memory(LAPTOP, 1e5))
+
+
+def test_layers_are_placed_by_time_and_by_memory():
+    only_flops = dataclasses.replace(LAPTOP, memory_bytes_per_second=1e20, loop_seconds=0.0)
+    model = dataclasses.replace(MODEL, num_layers=16, vocab_size=16 * 96)  # a head of two layers
+    data = DataConfig(batch_size=8, seq_len=12)
+    config = make_config((1, 4, 1), (2, 4), model, data, head="last")
+
+    def cost(placement):
+        pipeline = dataclasses.replace(config.pipeline, placement=placement)
+        return predict_step(dataclasses.replace(config, pipeline=pipeline), only_flops)
+
+    assert place(config, only_flops) == (5, 5, 5, 1)
+    seconds = {placement: cost(placement).seconds for placement in all_placements(16, 4)}
+    in_ticks = {p: s.layers + s.head + s.bubble for p, s in seconds.items()}
+    # Ticks at the beginning and the end have no unit for some of the stages: others may be a bit quicker.
+    assert in_ticks[5, 5, 5, 1] <= 1.05 * min(in_ticks.values())
+    assert place(config, only_flops, by="memory") == (4, 4, 4, 4)
+    four, five = (cost(p).memory.total for p in ((4, 4, 4, 4), (5, 4, 4, 3)))
+    assert place(config, with_memory(only_flops, (four + five) / 2)) == (4, 4, 4, 4)
+    with pytest.raises(ValueError, match="a step needs"):
+        place(config, with_memory(only_flops, four - 1))
+    assert place(make_config((2, 1, 1), model=model), LAPTOP) == (16,)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_change_of_the_planner_is_a_config_that_can_be_built(seed):
+    config = random_config(seed)
+    ranking = plan(config, 8, LAPTOP)
+    for cost in ranking.costs[:: max(len(ranking.costs) // 5, 1)]:
+        cost.config.check()
+        assert sum(cost.config.placement) == config.model.num_layers
+        assert np.prod([*cost.config.mesh.sizes.values()]) == 8
+
+
+def test_what_cannot_be_planned_is_refused():
+    with pytest.raises(ValueError, match="no mesh of 7 devices fits"):
+        plan(CONFIG, 7, LAPTOP)
+    with pytest.raises(ValueError, match="num_devices=0: must be positive"):
+        plan(CONFIG, 0, LAPTOP)
+
+
+def test_the_command_prints_the_table(capsys, laptop_here):  # noqa: F811
+    flags = (
+        "--model.vocab-size 768 --model.num-layers 2 --model.hidden-size 96 --model.embed-size 96"
+    )
+    assert main(["plan", "--machine", "h100", "--devices", "64", *flags.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"64 devices of h100; [\d,]+ configs", lines[0])
+    assert any(line.startswith("Use ") for line in lines)
+    assert main(["plan", "--simulate", "8", *flags.split()]) == 0
+    assert "8 devices of laptop-cpu" in capsys.readouterr().out
+    for size in ("16 potatoes", "1.2.3GB", "GB"):
+        assert main(["plan", "--machine", "h100", "--memory", size, *flags.split()]) == 2
+        assert f"--memory {size}: write it as 16GB" in capsys.readouterr().err
+    assert main(["plan", "--machine", "h100", "--memory", "1kB", *flags.split()]) == 2
+    assert "none of" in capsys.readouterr().err
+
+
+def test_the_readme_shows_what_the_command_prints(capsys):
+    [(command, shown)] = re.findall(
+        r"^python -m jaxpar (plan .*?)^```\n\n```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE
+    )
+    assert main(command.replace("\\\n", " ").split()) == 0
+    printed = capsys.readouterr().out
+    for part in shown.split("...\n"):
+        assert part.strip() in printed
+
+
+def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path, laptop_here):  # noqa: F811
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
+    flags = [
+        "train", "--simulate", "8", "--mesh", "auto", "--data.corpus", str(tmp_path / "text.txt"),
+        "--data.batch-size", "8", "--data.seq-len", "4", "--model.num-layers", "2",
+        "--model.hidden-size", "8", "--model.embed-size", "8", "--train.num-steps", "1",
+        "--train.out-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    assert main(flags) == 0
+    printed = capsys.readouterr().out
+    best = plan_here(random_tiny(flags)).best.config.mesh
+    assert re.search(
+        rf"mesh +data={best.data} x stage={best.stage} x tensor={best.tensor}", printed
+    )
+    assert best.num_devices == jax.device_count()
+    assert main([*flags, "--overwrite", "--memory", "10kB"]) == 2
+    assert re.search("needs|fits", capsys.readouterr().err)
+
+
+def random_tiny(flags):
+    """The config of those flags, its vocabulary that of any text of up to 384 words."""
+    value = dict(itertools.pairwise(flags))
+    model = ModelConfig(int(value["--model.num-layers"]), 8, 8, vocab_size=384)
+    return make_config(model=model, data=DataConfig(batch_size=8, seq_len=4), train=TrainConfig())
