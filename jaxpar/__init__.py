@@ -24,6 +24,7 @@ from jaxpar.config import (  # noqa: E402
     TrainConfig,
 )
 from jaxpar.data import IGNORE, Batch, TokenStreams  # noqa: E402
+from jaxpar.display import show  # noqa: E402
 from jaxpar.gpipe import run_pipeline  # noqa: E402
 from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.kernel import KernelChoice, choose_kernel  # noqa: E402
@@ -94,6 +95,7 @@ __all__ = [
     "inspect_function",
     "strategy_for",
     "ProgramReport",
+    "show",
     # Weights from and to PyTorch.
     "export_weights",
     "import_weights",

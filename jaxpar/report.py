@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 import rich.box
 import rich.progress
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +23,7 @@ from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.corpus import Corpus
 from jaxpar.images import Images
 from jaxpar.kernel import KernelChoice
-from jaxpar.sharding import annotated
+from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
 
 WIDTH = 100  # of what goes into a file or pipe
@@ -196,8 +197,8 @@ class ConsoleReport(Report):
         for name, value in _describe_plan(config, mesh, data):
             facts.add_row(name, value)
         self.console.print(facts, "")
-        self.console.print(parameter_table(state, mesh))
-        self._print("\n" + _describe_bytes(state))
+        self.console.print(parameter_table(state.params))
+        self._print("\n" + describe_bytes(state))
 
     def buckets(self, batches: BucketedSentences) -> None:
         """Lengths, sentences, padding."""
@@ -277,11 +278,13 @@ def make_console(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, width=WIDTH)
 
 
-def parameter_table(state: TrainState, mesh: Mesh) -> Table:
+def parameter_table(params: Any) -> Table:
     """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
 
     Args:
-      state: may be abstract.
+      params: Flax variables or arrays, with shardings if they are abstract.
+    Raises:
+      ValueError: an abstract one has no sharding.
     """
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name, justify in (
@@ -292,23 +295,33 @@ def parameter_table(state: TrainState, mesh: Mesh) -> Table:
         ("bytes/device", "right"),
     ):
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
-    for name, variable in annotated(state.params):
-        leaf = variable.get_value()
-        spec = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
-        dims = variable.get_metadata("out_sharding")
-        text, split = Text(), False
+    for name, leaf in named_leaves(params):
+        is_variable = isinstance(leaf, nnx.Variable)
+        array: Any = leaf.get_value() if is_variable else leaf
+        dims = (is_variable and leaf.get_metadata("out_sharding", None)) or [None] * array.ndim
+        layout = array.sharding
+        if layout is None:
+            raise ValueError(
+                f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
+                f"the params of abstract_state(config, mesh), or real ones"
+            )
+        sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
+        spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim
+        text = Text()
         for dim, axes in zip(dims, spec, strict=True):
             names = [axes] if isinstance(axes, str) else list(axes or ())
-            real = [axis for axis in names if mesh.shape[axis] > 1]
-            split = split or bool(real)
             text.append(f"{dim or '-'}")
-            text.append("".join(f"/{axis}" for axis in real), style="bold cyan")
+            text.append("".join(f"/{axis}" for axis in names if sizes[axis] > 1), style="bold cyan")
             text.append(", ")
-        if not split and mesh.size > 1:
+        if layout.num_devices > 1 and layout.is_fully_replicated:
             text.append("replicated  ", style="bold yellow")
         text.right_crop(2)
         table.add_row(
-            name, _shape(leaf.shape), text, _shape(_shard(leaf)), format_bytes(_bytes(leaf))
+            name,
+            format_shape(array.shape),
+            text,
+            format_shape(_shard(array)),
+            format_bytes(_bytes(array)),
         )
     return table
 
@@ -388,7 +401,8 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
     ]
 
 
-def _describe_bytes(state: TrainState) -> str:
+def describe_bytes(state: TrainState) -> str:
+    """Parameters in all, and what a device holds of the state."""
     params, opt_state, carry = (
         jax.tree.leaves(tree) for tree in (state.params, state.opt_state, state.carry)
     )
@@ -425,8 +439,9 @@ def _bytes(leaf: Any) -> int:
     return math.prod(_shard(leaf)) * leaf.dtype.itemsize
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def format_shape(shape: tuple[int, ...]) -> str:
+    """4x4x192; a scalar's is "scalar"."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def format_bytes(num_bytes: int) -> str:

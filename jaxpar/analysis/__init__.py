@@ -1,6 +1,9 @@
-"""What a compiled program does, read from it. Nothing that trains imports this package."""
+"""What a compiled program does, read from it, and pictures. Nothing that trains imports this package."""
 
 from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.analysis.grid import Grid
+from jaxpar.analysis.params import Params
+from jaxpar.analysis.picture import Picture
 from jaxpar.analysis.program import (
     Memory,
     ProgramReport,
@@ -10,13 +13,18 @@ from jaxpar.analysis.program import (
     inspect_step,
 )
 from jaxpar.analysis.strategy import Advice, SplitCost, inspect_split, strategy_for
+from jaxpar.analysis.timeline import Timeline
 
 __all__ = [
     "Advice",
     "Collective",
+    "Grid",
     "Memory",
+    "Params",
+    "Picture",
     "ProgramReport",
     "SplitCost",
+    "Timeline",
     "Total",
     "find_collectives",
     "inspect_compiled",

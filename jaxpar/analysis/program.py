@@ -1,7 +1,6 @@
 """Reports on compiled programs, the training step or any other: collectives, FLOPs and memory."""
 
 import dataclasses
-import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,14 +9,15 @@ import jax
 import numpy as np
 import rich.box
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console, RenderableType
 from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.analysis.picture import Tables
 from jaxpar.config import RunConfig
+from jaxpar.display import show
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
 from jaxpar.plan import Plan
-from jaxpar.report import WIDTH, format_bytes
+from jaxpar.report import format_bytes
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 
@@ -63,7 +63,7 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramReport:
+class ProgramReport(Tables):
     """What one device does when a compiled program runs once. `print` it, or read it.
 
     Attributes:
@@ -113,7 +113,8 @@ class ProgramReport:
             "totals": [dataclasses.asdict(total) for total in self.totals],
         }
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[Table | str]:
+        """Collectives, totals, FLOPs and memory."""
         if self.collectives:
             yield _collectives_table(self.collectives)
             yield "\nbytes: of one run; sent: in all runs, by the busiest device of a ring" + (
@@ -133,11 +134,14 @@ class ProgramReport:
             facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
         yield facts
 
-    def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH)
-        with console.capture() as capture:
-            console.print(self, end="", highlight=False)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    # A dataclass would make one of its own.
+    __repr__ = Tables.__repr__
+
+
+@show.register
+def show_report(report: ProgramReport) -> ProgramReport:
+    """The report, which is a picture."""
+    return report
 
 
 def inspect_step(config: RunConfig, mesh: Mesh | None = None) -> ProgramReport:
