@@ -1,6 +1,7 @@
 """Pictures: what they show is what is, and a browser shows them without help from elsewhere."""
 
 import html.parser
+import itertools
 import re
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, make_schedule, show
+from jaxpar.analysis.animation import make_animation, make_strategies
 from jaxpar.analysis.picture import PALETTE, color_of, make_page, text_color_on
 from jaxpar.state import abstract_state
 
@@ -66,7 +68,9 @@ def mesh(config):
 
 def idle_share(picture):
     """Of the area of the rectangles: a unit's own height, its foot aside."""
-    rects = re.findall(r'<rect (class="idle" )?x="\S+" y="\S+" width="(\S+)" height="24"', picture)
+    rects = re.findall(
+        r'<rect (class="idle" \S+ )?x="\S+" width="(\S+)" y="\S+" height="24"', picture
+    )
     widths = np.array([float(width) for _, width in rects])
     # Each is drawn a pixel narrower on either side.
     widths += 2 * np.where(widths > 6, 1, 0.3)
@@ -223,7 +227,11 @@ BROWSER = (
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 
 
-def browse(path, tmp_path, *flags):
+def rgb(color):
+    return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def browse(path, tmp_path, *flags, moment=""):
     """A picture of the page, what its console says, and the addresses that it asks for."""
     shot, log = tmp_path / "page.png", tmp_path / "net.json"
     done = subprocess.run(
@@ -233,7 +241,7 @@ def browse(path, tmp_path, *flags):
             "--no-first-run", "--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND",
             "--enable-logging=stderr", f"--log-net-log={log}", f"--user-data-dir={tmp_path / 'user'}",
             "--window-size=1100,1600", "--virtual-time-budget=2000", f"--screenshot={shot}",
-            *flags, path.as_uri(),
+            *flags, f"{path.as_uri()}#{moment}",
         ],
         capture_output=True,
         text=True,
@@ -255,8 +263,7 @@ def test_a_browser_shows_the_pictures_and_asks_nobody(config, mesh, tmp_path):
     page.write_text(make_page("pictures", "".join(show(thing)._repr_html_() for thing in things)))
     pixels, console, urls = browse(page, tmp_path)
     assert (console, urls) == ([], set())
-    colors = {tuple(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in PALETTE}
-    assert colors <= set(map(tuple, pixels.reshape(-1, 3).tolist()))
+    assert set(map(rgb, PALETTE)) <= set(map(tuple, pixels.reshape(-1, 3).tolist()))
     assert (pixels == 255).all(-1).mean() < 0.98
     dark, _, _ = browse(page, tmp_path, "--blink-settings=preferredColorScheme=0")
     assert dark.mean() < 60 < 200 < pixels.mean()
@@ -270,3 +277,40 @@ def test_the_browser_test_sees_errors_and_requests(tmp_path):
     _, console, urls = browse(page, tmp_path)
     assert any("nothing is not defined" in line for line in console)
     assert "https://example.com/x.png" in urls
+
+
+def test_the_strategies_do_the_same_work_and_differ_in_waiting():
+    strategies = {strategy.name.split()[0]: strategy for strategy in make_strategies(4, 2)}
+    for strategy in strategies.values():
+        assert sum(b.cost for b in strategy.blocks if b.label) == pytest.approx(4 * (1 + 2))
+        for device in range(4):
+            spans = sorted(
+                (b.start, b.start + b.cost) for b in strategy.blocks if b.stage == device
+            )
+            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
+    assert {name: s.busy for name, s in strategies.items()} == pytest.approx(
+        {
+            "model": 1 - make_schedule("gpipe", 4, 1).bubble,
+            "tensor": 1,
+            "data": 1,
+            "pipeline": 1 - make_schedule("1f1b", 4, 4, 2).bubble,
+        }
+    )
+    # Every layer is held once, but with data parallelism by every device.
+    for name, strategy in strategies.items():
+        held = sum(stop - start for parts in strategy.holds for _, start, stop in parts)
+        assert held == (16 if name == "data" else 4)
+
+
+@needs_browser
+def test_the_animation_runs_in_a_browser(tmp_path):
+    page = tmp_path / "strategies.html"
+    page.write_text(make_animation())
+    assert page.stat().st_size < 100_000
+    early, console, urls = browse(page, tmp_path, moment="t=2")
+    assert (console, urls) == ([], set())
+    late, console, _ = browse(page, tmp_path, moment="t=12")
+    assert console == []
+    # Colours are pale until their time has come.
+    solid = [(pixels == rgb(color_of(0))).all(-1).sum() for pixels in (early, late)]
+    assert 0 < solid[0] < 0.8 * solid[1]

@@ -18,7 +18,7 @@ PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#5
 
 # A notebook's theme need not be the system's: a picture brings its background along.
 STYLE = """\
-.jaxpar{--fg:#1b1f24;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--idle:#eceff2;--axis:#0a5ca8;--warn:#9a4b00;
+.jaxpar{--fg:#1b1f24;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--idle:#e4e8ec;--axis:#0a5ca8;--warn:#9a4b00;
 color-scheme:light dark;color:var(--fg);background:var(--bg);font:13px/1.45 system-ui,sans-serif;
 padding:10px 12px;border-radius:6px;overflow-x:auto}
 @media(prefers-color-scheme:dark){.jaxpar{--fg:#e6edf3;--bg:#12161c;--dim:#9aa5b1;--line:#3a424c;--idle:#262c34;
@@ -38,7 +38,7 @@ text-align:center;font-weight:600}
 .jaxpar svg{display:block}
 .jaxpar svg text{font:11px system-ui,sans-serif;fill:var(--fg)}
 .jaxpar svg .dim{fill:var(--dim)}
-.jaxpar svg .idle{fill:var(--idle)}
+.jaxpar .nowrap{white-space:nowrap}
 .jaxpar svg .tick{stroke:var(--line)}"""
 
 # What rich calls a colour in a table, and the class of it here.

@@ -6,7 +6,7 @@ the bubble.
 
 import html
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console, RenderableType
@@ -136,21 +136,19 @@ class Timeline(Picture):
 
     def _legend(self) -> str:
         s = self.schedule
-        items = [
-            f"{_swatch(color_of(m))} microbatch {m}" for m in range(min(s.num_microbatches, 7))
-        ]
+        items = [f"{swatch(color_of(m))} microbatch {m}" for m in range(min(s.num_microbatches, 7))]
         if s.num_microbatches > 7:
             items.append("and so on, from the first colour again")
         if s.num_chunks > 1:
-            shades = "".join(_swatch(unit_color(s, k)) for k in range(min(s.num_chunks, 12)))
+            shades = "".join(swatch(unit_color(s, k)) for k in range(min(s.num_chunks, 12)))
             items.append(f"{shades} its chunks of time, 0 to {s.num_chunks - 1}")
-        items.append(f"{_swatch('var(--idle)')} idle")
+        items.append(f"{swatch('var(--idle)')} idle")
         name = "microbatch" + ".chunk" * (s.num_chunks > 1) + "/group" * (s.num_groups > 1)
         words = f"F{s.label('', 0, 0)} forward"
         if s.num_slots:
             words += f", B{s.label('', 0, 0)} backward (dark foot, twice the time)"
         items.append(f"{words} of {name}")
-        return f"<p>{' &nbsp; '.join(items)}</p>"
+        return legend_html(items)
 
     def _bands(self, max_width: int) -> Iterator[Text]:
         """As many ticks beside each other as there is room for, then the next."""
@@ -192,18 +190,32 @@ class Timeline(Picture):
 
 
 def block_svg(
-    block: Block, x: float, y: float, width: float, height: float, *, labelled: bool = True
+    block: Block,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    *,
+    labelled: bool = True,
+    stripes: tuple[str, ...] = (),
 ) -> str:
-    """A unit as a rectangle, a backward unit with a dark foot."""
+    """A unit as a rectangle, a backward unit with a dark foot; in several colours, given `stripes`."""
     gap = 1 if width > 8 else 0.3
-    size = f'x="{x + gap:.1f}" y="{y + 1:.1f}" width="{width - 2 * gap:.1f}"'
+    left = f'x="{x + gap:.1f}" width="{width - 2 * gap:.1f}"'
     if not block.label:
-        return f'<rect class="idle" {size} height="{height - 2:g}"/>'
-    title = f"<title>{html.escape(block.label)}</title>"
-    parts = [f'<rect {size} height="{height - 2:g}" fill="{block.color}">{title}</rect>']
+        # Its own style: rules for classes do not reach what is drawn by <use>.
+        style = 'class="idle" style="fill:var(--idle)"'
+        return f'<rect {style} {left} y="{y + 1:.1f}" height="{height - 2:g}"/>'
+    colors = stripes or (block.color,)
+    high = (height - 2) / len(colors)
+    parts = [
+        f'<rect {left} y="{y + 1 + i * high:.1f}" height="{high:g}" fill="{color}">'
+        f"<title>{html.escape(block.label)}</title></rect>"
+        for i, color in enumerate(colors)
+    ]
     if not block.is_forward:
-        foot = f'x="{x + gap:.1f}" y="{y + height - 6:.1f}" width="{width - 2 * gap:.1f}"'
-        parts.append(f'<rect {foot} height="5" fill="#000" fill-opacity=".45"/>')
+        foot = f'{left} y="{y + height - 6:.1f}" height="5"'
+        parts.append(f'<rect {foot} fill="#000" fill-opacity=".45"/>')
     if labelled:
         middle = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 3:.1f}"'
         parts.append(
@@ -219,7 +231,13 @@ def show_schedule(schedule: Schedule) -> Timeline:
     return Timeline(schedule)
 
 
-def _swatch(color: str) -> str:
+def legend_html(items: Sequence[str]) -> str:
+    """A line of explanations, broken between them only."""
+    return "<p>" + " &nbsp; ".join(f'<span class="nowrap">{item}</span>' for item in items) + "</p>"
+
+
+def swatch(color: str) -> str:
+    """A spot of colour for a legend."""
     return (
         f'<span style="display:inline-block;width:14px;height:12px;vertical-align:-1px;background:{color}">'
         f"</span>"
