@@ -1,4 +1,6 @@
-"""The commands: `python -m jaxpar train | evaluate | sample | inspect | export | import | launch | doctor`.
+"""The commands of `python -m jaxpar`.
+
+    train | evaluate | sample | inspect | plot | export | import | launch | doctor
 
 See `--help` of each.
 """
@@ -158,21 +160,49 @@ class Inspect(ConfigOptions):
     def run(self) -> int:
         """The exit code, 0."""
         from jaxpar.analysis import inspect_step
-        from jaxpar.corpus import load_corpus
         from jaxpar.report import make_console
-        from jaxpar.tasks import TextTask
+        from jaxpar.tasks import complete
 
-        config, mesh = self.config, self.config.mesh.build()
-        if isinstance(config, Config) and config.model.vocab_size is None:
-            data = config.data
-            corpus = load_corpus(data.corpus, data.level, data.max_vocab)
-            config = TextTask(config, mesh, corpus).config
-        config = dataclasses.replace(config, mesh=config.mesh.resolve())
-        report = inspect_step(config, mesh)
+        mesh = self.config.mesh.build()
+        report = inspect_step(complete(self.config, mesh), mesh)
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
             make_console().print(report, highlight=False)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot(ConfigOptions):
+    """Draws a picture into a file: of a config, of runs, or of the four ways to share a step.
+
+    schedule    what each stage does when, by --mesh and --pipeline
+    bubble      against microbatches and chunks of time, likewise
+    memory      on a device, by kind, for each of --meshes
+    bytes       that a device sends along each axis, for each of --meshes
+    curves      loss and speed of runs, such as: plot curves runs/0001 runs/0002
+    strategies  devices idle, and then busy: an animation
+    """
+
+    kind: Positional[Literal["schedule", "bubble", "memory", "bytes", "curves", "strategies"]] = (
+        dataclasses.field(kw_only=True)
+    )
+    runs: Positional[tuple[str, ...]] = ()
+    """Folders of runs, for curves."""
+    output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
+    """A .png, .svg or .html; without one, KIND.png, and strategies.html."""
+    meshes: Annotated[tuple[str, ...], arg(metavar="SHAPES")] = ()
+    """Meshes to compare, such as dp8 tp8 pp8; without them, --mesh."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.analysis.plot import plot
+
+        configs = {
+            mesh: dataclasses.replace(self.config, mesh=MeshConfig.parse(mesh))
+            for mesh in self.meshes
+        }
+        print(plot(self.kind, self.config, configs, self.runs, self.output))
         return 0
 
 
@@ -283,7 +313,7 @@ class Doctor:
         return report()
 
 
-Command = Train | Evaluate | Sample | Inspect | Export | Import | Launch | Doctor
+Command = Train | Evaluate | Sample | Inspect | Plot | Export | Import | Launch | Doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -327,6 +357,7 @@ def _parse(argv: list[str]) -> Command:
                 | Annotated[Evaluate, subcommand("evaluate")]
                 | Annotated[Sample, subcommand("sample")]
                 | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
+                | Annotated[Plot, subcommand("plot", default=Plot(kind="schedule", config=config))]
                 | Annotated[Export, subcommand("export")]
                 | Annotated[Import, subcommand("import")]
                 | Annotated[Launch, subcommand("launch")]
@@ -367,7 +398,7 @@ def _base_config(argv: list[str]) -> RunConfig:
     except argparse.ArgumentError:
         return CONFIGS["lstm"]  # tyro will find the same mistake, and tell it better
     config = CONFIGS[given.model or "lstm"]
-    if argv[:1] not in (["train"], ["inspect"]) or {"-h", "--help"} & set(argv):
+    if argv[:1] not in (["train"], ["inspect"], ["plot"]) or {"-h", "--help"} & set(argv):
         return config
     if given.resume:
         from jaxpar.run_folder import RunFolder, newest_run_folder

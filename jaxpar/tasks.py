@@ -10,13 +10,26 @@ from jax.sharding import Mesh
 from jaxpar.batches import make_batches
 from jaxpar.buckets import BucketedSentences
 from jaxpar.config import VOCAB_MULTIPLE, Config, ImageConfig, RunConfig
-from jaxpar.corpus import Corpus, unigram_perplexity
+from jaxpar.corpus import Corpus, load_corpus, unigram_perplexity
 from jaxpar.data import TokenStreams
 from jaxpar.evaluate import Evaluator, ImageEvaluator
 from jaxpar.images import ImageBatches, Images
 from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.report import ImageEvaluation, ImageProgress, TextEvaluation, TextProgress
+
+
+def complete(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """The config with its mesh and the size of its vocabulary filled in; the text is read if it must be.
+
+    Raises:
+      ValueError: sizes do not fit each other.
+    """
+    if isinstance(config, Config) and config.model.vocab_size is None:
+        data = config.data
+        corpus = load_corpus(data.corpus, data.level, data.max_vocab)
+        return TextTask(config, mesh, corpus).config
+    return dataclasses.replace(config, mesh=config.mesh.resolve())
 
 
 class TextTask:

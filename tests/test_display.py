@@ -227,13 +227,32 @@ BROWSER = (
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 
 
+# Writes to the console which text of an SVG is cut, or overlaps another of its picture.
+LOOK = """<script>addEventListener("load", () => {
+  for (const svg of document.querySelectorAll("svg:not(svg svg)")) {
+    const inside = svg.getBoundingClientRect(), seen = [];
+    for (const text of svg.querySelectorAll("text")) {
+      const a = text.getBoundingClientRect(), say = what => console.error(text.textContent + what);
+      if (!a.width) continue;
+      if (a.left < inside.left - 1 || a.right > inside.right + 1 || a.top < inside.top - 1 ||
+          a.bottom > inside.bottom + 1) say(" is cut");
+      for (const [b, other] of seen)
+        if (a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 2 && b.top < a.bottom - 2)
+          say(" overlaps " + other);
+      seen.push([a, text.textContent]);
+    }
+  }
+})</script>"""
+
+
 def rgb(color):
     return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
 
 
 def browse(path, tmp_path, *flags, moment=""):
     """A picture of the page, what its console says, and the addresses that it asks for."""
-    shot, log = tmp_path / "page.png", tmp_path / "net.json"
+    shot, log, page = (tmp_path / name for name in ("page.png", "net.json", "looked-at.html"))
+    page.write_text(path.read_text() + LOOK)
     done = subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
@@ -241,7 +260,7 @@ def browse(path, tmp_path, *flags, moment=""):
             "--no-first-run", "--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND",
             "--enable-logging=stderr", f"--log-net-log={log}", f"--user-data-dir={tmp_path / 'user'}",
             "--window-size=1100,1600", "--virtual-time-budget=2000", f"--screenshot={shot}",
-            *flags, f"{path.as_uri()}#{moment}",
+            *flags, f"{page.as_uri()}#{moment}",
         ],
         capture_output=True,
         text=True,
@@ -258,9 +277,15 @@ def browse(path, tmp_path, *flags, moment=""):
 @needs_browser
 def test_a_browser_shows_the_pictures_and_asks_nobody(config, mesh, tmp_path):
     state = abstract_state(config, mesh)
-    things = (mesh, state, state.params["lstm"]["w_h"], make_schedule("1f1b", 4, 2, 2))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    things = (
+        *(mesh, state, state.params["lstm"]["w_h"], make_schedule("interleaved", 4, 4, 1, 2)),
+        jaxpar.inspect_function(lambda x: x.sum(0), x),
+    )
     page = tmp_path / "page.html"
-    page.write_text(make_page("pictures", "".join(show(thing)._repr_html_() for thing in things)))
+    body = "".join(show(thing)._repr_html_() for thing in things)
+    body += show(make_schedule("1f1b", 4, 20, 2)).to_svg()
+    page.write_text(make_page("pictures", body))
     pixels, console, urls = browse(page, tmp_path)
     assert (console, urls) == ([], set())
     assert set(map(rgb, PALETTE)) <= set(map(tuple, pixels.reshape(-1, 3).tolist()))
@@ -273,9 +298,12 @@ def test_a_browser_shows_the_pictures_and_asks_nobody(config, mesh, tmp_path):
 def test_the_browser_test_sees_errors_and_requests(tmp_path):
     page = tmp_path / "page.html"
     body = "<img src='https://example.com/x.png'><script>nothing.here()</script>"
+    body += "<svg width='90'><text y='9'>long</text><text y='12'>over it</text></svg>"
+    body += "<svg width='90'><text x='80' y='20'>too far</text></svg>"
     page.write_text(make_page("bad", body))
     _, console, urls = browse(page, tmp_path)
-    assert any("nothing is not defined" in line for line in console)
+    for message in ("nothing is not defined", "over it overlaps long", "too far is cut"):
+        assert any(message in line for line in console), console
     assert "https://example.com/x.png" in urls
 
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxpar.schedule import make_schedule
+from jaxpar import make_schedule, show
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,11 +30,14 @@ def test_python_blocks_run_in_their_order(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "runs/0001" in done.stdout
     assert "(None, 'tensor')" in done.stdout
-    assert any("row split" in block and block in done.stdout for block in blocks("text"))
+    for shown in ("row split", "dim 0 layers/stage"):
+        assert any(shown in block and block in done.stdout for block in blocks("text"))
 
 
 def test_the_schedule_is_the_real_one():
-    assert make_schedule("1f1b", 4, 2, 2).to_text() + "\n" in blocks("text")
+    schedule = make_schedule("1f1b", 4, 2, 2)
+    assert schedule.to_text() + "\n" in blocks("text")
+    assert show(schedule).to_svg() == (ROOT / "docs/schedule.svg").read_text()
 
 
 def test_the_page_of_model_parallelism_shows_what_its_command_prints():

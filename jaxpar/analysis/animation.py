@@ -4,8 +4,9 @@ import html
 import json
 from typing import NamedTuple
 
+from jaxpar.analysis.blocks import IDLE, Block, block_svg, legend_html
 from jaxpar.analysis.picture import STYLE, color_of, make_page
-from jaxpar.analysis.timeline import Block, block_svg, blocks_of, legend_html, swatch
+from jaxpar.analysis.timeline import blocks_of
 from jaxpar.schedule import make_schedule
 
 ROW, LEFT, WIDTH = 30, 118, 696  # pixels: of a device's row, before the timeline, of it
@@ -81,8 +82,8 @@ def make_strategies(num_devices: int = 4, num_chunks: int = 2) -> list[Strategy]
         ),
         Strategy(
             "pipeline parallelism",
-            f"A layer on each device, the batch in {n} parts, their sentences in {num_chunks}; pieces go to the "
-            f"neighbour.",
+            f"A layer on each device, the batch in {n} parts, their sentences in {num_chunks}; pieces go to "
+            f"the neighbour.",
             pipeline,
             one_layer,
             False,
@@ -98,14 +99,14 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
     """
     strategies = make_strategies(num_devices, num_chunks)
     last = max(strategy.end for strategy in strategies)
-    colors = "".join(swatch(color_of(part)) for part in range(num_devices))
+    colors = tuple(map(color_of, range(num_devices)))
     legend = legend_html(
         (
-            f"{colors} rows of the batch; stripes: all of them at once",
-            "paler: later in the sentences",
-            "dark foot: backward pass, twice the work",
-            f"{swatch('var(--idle)')} idle",
-            "left: the part of the weights that a device holds",
+            (colors, "rows of the batch; stripes: all of them at once"),
+            ((), "paler: later in the sentences"),
+            ((), "dark foot: backward pass, twice the work"),
+            ((IDLE,), "idle"),
+            ((), "left: the part of the weights that a device holds"),
         )
     )
     panels = "".join(_panel(i, s, last) for i, s in enumerate(strategies))
@@ -137,7 +138,8 @@ def _panel(number: int, strategy: Strategy, last: float) -> str:
         for block in strategy.blocks
     )
     devices = "".join(
-        f'<g class="light" transform="translate(0 {ROW * d})"><text x="0" y="{ROW / 2 + 4:g}">device {d}</text>'
+        f'<g class="light" transform="translate(0 {ROW * d})">'
+        f'<text x="0" y="{ROW / 2 + 4:g}">device {d}</text>'
         f"{_icon(strategy.holds[d], n)}</g>"
         for d in range(n)
     )
@@ -156,11 +158,12 @@ def _panel(number: int, strategy: Strategy, last: float) -> str:
         f'<section data-strategy="{data}"><h2>{strategy.name} <output>{_numbers(strategy)}</output></h2>'
         f'<p>{strategy.words}</p><svg width="{width}" viewBox="0 0 {width} {height + 20}" role="img" '
         f'aria-label="{strategy.name}: {_numbers(strategy)}">'
-        f'<defs><g id="bars{number}">{bars}</g><clipPath id="past{number}"><rect class="past" x="{LEFT}" y="0" '
-        f'width="{WIDTH}" height="{height}"/></clipPath></defs>'
+        f'<defs><g id="bars{number}">{bars}</g><clipPath id="past{number}">'
+        f'<rect class="past" x="{LEFT}" y="0" width="{WIDTH}" height="{height}"/></clipPath></defs>'
         f'{devices}{ticks}<use href="#bars{number}" opacity=".2"/>'
         f'<use href="#bars{number}" clip-path="url(#past{number})"/>'
-        f'<path class="end" d="M{end:g} 0v{height}"/><path class="now" d="M{LEFT} 0v{height}"/></svg></section>'
+        f'<path class="end" d="M{end:g} 0v{height}"/>'
+        f'<path class="now" d="M{LEFT} 0v{height}"/></svg></section>'
     )
 
 
@@ -202,7 +205,8 @@ _STYLE = """\
 
 # Without it, or with motion switched off, the page shows the whole step.
 _SCRIPT = """
-const root = document.querySelector(".jaxpar"), [button, slider, clock] = root.querySelector(".controls").children;
+const root = document.querySelector(".jaxpar");
+const [button, slider, clock] = root.querySelector(".controls").children;
 const last = +slider.max, rest = 1.5;  // seconds a unit of time, and at the end
 const panels = [...root.querySelectorAll("section")].map(node => ({
   ...JSON.parse(node.dataset.strategy), node, says: node.querySelector("output"),
@@ -242,7 +246,8 @@ function play(on) {
 }
 button.onclick = () => play(!playing);
 slider.oninput = () => { play(false); time = +slider.value; draw(time); };
-const asked = /t=([0-9.]+)/.exec(location.hash), still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+const asked = /t=([0-9.]+)/.exec(location.hash);
+const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
 time = asked ? Math.min(+asked[1], last) : still ? last : 0;
 draw(time);
 play(!asked && !still);

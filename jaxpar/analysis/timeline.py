@@ -4,14 +4,14 @@ A backward unit is drawn twice as wide as a forward unit, as `Schedule.bubble` c
 the bubble.
 """
 
-import html
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from jaxpar.analysis.blocks import IDLE, LEFT, ROW, Block, Legend, block_svg, legend_html, svg_file
 from jaxpar.analysis.picture import Picture, color_of, text_color_on
 from jaxpar.display import show
 from jaxpar.schedule import Schedule
@@ -19,25 +19,6 @@ from jaxpar.schedule import Schedule
 MAX_TICKS = 200  # of a longer schedule the first and the last are drawn,
 MAX_TEXT_TICKS = 48  # and fewer of them as text
 MAX_WIDTH = 2400  # pixels that a picture with labels may have
-ROW = 26  # pixels
-LEFT = 60
-
-
-class Block(NamedTuple):
-    """A unit at its place; idle where label is empty.
-
-    Attributes:
-      start, cost: in forward units.
-      color: by microbatch, paler with each chunk of time.
-    """
-
-    tick: int
-    stage: int
-    start: float
-    cost: float
-    is_forward: bool
-    label: str
-    color: str
 
 
 def blocks_of(
@@ -89,32 +70,50 @@ class Timeline(Picture):
         for ticks in self._shown(MAX_TICKS):
             if pictures:
                 pictures.append(f"<p>{self.schedule.num_ticks - MAX_TICKS} ticks are left out</p>")
-            pictures.append(self._svg(ticks))
+            drawing, width, height = self._draw(ticks)
+            pictures.append(
+                f'<svg role="img" aria-label="schedule {self.schedule.kind}" width="{width:.0f}" '
+                f'height="{height:.0f}">{drawing}</svg>'
+            )
+        return "".join(pictures) + legend_html(self._legend()) + f"<p>{self._caption()}</p>"
+
+    def to_svg(self) -> str:
+        """The same as a file of SVG.
+
+        Raises:
+          ValueError: the schedule is too long for one.
+        """
+        n = self.schedule.num_ticks
+        if n > MAX_TICKS:
+            raise ValueError(
+                f"{n} ticks are too many for one picture; use {MAX_TICKS} or fewer, or .html, which leaves "
+                f"some out"
+            )
+        return svg_file(*self._draw(range(n)), self._legend(), self._caption())
+
+    def _caption(self) -> str:
         s = self.schedule
         live = ", ".join(map(str, s.live_units))
-        caption = (
-            f"<p><b>{s.kind}</b>: {s.num_stages} stages, {s.num_microbatches} microbatches "
-            f"x {s.num_chunks} chunks"
+        return (
+            f"{s.kind}: {s.num_stages} stages, {s.num_microbatches} microbatches x {s.num_chunks} chunks"
             + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
-            + f"; {s.num_ticks} ticks; <b>bubble {s.bubble:.1%}</b>, the share of grey"
-            + (f"; live units on stage 0, 1, ...: <b>{live}</b>" if s.num_slots else "")
-            + "</p>"
+            + f"; {s.num_ticks} ticks; bubble {s.bubble:.1%}, the share of grey"
+            + f"; live units on stage 0, 1, ...: {live}" * bool(s.num_slots)
         )
-        return "".join(pictures) + self._legend() + caption
 
     def _shown(self, limit: int) -> list[range]:
         """The ticks, or as many of the first and last."""
         n = self.schedule.num_ticks
         return [range(n)] if n <= limit else [range(limit // 2), range(n - limit // 2, n)]
 
-    def _svg(self, ticks: range) -> str:
+    def _draw(self, ticks: range) -> tuple[str, float, float]:
+        """SVG, its width and height."""
         blocks = [block for tick in ticks for block in self._blocks[tick]]
         first, last = blocks[0].start, blocks[-1].start + blocks[-1].cost
         scale = 6.3 * self._label_width + 7  # pixels of a forward unit
         labelled = (last - first) * scale <= MAX_WIDTH
         if not labelled:
             scale = max(MAX_WIDTH / (last - first), 4.0)
-        width = (last - first) * scale
         height = 20 + ROW * self.schedule.num_stages
         parts, free = ['<text class="dim" x="0" y="13">tick</text>'], 0.0
         for tick in ticks:
@@ -129,26 +128,23 @@ class Timeline(Picture):
         for block in blocks:
             x, y = LEFT + (block.start - first) * scale, 20 + ROW * block.stage
             parts.append(block_svg(block, x, y, block.cost * scale, ROW, labelled=labelled))
-        return (
-            f'<svg role="img" aria-label="schedule {self.schedule.kind}" width="{LEFT + width + 2:.0f}" '
-            f'height="{height + 2}">{"".join(parts)}</svg>'
-        )
+        return "".join(parts), LEFT + (last - first) * scale + 2, height + 2
 
-    def _legend(self) -> str:
+    def _legend(self) -> Legend:
         s = self.schedule
-        items = [f"{swatch(color_of(m))} microbatch {m}" for m in range(min(s.num_microbatches, 7))]
+        first = range(min(s.num_microbatches, 7))
+        legend: list[Any] = [((color_of(m),), f"microbatch {m}") for m in first]
         if s.num_microbatches > 7:
-            items.append("and so on, from the first colour again")
+            legend.append(((), "and so on, from the first colour again"))
         if s.num_chunks > 1:
-            shades = "".join(swatch(unit_color(s, k)) for k in range(min(s.num_chunks, 12)))
-            items.append(f"{shades} its chunks of time, 0 to {s.num_chunks - 1}")
-        items.append(f"{swatch('var(--idle)')} idle")
+            shades = tuple(unit_color(s, k) for k in range(min(s.num_chunks, 12)))
+            legend.append((shades, f"its chunks of time, 0 to {s.num_chunks - 1}"))
+        legend.append(((IDLE,), "idle"))
         name = "microbatch" + ".chunk" * (s.num_chunks > 1) + "/group" * (s.num_groups > 1)
         words = f"F{s.label('', 0, 0)} forward"
         if s.num_slots:
             words += f", B{s.label('', 0, 0)} backward (dark foot, twice the time)"
-        items.append(f"{words} of {name}")
-        return legend_html(items)
+        return [*legend, ((), f"{words} of {name}")]
 
     def _bands(self, max_width: int) -> Iterator[Text]:
         """As many ticks beside each other as there is room for, then the next."""
@@ -189,56 +185,7 @@ class Timeline(Picture):
         return Text("\n", no_wrap=True).join(lines)
 
 
-def block_svg(
-    block: Block,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    *,
-    labelled: bool = True,
-    stripes: tuple[str, ...] = (),
-) -> str:
-    """A unit as a rectangle, a backward unit with a dark foot; in several colours, given `stripes`."""
-    gap = 1 if width > 8 else 0.3
-    left = f'x="{x + gap:.1f}" width="{width - 2 * gap:.1f}"'
-    if not block.label:
-        # Its own style: rules for classes do not reach what is drawn by <use>.
-        style = 'class="idle" style="fill:var(--idle)"'
-        return f'<rect {style} {left} y="{y + 1:.1f}" height="{height - 2:g}"/>'
-    colors = stripes or (block.color,)
-    high = (height - 2) / len(colors)
-    parts = [
-        f'<rect {left} y="{y + 1 + i * high:.1f}" height="{high:g}" fill="{color}">'
-        f"<title>{html.escape(block.label)}</title></rect>"
-        for i, color in enumerate(colors)
-    ]
-    if not block.is_forward:
-        foot = f'{left} y="{y + height - 6:.1f}" height="5"'
-        parts.append(f'<rect {foot} fill="#000" fill-opacity=".45"/>')
-    if labelled:
-        middle = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 3:.1f}"'
-        parts.append(
-            f'<text {middle} text-anchor="middle" style="fill:{text_color_on(block.color)}">'
-            f"{html.escape(block.label)}</text>"
-        )
-    return "".join(parts)
-
-
 @show.register
 def show_schedule(schedule: Schedule) -> Timeline:
     """Who works on what, when."""
     return Timeline(schedule)
-
-
-def legend_html(items: Sequence[str]) -> str:
-    """A line of explanations, broken between them only."""
-    return "<p>" + " &nbsp; ".join(f'<span class="nowrap">{item}</span>' for item in items) + "</p>"
-
-
-def swatch(color: str) -> str:
-    """A spot of colour for a legend."""
-    return (
-        f'<span style="display:inline-block;width:14px;height:12px;vertical-align:-1px;background:{color}">'
-        f"</span>"
-    )
