@@ -7,9 +7,11 @@ check_jax_version()
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
 from jaxpar.analysis import (  # noqa: E402
+    MeasuredStep,
     ProgramReport,
     inspect_function,
     inspect_step,
+    measure_step,
     strategy_for,
 )
 from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
@@ -93,8 +95,10 @@ __all__ = [
     # What a compiled step does.
     "inspect_step",
     "inspect_function",
+    "measure_step",
     "strategy_for",
     "ProgramReport",
+    "MeasuredStep",
     "show",
     # Weights from and to PyTorch.
     "export_weights",

@@ -70,6 +70,8 @@ class Train(ConfigOptions):
     """Go on with the run in --train.out-dir, or with the latest, with its settings."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
+    profile: bool = False
+    """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
@@ -78,7 +80,11 @@ class Train(ConfigOptions):
 
         start_processes()
         result = fit(
-            self.config, resume=self.resume, overwrite=self.overwrite, report=ConsoleReport()
+            self.config,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            profile=self.profile,
+            report=ConsoleReport(),
         )
         return 0 if result.stopped_by is None else 128 + result.stopped_by
 
@@ -177,6 +183,7 @@ class Plot(ConfigOptions):
     """Draws a picture into a file: of a config, of runs, or of the four ways to share a step.
 
     schedule    what each stage does when, by --mesh and --pipeline
+    timeline    of a step that is run: what each stage did when, beside its schedule
     bubble      against microbatches and chunks of time, likewise
     memory      on a device, by kind, for each of --meshes
     bytes       that a device sends along each axis, for each of --meshes
@@ -184,9 +191,9 @@ class Plot(ConfigOptions):
     strategies  devices idle, and then busy: an animation
     """
 
-    kind: Positional[Literal["schedule", "bubble", "memory", "bytes", "curves", "strategies"]] = (
-        dataclasses.field(kw_only=True)
-    )
+    kind: Positional[
+        Literal["schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies"]
+    ] = dataclasses.field(kw_only=True)
     runs: Positional[tuple[str, ...]] = ()
     """Folders of runs, for curves."""
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None

@@ -12,13 +12,13 @@ def show(thing: Any) -> Any:
 
     Args:
       thing: a `MeshConfig` or `Mesh`; an array, also an abstract one, or a Flax variable; a `TrainState`, an
-        `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`.
+        `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`; a `MeasuredStep`.
     Raises:
       ValueError: there is no picture of such a thing.
     """
     raise ValueError(
         f"there is no picture of a {type(thing).__name__}; give a mesh, an array, a state or module of Flax, "
-        f"a TrainState, a Schedule or a ProgramReport"
+        f"a TrainState, a Schedule, a ProgramReport or a MeasuredStep"
     )
 
 

@@ -178,6 +178,9 @@ class Report:
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """After the last step taken here."""
 
+    def profile(self, path: Path) -> None:
+        """After `end`, if steps were traced; `path` is for Perfetto."""
+
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
         """When everything is written; `evaluations` is empty if the run was stopped."""
 
@@ -252,6 +255,10 @@ class ConsoleReport(Report):
                 f"stopped by {stopped_by.name} after step {step}/{num_steps}; its state is saved, "
                 f"go on with --resume --train.out-dir {self._out_dir}"
             )
+
+    def profile(self, path: Path) -> None:
+        """How to look at it."""
+        self._print(f"trace of a few steps: {path}; open it on ui.perfetto.dev")
 
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
         """Evaluations, and where everything is."""

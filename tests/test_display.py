@@ -15,6 +15,7 @@ import rich
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_measured import make_measured
 
 import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, make_schedule, show
@@ -284,7 +285,9 @@ def test_a_browser_shows_the_pictures_and_asks_nobody(config, mesh, tmp_path):
     )
     page = tmp_path / "page.html"
     body = "".join(show(thing)._repr_html_() for thing in things)
-    body += show(make_schedule("1f1b", 4, 20, 2)).to_svg()
+    measured = make_measured()
+    body += show(make_schedule("1f1b", 4, 20, 2)).to_svg() + measured.to_svg()
+    body += measured._repr_html_()
     page.write_text(make_page("pictures", body))
     pixels, console, urls = browse(page, tmp_path)
     assert (console, urls) == ([], set())

@@ -2,6 +2,7 @@
 
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.analysis.grid import Grid
+from jaxpar.analysis.measured import MeasuredStep, Span, measure_step
 from jaxpar.analysis.params import Params
 from jaxpar.analysis.picture import Picture
 from jaxpar.analysis.program import (
@@ -19,10 +20,12 @@ __all__ = [
     "Advice",
     "Collective",
     "Grid",
+    "MeasuredStep",
     "Memory",
     "Params",
     "Picture",
     "ProgramReport",
+    "Span",
     "SplitCost",
     "Timeline",
     "Total",
@@ -31,5 +34,6 @@ __all__ = [
     "inspect_function",
     "inspect_split",
     "inspect_step",
+    "measure_step",
     "strategy_for",
 ]

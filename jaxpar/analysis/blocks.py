@@ -78,10 +78,10 @@ def legend_html(legend: Legend) -> str:
     return "<p>" + " &nbsp; ".join(f'<span class="nowrap">{item}</span>' for item in items) + "</p>"
 
 
-def svg_file(drawing: str, width: float, height: float, legend: Legend, caption: str) -> str:
-    """A drawing, its legend and a line of text, as a file of SVG that needs no other."""
+def svg_file(drawing: str, width: float, height: float, legend: Legend, *lines: str) -> str:
+    """A drawing, its legend and lines of text, as a file of SVG that needs no other."""
     width, parts, x, y = max(width, 620.0), [], 0.0, height + 8.0
-    for colors, text in (*legend, ((), caption)):
+    for colors, text in (*legend, *(((), line) for line in lines)):
         step = 15 * len(colors) + 6.4 * len(text) + 22  # of letters 11 pixels high
         if (x and x + step > width) or not colors:
             x, y = 0.0, y + 19

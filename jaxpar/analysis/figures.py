@@ -12,11 +12,15 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from jaxpar.analysis.blocks import Block
+from jaxpar.analysis.measured import REST, MeasuredStep
 from jaxpar.analysis.picture import PALETTE, color_of, make_page, text_color_on
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.analysis.timeline import MAX_TICKS, blocks_of
 from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.state import TrainState
+
+GREY = "#e4e8ec"  # idle
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -53,21 +57,7 @@ def draw_schedule(schedule: Schedule) -> Figure:
     # Inches that a label needs, and those that a forward unit has.
     labelled = 0.065 * max(len(b.label) for b in blocks) < (figure.get_figwidth() - 1.2) / end
     for block in blocks:
-        color = block.color or "#e4e8ec"
-        place = (block.start, block.stage - 0.46)
-        axes.add_patch(Rectangle(place, block.cost, 0.92, fc=color, ec="white", lw=0.8))
-        if block.label and not block.is_forward:
-            foot = (block.start + 0.03, block.stage + 0.28)
-            axes.add_patch(Rectangle(foot, block.cost - 0.06, 0.18, fc="black", alpha=0.45, lw=0))
-        if labelled:
-            x = block.start + block.cost / 2
-            style: Any = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": 7,
-                "color": text_color_on(color),
-            }
-            axes.text(x, block.stage, block.label, **style)
+        _draw_block(axes, block, block.stage, 0.92, labelled=labelled)
     axes.set_xlim(0, end)
     axes.set_ylim(schedule.num_stages - 0.5, -0.5)
     axes.set_yticks(range(schedule.num_stages), [f"stage {s}" for s in range(schedule.num_stages)])
@@ -79,16 +69,34 @@ def draw_schedule(schedule: Schedule) -> Figure:
         + (f", live units by stage {live}" if schedule.num_slots else ""),
         fontsize=10,
     )
-    names = [f"microbatch {m}" for m in range(min(schedule.num_microbatches, len(PALETTE)))]
-    patches = [Patch(fc=color_of(m), label=name) for m, name in enumerate(names)]
-    if schedule.num_microbatches > len(PALETTE):
-        patches[-1].set_label(f"{names[-1]}, then from the first colour")
-    if schedule.num_chunks > 1:
-        patches.append(Patch(fc=color_of(0, 0.65), label="paler: later chunks of time"))
-    if schedule.num_slots:
-        patches.append(Patch(fc="#777777", label="dark foot: backward"))
-    patches.append(Patch(fc="#e4e8ec", label="idle"))
-    _legend_below(figure, patches)
+    _legend_below(figure, _legend(schedule))
+    return figure
+
+
+def draw_measured(measured: MeasuredStep) -> Figure:
+    """A measured step: two rows a stage, what its schedule predicts and what was."""
+    rows = measured.rows()
+    last = max(end for _, end, _ in rows)
+    figure, [axes] = _figure(12.0, 1.9 + 0.3 * len(rows))
+    inches = (figure.get_figwidth() - 1.8) / last
+    places = [1.1 * i + 0.5 * (i // 2) for i in range(len(rows))]
+    for y, (_, end, blocks) in zip(places, rows, strict=True):
+        axes.add_patch(Rectangle((0, y - 0.5), end, 1, fc=GREY, lw=0))
+        for block in blocks:
+            fits = 0.065 * len(block.label) < block.cost * inches
+            _draw_block(axes, block, y, 1.0, labelled=fits)
+    axes.set_xlim(0, 1.01 * last)
+    axes.set_ylim(places[-1] + 0.7, -0.7)
+    axes.set_yticks(places, [name for name, _, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time (ms)")
+    axes.set_title(
+        f"{measured.schedule.kind}: idle {measured.bubble:.1%}, predicted "
+        f"{measured.predicted_bubble:.1%}",
+        fontsize=10,
+    )
+    head = Patch(fc=REST, label="the head: softmax and loss")
+    _legend_below(figure, [*_legend(measured.schedule), head])
     return figure
 
 
@@ -204,6 +212,31 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     if len(runs) > 1:
         speeds.legend(frameon=False)
     return figure
+
+
+def _draw_block(axes: Any, block: Block, y: float, height: float, *, labelled: bool) -> None:
+    color = block.color or GREY
+    corner = (block.start, y - height / 2)
+    axes.add_patch(Rectangle(corner, block.cost, height, fc=color, ec="white", lw=0.8))
+    if block.label and not block.is_forward:
+        foot = (block.start, y + height / 2 - 0.2)
+        axes.add_patch(Rectangle(foot, block.cost, 0.18, fc="black", alpha=0.45, lw=0))
+    if labelled:
+        style: Any = {"ha": "center", "va": "center", "fontsize": 7}
+        middle = block.start + block.cost / 2
+        axes.text(middle, y, block.label, color=text_color_on(color), **style)
+
+
+def _legend(schedule: Schedule) -> list[Patch]:
+    names = [f"microbatch {m}" for m in range(min(schedule.num_microbatches, len(PALETTE)))]
+    patches = [Patch(fc=color_of(m), label=name) for m, name in enumerate(names)]
+    if schedule.num_microbatches > len(PALETTE):
+        patches[-1].set_label(f"{names[-1]}, then from the first colour")
+    if schedule.num_chunks > 1:
+        patches.append(Patch(fc=color_of(0, 0.65), label="paler: later chunks of time"))
+    if schedule.num_slots:
+        patches.append(Patch(fc="#777777", label="dark foot: backward"))
+    return [*patches, Patch(fc=GREY, label="idle")]
 
 
 def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "") -> Figure:

@@ -1,23 +1,26 @@
 """`python -m jaxpar plot`: from settings and runs to a file with a picture."""
 
+import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxpar.analysis.animation import make_animation
+from jaxpar.analysis.measured import MeasuredStep, measure_step
 from jaxpar.analysis.program import inspect_step
 from jaxpar.analysis.timeline import Timeline
 from jaxpar.config import Config, RunConfig
 from jaxpar.run_folder import RunFolder
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.schedule import Schedule
 from jaxpar.state import abstract_state
+from jaxpar.step import step_schedule
 from jaxpar.tasks import complete
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("schedule", "bubble", "memory", "bytes", "curves", "strategies")
+KINDS = ("schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies")
 SUFFIXES = (".png", ".svg", ".html")
 
 
@@ -32,7 +35,7 @@ def plot(
 
     Args:
       kind: one of `KINDS`.
-      config: whose schedule, bubble, memory or bytes are drawn.
+      config: whose schedule, timeline, bubble, memory or bytes are drawn.
       configs: in its place, several by name, for memory and bytes.
       runs: folders of runs, for curves.
       output: ends in .png, .svg or .html; None is KIND.png in this folder, and strategies.html.
@@ -49,11 +52,10 @@ def plot(
         if path.suffix != ".html":
             raise ValueError(f"strategies move, and {str(path)!r} cannot; end its name in .html")
         path.write_text(make_animation())
-    elif kind == "schedule" and path.suffix != ".png":
-        timeline = Timeline(_schedule(config))
-        path.write_text(
-            timeline.to_svg() if path.suffix == ".svg" else timeline.to_page("schedule")
-        )
+    elif kind in ("schedule", "timeline") and path.suffix != ".png":
+        schedule = _schedule(config)
+        picture = Timeline(schedule) if kind == "schedule" else _measured(config)
+        path.write_text(picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
     else:
         figure = _figure(kind, config, configs or {str(config.mesh): config}, runs)
         from jaxpar.analysis.figures import save_figure
@@ -72,6 +74,8 @@ def _figure(
 
     if kind == "schedule":
         return figures.draw_schedule(_schedule(config))
+    if kind == "timeline":
+        return figures.draw_measured(_measured(config))
     if kind == "bubble":
         schedule = _schedule(config)
         if schedule.num_stages == 1:
@@ -97,14 +101,12 @@ def _schedule(config: RunConfig) -> Schedule:
     if not isinstance(config, Config):
         raise ValueError(f"the model {config.model.name!r} has no pipeline; leave --model away")
     mesh = config.mesh if config.mesh.stage > 0 else config.mesh.resolve()
-    pipeline, is_pipeline = config.pipeline, mesh.stage > 1
-    return make_schedule(
-        pipeline.schedule if is_pipeline else "1f1b",
-        mesh.stage,
-        pipeline.num_microbatches,
-        pipeline.num_chunks if is_pipeline else 1,
-        pipeline.num_groups if is_pipeline else 1,
-    )
+    return step_schedule(dataclasses.replace(config, mesh=mesh))
+
+
+def _measured(config: RunConfig) -> MeasuredStep:
+    mesh = config.mesh.build()
+    return measure_step(complete(config, mesh), mesh)
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, object]]:
