@@ -28,5 +28,8 @@ class Shown:
     def _repr_html_(self) -> str:
         return show(self)._repr_html_()
 
+    def _repr_svg_(self) -> str | None:
+        return show(self)._repr_svg_()
+
     def __rich__(self) -> Any:
         return show(self)

@@ -80,10 +80,11 @@ def legend_html(legend: Legend) -> str:
 
 def svg_file(drawing: str, width: float, height: float, legend: Legend, *lines: str) -> str:
     """A drawing, its legend and lines of text, as a file of SVG that needs no other."""
-    width, parts, x, y = max(width, 620.0), [], 0.0, height + 8.0
+    width = max(width, 620.0, *(5.6 * len(line) for line in lines))
+    parts, x, y = [], 0.0, height + 8.0
     for colors, text in (*legend, *(((), line) for line in lines)):
         step = 15 * len(colors) + 6.4 * len(text) + 22  # of letters 11 pixels high
-        if (x and x + step > width) or not colors:
+        if (x and x + step > width) or text in lines:
             x, y = 0.0, y + 19
         for i, color in enumerate(colors):
             parts.append(

@@ -101,7 +101,7 @@ class Grid(Picture):
             color = color_of(d)
             style = f"background:{color};color:{text_color_on(color)}"
             chips.append(f'<span class="device" style="{style}">{d}</span>')
-        return "".join(chips)
+        return " ".join(chips)
 
     def _table(self, num_rows: int) -> Table:
         table = Table(box=rich.box.SQUARE, show_lines=True, show_header=num_rows < len(self.sides))

@@ -161,6 +161,10 @@ class MeasuredStep(Tables):
         """The picture as a file of SVG."""
         return svg_file(*self._draw(), self._legend(), *self._caption().split("\n"))
 
+    _repr_svg_ = to_svg
+    # A dataclass would make one of its own.
+    __repr__ = Tables.__repr__
+
     def rows(self) -> list[tuple[str, float, list[Block]]]:
         """Name, end and units of each row, in ms: of a stage what is predicted, then what was."""
         predicted = blocks_of(self.schedule, *(1000 * seconds for seconds in self.unit_seconds))

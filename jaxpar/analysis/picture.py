@@ -62,8 +62,13 @@ class Picture:
     def _repr_html_(self) -> str:
         return f'<div class="jaxpar"><style>{STYLE}</style>{self.to_html()}</div>'
 
+    def _repr_svg_(self) -> str | None:
+        """What is a drawing may be SVG as well, which code hosts show in notebooks."""
+        return None
+
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH)
+        # In a notebook rich would show it by itself.
+        console = Console(file=io.StringIO(), width=WIDTH, force_jupyter=False)
         with console.capture() as capture:
             console.print(self, end="", highlight=False)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -133,7 +138,7 @@ def _table_html(table: Table) -> str:
 def _cell_html(cell: RenderableType) -> str:
     text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
     parts = []
-    for piece, style, _ in text.render(Console(file=io.StringIO())):
+    for piece, style, _ in text.render(Console(file=io.StringIO(), force_jupyter=False)):
         color = style.color.name if style and style.color else ""
         inner = html.escape(piece)
         known = _CLASSES.get(color)

@@ -91,6 +91,9 @@ class Timeline(Picture):
             )
         return svg_file(*self._draw(range(n)), self._legend(), self._caption())
 
+    def _repr_svg_(self) -> str | None:
+        return self.to_svg() if self.schedule.num_ticks <= MAX_TICKS else None
+
     def _caption(self) -> str:
         s = self.schedule
         live = ", ".join(map(str, s.live_units))
