@@ -9,6 +9,7 @@ from jaxpar import models, nn  # noqa: E402
 from jaxpar.analysis import (  # noqa: E402
     Cost,
     Hardware,
+    MeasuredStep,
     ProgramReport,
     Ranking,
     calibrate,
@@ -16,6 +17,7 @@ from jaxpar.analysis import (  # noqa: E402
     find_machine,
     inspect_function,
     inspect_step,
+    measure_step,
     place,
     plan,
     plan_here,
@@ -34,6 +36,7 @@ from jaxpar.config import (  # noqa: E402
     TrainConfig,
 )
 from jaxpar.data import IGNORE, Batch, TokenStreams  # noqa: E402
+from jaxpar.display import show  # noqa: E402
 from jaxpar.gpipe import run_pipeline  # noqa: E402
 from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.kernel import KernelChoice, choose_kernel  # noqa: E402
@@ -113,8 +116,11 @@ __all__ = [
     "place",
     "inspect_step",
     "inspect_function",
+    "measure_step",
     "strategy_for",
     "ProgramReport",
+    "MeasuredStep",
+    "show",
     # Weights from and to PyTorch.
     "export_weights",
     "import_weights",

@@ -1,6 +1,6 @@
-"""The commands, `python -m jaxpar train` and so on.
+"""The commands of `python -m jaxpar`.
 
-    train | plan | evaluate | sample | inspect | export | import | launch | doctor
+    train | plan | evaluate | sample | inspect | plot | export | import | launch | doctor
 
 See `--help` of each.
 """
@@ -77,6 +77,8 @@ class Train(ConfigOptions):
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     """What a device has, such as 16GB: a config that needs more is refused before it is compiled."""
+    profile: bool = False
+    """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
@@ -84,8 +86,13 @@ class Train(ConfigOptions):
         from jaxpar.train import fit
 
         start_processes()
-        config = self._settled() if self._asks_the_model else self.config
-        result = fit(config, resume=self.resume, overwrite=self.overwrite, report=ConsoleReport())
+        result = fit(
+            self._settled() if self._asks_the_model else self.config,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            profile=self.profile,
+            report=ConsoleReport(),
+        )
         return 0 if result.stopped_by is None else 128 + result.stopped_by
 
     @property
@@ -227,12 +234,10 @@ class Inspect(ConfigOptions):
         """The exit code, 0."""
         from jaxpar.analysis import compare_here, inspect_step
         from jaxpar.report import make_console
+        from jaxpar.tasks import complete
 
-        config = self.config
-        if isinstance(config, Config) or self.compare:
-            config = _of_text(config)
-        mesh = config.mesh.build()
-        config = dataclasses.replace(config, mesh=config.mesh.resolve())
+        mesh = self.config.mesh.build()
+        config = complete(self.config, mesh)
         if self.compare:
             print(compare_here(_of_text(config), mesh))
             return 0
@@ -241,6 +246,41 @@ class Inspect(ConfigOptions):
             print(json.dumps(report.to_dict(), indent=2))
         else:
             make_console().print(report, highlight=False)
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plot(ConfigOptions):
+    """Draws a picture into a file: of a config, of runs, or of the four ways to share a step.
+
+    schedule    what each stage does when, by --mesh and --pipeline
+    timeline    of a step that is run: what each stage did when, beside its schedule
+    bubble      against microbatches and chunks of time, likewise
+    memory      on a device, by kind, for each of --meshes
+    bytes       that a device sends along each axis, for each of --meshes
+    curves      loss and speed of runs, such as: plot curves runs/0001 runs/0002
+    strategies  devices idle, and then busy: an animation
+    """
+
+    kind: Positional[
+        Literal["schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies"]
+    ] = dataclasses.field(kw_only=True)
+    runs: Positional[tuple[str, ...]] = ()
+    """Folders of runs, for curves."""
+    output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
+    """A .png, .svg or .html; without one, KIND.png, and strategies.html."""
+    meshes: Annotated[tuple[str, ...], arg(metavar="SHAPES")] = ()
+    """Meshes to compare, such as dp8 tp8 pp8; without them, --mesh."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        from jaxpar.analysis.plot import plot
+
+        configs = {
+            mesh: dataclasses.replace(self.config, mesh=MeshConfig.parse(mesh))
+            for mesh in self.meshes
+        }
+        print(plot(self.kind, self.config, configs, self.runs, self.output))
         return 0
 
 
@@ -351,7 +391,7 @@ class Doctor:
         return report()
 
 
-Command = Train | Plan | Evaluate | Sample | Inspect | Export | Import | Launch | Doctor
+Command = Train | Plan | Evaluate | Sample | Inspect | Plot | Export | Import | Launch | Doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -396,6 +436,7 @@ def _parse(argv: list[str]) -> Command:
                 | Annotated[Evaluate, subcommand("evaluate")]
                 | Annotated[Sample, subcommand("sample")]
                 | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
+                | Annotated[Plot, subcommand("plot", default=Plot(kind="schedule", config=config))]
                 | Annotated[Export, subcommand("export")]
                 | Annotated[Import, subcommand("import")]
                 | Annotated[Launch, subcommand("launch")]
@@ -436,7 +477,7 @@ def _base_config(argv: list[str]) -> RunConfig:
     except argparse.ArgumentError:
         return CONFIGS["lstm"]  # tyro will find the same mistake, and tell it better
     config = CONFIGS[given.model or "lstm"]
-    if argv[:1] not in (["train"], ["inspect"], ["plan"]) or {"-h", "--help"} & set(argv):
+    if argv[:1] not in (["train"], ["inspect"], ["plot"], ["plan"]) or {"-h", "--help"} & set(argv):
         return config
     if given.resume:
         from jaxpar.run_folder import RunFolder, newest_run_folder
@@ -456,17 +497,12 @@ def _base_config(argv: list[str]) -> RunConfig:
 
 
 def _of_text(config: RunConfig) -> Config:
-    """A config that has a cost model, with the size of its vocabulary: text is read if it does not say it."""
-    from jaxpar.corpus import load_corpus
-    from jaxpar.tasks import with_vocab
+    """A config that has a cost model, with the size of its vocabulary."""
+    from jaxpar.tasks import read_vocab
 
     if not isinstance(config, Config):
         raise ValueError(f"model {config.model.name!r} has no cost model; use lstm")
-    if config.model.vocab_size is not None:
-        return config
-    return with_vocab(
-        config, load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
-    )
+    return read_vocab(config)
 
 
 def _num_bytes(size: str | None) -> float | None:

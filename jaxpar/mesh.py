@@ -12,13 +12,14 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.display import Shown
 from jaxpar.fields import check_fields
 
 _SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(Shown):
     """The shape of the device mesh, and the devices in it.
 
     Attributes:

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.config import TrainConfig
@@ -66,13 +66,17 @@ def update(
     applies: jax.Array,
 ) -> tuple[Any, optax.OptState]:
     """Parameters and state after a step; as they were if `applies`, a truth value, is false."""
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-    return jax.tree.map(
-        lambda new, old: jnp.where(applies, new, old),
-        (optax.apply_updates(params, updates), new_opt_state),
-        (params, opt_state),
-    )
+
+    def run(params, grads, opt_state):
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    def keep(params, grads, opt_state):
+        return params, opt_state
+
+    # A choice between old and new arrays would hold both of them.
+    return lax.cond(applies, run, keep, params, grads, opt_state)
 
 
 class HostOptimizer:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 import rich.box
 import rich.progress
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,7 +24,7 @@ from jaxpar.corpus import Corpus
 from jaxpar.images import Images
 from jaxpar.kernel import KernelChoice
 from jaxpar.placement import LAYER_COST, tick_cost
-from jaxpar.sharding import annotated
+from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
 
 WIDTH = 100  # of what goes into a file or pipe
@@ -178,6 +179,9 @@ class Report:
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """After the last step taken here."""
 
+    def profile(self, path: Path) -> None:
+        """After `end`, if steps were traced; `path` is for Perfetto."""
+
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
         """When everything is written; `evaluations` is empty if the run was stopped."""
 
@@ -197,8 +201,8 @@ class ConsoleReport(Report):
         for name, value in _describe_plan(config, mesh, data):
             facts.add_row(name, value)
         self.console.print(facts, "")
-        self.console.print(parameter_table(state, mesh))
-        self._print("\n" + _describe_bytes(state))
+        self.console.print(parameter_table(state.params))
+        self._print("\n" + describe_bytes(state))
 
     def buckets(self, batches: BucketedSentences) -> None:
         """Lengths, sentences, padding."""
@@ -253,6 +257,10 @@ class ConsoleReport(Report):
                 f"go on with --resume --train.out-dir {self._out_dir}"
             )
 
+    def profile(self, path: Path) -> None:
+        """How to look at it."""
+        self._print(f"trace of a few steps: {path}; open it on ui.perfetto.dev")
+
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
         """Evaluations, and where everything is."""
         if evaluations:
@@ -278,11 +286,13 @@ def make_console(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, width=WIDTH)
 
 
-def parameter_table(state: TrainState, mesh: Mesh) -> Table:
+def parameter_table(params: Any) -> Table:
     """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
 
     Args:
-      state: may be abstract.
+      params: Flax variables or arrays, with shardings if they are abstract.
+    Raises:
+      ValueError: an abstract one has no sharding.
     """
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name, justify in (
@@ -293,23 +303,33 @@ def parameter_table(state: TrainState, mesh: Mesh) -> Table:
         ("bytes/device", "right"),
     ):
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
-    for name, variable in annotated(state.params):
-        leaf = variable.get_value()
-        spec = (*leaf.sharding.spec, *[None] * leaf.ndim)[: leaf.ndim]
-        dims = variable.get_metadata("out_sharding")
-        text, split = Text(), False
+    for name, leaf in named_leaves(params):
+        is_variable = isinstance(leaf, nnx.Variable)
+        array: Any = leaf.get_value() if is_variable else leaf
+        dims = (is_variable and leaf.get_metadata("out_sharding", None)) or [None] * array.ndim
+        layout = array.sharding
+        if layout is None:
+            raise ValueError(
+                f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
+                f"the params of abstract_state(config, mesh), or real ones"
+            )
+        sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
+        spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim
+        text = Text()
         for dim, axes in zip(dims, spec, strict=True):
             names = [axes] if isinstance(axes, str) else list(axes or ())
-            real = [axis for axis in names if mesh.shape[axis] > 1]
-            split = split or bool(real)
             text.append(f"{dim or '-'}")
-            text.append("".join(f"/{axis}" for axis in real), style="bold cyan")
+            text.append("".join(f"/{axis}" for axis in names if sizes[axis] > 1), style="bold cyan")
             text.append(", ")
-        if not split and mesh.size > 1:
+        if layout.num_devices > 1 and layout.is_fully_replicated:
             text.append("replicated  ", style="bold yellow")
         text.right_crop(2)
         table.add_row(
-            name, _shape(leaf.shape), text, _shape(_shard(leaf)), format_bytes(_bytes(leaf))
+            name,
+            format_shape(array.shape),
+            text,
+            format_shape(_shard(array)),
+            format_bytes(_bytes(array)),
         )
     return table
 
@@ -423,7 +443,8 @@ def describe_balance(config: Config) -> list[tuple[str, str]]:
     return lines
 
 
-def _describe_bytes(state: TrainState) -> str:
+def describe_bytes(state: TrainState) -> str:
+    """Parameters in all, and what a device holds of the state."""
     params, opt_state, carry = (
         jax.tree.leaves(tree) for tree in (state.params, state.opt_state, state.carry)
     )
@@ -460,8 +481,9 @@ def _bytes(leaf: Any) -> int:
     return math.prod(_shard(leaf)) * leaf.dtype.itemsize
 
 
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+def format_shape(shape: tuple[int, ...]) -> str:
+    """4x4x192; a scalar's is "scalar"."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 def format_seconds(seconds: float) -> str:

@@ -43,6 +43,7 @@ class RunFolder:
         self.corpus_path = self.path / "corpus.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
+        self.profile_path = self.path / "profile"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -175,8 +176,9 @@ class RunFolder:
             path.unlink(missing_ok=True)
         for path in self.path.glob("metrics.before-*.jsonl"):
             path.unlink()
-        if self.checkpoints_path.exists():
-            shutil.rmtree(self.checkpoints_path)
+        for path in (self.checkpoints_path, self.profile_path):
+            if path.exists():
+                shutil.rmtree(path)
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Adds a line to `metrics.jsonl`.

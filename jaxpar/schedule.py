@@ -30,6 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.display import Shown
+
 KINDS = ("gpipe", "1f1b", "interleaved")
 
 
@@ -53,7 +55,7 @@ class Lane(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(Shown):
     """What each stage does at each tick; built by `make_schedule`. Its arrays are read-only."""
 
     kind: str
@@ -151,7 +153,7 @@ class Schedule:
         stages, lanes = range(self.num_stages), (("F", self.forward), ("B", self.backward))
         columns_T = [
             [
-                [self._cell(letter, lane.unit[t, s], lane.group[t, s]) for s in stages]
+                [self.label(letter, lane.unit[t, s], lane.group[t, s]) for s in stages]
                 for letter, lane in lanes
                 if (lane.unit[t] >= 0).any()
             ]
@@ -166,9 +168,10 @@ class Schedule:
             rows.append([f"stage {s}", *cells_T])
         widths = [len(max(cells, key=len)) for cells in zip(*rows, strict=True)]
         lines = ["|".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self._caption()])
+        return "\n".join([*lines, self.caption])
 
-    def _cell(self, letter: str, unit: int, group: int) -> str:
+    def label(self, letter: str, unit: int, group: int) -> str:
+        """F1.0/2, of what is more than one: microbatch 1, chunk 0, group 2; a dot for no unit."""
         if unit < 0:
             return "."
         microbatch, chunk = divmod(int(unit), self.num_chunks)
@@ -176,7 +179,9 @@ class Schedule:
         group_text = f"/{group}" if self.num_groups > 1 else ""
         return f"{letter}{microbatch}{chunk_text}{group_text}"
 
-    def _caption(self) -> str:
+    @property
+    def caption(self) -> str:
+        """Kind, ticks, bubble, live units, and what the labels mean."""
         live = " ".join(map(str, self.live_units))
         name = "microbatch" + ".chunk" * (self.num_chunks > 1) + "/group" * (self.num_groups > 1)
         return (

@@ -246,9 +246,15 @@ def misplaced(
 
 def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
     """Name and variable of everything in `tree` that carries named dims."""
+    for name, leaf in named_leaves(tree):
+        if isinstance(leaf, nnx.Variable) and leaf.get_metadata("out_sharding", None):
+            yield name, leaf
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Name and variable of everything in `tree`; name and array where it is in no variable."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
-        if _is_variable(leaf) and leaf.get_metadata("out_sharding", None):
-            yield _name(path), leaf
+        yield _name(path), leaf
 
 
 def _spec(variable: nnx.Variable, rules: Rules) -> P:

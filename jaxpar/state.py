@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.axes import BATCH, HIDDEN, LAYERS
 from jaxpar.config import Config, ImageConfig, RunConfig
+from jaxpar.display import Shown
 from jaxpar.models import HybridConvNet, LSTMLanguageModel
 from jaxpar.nn.lstm import LSTMCarry
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer, make_optimizer
@@ -30,7 +31,7 @@ from jaxpar.sharding import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TrainState:
+class TrainState(Shown):
     """Everything that a training step reads and writes.
 
     Attributes:

@@ -34,7 +34,7 @@ from jaxpar.nn.lstm import extend
 from jaxpar.nn.stack import vary_like
 from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
 from jaxpar.pipeline import Pipeline, PipelineParams
-from jaxpar.schedule import make_schedule
+from jaxpar.schedule import Schedule, make_schedule
 from jaxpar.sharding import RULES, Layout, constrain, shardings
 from jaxpar.state import (
     TrainState,
@@ -268,6 +268,26 @@ def batch_sharding(mesh: Mesh, config: RunConfig | None = None) -> NamedSharding
     return NamedSharding(mesh, rules.spec((BATCH, TIME)))
 
 
+def step_schedule(
+    config: Config, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
+) -> Schedule:
+    """The schedule that a step follows.
+
+    Args:
+      share: of the data-parallel group; it has so many times `num_microbatches`.
+      num_chunks: of the batch; None if it has the full length.
+      backward: False in an evaluation.
+    """
+    return make_schedule(
+        config.pipeline.schedule if config.mesh.stage > 1 else "1f1b",
+        config.mesh.stage,
+        share * config.pipeline.num_microbatches,
+        config.num_chunks if num_chunks is None else num_chunks,
+        config.num_groups,
+        backward=backward,
+    )
+
+
 def abstract_batch(config: RunConfig, mesh: Mesh) -> AnyBatch:
     """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
 
@@ -444,15 +464,8 @@ def _full_plan(config: RunConfig, *, backward: bool) -> Plan | None:
 def _plan(config: Config, num_chunks: int, backward: bool) -> Plan:
     """The schedules of a batch of so many chunks, in a program that holds `config.num_chunks`."""
 
-    def schedule(share: int, num_chunks: int):
-        return make_schedule(
-            config.pipeline.schedule if config.mesh.stage > 1 else "1f1b",
-            config.mesh.stage,
-            share * config.pipeline.num_microbatches,
-            num_chunks,
-            config.num_groups,
-            backward=backward,
-        )
+    def schedule(share: int, K: int) -> Schedule:
+        return step_schedule(config, share, K, backward=backward)
 
     any_length = range(1, config.num_chunks + 1)
     capacity = largest([schedule(share, K) for share in {*config.shares} for K in any_length])

@@ -10,13 +10,27 @@ from jax.sharding import Mesh
 from jaxpar.batches import make_batches
 from jaxpar.buckets import BucketedSentences
 from jaxpar.config import VOCAB_MULTIPLE, Config, ImageConfig, RunConfig
-from jaxpar.corpus import Corpus, unigram_perplexity
+from jaxpar.corpus import Corpus, load_corpus, unigram_perplexity
 from jaxpar.data import TokenStreams
 from jaxpar.evaluate import Evaluator, ImageEvaluator
 from jaxpar.images import ImageBatches, Images
 from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.report import ImageEvaluation, ImageProgress, TextEvaluation, TextProgress
+
+
+def complete(config: RunConfig, mesh: Mesh) -> RunConfig:
+    """The config with its mesh and the size of its vocabulary filled in; see `read_vocab`."""
+    filled = dataclasses.replace(config, mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices))
+    return read_vocab(filled).check() if isinstance(filled, Config) else filled
+
+
+def read_vocab(config: Config) -> Config:
+    """The config with the size of its vocabulary; its text is read if it does not say it."""
+    if config.model.vocab_size is not None:
+        return config
+    data = config.data
+    return with_vocab(config, load_corpus(data.corpus, data.level, data.max_vocab))
 
 
 class TextTask:

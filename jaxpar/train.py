@@ -14,6 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxpar import profiler
 from jaxpar.buckets import BucketedSentences
 from jaxpar.checkpoint import Checkpoints, best_of
 from jaxpar.config import RunConfig
@@ -24,6 +25,7 @@ from jaxpar.images import ImageBatches, Images
 from jaxpar.mesh import MeshConfig
 from jaxpar.nonfinite import find_origin
 from jaxpar.optimizer import learning_rate
+from jaxpar.profiler import StepTracer
 from jaxpar.report import Evaluation, Report, Skipped, TextEvaluation
 from jaxpar.run_folder import (
     ONE_DEVICE,
@@ -88,6 +90,7 @@ def fit(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    profile: bool = False,
     report: Report | None = None,
 ) -> FitResult:
     """Trains a model as the config says, and evaluates it.
@@ -102,6 +105,7 @@ def fit(
       resume: go on from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
         run), or from the start if there is none yet; the mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
+      profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
       report: what is told while it runs, e.g. `ConsoleReport()`; None is silent.
 
     Raises:
@@ -135,13 +139,16 @@ def fit(
     if config.train.fallback_dir is not None:
         _make_fallback(Path(config.train.fallback_dir).expanduser())
 
+    if profile:
+        _check_profile(config.train.num_steps, 0 if state is None else int(state.step))
+
     folder, config = begin_run(folder, config, data, overwrite=overwrite)
     with folder.checkpoints(config) as checkpoints:
         state = init_state(config, mesh) if state is None else state
         audit(state)
         run = _Run(config, mesh, data, task, folder, checkpoints, report, state)
         try:
-            return run.finish(*run.train(batches))
+            return run.finish(*run.train(batches, profile=profile))
         except OSError as error:
             if jax.process_count() > 1:
                 raise  # the others do not know; they end when this process does
@@ -169,6 +176,15 @@ def choose_folder(config: RunConfig, *, resume: bool, overwrite: bool) -> RunFol
             f"--train.out-dir, or remove what is there (--overwrite)"
         )
     return folder
+
+
+def _check_profile(num_steps: int, taken: int) -> None:
+    if num_steps - taken < profiler.LAST:
+        done = f", {taken} of them taken" if taken else ""
+        raise ValueError(
+            f"num_steps={num_steps}{done}: a profile is of steps {profiler.FIRST} to {profiler.LAST}; "
+            f"take {taken + profiler.LAST} or more"
+        )
 
 
 def begin_run(
@@ -212,7 +228,9 @@ class _Run:
         self.num_skipped = int(state.skipped)  # of the steps that have been looked at
         self.started = time.perf_counter()
 
-    def train(self, batches: Batches) -> tuple[int, list[float], signal.Signals | None]:
+    def train(
+        self, batches: Batches, *, profile: bool = False
+    ) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last."""
         settings = self.config.train
         step = first_step = int(self.state.step)
@@ -227,12 +245,16 @@ class _Run:
             self.checkpoints.losses |= {s: loss for s, loss in losses_before if s <= step}
         self.report.begin(step, settings.num_steps, self.folder.path)
         clock, clock_step = time.perf_counter(), step
-        with _signals() as signals:
+        traces = profile and jax.process_index() == 0
+        tracer = StepTracer(self.folder.profile_path if traces else None)
+        with _signals() as signals, tracer:
             while step < settings.num_steps and not self._should_stop(signals, step, first_step):
+                tracer.before_step()
                 self.state, metrics = step_once(self.state, batches.batch_on(step, sharding))
                 step += 1
                 waiting.append(metrics)
                 do_not_run_ahead(self.mesh, metrics)
+                tracer.after_step(self.state)
                 last = step == settings.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
                 is_logged = step % settings.log_every == 0 or last or step == first_step + 1
@@ -257,6 +279,8 @@ class _Run:
                 self.checkpoints.save(self.state, self.config)
         stopped_by = signals[0] if signals and step < settings.num_steps else None
         self.report.end(step, settings.num_steps, stopped_by)
+        if tracer.path is not None:
+            self.report.profile(tracer.path)
         return first_step, losses, stopped_by
 
     def finish(

@@ -11,7 +11,7 @@ import pytest
 from test_cost import laptop_here, own_cache, random_config  # noqa: F401
 from test_equivalence import make_config
 from test_placement import all_placements
-from test_readme import README
+from test_readme import ROOT
 
 from jaxpar.__main__ import main
 from jaxpar.analysis import MACHINES, check_fits, place, plan, plan_here, predict_step
@@ -200,7 +200,9 @@ def test_the_command_prints_the_table(capsys, laptop_here):  # noqa: F811
 
 def test_the_readme_shows_what_the_command_prints(capsys):
     [(command, shown)] = re.findall(
-        r"^python -m jaxpar (plan .*?)^```\n\n```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE
+        r"^python -m jaxpar (plan .*?)^```\n\n```text\n(.*?)^```",
+        (ROOT / "README.md").read_text(),
+        re.DOTALL | re.MULTILINE,
     )
     assert main(command.replace("\\\n", " ").split()) == 0
     printed = capsys.readouterr().out

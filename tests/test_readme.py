@@ -2,53 +2,122 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-from jaxpar.schedule import make_schedule
+import pytest
+
+import jaxpar
+from jaxpar import Config, make_schedule, show
+from jaxpar.__main__ import _parse
+from jaxpar.config_file import write_config
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = ("README.md", "docs/training.md", "docs/analysis.md")
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+def blocks(language, page="README.md"):
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def test_python_blocks_run_in_their_order(tmp_path):
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks("python")))
+def commands(page):
+    """The arguments of each `python -m jaxpar`, without what the shell does with them."""
+    lines = "".join(blocks("sh", page)).replace("\\\n", " ").splitlines()
+    found = [re.search(r"python -m jaxpar (.*)", line) for line in lines]
+    return [shlex.split(line[1].split(" > ")[0], comments=True) for line in found if line]
+
+
+def run(*command, cwd):
     done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
+        [sys.executable, *command],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    assert "runs/0001" in done.stdout
-    assert "(None, 'tensor')" in done.stdout
-    assert any("row split" in block and block in done.stdout for block in blocks("text"))
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run_in_their_order(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks("python", page)))
+    printed = run(script, cwd=tmp_path)
+    for shown in {
+        "README.md": ("(None, 'tensor')",),
+        "docs/training.md": ("runs/0001",),
+        "docs/analysis.md": ("row split", "dim 0 layers/stage", "the profiler makes a step"),
+    }[page]:
+        assert shown in printed
+    if page == "docs/analysis.md":
+        for shown in ("row split", "dim 0 layers/stage"):
+            assert any(shown in block and block in printed for block in blocks("text", page))
+
+
+# What makes a command quick; the mesh stays.
+SMALL = {
+    "--model.hidden-size": 16,
+    "--model.embed-size": 16,
+    "--data.seq-len": 4,
+    "--data.max-vocab": 96,
+    "--train.num-steps": 6,
+    "--pipeline.num-chunks": 1,
+}
+
+
+def test_commands_of_the_readme_run(tmp_path):
+    for command in commands("README.md"):
+        trains = {"train", "inspect", "plot"} & {*command} and "--print" not in command
+        small = [str(part) for pair in SMALL.items() for part in pair] if trains else []
+        devices = (
+            ["--simulate", "8"] if command[0] == "train" and "--simulate" not in command else []
+        )
+        printed = run("-m", "jaxpar", *command, *devices, *small, cwd=tmp_path)
+        assert printed.strip(), command
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "timeline.png", "bytes.png"}
+
+
+@pytest.mark.parametrize("page", PAGES[1:])
+def test_commands_of_other_pages_are_understood(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/0001").mkdir(parents=True)
+    for path in ("settings.toml", "runs/0001/config.toml"):
+        write_config(Config(), tmp_path / path)
+    for command in commands(page):
+        _parse(command)
 
 
 def test_the_schedule_is_the_real_one():
-    assert make_schedule("1f1b", 4, 2, 2).to_text() + "\n" in blocks("text")
+    schedule = make_schedule("1f1b", 4, 2, 2)
+    assert schedule.to_text() + "\n" in blocks("text")
+    assert show(schedule).to_svg() == (ROOT / "docs/schedule.svg").read_text()
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        folder = (ROOT / page).parent
+        for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+            assert (folder / link).exists(), (page, link)
+
+
+def test_the_reference_is_built_of_every_public_name(tmp_path):
+    run("-m", "pdoc", "-d", "google", "jaxpar", "-o", "site", cwd=tmp_path)
+    page = (tmp_path / "site/jaxpar.html").read_text()
+    for name in {*jaxpar.__all__} - {"models", "nn"}:
+        assert f'id="{name}"' in page, name
+    for module in ("models", "nn"):
+        assert (tmp_path / f"site/jaxpar/{module}.html").exists()
 
 
 def test_the_page_of_model_parallelism_shows_what_its_command_prints():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.model_parallel.count"],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    printed = run("-m", "benchmarks.model_parallel.count", cwd=ROOT)
     page = (ROOT / "benchmarks/model_parallel/README.md").read_text()
-    tables = done.stdout.strip().split("\n\n")
+    tables = printed.strip().split("\n\n")
     assert len(tables) == 3
     for table in tables:
         assert table in page

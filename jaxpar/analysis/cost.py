@@ -11,19 +11,18 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console, RenderableType
 from rich.table import Table
 
 from jaxpar.analysis import pieces
 from jaxpar.analysis.calibration import HERE, find_machine, measure_pieces
 from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.hardware import Hardware, Work
+from jaxpar.analysis.picture import Tables, make_table
 from jaxpar.analysis.pieces import MOMENTS, WORD
-from jaxpar.analysis.program import ProgramReport, inspect_step, make_table, to_text
+from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.analysis.shape import StepShape
 from jaxpar.analysis.traffic import Traffic, predict_traffic, totals
 from jaxpar.axes import DATA, STAGE, TENSOR
@@ -88,7 +87,7 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(Tables):
     """What a step of a config costs each device; `print` it, or read it.
 
     Attributes:
@@ -112,7 +111,8 @@ class Cost:
         """By the busiest device, in all."""
         return sum(part.count * part.sent_bytes for part in self.traffic)
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[Table | str]:
+        """See `Tables`."""
         if self.traffic:
             table = make_table("sent", "collective", "axes", ">bytes", ">runs", ">sent in all")
             for part in sorted(self.traffic, key=lambda part: -part.count * part.sent_bytes):
@@ -139,8 +139,7 @@ class Cost:
             facts.add_row("predicted time", f"{seconds.total * 1e3:.3g} ms: {parts}")
         yield facts
 
-    def __str__(self) -> str:
-        return to_text(self)
+    __repr__ = Tables.__repr__
 
 
 def predict_step(config: Config, hardware: Hardware | None = None) -> Cost:
@@ -201,7 +200,7 @@ def compare_here(config: Config, mesh: Mesh, num_steps: int = 5) -> "Comparison"
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Tables):
     """What was predicted, and what the compiler says; `print` shows them side by side.
 
     Attributes:
@@ -229,7 +228,8 @@ class Comparison:
             return None
         return self.cost.seconds.total / self.measured_seconds - 1
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[Table | str]:
+        """See `Tables`."""
         table = make_table("", "axes", ">predicted", ">compiled", ">measured", ">difference")
         for op, axes in sorted({*self.predicted, *self.compiled}):
             sums = (side.get((op, axes), 0) for side in (self.predicted, self.compiled))
@@ -243,8 +243,7 @@ class Comparison:
             table.add_row("step", "", *row)
         yield table
 
-    def __str__(self) -> str:
-        return to_text(self)
+    __repr__ = Tables.__repr__
 
 
 def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, str]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
-from rich.console import Console, RenderableType
+from rich.table import Table
 
 from jaxpar.analysis.calibration import HERE, find_machine, measure_pieces
 from jaxpar.analysis.cost import Cost, pieces_of, predict_step, sending_seconds, stage_seconds
 from jaxpar.analysis.hardware import Hardware
-from jaxpar.analysis.program import make_table, to_text
+from jaxpar.analysis.picture import Tables, make_table
 from jaxpar.axes import STAGE
 from jaxpar.config import Config
 from jaxpar.mesh import MeshConfig
@@ -31,7 +31,7 @@ _UNITS_PER_STAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranking:
+class Ranking(Tables):
     """What `plan` found; `print` it, or read it.
 
     Attributes:
@@ -109,7 +109,8 @@ class Ranking:
             lines.append(f"{too_large:,} of {self.num_configs:,} configs do not fit in memory.")
         return "\n".join(lines)
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[Table | str]:
+        """See `Tables`."""
         yield (
             f"{self.num_devices} devices of {self.hardware.name}; {self.num_configs:,} configs, "
             f"the best of each mesh:\n"
@@ -127,8 +128,7 @@ class Ranking:
         yield table
         yield "\n" + self.explain()
 
-    def __str__(self) -> str:
-        return to_text(self)
+    __repr__ = Tables.__repr__
 
 
 def plan(config: Config, num_devices: int, hardware: Hardware) -> Ranking:

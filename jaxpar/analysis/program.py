@@ -1,22 +1,21 @@
 """Reports on compiled programs, the training step or any other: collectives, FLOPs and memory."""
 
 import dataclasses
-import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import rich.box
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console, RenderableType
 from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.analysis.picture import Tables, make_table
 from jaxpar.config import RunConfig
+from jaxpar.display import show
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.report import WIDTH, format_bytes
+from jaxpar.report import format_bytes
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.ticks import Plan
@@ -63,7 +62,7 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProgramReport:
+class ProgramReport(Tables):
     """What one device does when a compiled program runs once. `print` it, or read it.
 
     Attributes:
@@ -113,7 +112,8 @@ class ProgramReport:
             "totals": [dataclasses.asdict(total) for total in self.totals],
         }
 
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+    def parts(self) -> Iterator[Table | str]:
+        """Collectives, totals, FLOPs and memory."""
         if self.collectives:
             yield _collectives_table(self.collectives)
             yield "\nbytes: of one run; sent: in all runs, by the busiest device of a ring" + (
@@ -133,8 +133,14 @@ class ProgramReport:
             facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
         yield facts
 
-    def __str__(self) -> str:
-        return to_text(self)
+    # A dataclass would make one of its own.
+    __repr__ = Tables.__repr__
+
+
+@show.register
+def show_report(report: ProgramReport) -> ProgramReport:
+    """The report, which is a picture."""
+    return report
 
 
 def inspect_step(config: RunConfig, mesh: Mesh | None = None) -> ProgramReport:
@@ -213,14 +219,6 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     )
 
 
-def to_text(report: RenderableType) -> str:
-    """A report as it is printed into a file."""
-    console = Console(file=io.StringIO(), width=WIDTH)
-    with console.capture() as capture:
-        console.print(report, end="", highlight=False)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
 def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     layouts = [s for s in shardings if isinstance(s, NamedSharding)]
@@ -281,18 +279,5 @@ def _totals_table(totals: Sequence[Total]) -> Table:
             f"{total.count:,}" + f" + {total.unknown} x ?" * bool(total.unknown),
             format_bytes(total.bytes),
             format_bytes(total.sent_bytes),
-        )
-    return table
-
-
-def make_table(*columns: str) -> Table:
-    """A table; a column whose name begins with > is of numbers."""
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in columns:
-        table.add_column(
-            column.removeprefix(">"),
-            justify="right" if column.startswith(">") else "left",
-            overflow="fold",
-            min_width=9 if column == "module" else None,
         )
     return table

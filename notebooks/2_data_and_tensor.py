@@ -1,0 +1,116 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2. Split the batch or the weights: what is sent?
+#
+# *Data parallelism*: every device has all weights and a part of the batch, and gradients are summed. *Tensor
+# parallelism*: every device has a part of each weight and the whole batch, and activations are exchanged. Which one
+# sends less? The compiled program knows, and here it is asked.
+
+# %%
+import dataclasses
+
+import jax
+from flax import nnx
+
+import jaxpar
+from jaxpar import Batch, Config, DataConfig, MeshConfig, ModelConfig
+
+jaxpar.simulate_devices(8)
+
+config = Config(
+    model=ModelConfig(num_layers=2, hidden_size=64, embed_size=64, vocab_size=512),
+    data=DataConfig(batch_size=16, seq_len=8),
+)
+meshes = {
+    "one device": MeshConfig(devices=(0,)),
+    "data": MeshConfig(data=8),
+    "tensor": MeshConfig(tensor=8),
+}
+configs = {name: dataclasses.replace(config, mesh=mesh) for name, mesh in meshes.items()}
+
+# %% [markdown]
+# ## The same result
+#
+# First the promise: a step on any mesh gives the loss of one device.
+
+# %%
+tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 512)
+batch = Batch(tokens[:, :-1], tokens[:, 1:], starts=True)
+for name, each in configs.items():
+    mesh = each.mesh.build()
+    step = jaxpar.make_train_step(each, mesh)
+    _, metrics = step(jaxpar.init_state(each, mesh), batch)
+    print(f"{name:>10}: loss {metrics.loss:.6f}, norm of the gradient {metrics.grad_norm:.6f}")
+
+# %% [markdown]
+# ## Data parallelism: gradients are summed, once
+#
+# The collectives of the compiled step, their bytes, and how often they run: all gradients together, once,
+# and the loss.
+
+# %%
+data = jaxpar.inspect_step(configs["data"])
+data
+
+# %% [markdown]
+# Its payload is as big as the parameters, whatever the batch. By a ring of n devices, each sends 2 (n-1)/n of it.
+
+# %%
+state = jaxpar.init_state(configs["data"], configs["data"].mesh.build())
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+sent = sum(total.sent_bytes for total in data.totals)
+print(f"parameters {size:,} bytes; 2 x 7/8 of it {2 * 7 * size // 8:,}; sent {sent:,}")
+
+# %% [markdown]
+# ## Tensor parallelism: activations are exchanged, at each step of time
+#
+# Each device has an eighth of the hidden units of every layer, and needs all of them for the next step of time.
+
+# %%
+tensor = jaxpar.inspect_step(configs["tensor"])
+tensor
+
+# %% [markdown]
+# Nothing of it depends on the size of the vocabulary or of the kernels, but all of it on rows and time steps. So with
+# longer batches it grows, where data parallelism stays as it is:
+
+# %%
+for seq_len in (8, 16):
+    long = dataclasses.replace(configs["tensor"], data=DataConfig(batch_size=16, seq_len=seq_len))
+    sent = sum(total.sent_bytes for total in jaxpar.inspect_step(long).totals)
+    print(f"{seq_len:>3} time steps: tensor parallelism sends {sent:,} bytes")
+
+# %% [markdown]
+# ## Where does the answer flip?
+#
+# For one dense layer it can be written down. This is AlexNet's first dense layer, and after it a convolution: the
+# weights of the one and the batch of the other are better split ("one weird trick", arXiv:1404.5997).
+
+# %%
+mesh = MeshConfig(data=2, tensor=4).build()
+dense = nnx.eval_shape(lambda: nnx.Linear(9216, 4096, rngs=nnx.Rngs(0)))
+print(jaxpar.strategy_for(dense, 128, mesh))
+
+# %%
+conv = nnx.eval_shape(lambda: nnx.Conv(96, 256, (5, 5), rngs=nnx.Rngs(0)))
+print(jaxpar.strategy_for(conv, (128, 27, 27, 96), mesh))
+
+# %% [markdown]
+# ## What was learned
+#
+# - Both strategies compute the same loss; they differ in what they send.
+# - Data parallelism sends the gradients, once a step, whatever the batch. Tensor parallelism sends activations, in
+#   every layer and at every time step, whatever the weights.
+# - So big weights and small batches ask for tensor parallelism, small weights and big activations for data parallelism.
+# - `inspect_step` reads it from the compiled program, without running it.
+#
+# Next: a layer on each device, and how to keep all of them busy, in notebook 3.

@@ -1,0 +1,115 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 3. Layers on devices: how to keep all of them busy
+#
+# A model that is too deep for one device is cut into stages, each with some of the layers. Stages wait for each other:
+# this is about waiting less. Rows of the pictures are stages, time goes to the right; grey is waiting.
+
+# %%
+import jaxpar
+from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig
+
+jaxpar.simulate_devices(2)
+
+# %% [markdown]
+# ## Model parallelism: one works, the others wait
+#
+# The whole batch goes up through the stages, its gradient comes down. (A backward unit takes twice the time.)
+
+# %%
+jaxpar.make_schedule("gpipe", num_stages=4, num_microbatches=1)
+
+# %% [markdown]
+# ## GPipe: microbatches
+#
+# The batch is cut into microbatches, and while stage 1 works on the first, stage 0 takes the second
+# (arXiv:1811.06965). All forward units come first, so a stage has to keep what the backward needs of all of them:
+# *live units* is 4 on every stage.
+
+# %%
+jaxpar.make_schedule("gpipe", num_stages=4, num_microbatches=4)
+
+# %% [markdown]
+# ## 1F1B: the same bubble, less memory
+#
+# A backward unit runs as soon as it can (arXiv:2006.09503 and others). However many microbatches there are, a stage
+# has only a few in flight.
+
+# %%
+jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=8)
+
+# %% [markdown]
+# ## The wavefront: chunks of time
+#
+# An LSTM reads a sentence from left to right, so a stage can begin with a sentence of which the stage below has read
+# the first part only. One microbatch, its time cut into four chunks: the stages work on different parts of the same
+# sentence, and the rows of the matrix products stay as many as they were. Backwards, the last chunk comes first.
+
+# %%
+jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
+
+# %% [markdown]
+# ## Both
+#
+# Microbatches and chunks: the bubble is (S-1) / (MK + S-1), of S stages, M microbatches and K chunks.
+
+# %%
+jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
+
+# %%
+print("bubble of 4 stages    " + "".join(f"K = {K:<6}" for K in (1, 2, 4, 8)))
+for M in (1, 2, 4, 8):
+    row = [jaxpar.make_schedule("1f1b", 4, M, K).bubble for K in (1, 2, 4, 8)]
+    print(f"{M} microbatches        " + "".join(f"{bubble:<10.1%}" for bubble in row))
+
+# %% [markdown]
+# ## And in reality?
+#
+# `measure_step` runs a training step and reads from JAX's profiler when each stage worked. Two stages here, on two
+# devices simulated on the CPU; first with all of the batch at once.
+
+
+# %%
+def config(num_microbatches, num_chunks):
+    return Config(
+        mesh=MeshConfig(stage=2),
+        model=ModelConfig(num_layers=4, hidden_size=256, embed_size=256, vocab_size=512),
+        pipeline=PipelineConfig(num_microbatches=num_microbatches, num_chunks=num_chunks),
+        data=DataConfig(batch_size=32, seq_len=16),
+    )
+
+
+naive = jaxpar.measure_step(config(1, 1))
+naive
+
+# %% [markdown]
+# The same batch in two microbatches and two chunks. Below each stage's plan is what it did. How well they agree depends
+# on what else the machine has to do.
+
+# %%
+filled = jaxpar.measure_step(config(2, 2))
+filled
+
+# %%
+for name, measured in (("at once", naive), ("in units", filled)):
+    print(f"{name:>8}: waiting {measured.bubble:.0%}, predicted {measured.predicted_bubble:.0%}")
+
+# %% [markdown]
+# ## What was learned
+#
+# - Layers on devices alone leave all but one device waiting. Cutting the batch (microbatches) and the time (chunks)
+#   fills the pipeline: the bubble is (S-1) / (MK + S-1).
+# - 1F1B bounds what a stage has to keep, GPipe does not.
+# - Chunks of time need no smaller matrix products; they are there because a recurrent layer goes through time in order.
+# - The schedule is a prediction, and can be laid beside what happened.
+#
+# Next: which layers on which stage, and which mesh, in notebook 4.

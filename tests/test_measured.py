@@ -1,0 +1,199 @@
+"""Measured steps: every unit of the schedule ran, when what it needs was there."""
+
+import dataclasses
+import gzip
+import json
+import re
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+import jaxpar
+from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxpar.__main__ import main
+from jaxpar.analysis.measured import MeasuredStep, Span
+from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
+from jaxpar.run_folder import RunFolder
+from jaxpar.schedule import make_schedule
+
+
+def config_of(mesh, head="sharded", **pipeline):
+    return Config(
+        mesh=mesh,
+        model=ModelConfig(num_layers=4, hidden_size=8, embed_size=8, vocab_size=32),
+        pipeline=PipelineConfig(head=head, **pipeline),
+        data=DataConfig(batch_size=8, seq_len=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def measured():
+    config = config_of(
+        MeshConfig(data=2, stage=2, tensor=2), num_microbatches=2, num_chunks=2, head="last"
+    )
+    return jaxpar.measure_step(config, num_steps=1)
+
+
+def times(measured):
+    """(part, virtual stage, unit) -> begin and end of the layers, which follow the embedding."""
+    s, found = measured.schedule, {}
+    for span in sorted(measured.spans, key=lambda span: span.start):
+        lane = s.backward if span.part == BACKWARD else s.forward
+        unit, group = (int(a[span.tick, span.stage]) for a in (lane.unit, lane.group))
+        key = (span.part, group * s.num_stages + span.stage, unit)
+        start, end = found.get(key, (span.start, 0.0))
+        found[key] = (start, max(end, span.start + span.seconds))
+    return found
+
+
+def check_order(measured):
+    s = measured.schedule
+    found, stages = times(measured), s.num_stages * s.num_groups
+    units = {key for key in found if key[0] != HEAD}
+    assert units == {
+        (part, p, u)
+        for part in (FORWARD, BACKWARD)
+        for p in range(stages)
+        for u in range(s.num_units)
+    }
+    for (part, p, unit), (start, end) in found.items():
+        assert 0 <= start < end <= measured.loop_seconds * (1 + 1e-6)
+        before = {FORWARD: (FORWARD, p - 1, unit), BACKWARD: (BACKWARD, p + 1, unit)}.get(part)
+        if before in found:
+            assert found[before][0] < start
+            # What a unit needs has been computed: it is the neighbour's result.
+            assert found[before][1] <= start + SLACK
+        if part == BACKWARD:
+            assert found[FORWARD, p, unit][1] <= start + SLACK
+
+
+# Nothing is free of the clock's grain.
+SLACK = 1e-6
+
+
+def test_units_run_when_what_they_need_is_there(measured):
+    check_order(measured)
+    heads = [span for span in measured.spans if span.part == HEAD]
+    assert [span.stage for span in heads] == [1] * 4  # on the last stage, once a unit
+
+
+def test_an_interleaved_pipeline_with_a_split_head_is_measured():
+    config = config_of(
+        MeshConfig(stage=2, devices=(3, 1)),
+        schedule="interleaved", num_groups=2, num_microbatches=2, num_chunks=1,
+    )  # fmt: skip
+    measured = jaxpar.measure_step(config, num_steps=1)
+    check_order(measured)
+    heads = [span.stage for span in measured.spans if span.part == HEAD]
+    assert sorted(heads) == [0, 0, 1, 1]
+
+
+def test_busy_and_idle_time_are_all_of_the_loop(measured):
+    assert all(0 < busy < measured.loop_seconds for busy in measured.busy_seconds)
+    assert 0 < measured.bubble < 1
+    assert measured.loop_seconds < measured.step_seconds < 1.2 * measured.traced_seconds
+    text = " ".join(str(measured).split())
+    assert f"idle {measured.bubble:.1%}, predicted {measured.predicted_bubble:.1%}" in text
+    assert "the profiler makes a step" in text
+
+
+def make_measured():
+    """Exactly what the schedule predicts: a forward takes 2 s, a backward with its head 1 + 4 s."""
+    schedule = make_schedule("1f1b", 2, 3)
+    spans, start = [], 0.0
+    for tick in range(schedule.num_ticks):
+        for lane, part, seconds in (
+            (schedule.forward, FORWARD, 2),
+            (schedule.backward, BACKWARD, 5),
+        ):
+            if not (lane.unit[tick] >= 0).any():
+                continue
+            for stage in range(2):
+                if lane.unit[tick, stage] < 0:
+                    continue
+                if part == FORWARD:
+                    spans.append(Span(stage, tick, part, start, 0.5))
+                    spans.append(Span(stage, tick, part, start + 0.5, 1.5))
+                else:
+                    spans.append(Span(stage, tick, HEAD, start, 1.0))
+                    spans.append(Span(stage, tick, part, start + 1, 4.0))
+            start += seconds
+    return MeasuredStep(schedule, tuple(spans), start, start + 3, start + 4, start + 3.5)
+
+
+def test_what_runs_as_predicted_is_shown_so():
+    measured = make_measured()
+    assert measured.unit_seconds == (2, 5)
+    assert measured.busy_seconds == (21, 21)
+    assert measured.bubble == pytest.approx(measured.predicted_bubble)
+    assert measured.predicted_bubble == pytest.approx(1 / 4)
+    rows = measured.rows()
+    assert [name for name, _, _ in rows[:2]] == ["stage 0 predicted", "measured"]
+    for (_, end, predicted), (_, measured_end, blocks) in zip(rows[::2], rows[1::2], strict=True):
+        assert end == measured_end == 28_000
+        backward = [(b.start + 1000, b.label) for b in predicted if not b.is_forward]
+        assert backward == [(b.start, b.label) for b in blocks if not b.is_forward]
+    svg = measured.to_svg()
+    widths = {
+        label: float(width)
+        for width, label in re.findall(r'width="([\d.]+)" y[^>]*><title>(\S+)</title>', svg)
+    }
+    assert widths["B0"] == pytest.approx(
+        widths["H"] * 4, rel=0.1
+    )  # a gap of a pixel on either side
+    assert "idle 25.0%, predicted 25.0%" in svg
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of(MeshConfig(data=2)), "no pipeline to measure; give a mesh with stages"),
+        (
+            dataclasses.replace(config_of(MeshConfig(stage=2)), train=TrainConfig(update="host")),
+            "update='host' is not one program",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_said(config, message):
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices=(0, 1)))
+    with pytest.raises(ValueError, match=message):
+        jaxpar.measure_step(config)
+
+
+def test_the_command_draws_a_measured_step(tmp_path, capsys):
+    path = tmp_path / "timeline.png"
+    small = ["--model.num-layers", "2", "--model.hidden-size", "8", "--model.embed-size", "8"]
+    small += ["--model.vocab-size", "32", "--data.batch-size", "8", "--data.seq-len", "4"]
+    flags = ["--mesh", "pp2dp4", "--pipeline.num-chunks", "2"]
+    assert main(["plot", "timeline", *flags, *small, "-o", str(path)]) == 0
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).astype(np.uint8)
+    assert (pixels == (0x00, 0x72, 0xB2)).all(-1).sum() > 1000  # microbatch 0
+
+
+def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.mkdir()
+    for split in ("train", "valid", "test"):
+        (text / f"{split}.txt").write_text("the cat sat on the mat\n" * 100)
+    out = tmp_path / "run"
+    flags = [
+        "train", "--profile", "--mesh", "pp2", "--mesh.devices", "0", "1", "--data.corpus", str(text),
+        "--data.batch-size", "8", "--data.seq-len", "4", "--model.num-layers", "2",
+        "--model.hidden-size", "8", "--model.embed-size", "8", "--train.out-dir", str(out),
+    ]  # fmt: skip
+    assert main([*flags, "--train.num-steps", "4"]) == 2
+    assert "a profile is of steps 3 to 5; take 5 or more" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([*flags, "--train.num-steps", "6"]) == 0
+    [path] = out.rglob("perfetto_trace.json.gz")
+    assert f"{path}; open it on ui.perfetto.dev" in capsys.readouterr().out
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    runs = {
+        (event["args"]["run_id"], event["args"]["device_ordinal"])
+        for event in events
+        if event.get("args", {}).get("hlo_module") == "jit_step"
+    }
+    assert len(runs) == 3 * 2
+    RunFolder(out).clear()
+    assert not list(out.iterdir())

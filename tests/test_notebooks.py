@@ -1,0 +1,60 @@
+"""The notebooks run from top to bottom, say what was learned, and show what they show."""
+
+import re
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "notebooks"))
+
+from run import execute, sources  # noqa: E402
+
+NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
+
+
+def test_there_are_five():
+    assert [path.name[0] for path in sources()] == list("12345")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_a_pair_says_the_same_and_ends_with_what_was_learned(path):
+    text, stored = jupytext.read(path), nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    assert [(cell.cell_type, cell.source) for cell in text.cells] == [
+        (cell.cell_type, cell.source) for cell in stored.cells
+    ]
+    assert len(text.cells) < 20
+    assert text.cells[-1].source.startswith("## What was learned\n")
+
+
+# What differs from run to run, and with the version of XLA.
+NUMBERS = re.compile(r"[\d.,]+(e-\d+)?%?|[-─ ]+")
+
+
+def shown(notebook):
+    """The text of every output, without its numbers."""
+    texts = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            assert output.output_type != "error", output
+            assert output.get("name") != "stderr", output.text
+            text = output.get("text") or output.data["text/plain"]
+            texts.append(NUMBERS.sub(" ", text))
+    return texts
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_a_notebook_runs_and_shows_what_is_stored(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = execute(path, tmp_path)
+    stored = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+    assert len(shown(done)) == len(shown(stored))
+    assert len("".join(shown(stored))) > 300
+    for was, now in zip(stored.cells, done.cells, strict=True):
+        kinds = [
+            [sorted(o.get("data", ())) for o in cell.get("outputs", ())] for cell in (was, now)
+        ]
+        assert kinds[0] == kinds[1], now.source

@@ -1,0 +1,222 @@
+"""Figures: what they draw is what is, nothing is cut, and the command writes them."""
+
+import re
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+import jaxpar
+from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, make_schedule
+from jaxpar.__main__ import main
+from jaxpar.analysis import figures
+from jaxpar.config_file import write_config
+from jaxpar.run_folder import RunFolder
+from jaxpar.state import abstract_state
+
+
+def texts(figure):
+    """Everything written in a figure, after a check that all of it is inside and no two overlap."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer, (width, height) = canvas.get_renderer(), canvas.get_width_height()
+    found, not_drawn = [], set()
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks()):
+            if not low <= tick.get_loc() <= high:
+                not_drawn |= {tick.label1, tick.label2}
+    for text in set(figure.findobj(Text)) - not_drawn:
+        box = text.get_window_extent(renderer)
+        if not text.get_visible() or not text.get_text().strip():
+            continue
+        assert box.x0 >= -1, text
+        assert box.y0 >= -1, text
+        assert box.x1 <= width + 1, text
+        assert box.y1 <= height + 1, text
+        found.append((text.get_text(), box))
+    for i, (a, box) in enumerate(found):
+        for b, other in found[i + 1 :]:
+            assert a == b or not box.overlaps(other), f"{a!r} overlaps {b!r}"
+    return [text for text, _ in found]
+
+
+@pytest.mark.parametrize(
+    "args", [("1f1b", 4, 2, 4), ("gpipe", 8, 8), ("interleaved", 4, 4, 1, 2), ("1f1b", 4, 16, 4)]
+)
+def test_a_figure_of_a_schedule_has_every_unit_and_its_bubble(args):
+    schedule = make_schedule(*args)
+    figure = figures.draw_schedule(schedule)
+    written = texts(figure)
+    [axes] = figure.axes
+    units = [p for p in axes.patches if p.get_height() > 0.9]
+    idle = sum(
+        p.get_width() for p in units if p.get_facecolor()[:3] == pytest.approx(IDLE, abs=0.01)
+    )
+    assert idle / sum(p.get_width() for p in units) == pytest.approx(schedule.bubble)
+    assert any(f"bubble {schedule.bubble:.1%}" in text for text in written)
+    labels = [text for text in written if re.fullmatch(r"[FB]\d[\d./]*", text)]
+    expected = 2 * schedule.num_stages * schedule.num_groups * schedule.num_units
+    assert len(labels) == (0 if args[2] == 16 else expected)  # too narrow for labels
+
+
+IDLE = tuple(int("e4e8ec"[i : i + 2], 16) / 255 for i in (0, 2, 4))
+
+
+def test_a_figure_of_bubbles_is_of_schedules():
+    figure = figures.draw_bubble("interleaved", 4, 2, (1, 2, 4, 8), (1, 2))
+    lines = figure.axes[0].get_lines()
+    assert len(lines) == 2
+    for K, line in zip((1, 2), lines, strict=True):
+        expected = [100 * make_schedule("interleaved", 4, M, K, 2).bubble for M in (1, 2, 4, 8)]
+        np.testing.assert_allclose(line.get_ydata(), expected)
+    assert {"M, microbatches", "bubble (% of stage-time)"} <= set(texts(figure))
+
+
+def test_figures_of_memory_and_bytes_add_up():
+    config = Config(
+        mesh=MeshConfig(data=2, tensor=4),
+        model=ModelConfig(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32),
+        data=DataConfig(batch_size=8, seq_len=4),
+    )
+    mesh = config.mesh.build()
+    report, state = jaxpar.inspect_step(config, mesh), abstract_state(config, mesh)
+    memory = figures.memory_by_kind(report, state)
+    assert sum(memory.values()) == report.memory.total
+    # Two arrays of token numbers [4, 4] on a device, a flag, and what pads arguments.
+    assert 128 <= memory["batch and schedule"] <= 512
+    # Adam has two moments, and a counter.
+    assert 0 < memory["optimizer state"] - 2 * memory["parameters"] <= 64
+    assert any(
+        "memory per device (kB)" in text for text in texts(figures.draw_memory({"a": memory}))
+    )
+    figure = figures.draw_bytes({"dp2tp4": report, "the same": report})
+    sent = {" and ".join(total.axes): total.sent_bytes for total in report.totals}
+    bars = {c.get_label(): [1000 * bar.get_width() for bar in c] for c in figure.axes[0].containers}
+    assert {"along data", "along tensor"} <= set(bars)
+    for label, sizes in bars.items():
+        assert sizes == pytest.approx([sent[label.removeprefix("along ")]] * 2)
+    assert "sent by a device in a step (kB)" in " ".join(texts(figure))
+
+
+def test_collectives_that_are_not_counted_are_named():
+    mesh = MeshConfig(data=8).build()
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    n = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+
+    def loop(x, n):
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < n,
+            lambda carry: (
+                carry[0] + 1,
+                carry[1] + jnp.broadcast_to(carry[1].sum(0)[None], (8, 4)),
+            ),
+            (jnp.int32(0), x),
+        )
+
+    report = jaxpar.inspect_function(loop, x, n)
+    assert report.totals[0].unknown == 1
+    written = texts(figures.draw_bytes({"dp8": report}))
+    assert any(
+        "1 collectives that run as often as data says are left out" in text for text in written
+    )
+
+
+LINES = [
+    {"split": "train", "step": step, "loss": 5 - step / 10, "tokens_per_second": 1000.0 * step}
+    for step in (1, 10, 20)
+] + [{"split": "valid", "step": 20, "loss": 4.0}]
+
+
+def test_a_figure_of_curves_leaves_out_the_speed_of_compiling():
+    figure = figures.draw_curves({"runs/0001": LINES, "runs/0002": LINES[:3]})
+    losses, speeds = figure.axes
+    curves = [np.asarray(line.get_xydata()).tolist() for line in losses.get_lines()]
+    train = [[1, 4.9], [10, 4.0], [20, 3.0]]
+    assert curves == [train, [[20, 4.0]], train]
+    assert np.asarray(speeds.get_lines()[0].get_xydata()).tolist() == [[10, 1e4], [20, 2e4]]
+    assert {"loss (nats)", "tokens/s", "runs/0001, valid"} <= set(texts(figure))
+    images = [{"split": "train", "step": 1, "loss": 1.0, "images_per_second": 3.0}]
+    with pytest.raises(
+        ValueError, match="b counts images_per_second, the run before it tokens_per"
+    ):
+        figures.draw_curves({"a": LINES, "b": images})
+    with pytest.raises(ValueError, match="b has no line of training"):
+        figures.draw_curves({"b": LINES[3:]})
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
+    path = tmp_path / f"schedule.{suffix}"
+    flags = ["--mesh", "pp3", "--pipeline.num-microbatches", "2", "--pipeline.num-chunks", "1"]
+    assert main(["plot", "schedule", *flags, "-o", str(path)]) == 0
+    assert capsys.readouterr().out.split() == [str(path)]
+    if suffix == "png":
+        head = path.read_bytes()[:24]
+        assert head.startswith(b"\x89PNG")
+        assert min(struct.unpack(">II", head[16:])) > 300
+    else:
+        assert "<svg" in path.read_text()
+        assert "bubble 50.0%" in path.read_text()
+        links = re.findall(r"(?:href|src)=\"([^\"]*)\"", path.read_text())
+        assert all(link.startswith(("#", "data:")) for link in links)
+
+
+def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", "strategies"]) == 0
+    assert "pipeline parallelism" in (tmp_path / "strategies.html").read_text()
+    small = ["--model.num-layers", "2", "--model.hidden-size", "8", "--model.embed-size", "8"]
+    small += ["--model.vocab-size", "32", "--data.batch-size", "8", "--data.seq-len", "4"]
+    assert main(["plot", "memory", "--simulate", "8", "--meshes", "dp8", *small]) == 0
+    assert (tmp_path / "memory.png").stat().st_size > 5000
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    write_config(Config(), folder.config_path)
+    for line in LINES:
+        folder.append_metrics(line)
+    assert main(["plot", "curves", "run", "-o", "curves.svg"]) == 0
+    assert "tokens/s" in (tmp_path / "curves.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["schedule", "-o", "a.gif"],
+            "cannot draw into 'a.gif'; end its name in .png, .svg, .html",
+        ),
+        (["strategies", "-o", "a.png"], "strategies move, and 'a.png' cannot"),
+        (["curves"], "curves of what? Name folders of runs"),
+        (
+            ["schedule", "--mesh", "pp8", "--pipeline.num-microbatches", "50", "-o", "a.svg"],
+            "217 ticks are too many for one picture; use 200 or fewer",
+        ),
+        (["bubble", "--mesh", "dp8"], "a mesh of stage=1 has no bubble"),
+        (["schedule", "--model", "hybrid"], "the model 'hybrid' has no pipeline"),
+        (["curves", "nowhere"], "nowhere"),
+        (["memory", "--meshes", "dp3x"], "cannot read 'dp3x'"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", *flags]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_matplotlib_is_asked_for_by_the_name_of_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["plot", "bubble", "--mesh", "pp4"]) == 2
+    assert "pip install 'jaxpar[plot]'" in capsys.readouterr().err
+    for suffix in ("html", "svg"):
+        assert main(["plot", "schedule", "--mesh", "pp4", "-o", f"schedule.{suffix}"]) == 0
