@@ -268,7 +268,7 @@ class Plot(ConfigOptions):
     runs: Positional[tuple[str, ...]] = ()
     """Folders of runs, for curves."""
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
-    """A .png, .svg or .html; without one, KIND.png, and strategies.html."""
+    """A .png, .svg or .html; without one, in this folder, KIND and what suits it."""
     meshes: Annotated[tuple[str, ...], arg(metavar="SHAPES")] = ()
     """Meshes to compare, such as dp8 tp8 pp8; without them, --mesh."""
 

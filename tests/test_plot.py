@@ -218,5 +218,6 @@ def test_matplotlib_is_asked_for_by_the_name_of_the_extra(tmp_path, monkeypatch,
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["plot", "bubble", "--mesh", "pp4"]) == 2
     assert "pip install 'jaxpar[plot]'" in capsys.readouterr().err
-    for suffix in ("html", "svg"):
-        assert main(["plot", "schedule", "--mesh", "pp4", "-o", f"schedule.{suffix}"]) == 0
+    for flags in ([], ["-o", "schedule.html"]):
+        assert main(["plot", "schedule", "--mesh", "pp4", *flags]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"schedule.svg", "schedule.html"}

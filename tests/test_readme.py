@@ -79,7 +79,8 @@ def test_commands_of_the_readme_run(tmp_path):
         )
         printed = run("-m", "jaxpar", *command, *devices, *small, cwd=tmp_path)
         assert printed.strip(), command
-    assert {path.name for path in tmp_path.iterdir()} == {"runs", "timeline.png", "bytes.png"}
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"runs", "timeline.svg", "bytes.png", "strategies.html"}
 
 
 @pytest.mark.parametrize("page", PAGES[1:])

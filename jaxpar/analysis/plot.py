@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 KINDS = ("schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies")
 SUFFIXES = (".png", ".svg", ".html")
+DEFAULTS = {"strategies": ".html", "schedule": ".svg", "timeline": ".svg"}  # need no matplotlib
 
 
 def plot(
@@ -38,14 +39,14 @@ def plot(
       config: whose schedule, timeline, bubble, memory or bytes are drawn.
       configs: in its place, several by name, for memory and bytes.
       runs: folders of runs, for curves.
-      output: ends in .png, .svg or .html; None is KIND.png in this folder, and strategies.html.
+      output: ends in .png, .svg or .html; None is KIND and what suits it, in this folder.
     Returns:
       Where the picture is.
     Raises:
       ValueError: the config has no such picture, or the file cannot be written so.
       OSError: no such run or folder.
     """
-    path = Path(output or f"{kind}{'.html' if kind == 'strategies' else '.png'}")
+    path = Path(output or kind + DEFAULTS.get(kind, ".png"))
     if path.suffix not in SUFFIXES:
         raise ValueError(f"cannot draw into {str(path)!r}; end its name in {', '.join(SUFFIXES)}")
     if kind == "strategies":
@@ -68,7 +69,9 @@ def _figure(
     kind: str, config: RunConfig, configs: Mapping[str, RunConfig], runs: Sequence[str]
 ) -> "Figure":
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib; pip install 'jaxpar[plot]'")
+        raise ValueError(
+            "this picture needs matplotlib; pip install 'jaxpar[plot]', in a clone -e '.[plot]'"
+        )
     # An extra: what else is here works without.
     from jaxpar.analysis import figures
 
