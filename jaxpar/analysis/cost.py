@@ -256,14 +256,17 @@ def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, s
 # ---- memory ----
 
 
-# Copies that XLA's CPU compiler makes (jax 0.10.1 and 0.12), fitted to 120 compiled programs: of a layer's
-# kernel W [H, 4, h], alone on its stage, one of a group alone, or cut out of several; of a unit's activations
-# X [t, b, h], of those gathered over `tensor`, and of what its layers keep; of logits.
+# Copies that XLA's CPU compiler (jax 0.10.1 and 0.12) holds at once, fitted to 160 compiled programs: of a
+# layer's kernel W [H, 4, h] and a unit's activations X [t, b, h] in the backward pass of one of several
+# layers on a stage, or of the only one; of W where stages skip empty slots; of X under dropout; of X gathered
+# over `tensor`; of logits.
 _IN_UNITS = {
-    "W alone": 2.3, "W of a group": 0.9, "W": 6.3, "X": 2.6, "gathered X": 1.6, "kept": 1.5, "logits": 3.5
+    "W": 4.0, "X": 15.0, "only W": 2.5, "only X": 5.3, "skipped W": 2.4, "dropped X": 0.0, "gathered X": 2.2,
+    "logits": 3.5,
 }  # fmt: skip
 _AT_ONCE = {
-    "W alone": 0.2, "W": 1.6, "X": 13.2, "gathered X": 2.1, "kept": 0.1, "logits": 5.3
+    "W": 1.3, "X": 11.4, "only W": 0.0, "only X": 13.6, "skipped W": 0.0, "dropped X": 2.2, "gathered X": 2.4,
+    "logits": 5.3,
 }  # fmt: skip
 
 
@@ -296,10 +299,11 @@ def _working_bytes(step: StepShape, activations: int) -> float:
     head = step.params[-2].bytes(step.compute, sizes)
     [vocab] = step.params[-1].shard(step.compute, sizes)
     logits = WORD * step.head_chunks[0] * step.b * vocab
-    alone = "W alone" if config.num_groups == 1 else "W of a group"
-    in_layer = factors["W" if step.slots > 1 else alone] * kernel + factors["X"] * x
+    only = "only " if step.slots == 1 else ""
+    in_layer = factors[only + "W"] * kernel + factors[only + "X"] * x
+    in_layer += factors["skipped W"] * kernel * (-1 in config.layer_ids)
+    in_layer += factors["dropped X"] * x * (config.model.dropout > 0)
     in_layer += factors["gathered X"] * x * sizes[TENSOR] * (sizes[TENSOR] > 1)
-    in_layer += factors["kept"] * step.slots * _kept_bytes(step)
     in_head = factors["logits"] * logits
     gathered = (
         step.param_bytes(step.compute) if step.stored != step.compute and sizes[DATA] > 1 else 0
@@ -309,6 +313,7 @@ def _working_bytes(step: StepShape, activations: int) -> float:
         in_layer += 2 * head + config.model.num_layers * 2 * kernel - step.gradient_bytes
         after = (0.8 + 0.2 * (sizes[DATA] > 1)) * step.gradient_bytes - activations
         return max(in_layer, in_head - step.gradient_bytes, after)
+    in_layer += step.slots * _kept_bytes(step)  # read from its slot
     if config.num_groups > 1:  # weights and gradients of one group, cut out of all
         in_layer += 2 * 2 * step.slots * kernel
     widened = 0
