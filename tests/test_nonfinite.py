@@ -235,8 +235,9 @@ def poisoned(tmp_path_factory):
     with folder.checkpoints(result.config) as checkpoints:
         checkpoints.save(poison(result.state, result.config, word), result.config)
     batches = make_task(result.config, result.mesh, load_data(result.config)).batches()
-    bad = [step for step in range(1, 20) if (batches.batch(step).inputs_BT == word).any()]
+    bad = [step for step in range(1, 21) if (batches.batch(step).inputs_BT == word).any()]
     assert len(bad) > 1
+    assert bad[-1] < 19
     assert all(step % 5 for step in bad)  # steps are under way before the host looks
     return config, bad
 
@@ -277,3 +278,6 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
     ):
         go_on(config, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
     assert RunFolder(tmp_path / "limit").checkpoints(config).latest_step() == bad[-1]
+
+    # What has been skipped does not stop a run that may skip no more.
+    assert int(go_on(config, folder.path, 21).state.step) == 21
