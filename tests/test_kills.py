@@ -105,7 +105,7 @@ def undisturbed(tmp_path_factory):
 def wait_for_a_line(run, process, size):
     """Until metrics.jsonl is no longer of this size, or the process has ended."""
     path = run.folder.metrics_path
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while process.poll() is None and (not path.exists() or path.stat().st_size == size):
         assert time.monotonic() < deadline
         time.sleep(0.01)
