@@ -25,18 +25,13 @@ jaxpar.simulate_devices(8)
 # %% [markdown]
 # ## Layers that do not divide
 #
-# Seven layers on four stages. Left alone, the first stages take one more; a placement says it in other words. A stage
-# with fewer layers has an empty slot, which costs nothing but its memory.
+# Seven layers on four stages. `balance` gives the slowest stage the least to do, whatever the layers cost, and counts
+# what the last stage has to do besides. A stage with fewer layers has an empty slot, which costs nothing but memory.
 
 # %%
-config = Config(
-    mesh=MeshConfig(data=2, stage=4),
-    model=ModelConfig(num_layers=7, hidden_size=64, embed_size=64, vocab_size=512),
-    data=DataConfig(batch_size=16, seq_len=8),
-)
-for placement in ("balanced", (1, 2, 2, 2), (3, 2, 1, 1)):
-    each = dataclasses.replace(config, pipeline=PipelineConfig(placement=placement))
-    print(f"{placement!s:>14}: layers of the stages {each.placement}, slots {each.layer_ids}")
+print("equal layers          ", jaxpar.balance([1] * 7, 4))
+print("the first one is twice", jaxpar.balance([2, 1, 1, 1, 1, 1, 1], 4))
+print("and a heavy head      ", jaxpar.balance([2, 1, 1, 1, 1, 1, 1], 4, last_cost=1.5))
 
 # %% [markdown]
 # ## The head is work, too
@@ -76,35 +71,41 @@ for name, measured in (("head on the last stage", even), ("head on all stages", 
 # %% [markdown]
 # ## Which mesh?
 #
-# Four ways to arrange eight devices, for one model. The bubble is the schedule's; what a device sends in a step and the
-# memory it needs are read from the compiled programs.
+# The cost model predicts a step before it is compiled: what is sent, the memory, the time. Here it is held against the
+# compiled program, for the same model on four meshes.
 
 # %%
-model = ModelConfig(num_layers=4, hidden_size=128, embed_size=128, vocab_size=1024)
-print("mesh        bubble   sent by a device   memory of a device")
+print("mesh         sent by a device: predicted   compiled     memory: predicted   compiled")
 for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
     each = Config(
         mesh=MeshConfig.parse(shape),
-        model=model,
+        model=ModelConfig(num_layers=4, hidden_size=128, embed_size=128, vocab_size=1024),
         pipeline=PipelineConfig(num_microbatches=2, num_chunks=4),
         data=DataConfig(batch_size=32, seq_len=16),
     )
-    report = jaxpar.inspect_step(each)
-    stages = each.mesh.stage
-    bubble = jaxpar.make_schedule("1f1b", stages, 2, 4).bubble if stages > 1 else 0.0
+    cost, report = jaxpar.predict_step(each), jaxpar.inspect_step(each)
     sent = sum(total.sent_bytes for total in report.totals)
     print(
-        f"{shape:<10}  {bubble:6.1%}   {sent / 1e6:13.2f} MB   {report.memory.total / 1e6:15.1f} MB"
+        f"{shape:<10}  {cost.sent_bytes / 1e6:24.2f} MB  {sent / 1e6:6.2f} MB"
+        f"  {cost.memory.total / 1e6:17.1f} MB  {report.memory.total / 1e6:6.1f} MB"
     )
 
 # %% [markdown]
 # Data parallelism waits for nothing but needs the whole model and its optimizer on every device; a pipeline holds a part
-# and sends little, but waits; tensor parallelism holds a part and does not wait, but sends at every time step, which only
-# close devices do quickly. Along which axis it is sent, and by which layer, the report says as well:
+# and sends little, but waits; tensor parallelism holds a part and does not wait, but sends at every time step.
+#
+# ## A plan
+#
+# What cannot be run here can be planned: a bigger model on 64 GPUs that are only described by their data sheet. Every
+# mesh, cut of the batch and of time is looked at; the best of each mesh is shown, and why it is the best.
 
 # %%
-for total in report.totals:
-    print(f"{' and '.join(total.axes):>16}: {total.sent_bytes / 1e3:8.1f} kB in {total.count} runs")
+big = Config(
+    model=ModelConfig(num_layers=8, hidden_size=2048, embed_size=2048, vocab_size=10368),
+    data=DataConfig(batch_size=512, seq_len=64),
+)
+ranking = jaxpar.plan(big, 64, jaxpar.find_machine("h100"))
+ranking
 
 # %% [markdown]
 # ## Devices that differ
@@ -125,7 +126,8 @@ print(
 # ## What was learned
 #
 # - Stages need not have equal numbers of layers, and equal numbers are not equal work: the head counts.
-# - Bubble, bytes and memory of a mesh are known before it is rented: from the schedule and from the compiled program.
+# - Bytes, memory and time of a step can be predicted before it is compiled, and held against the compiled program.
+# - A plan ranks all meshes that the devices allow, also of devices that are not there.
 # - Each arrangement pays elsewhere: in memory (data), in waiting (stage), or in what is sent (tensor).
 # - Devices that differ take unequal shares.
 #

@@ -1,5 +1,6 @@
 """Pictures: what they show is what is, and a browser shows them without help from elsewhere."""
 
+import html
 import html.parser
 import itertools
 import re
@@ -189,6 +190,17 @@ def test_a_report_shows_the_same_in_text_and_html(mesh):
     for cell in cells:
         assert cell in words
     assert repr(report) == str(report)
+
+
+def test_a_plan_shows_the_same_in_text_and_html(config):
+    ranking = jaxpar.plan(config, 8, jaxpar.find_machine("h100"))
+    for picture in (ranking, ranking.best):
+        words = " ".join(str(picture).split())
+        cells = [" ".join(cell.split()) for row in Rows(picture._repr_html_()).rows for cell in row]
+        assert len(cells) > 8
+        assert all(cell in words for cell in cells)
+        assert repr(picture) == str(picture)
+    assert ranking.explain().split(":")[0] in html.unescape(ranking._repr_html_())
 
 
 def test_what_has_no_picture_is_an_error():

@@ -71,7 +71,7 @@ SMALL = {
 
 
 def test_commands_of_the_readme_run(tmp_path):
-    for command in commands("README.md"):
+    for command in dict.fromkeys(map(tuple, commands("README.md"))):
         trains = {"train", "inspect", "plot"} & {*command} and "--print" not in command
         small = [str(part) for pair in SMALL.items() for part in pair] if trains else []
         devices = (

@@ -25,8 +25,8 @@ padding:10px 12px;border-radius:6px;overflow-x:auto}
 @media(prefers-color-scheme:dark){.jaxpar{--fg:#e6edf3;--bg:#12161c;--dim:#9aa5b1;--line:#3a424c;--idle:#262c34;
 --axis:#79c0ff;--warn:#ffb35c}}
 .jaxpar table{border-collapse:collapse;margin:4px 0;color:inherit;font-size:13px}
-.jaxpar th,.jaxpar td{padding:3px 10px;text-align:left;vertical-align:top;background:none;white-space:nowrap}
-.jaxpar th{color:var(--dim);font-weight:600;border-bottom:1px solid var(--line)}
+.jaxpar th,.jaxpar td{padding:3px 10px;text-align:left;vertical-align:top;background:none}
+.jaxpar th{white-space:nowrap;color:var(--dim);font-weight:600;border-bottom:1px solid var(--line)}
 .jaxpar td{font-variant-numeric:tabular-nums}
 .jaxpar .right{text-align:right}
 .jaxpar p{margin:4px 0;color:var(--dim)}
