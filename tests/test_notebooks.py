@@ -1,6 +1,5 @@
 """The notebooks run from top to bottom, say what was learned, and show what they show."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -30,20 +29,12 @@ def test_a_pair_says_the_same_and_ends_with_what_was_learned(path):
     assert text.cells[-1].source.startswith("## What was learned\n")
 
 
-# What differs from run to run, and with the version of XLA.
-NUMBERS = re.compile(r"[\d.,]+(e-\d+)?%?|[-─ ]+")
-
-
-def shown(notebook):
-    """The text of every output, without its numbers."""
-    texts = []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", ()):
-            assert output.output_type != "error", output
-            assert output.get("name") != "stderr", output.text
-            text = output.get("text") or output.data["text/plain"]
-            texts.append(NUMBERS.sub(" ", text))
-    return texts
+def kinds(cell):
+    """What the outputs of a cell are: printed, or shown as which types. Numbers differ from run to run."""
+    for output in cell.get("outputs", ()):
+        assert output.output_type != "error", output
+        assert output.get("name") != "stderr", output.text
+    return [output.get("name") or sorted(output.data) for output in cell.get("outputs", ())]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
@@ -51,10 +42,6 @@ def test_a_notebook_runs_and_shows_what_is_stored(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = execute(path, tmp_path)
     stored = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
-    assert len(shown(done)) == len(shown(stored))
-    assert len("".join(shown(stored))) > 300
+    assert sum(map(bool, map(kinds, stored.cells))) >= 4
     for was, now in zip(stored.cells, done.cells, strict=True):
-        kinds = [
-            [sorted(o.get("data", ())) for o in cell.get("outputs", ())] for cell in (was, now)
-        ]
-        assert kinds[0] == kinds[1], now.source
+        assert kinds(was) == kinds(now), now.source

@@ -11,6 +11,7 @@ import re
 import statistics
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -353,21 +354,24 @@ def _find_branches(text: str) -> dict[str, tuple[str, str]]:
 def _read_traces(path: Path, branches: Mapping[str, tuple[str, str]]) -> list[_Trace]:
     """The steps in a file of the profiler's."""
     traces: dict[int, _Trace] = defaultdict(_Trace)
-    for plane in ProfileData.from_file(str(path)).planes:
-        for event in (event for line in plane.lines for event in line.events):
-            stats = dict(event.stats)
-            if "hlo_op" not in stats:
-                continue
-            device, name = int(stats["device_ordinal"]), str(stats["hlo_op"])
-            times = (1e-9 * event.start_ns, 1e-9 * event.end_ns)
-            found = traces[int(stats["run_id"])]
-            found.ran[device].append(times)
-            if name in branches:
-                conditional, part = branches[name]
-                branch = found.branches[device].setdefault(conditional, _Branch(part))
-                branch.inside.append(times)
-                if name == conditional:
-                    branch.begun.append(times[0])
+    with warnings.catch_warnings():
+        # From Python 3.13 on jaxlib's types warn when they are first used; as an error it would abort.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in ProfileData.from_file(str(path)).planes:
+            for event in (event for line in plane.lines for event in line.events):
+                stats = dict(event.stats)
+                if "hlo_op" not in stats:
+                    continue
+                device, name = int(stats["device_ordinal"]), str(stats["hlo_op"])
+                times = (1e-9 * event.start_ns, 1e-9 * event.end_ns)
+                found = traces[int(stats["run_id"])]
+                found.ran[device].append(times)
+                if name in branches:
+                    conditional, part = branches[name]
+                    branch = found.branches[device].setdefault(conditional, _Branch(part))
+                    branch.inside.append(times)
+                    if name == conditional:
+                        branch.begun.append(times[0])
     return list(traces.values())
 
 
