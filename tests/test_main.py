@@ -11,10 +11,12 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 
 from jaxpar.__main__ import main
 from jaxpar.config import VOCAB_MULTIPLE
+from jaxpar.run_folder import RunFolder
 
 LINES = "the cat sat on the mat\na dog ran to the cat\n"
 
@@ -178,6 +180,8 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_pa
     assert found, captured.err
     saved = [path.name for path in (out_dir / "checkpoints").iterdir()]
     assert saved == [str(int(found[1]) - 1)]
+    _, _, state = RunFolder(out_dir).restore()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     more = ["--train.nonfinite", "skip", "--train.max-skipped", "1"]
     assert main(["train", "--resume", "--train.out-dir", str(out_dir), *more]) == 3
     captured = capsys.readouterr()
