@@ -38,7 +38,6 @@ from jaxpar.analysis.picture import Tables, color_of
 from jaxpar.analysis.timeline import blocks_of, unit_color
 from jaxpar.config import Config, RunConfig
 from jaxpar.data import Batch
-from jaxpar.display import show
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
 from jaxpar.profiler import trace
 from jaxpar.schedule import Schedule
@@ -232,12 +231,6 @@ class MeasuredStep(Tables):
             ((REST,), "the head: softmax and loss"),
             ((IDLE,), "idle"),
         ]
-
-
-@show.register
-def show_measured(measured: MeasuredStep) -> MeasuredStep:
-    """The measured step, which is a picture."""
-    return measured
 
 
 def measure_step(

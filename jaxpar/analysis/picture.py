@@ -11,6 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.display import show
 from jaxpar.report import WIDTH
 
 # Okabe and Ito's, which all kinds of colour vision tell apart (https://jfly.uni-koeln.de/color/). Blue and
@@ -75,6 +76,12 @@ class Picture:
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     __repr__ = __str__
+
+
+@show.register
+def show_picture(picture: Picture) -> Picture:
+    """Itself: reports, costs, plans and measured steps are pictures."""
+    return picture
 
 
 class Tables(Picture):

@@ -13,7 +13,6 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.analysis.picture import Tables, make_table
 from jaxpar.config import RunConfig
-from jaxpar.display import show
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
 from jaxpar.report import format_bytes
 from jaxpar.state import abstract_state
@@ -135,12 +134,6 @@ class ProgramReport(Tables):
 
     # A dataclass would make one of its own.
     __repr__ = Tables.__repr__
-
-
-@show.register
-def show_report(report: ProgramReport) -> ProgramReport:
-    """The report, which is a picture."""
-    return report
 
 
 def inspect_step(config: RunConfig, mesh: Mesh | None = None) -> ProgramReport:
