@@ -253,13 +253,10 @@ class Inspect(ConfigOptions):
 class Plot(ConfigOptions):
     """Draws a picture into a file: of a config, of runs, or of the four ways to share a step.
 
-    schedule    what each stage does when, by --mesh and --pipeline
-    timeline    of a step that is run: what each stage did when, beside its schedule
-    bubble      against microbatches and chunks of time, likewise
-    memory      on a device, by kind, for each of --meshes
-    bytes       that a device sends along each axis, for each of --meshes
-    curves      loss and speed of runs, such as: plot curves runs/0001 runs/0002
-    strategies  devices idle, and then busy: an animation
+    Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage of a
+    step that is run did when, beside its schedule; "bubble", against microbatches and chunks of time;
+    "memory" on a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes; "curves",
+    loss and speed of runs (plot curves runs/0001 runs/0002); "strategies", the four ways as an animation.
     """
 
     kind: Positional[
