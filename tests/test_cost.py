@@ -80,8 +80,8 @@ def assert_same_bytes(seed, scale=1):
     assert result.predicted == result.compiled, f"{result.cost.config}\n{result}"
 
 
-# Sizes at which memory is worth a thought: programs of 20 to 400 MB. Some of
-# them are among those that the model's constants were fitted to: of 20 others 19 were within 5 %, one 8 % off.
+# Sizes at which memory is worth a thought: programs of 20 to 400 MB. Some are among those that the model's
+# constants were fitted to; of 20 others 19 were within 5 %, one 8 % off.
 LARGE = 4
 SAMPLE = (301, 303, 304)
 
