@@ -185,7 +185,6 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     assert losses == pytest.approx(train_losses(one), rel=RELATIVE_TOLERANCE)
 
 
-@pytest.mark.law
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
     def arguments(name, num_steps, *more):
         out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
