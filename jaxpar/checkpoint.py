@@ -36,6 +36,7 @@ from orbax.checkpoint import v1 as orbax
 from jaxpar.axes import LAYERS
 from jaxpar.config import RunConfig
 from jaxpar.corpus import Vocabulary
+from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
 
 # Of the model, what may change between two runs: no array has another shape or meaning for it.
@@ -161,11 +162,11 @@ class Checkpoints:
         path = self._folder / str(self._resolve(step))
         config.check()
         target = abstract_state(config, mesh)
-        abstract = {name: _stored_form(leaf, config) for name, leaf in _named_leaves(target)}
+        abstract = {name: _stored_form(leaf, config) for name, leaf in named_leaves(target, "/")}
         _check_compatible(path, abstract, config, self._vocabulary)
         stored = _flatten(orbax.load(str(path), _nest(abstract)))
         leaves = []
-        for name, leaf in _named_leaves(target):
+        for name, leaf in named_leaves(target, "/"):
             value, dim = stored[name], _layers_dim(leaf)
             if dim is not None and _is_reordered(config):
                 value = _take_layers(value, dim, config.layer_ids, value.sharding)
@@ -333,7 +334,7 @@ def by_layer(state: TrainState, config: RunConfig) -> dict[str, jax.Array]:
     layer_ids = config.layer_ids
     order = tuple(layer_ids.index(layer) for layer in sorted(layer_ids) if layer >= 0)
     arrays = {}
-    for name, leaf in _named_leaves(state):
+    for name, leaf in named_leaves(state, "/"):
         array, dim = _array(leaf), _layers_dim(leaf)
         if dim is not None and array.shape[dim] != len(layer_ids):
             raise ValueError(
@@ -357,7 +358,7 @@ def with_parameters(
       arrays: on the host, named (without "params/") and shaped as `by_layer` gives them.
     """
     layer_ids, leaves = np.array(config.layer_ids), []
-    for name, leaf in _named_leaves(state.params):
+    for name, leaf in named_leaves(state.params, "/"):
         value, dim = arrays[name], _layers_dim(leaf)
         if dim is not None:
             empty = np.zeros_like(np.take(value, [0], dim))
@@ -477,12 +478,6 @@ def _check_compatible(
             f"{path}: {name} is {was.get(name)}, this version of jaxpar needs {now.get(name)}; "
             f"restore it with the version that wrote it"
         )
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """`params/lstm/w_x` and its variable, and so on; arrays where no names of dims are known."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_variable)
-    return [(_name(path), leaf) for path, leaf in leaves]
 
 
 def _is_variable(leaf: Any) -> bool:

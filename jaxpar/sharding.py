@@ -251,10 +251,10 @@ def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
             yield name, leaf
 
 
-def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: Any, separator: str = ".") -> Iterator[tuple[str, Any]]:
     """Name and variable of everything in `tree`; name and array where it is in no variable."""
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
-        yield _name(path), leaf
+        yield jax.tree_util.keystr(path, simple=True, separator=separator), leaf
 
 
 def _spec(variable: nnx.Variable, rules: Rules) -> P:
@@ -271,8 +271,3 @@ def _spec(variable: nnx.Variable, rules: Rules) -> P:
 
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    keys = (getattr(key, "key", getattr(key, "name", getattr(key, "idx", ""))) for key in path)
-    return ".".join(str(key) for key in keys)

@@ -3,7 +3,7 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -72,14 +72,28 @@ def step_seconds(config: Config, mesh: Mesh, num_steps: int) -> list[float]:
     Raises:
       ValueError: the config does not fit the mesh.
     """
-    state, step = init_state(config, mesh), make_train_step(config, mesh)
+    step = make_stepper(config, mesh)
+    return [step() for _ in range(num_steps + 1)][1:]
+
+
+def make_stepper(config: Config, mesh: Mesh) -> Callable[[], float]:
+    """A function that takes a training step on random tokens, with a state of its own; its seconds.
+
+    Args:
+      config: with `model.vocab_size` set.
+    Raises:
+      ValueError: the config does not fit the mesh.
+    """
+    state, train_step = init_state(config, mesh), make_train_step(config, mesh)
     shape = (config.data.batch_size, config.data.seq_len)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size or 1, shape, np.int32)
     tokens = jax.device_put(tokens, batch_sharding(mesh, config))
-    seconds = []
-    for _ in range(num_steps + 1):
+
+    def step() -> float:
+        nonlocal state
         start = time.perf_counter()
-        state, metrics = step(state, Batch(tokens, tokens, True))
+        state, metrics = train_step(state, Batch(tokens, tokens, True))
         jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+        return time.perf_counter() - start
+
+    return step

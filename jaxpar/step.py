@@ -50,6 +50,8 @@ from jaxpar.ticks import Plan, largest, make_plan
 
 AnyBatch = Batch | ImageBatch
 
+_make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
+
 
 class Metrics(NamedTuple):
     """What a training step reports; scalars.
@@ -278,7 +280,7 @@ def step_schedule(
       num_chunks: of the batch; None if it has the full length.
       backward: False in an evaluation.
     """
-    return make_schedule(
+    return _make_schedule(
         config.pipeline.schedule if config.mesh.stage > 1 else "1f1b",
         config.mesh.stage,
         share * config.pipeline.num_microbatches,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -18,11 +18,23 @@ from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.report import ImageEvaluation, ImageProgress, TextEvaluation, TextProgress
 
+AnyConfig = TypeVar("AnyConfig", Config, ImageConfig)
+
 
 def complete(config: RunConfig, mesh: Mesh) -> RunConfig:
-    """The config with its mesh and the size of its vocabulary filled in; see `read_vocab`."""
-    filled = dataclasses.replace(config, mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices))
-    return read_vocab(filled).check() if isinstance(filled, Config) else filled
+    """The config with its mesh and the size of its vocabulary filled in; see `read_vocab`.
+
+    Raises:
+      ValueError: sizes do not fit each other.
+    """
+    if isinstance(config, Config):
+        return _on_mesh(read_vocab(config), mesh)
+    return _on_mesh(config, mesh)
+
+
+def _on_mesh(config: AnyConfig, mesh: Mesh) -> AnyConfig:
+    sizes = MeshConfig(**mesh.shape, devices=config.mesh.devices)
+    return dataclasses.replace(config, mesh=sizes).check()
 
 
 def read_vocab(config: Config) -> Config:
@@ -47,8 +59,7 @@ class TextTask:
         Raises:
           ValueError: sizes do not fit each other, or the vocabulary does not fit the model.
         """
-        filled = MeshConfig(**mesh.shape, devices=config.mesh.devices)
-        config = dataclasses.replace(with_vocab(config, corpus), mesh=filled).check()
+        config = _on_mesh(with_vocab(config, corpus), mesh)
         self.kernel = choose_kernel(config, mesh)
         self.config = with_kernel(config, self.kernel)
         self._corpus = corpus
@@ -113,9 +124,7 @@ class ImageTask:
                     f"{name}={getattr(config.model, name)} of the model does not fit the images "
                     f"{images.name!r}; use {name}={getattr(images, name)}"
                 )
-        self.config = dataclasses.replace(
-            config, mesh=MeshConfig(**mesh.shape, devices=config.mesh.devices)
-        ).check()
+        self.config = _on_mesh(config, mesh)
         self._images = images
         self._evaluator = ImageEvaluator(self.config, mesh)
 

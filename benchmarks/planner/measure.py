@@ -11,17 +11,13 @@ import argparse
 import dataclasses
 import json
 import statistics
-import time
 from collections.abc import Callable
 
-import jax
-import numpy as np
-
 import jaxpar
-from jaxpar import Batch, Config, DataConfig, ModelConfig, TrainConfig
+from jaxpar import Config, DataConfig, ModelConfig, TrainConfig
 from jaxpar.analysis import Cost
 from jaxpar.analysis.planner import describe
-from jaxpar.shares import step_seconds
+from jaxpar.shares import make_stepper, step_seconds
 
 # Deep and narrow, shallow and wide, a large vocabulary, a small batch, long sentences.
 MODELS = {
@@ -48,23 +44,10 @@ FINALISTS, ROUNDS, STEPS = 5, 15, 4
 
 
 def stepper(config: Config) -> Callable[[], float]:
-    """Runs `STEPS` training steps; seconds of one."""
-    mesh = config.mesh.build()
-    state, step = jaxpar.init_state(config, mesh), jaxpar.make_train_step(config, mesh)
-    shape = (config.data.batch_size, config.data.seq_len)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size or 1, shape, np.int32)
-    tokens = jax.device_put(tokens, jaxpar.batch_sharding(mesh, config))
-
-    def run() -> float:
-        nonlocal state
-        start = time.perf_counter()
-        for _ in range(STEPS):
-            state, metrics = step(state, Batch(tokens, tokens, True))
-        jax.block_until_ready((state, metrics))
-        return (time.perf_counter() - start) / STEPS
-
-    run()
-    return run
+    """Takes `STEPS` training steps; the mean of their seconds."""
+    step = make_stepper(config, config.mesh.build())
+    step()  # compiles
+    return lambda: statistics.fmean(step() for _ in range(STEPS))
 
 
 def compete(name: str, config: Config) -> str:

@@ -8,10 +8,7 @@ measured in the same process: the product of two large matrices, and a copy of m
 
 import argparse
 import collections
-import gzip
-import json
 import os
-import pathlib
 import statistics
 import tempfile
 import time
@@ -23,7 +20,8 @@ import jaxpar
 from benchmarks.jaxpar_side import initial_state, make_config
 from benchmarks.work import WORKS, Work
 from jaxpar import Batch, MeshConfig, PipelineConfig
-from jaxpar.analysis.hlo import Instruction, Module, Visit
+from jaxpar.analysis.hlo import Module, Visit
+from jaxpar.profiler import Operation, read_trace, trace
 
 PARTS = (
     "recurrent matmuls",
@@ -59,8 +57,7 @@ def counted(work: Work, num_params: int) -> dict[str, tuple[float, float]]:
 
 def part_of(visit: Visit, module: Module) -> str:
     """The part of the step that an instruction belongs to."""
-    instruction = visit.instruction
-    inside = _inside(instruction, module)
+    inside = [visit.instruction, *module.fused(visit.instruction)]
     names = " ".join(each.op_name for each in inside)
     multiplies = any(each.opcode == "dot" for each in inside)
     if "head" in names or "loss" in names:
@@ -75,39 +72,22 @@ def part_of(visit: Visit, module: Module) -> str:
     return "gates" if over_time else "residuals, transposes, other copies"
 
 
-def _inside(instruction: Instruction, module: Module) -> list[Instruction]:
-    """An instruction and, of a fusion, what is fused."""
-    called = [
-        name
-        for name in module.computations
-        if instruction.opcode in ("fusion", "custom-call")
-        and f"calls=%{name}" in instruction.attributes.replace(",", " ").split()
-    ]
-    return [instruction, *(each for name in called for each in module.computations[name])]
-
-
-def own_milliseconds(trace: pathlib.Path) -> collections.Counter[str]:
-    """Of every operation on XLA's threads, without those inside of it."""
-    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    is_xla = {
-        (event["pid"], event["tid"])
-        for event in events
-        if event.get("name") == "thread_name" and "XLA" in event["args"]["name"]
-    }
+def own_milliseconds(operations: list[Operation]) -> collections.Counter[str]:
+    """Of every operation on a device, without those inside of it."""
     totals: collections.Counter[str] = collections.Counter()
-    threads = collections.defaultdict(list)
-    for event in events:
-        if event.get("ph") == "X" and (event["pid"], event["tid"]) in is_xla:
-            threads[event["pid"], event["tid"]].append(event)
+    threads = collections.defaultdict[int, list[Operation]](list)
+    for operation in operations:
+        threads[operation.thread].append(operation)
     for thread in threads.values():
-        around: list[tuple[float, str]] = []  # (end, name) of the operations that are going on
-        for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
-            while around and around[-1][0] <= event["ts"]:
+        around: list[Operation] = []  # that are going on
+        for operation in sorted(thread, key=lambda each: (each.start, -each.end)):
+            while around and around[-1].end <= operation.start:
                 around.pop()
+            milliseconds = 1e3 * (operation.end - operation.start)
             if around:
-                totals[around[-1][1]] -= event["dur"] / 1e3
-            totals[event["name"]] += event["dur"] / 1e3
-            around.append((event["ts"] + event["dur"], event["name"]))
+                totals[around[-1].name] -= milliseconds
+            totals[operation.name] += milliseconds
+            around.append(operation)
     return totals
 
 
@@ -148,14 +128,13 @@ def main() -> None:
         state, _ = step(state, batch)
         jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with trace(folder):
             start = time.perf_counter()
             for _ in range(args.steps):
                 state, _ = step(state, batch)
                 jax.block_until_ready(state)
             total = (time.perf_counter() - start) * 1e3 / args.steps
-        (trace,) = pathlib.Path(folder).rglob("*.trace.json.gz")
-        milliseconds = own_milliseconds(trace)
+        milliseconds = own_milliseconds(read_trace(folder))
     times = collections.Counter[str]()
     for name, value in milliseconds.items():
         if name in parts:

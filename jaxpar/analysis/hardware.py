@@ -173,36 +173,31 @@ _GPU_TICK = 50e-6  # about ten kernels
 _INFINIBAND = 5e-6
 
 # Peak numbers, without sparsity. Bandwidths of links are one way: half of what is called bidirectional.
+_H100 = Hardware(
+    name="h100",
+    flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},
+    memory_bytes=80e9,
+    memory_bytes_per_second=3.35e12,
+    host_bytes_per_second=64e9,
+    near=Link(450e9, 3e-6),
+    far=Link(50e9, _INFINIBAND),
+    devices_per_host=8,
+    loop_seconds=_GPU_LOOP,
+    tick_seconds=_GPU_TICK,
+    platform="gpu",
+    source="NVIDIA H100 SXM data sheet (TF32, BF16, HBM3, NVLink 4); DGX H100: one 400 Gb/s "
+    "InfiniBand port a GPU, PCIe 5 x16 to the host; latencies are assumptions",
+)
+
 MACHINES: Mapping[str, Hardware] = {
     machine.name: machine
     for machine in (
-        Hardware(
-            name="h100",
-            flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},
-            memory_bytes=80e9,
-            memory_bytes_per_second=3.35e12,
-            host_bytes_per_second=64e9,
-            near=Link(450e9, 3e-6),
-            far=Link(50e9, _INFINIBAND),
-            devices_per_host=8,
-            loop_seconds=_GPU_LOOP,
-            tick_seconds=_GPU_TICK,
-            platform="gpu",
-            source="NVIDIA H100 SXM data sheet (TF32, BF16, HBM3, NVLink 4); DGX H100: one 400 Gb/s "
-            "InfiniBand port a GPU, PCIe 5 x16 to the host; latencies are assumptions",
-        ),
-        Hardware(
+        _H100,
+        dataclasses.replace(
+            _H100,
             name="h200",
-            flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},
             memory_bytes=141e9,
             memory_bytes_per_second=4.8e12,
-            host_bytes_per_second=64e9,
-            near=Link(450e9, 3e-6),
-            far=Link(50e9, _INFINIBAND),
-            devices_per_host=8,
-            loop_seconds=_GPU_LOOP,
-            tick_seconds=_GPU_TICK,
-            platform="gpu",
             source="NVIDIA H200 SXM data sheet (HBM3e; the rest as H100); latencies are assumptions",
         ),
         Hardware(

@@ -112,6 +112,11 @@ class Module:
                 for called in _names(instruction, *attributes):
                     yield from self._visits(called, inside)
 
+    def fused(self, instruction: Instruction) -> list[Instruction]:
+        """What a fusion is made of; empty for other instructions."""
+        called = _names(instruction, "calls") if instruction.opcode == "fusion" else []
+        return [each for name in called for each in self.computations[name]]
+
     def source(self, instruction: Instruction) -> str:
         """The line of Python that an instruction comes from, such as lstm.py:84; "" if it is unknown."""
         if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):

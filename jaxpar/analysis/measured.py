@@ -11,16 +11,13 @@ import re
 import statistics
 import tempfile
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import rich.box
-from jax.profiler import ProfileData
 from jax.sharding import Mesh
 from rich.table import Table
 
@@ -39,7 +36,7 @@ from jaxpar.analysis.timeline import blocks_of, unit_color
 from jaxpar.config import Config, RunConfig
 from jaxpar.data import Batch
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.profiler import trace
+from jaxpar.profiler import Operation, read_trace, trace
 from jaxpar.schedule import Schedule
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
@@ -272,8 +269,7 @@ def measure_step(
     with tempfile.TemporaryDirectory() as folder:
         with trace(folder):
             traced = statistics.median(run() for _ in range(num_steps))
-        [path] = Path(folder).glob("**/*.xplane.pb")
-        traces = _read_traces(path, _find_branches(compiled.as_text()))
+        traces = _steps(read_trace(folder), _find_branches(compiled.as_text()))
     schedule = step_schedule(config, config.shares[0])
     busy = {FORWARD: schedule.forward.unit >= 0, BACKWARD: schedule.backward.unit >= 0}
     # Every stage has its part of a split head, and else the last stage all of it.
@@ -344,27 +340,20 @@ def _find_branches(text: str) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _read_traces(path: Path, branches: Mapping[str, tuple[str, str]]) -> list[_Trace]:
-    """The steps in a file of the profiler's."""
+def _steps(
+    operations: Iterable[Operation], branches: Mapping[str, tuple[str, str]]
+) -> list[_Trace]:
+    """What ran, step by step."""
     traces: dict[int, _Trace] = defaultdict(_Trace)
-    with warnings.catch_warnings():
-        # From Python 3.13 on jaxlib's types warn when they are first used; as an error it would abort.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for plane in ProfileData.from_file(str(path)).planes:
-            for event in (event for line in plane.lines for event in line.events):
-                stats = dict(event.stats)
-                if "hlo_op" not in stats:
-                    continue
-                device, name = int(stats["device_ordinal"]), str(stats["hlo_op"])
-                times = (1e-9 * event.start_ns, 1e-9 * event.end_ns)
-                found = traces[int(stats["run_id"])]
-                found.ran[device].append(times)
-                if name in branches:
-                    conditional, part = branches[name]
-                    branch = found.branches[device].setdefault(conditional, _Branch(part))
-                    branch.inside.append(times)
-                    if name == conditional:
-                        branch.begun.append(times[0])
+    for run, device, _, name, start, end in operations:
+        found, times = traces[run], (start, end)
+        found.ran[device].append(times)
+        if name in branches:
+            conditional, part = branches[name]
+            branch = found.branches[device].setdefault(conditional, _Branch(part))
+            branch.inside.append(times)
+            if name == conditional:
+                branch.begun.append(times[0])
     return list(traces.values())
 
 

@@ -14,7 +14,7 @@ from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.analysis.picture import Tables, make_table
 from jaxpar.config import RunConfig
 from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.report import format_bytes
+from jaxpar.report import format_bytes, format_shape
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.ticks import Plan
@@ -246,7 +246,7 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
         "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass", "module"
     )
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
-        dims = "x".join(map(str, c.shapes[0])) or "scalar"
+        dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
         loops = "x".join("?" if trips is None else str(trips) for trips in c.trip_counts)
         table.add_row(

@@ -11,9 +11,10 @@ from jaxpar.analysis.pieces import WORD
 from jaxpar.axes import EMBED, GATES, HIDDEN, INPUT, LAYERS, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.config import Config
 from jaxpar.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU, MIN_ROWS
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.schedule import Schedule
 from jaxpar.sharding import Rules, check_split, split_over_data
 from jaxpar.state import compute_rules
+from jaxpar.step import step_schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +45,6 @@ class Parameter:
 @functools.cache
 def _split(rules: Rules, dims: tuple[str, ...]) -> list[tuple[str, ...]]:
     return [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in rules.spec(dims)]
-
-
-_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # a planner asks for few, very often
 
 
 def parameters(config: Config) -> tuple[Parameter, ...]:
@@ -110,14 +108,7 @@ class StepShape:
     @property
     def schedule(self) -> Schedule:
         """That every data-parallel group runs; of a step that runs in units."""
-        pipeline = self.config.pipeline
-        return _schedule(
-            pipeline.schedule if self.sizes[STAGE] > 1 else "1f1b",
-            self.sizes[STAGE],
-            pipeline.num_microbatches,
-            self.config.num_chunks,
-            self.config.num_groups,
-        )
+        return step_schedule(self.config)
 
     @property
     def widens_table(self) -> bool:
