@@ -248,8 +248,8 @@ def test_a_machine_is_measured_once(own_cache, monkeypatch):
     assert find_machine("here") == machine == find_machine(str(path_here()))
     assert find_machine("here", 5e6).memory_bytes == 5e6
 
-    works = [layer_forward(4, 4, 8, 8), layer_backward(4, 4, 8, 8), head(8, 8, 16)]
-    works += [dropout(64), update(64, "adam")]
+    works = [layer_forward(4, 4, 8, 8, 2), layer_backward(4, 4, 8, 8, 2), head(8, 8, 16)]
+    works += [dropout(64), update(64, TrainConfig())]
     known = measure_pieces(machine, works)
     new = known.samples[len(machine.samples) :]
     assert [(sample.kind, sample.sizes) for sample in new] == [(w.kind, w.sizes) for w in works]
@@ -260,7 +260,7 @@ def test_a_machine_is_measured_once(own_cache, monkeypatch):
 
 
 def test_slowness_is_that_of_samples_like_it():
-    works = [layer_forward(8, b, 64, 64) for b in (4, 8, 16)]
+    works = [layer_forward(8, b, 64, 64, 2) for b in (4, 8, 16)]
     samples = tuple(Sample(w.kind, w.sizes, s) for w, s in ((works[0], 2.0), (works[2], 8.0)))
     machine = dataclasses.replace(MACHINES["h100"], samples=samples)
     slowness = [machine.seconds(work) / machine.roofline(work) for work in works]
@@ -270,11 +270,15 @@ def test_slowness_is_that_of_samples_like_it():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(4, 256, 2688), (8, 192, 1152), (2, 640, 2688)], ids=str)
 @pytest.mark.parametrize("shape", ["dp1", "pp2"])
-def test_time_is_within_a_tenth_of_the_measured(shape):
+def test_time_is_within_a_tenth_of_the_measured(shape, sizes):
     # On a quiet machine with a core for every device. The first look measures the machine and the pieces.
-    model = "--model.num-layers 4 --model.hidden-size 256 --model.embed-size 256 --model.vocab-size 2688"
-    flags = f"inspect --compare --simulate {shape[-1]} --mesh {shape} {model} --data.seq-len 64"
+    layers, H, V = sizes
+    flags = (
+        f"inspect --compare --simulate {shape[-1]} --mesh {shape} --data.seq-len 64 "
+        f"--model.num-layers {layers} --model.hidden-size {H} --model.embed-size {H} --model.vocab-size {V}"
+    )
     command = [sys.executable, "-m", "jaxpar", *flags.split()]
     run = subprocess.run(command, check=True, capture_output=True, text=True)
     [error] = re.findall(r"step .* ([+-][\d.]+)%", run.stdout)

@@ -46,11 +46,11 @@ HERE = "here"
 # Those that a step uses, by their names in HLO.
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute")
 
-# Units [t, b, H] of a layer, heads [rows, H, V], and numbers of elements that `calibrate` measures on a CPU,
-# the most telling first; b and rows, H and V are larger on accelerators. Other sizes are interpolated.
+# Units [t, b, H] of so many layers, heads [rows, H, V], and numbers of elements that `calibrate` measures on
+# a CPU, the most telling first; b and rows, H and V are larger on accelerators. Other sizes are interpolated.
 _LAYERS = (
-    (8, 16, 256), (8, 16, 512), (16, 32, 192), (8, 8, 384), (8, 64, 256), (16, 4, 256),
-    (4, 16, 1024), (32, 32, 256), (4, 64, 640), (8, 16, 96),
+    (8, 16, 256, 2), (8, 16, 512, 1), (16, 32, 192, 2), (8, 8, 384, 4), (8, 64, 256, 2), (16, 4, 256, 1),
+    (4, 16, 1024, 2), (32, 32, 256, 4), (4, 64, 640, 1), (8, 16, 96, 8),
 )  # fmt: skip
 _HEADS = ((128, 256, 2688), (256, 256, 10_000), (128, 640, 10_000), (128, 96, 384))
 _DROPOUTS, _UPDATES = (2**15, 2**18), (2**18, 2**22)
@@ -154,7 +154,7 @@ class _Bench:
                 f"machine {HERE!r} is measured by one process, there are {jax.process_count()}; name "
                 f"another: {', '.join(MACHINES)}, or a file"
             )
-        self.layers: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self.layers: dict[tuple[int, ...], tuple[float, float]] = {}
         self.on_cpu, n = self.devices[0].platform == "cpu", len(self.devices)
         self.mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=self.devices)
 
@@ -170,23 +170,36 @@ class _Bench:
             least = min(least, time.perf_counter() - begin)
         raise AssertionError
 
-    def seconds(self, function: Callable[..., Any], *args: Any) -> float:
-        """Of a function of arrays, a copy of them on every device."""
+    def seconds(self, function: Callable[..., Any], *args: Any, changed: Any = None) -> float:
+        """Of a function of arrays, a copy of them on every device.
 
-        def on_device(*args):
-            own = jax.tree.map(lambda a: a[0], args)
-            return jax.tree.map(lambda a: a[None], function(*own))
+        Args:
+          function: (changed, *args) -> (changed, results) if there is something that it changes, as a step
+            changes its state: in place, and the next call goes on with it. Else (*args) -> results.
+        """
+
+        def on_device(changed, args):
+            changed, args = jax.tree.map(lambda a: a[0], (changed, args))
+            out = function(*args) if changed is None else function(changed, *args)
+            return jax.tree.map(lambda a: a[None], (None, out) if changed is None else out)
 
         spread = jax.jit(
             jax.shard_map(
                 on_device, mesh=self.mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-            )
+            ),
+            donate_argnums=0,
         )
         n, layout = len(self.devices), NamedSharding(self.mesh, P("x"))
-        copies = jax.tree.map(
-            lambda a: jax.device_put(np.broadcast_to(a, (n, *np.shape(a))), layout), args
+        changed, args = jax.tree.map(
+            lambda a: jax.device_put(np.broadcast_to(a, (n, *np.shape(a))), layout), (changed, args)
         )
-        return self.least_seconds(lambda: spread(*copies))
+
+        def run():
+            nonlocal changed
+            changed, results = spread(changed, args)
+            return changed, results
+
+        return self.least_seconds(run)
 
     def sample(self, machine: Hardware, work: Work) -> Sample:
         """How slow a piece of work is."""
@@ -199,27 +212,30 @@ class _Bench:
         seconds = measure(*work.sizes)
         return Sample(work.kind, work.sizes, seconds / machine.roofline(work))
 
-    def layer(self, t: int, b: int, H: int) -> tuple[float, float]:
-        """One of two layers, forward and backward: that is both less forward, and at least as much."""
-        if (t, b, H) not in self.layers:
-            forward, both = (self.two_layers(t, b, H, back) / 2 for back in (False, True))
-            self.layers[t, b, H] = forward, max(both - forward, forward)
-        return self.layers[t, b, H]
+    def layer(self, t: int, b: int, H: int, layers: int) -> tuple[float, float]:
+        """One of so many, forward and backward: that is both less forward, and at least as much."""
+        sizes = t, b, H, layers
+        if sizes not in self.layers:
+            forward, both = (self.stage(*sizes, back) / layers for back in (False, True))
+            self.layers[sizes] = forward, max(both - forward, forward)
+        return self.layers[sizes]
 
-    def two_layers(self, t: int, b: int, H: int, backward: bool) -> float:
-        """Forward, and backward as well if so asked, as stages of a pipeline run them."""
-        params = LSTMParams(*(_random(2, *shape) for shape in ((H, 4, H), (H, 4, H), (4, H))))
-        carry = LSTMCarry(_random(2, b, H), _random(2, b, H))
-        layer_ids, position = jnp.arange(2), Position(0, 0, 0)
+    def stage(self, t: int, b: int, H: int, layers: int, backward: bool) -> float:
+        """Layers forward, and backward as well if so asked, as a stage of a pipeline runs them."""
+        shapes = (H, 4, H), (H, 4, H), (4, H)
+        params = LSTMParams(*(_random(layers, *shape) for shape in shapes))
+        carry = LSTMCarry(_random(layers, b, H), _random(layers, b, H))
+        layer_ids, position = jnp.arange(layers), Position(0, 0, 0)
 
-        def run(params, carry, x, grads):
-            layers = SavingLayers(lambda *args: lstm_layer(*args[:3]), has_empty_slots=False)
-            after, y, saved = layers.forward(params, carry, x, position, layer_ids)
+        def run(grads, params, carry, x):
+            saving = SavingLayers(lambda *args: lstm_layer(*args[:3]), has_empty_slots=False)
+            after, y, saved = saving.forward(params, carry, x, position, layer_ids)
             if not backward:
-                return after, y, saved
-            return y, layers.backward(params, saved, after, y, grads, layer_ids)
+                return grads, (after, y, saved)
+            grads, *rest = saving.backward(params, saved, after, y, grads, layer_ids)
+            return grads, (y, rest)
 
-        return self.seconds(run, params, carry, _random(t, b, H), params)
+        return self.seconds(run, params, carry, _random(t, b, H), changed=params)
 
     def head(self, rows: int, H: int, V: int) -> float:
         targets = jnp.zeros((rows, 1), jnp.int32)
@@ -229,10 +245,10 @@ class _Bench:
 
         def run(totals, kernel, bias, y):
             value, (*grads, dy) = jax.value_and_grad(loss, (0, 1, 2))(kernel, bias, y)
-            return value, add(totals, tuple(grads)), dy
+            return add(totals, tuple(grads)), (value, dy)
 
         kernel, bias = _random(H, V), _random(V)
-        return self.seconds(run, (kernel, bias), kernel, bias, _random(rows, 1, H))
+        return self.seconds(run, kernel, bias, _random(rows, 1, H), changed=(kernel, bias))
 
     def dropout(self, elements: int) -> float:
         key = jax.random.key_data(jax.random.key(0))
@@ -242,16 +258,21 @@ class _Bench:
 
         return self.seconds(run, key, _random(8, 8, elements // 64))
 
-    def update(self, optimizer: str, elements: int) -> float:
-        config = dataclasses.replace(TrainConfig(), optimizer=optimizer)
+    def update(self, kind: str, elements: int) -> float:
+        optimizer, *how = kind.split()
+        momentum, clip_norm = (float(word in how) / 2 for word in (pieces.MOMENTUM, pieces.CLIPPED))
+        config = dataclasses.replace(
+            TrainConfig(momentum=momentum, clip_norm=clip_norm), optimizer=optimizer
+        )
         made = make_optimizer(config)
         params = _random(elements)
 
-        def run(params, grads, state):
+        def run(state, grads):
+            params, opt_state = state
             applies = jnp.isfinite(optax.tree.norm(grads))
-            return update(made, params, clip(grads, config), state, applies)
+            return update(made, params, clip(grads, config), opt_state, applies), None
 
-        return self.seconds(run, params, params, jax.device_get(made.init(params)))
+        return self.seconds(run, params, changed=(params, jax.device_get(made.init(params))))
 
     def host_rate(self) -> float:
         """Bytes a second from the host's memory to the devices, to all of them at once."""
@@ -346,15 +367,19 @@ def _describe(bench: _Bench) -> Hardware:
 def _usual_works(on_cpu: bool) -> Iterator[Work]:
     """Pieces of all kinds by turns, so that whenever time is over there is something of each."""
     larger = 1 if on_cpu else _LARGER
-    layers = [(t, b * larger, H * larger) for t, b, H in _LAYERS]
+    layers = [(t, b * larger, H * larger, n) for t, b, H, n in _LAYERS]
     kinds = (
         [
-            work(t, b, H, H)
-            for t, b, H in layers
+            work(t, b, H, H, n)
+            for t, b, H, n in layers
             for work in (pieces.layer_forward, pieces.layer_backward)
         ],
         [pieces.head(rows * larger, H * larger, V) for rows, H, V in _HEADS],
-        [pieces.update(n * larger**2, name) for n in _UPDATES for name in ("adam", "sgd")],
+        [
+            pieces.update(n * larger**2, TrainConfig(optimizer=name))
+            for n in _UPDATES
+            for name in ("adam", "sgd")
+        ],
         [pieces.dropout(n * larger**2) for n in _DROPOUTS],
     )
     for turn in itertools.zip_longest(*kinds):

@@ -21,14 +21,14 @@ from jaxpar.analysis.calibration import HERE, find_machine, measure_pieces
 from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.hardware import Hardware, Work
 from jaxpar.analysis.picture import Tables, make_table
-from jaxpar.analysis.pieces import MOMENTS, WORD
+from jaxpar.analysis.pieces import WORD
 from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.analysis.shape import StepShape
 from jaxpar.analysis.traffic import Traffic, predict_traffic, totals
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.config import Config
 from jaxpar.report import format_bytes
-from jaxpar.shares import step_seconds
+from jaxpar.shares import make_stepper
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,10 +180,11 @@ def compare(
     return Comparison(cost, report, totals(cost.traffic), dict(compiled), measured_seconds)
 
 
-def compare_here(config: Config, mesh: Mesh, num_steps: int = 5) -> "Comparison":
+def compare_here(config: Config, mesh: Mesh) -> "Comparison":
     """Predicted for the devices that JAX has, compiled for them, and measured on them, in this order.
 
-    Of the measured steps the quickest counts, as of what the prediction is made of (see `calibrate`).
+    Of the measured steps, five at least, for two seconds at least, the quickest counts, as of what the
+    prediction is made of (see `calibrate`).
 
     Args:
       config: with `model.vocab_size` set.
@@ -196,7 +197,11 @@ def compare_here(config: Config, mesh: Mesh, num_steps: int = 5) -> "Comparison"
     works = pieces_of(config, on_cpu=mesh.devices.flat[0].platform == "cpu").values()
     cost = predict_step(config, measure_pieces(find_machine(HERE), works))
     report = inspect_step(config, mesh)
-    return compare(cost, report, min(step_seconds(config, mesh, num_steps)))
+    step, seconds = make_stepper(config, mesh), list[float]()
+    step()  # compiles
+    while len(seconds) < 5 or sum(seconds) < 2:
+        seconds.append(step())
+    return compare(cost, report, min(seconds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +284,7 @@ def _memory(step: StepShape) -> MemoryCost:
         working -= (0.9 if step.sizes[DATA] == 1 else 0.6) * updated
     return MemoryCost(
         parameters=step.param_bytes(step.stored),
-        optimizer=0 if host else _moments(config) * updated,
+        optimizer=0 if host else pieces.moments(config.train) * updated,
         carried=carried,
         batch=2 * WORD * config.data.batch_size * config.data.seq_len // step.sizes[DATA]
         + (12 * WORD * step.schedule.num_ticks if config.runs_in_units else 0),
@@ -321,11 +326,6 @@ def _working_bytes(step: StepShape, activations: int) -> float:
         widened = WORD * step.V * step.width
     summed = step.gradient_bytes - activations  # gradients once more, where activations were
     return max(max(in_layer, in_head) + widened, summed) + 0.9 * gathered
-
-
-def _moments(config: Config) -> int:
-    """Arrays of the size of the parameters that the optimizer keeps."""
-    return MOMENTS[config.train.optimizer] + (config.train.momentum > 0)
 
 
 def _carry_bytes(step: StepShape) -> int:
@@ -394,10 +394,10 @@ def pieces_of(config: Config, *, on_cpu: bool = True) -> dict[str, Work]:
     t, b, H = step.t, step.b, step.H
     [vocab] = step.params[-1].shard(step.compute, step.sizes)
     works = {
-        "forward": pieces.layer_forward(t, b, H, step.width),
-        "backward": pieces.layer_backward(t, b, H, step.width),
+        "forward": pieces.layer_forward(t, b, H, step.width, step.slots),
+        "backward": pieces.layer_backward(t, b, H, step.width, step.slots),
         "head": pieces.head(step.head_chunks[0] * b, H, vocab),
-        "update": pieces.update(step.param_bytes(step.updated) // WORD, config.train.optimizer),
+        "update": pieces.update(step.param_bytes(step.updated) // WORD, config.train),
     }
     if config.model.dropout > 0:
         works["dropout"] = pieces.dropout(t * b * step.width)
@@ -457,7 +457,7 @@ def stage_seconds(config: Config, hardware: Hardware) -> StageSeconds:
 def _update_seconds(step: StepShape, hardware: Hardware) -> float:
     """Of the optimizer; on the host, whose memory is taken to be no faster than the way to it."""
     elements = step.param_bytes(step.updated) // WORD
-    work = pieces.update(elements, step.config.train.optimizer)
+    work = pieces.update(elements, step.config.train)
     if step.config.train.update != "host":
         return hardware.seconds(work)
     moved = 2 * WORD * elements  # gradients to the host, parameters back

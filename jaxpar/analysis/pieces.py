@@ -8,37 +8,41 @@ Legend: t time steps, b rows, H hidden, h = H / tensor, V vocabulary (or a devic
 import math
 
 from jaxpar.analysis.hardware import Work
+from jaxpar.config import TrainConfig
 
 WORD = 4  # bytes of a float32
 
-# Arrays of the size of the parameters that an optimizer keeps; sgd one more with momentum.
-MOMENTS = {"adam": 2, "adamw": 2, "rmsprop": 1, "sgd": 0}
-
+CLIPPED, MOMENTUM = "clipped", "momentum"
 FORWARD, BACKWARD, HEAD, DROPOUT = "layer forward", "layer backward", "head", "dropout"
 
 
-def layer_forward(t: int, b: int, H: int, h: int) -> Work:
-    """One LSTM layer over a unit, with what it keeps for the backward pass (`nn.lstm.lstm_forward`).
+def moments(config: TrainConfig) -> int:
+    """Arrays of the size of the parameters that the optimizer keeps."""
+    return {"adam": 2, "adamw": 2, "rmsprop": 1, "sgd": 0}[config.optimizer] + (config.momentum > 0)
+
+
+def layer_forward(t: int, b: int, H: int, h: int, layers: int) -> Work:
+    """One of so many LSTM layers over a unit, with what it keeps for later (`nn.lstm.lstm_forward`).
 
     Two matmuls; W_x is read once, W_h at every step. z is written and read, and seven arrays are kept.
     """
     return Work(
         FORWARD,
-        (t, b, _mean_width(H, h)),
+        (t, b, _mean_width(H, h), layers),
         flops=2 * 2 * t * b * H * 4 * h,
         bytes=WORD * ((1 + t) * H * 4 * h + 17 * t * b * h),
         turns=t,
     )
 
 
-def layer_backward(t: int, b: int, H: int, h: int) -> Work:
+def layer_backward(t: int, b: int, H: int, h: int, layers: int) -> Work:
     """Its backward pass (`nn.lstm.lstm_backward`), gradients added to those of earlier units.
 
     Four matmuls, one of them at every step; two kernels' gradients are made, read, and written.
     """
     return Work(
         BACKWARD,
-        (t, b, _mean_width(H, h)),
+        (t, b, _mean_width(H, h), layers),
         flops=4 * 2 * t * b * H * 4 * h,
         bytes=WORD * ((7 + t) * H * 4 * h + 26 * t * b * h),
         turns=t,
@@ -63,10 +67,16 @@ def dropout(elements: int) -> Work:
     return Work(DROPOUT, (elements,), flops=0, bytes=2.25 * WORD * elements)
 
 
-def update(elements: int, optimizer: str) -> Work:
+def update(elements: int, config: TrainConfig) -> Work:
     """From gradients to new parameters: norm, clipping, the optimizer's moments, the sum."""
-    passes = 6 + 2 * MOMENTS[optimizer]
-    return Work(optimizer, (elements,), flops=0, bytes=passes * WORD * elements)
+    clipped = config.clip_norm > 0
+    kind = [config.optimizer] + [MOMENTUM] * (config.momentum > 0) + [CLIPPED] * clipped
+    return Work(
+        " ".join(kind),
+        (elements,),
+        flops=0,
+        bytes=(4 + 2 * clipped + 2 * moments(config)) * WORD * elements,
+    )
 
 
 def copy(num_bytes: float) -> Work:
