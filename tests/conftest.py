@@ -47,3 +47,13 @@ def compile_once(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A corpus of two lines, again and again, in its three splits."""
+    folder = tmp_path_factory.mktemp("text")
+    for split, times in (("train", 100), ("valid", 5), ("test", 5)):
+        lines = "the cat sat on the mat\na dog ran to the cat\n"
+        (folder / f"{split}.txt").write_text(lines * times)
+    return folder

@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -257,6 +258,13 @@ def test_a_machine_is_measured_once(own_cache, monkeypatch):
     for work, sample in zip(works, new, strict=True):
         assert known.seconds(work) == pytest.approx(known.roofline(work) * sample.slowness)
     assert measure_pieces(known, works) is known
+
+
+@pytest.mark.slow
+def test_a_machine_is_measured_in_a_minute(own_cache):
+    start = time.perf_counter()
+    calibrate()
+    assert time.perf_counter() - start < 60
 
 
 def test_slowness_is_that_of_samples_like_it():

@@ -16,7 +16,6 @@ from jaxpar.__main__ import main
 from jaxpar.distributed import ProcessGroup, find_processes
 from jaxpar.launch import jobset_manifest, slurm_script
 
-LINES = "the cat sat on the mat\na dog ran to the cat\n"
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
 END_SECONDS = 60
@@ -103,14 +102,6 @@ def test_pod_without_the_kubernetes_package_is_refused(monkeypatch, text, tmp_pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert "JOB_COMPLETION_INDEX=1: in an indexed Kubernetes job" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for split, times in (("train", 100), ("valid", 5), ("test", 5)):
-        (folder / f"{split}.txt").write_text(LINES * times)
-    return folder
 
 
 def flags(text, *more):

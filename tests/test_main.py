@@ -18,16 +18,6 @@ from jaxpar.__main__ import main
 from jaxpar.config import VOCAB_MULTIPLE
 from jaxpar.run_folder import RunFolder
 
-LINES = "the cat sat on the mat\na dog ran to the cat\n"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    for split, times in (("train", 100), ("valid", 5), ("test", 5)):
-        (folder / f"{split}.txt").write_text(LINES * times)
-    return folder
-
 
 def flags(text, *more):
     """A tiny run."""
