@@ -56,6 +56,9 @@ _HEADS = ((128, 256, 2688), (256, 256, 10_000), (128, 640, 10_000), (128, 96, 38
 _DROPOUTS, _UPDATES = (2**15, 2**18), (2**18, 2**22)
 _LARGER = 4
 
+# What disturbs a machine does so for a second or two: pieces are measured again when all have had their turn.
+_ROUNDS = 2
+
 
 def calibrate(num_seconds: float = 50.0) -> Hardware:
     """Measures the devices that JAX has, all of one kind, and keeps the result for `find_machine("here")`.
@@ -75,8 +78,9 @@ def calibrate(num_seconds: float = 50.0) -> Hardware:
     end = time.perf_counter() + num_seconds
     bench = _Bench(part=num_seconds / 200)
     machine = _describe(bench)
-    in_time = itertools.takewhile(lambda _: time.perf_counter() < end, _usual_works(bench.on_cpu))
-    return _keep(machine, [bench.sample(machine, work) for work in in_time])
+    works = itertools.chain.from_iterable(itertools.repeat([*_usual_works(bench.on_cpu)], _ROUNDS))
+    in_time = itertools.takewhile(lambda _: time.perf_counter() < end, works)
+    return _keep(machine, bench.samples(machine, in_time))
 
 
 def measure_pieces(machine: Hardware, works: Iterable[Work]) -> Hardware:
@@ -93,8 +97,7 @@ def measure_pieces(machine: Hardware, works: Iterable[Work]) -> Hardware:
     new = [work for work in dict.fromkeys(works) if (work.kind, work.sizes) not in known]
     if not new:
         return machine
-    bench = _Bench(part=0.25)
-    return _keep(machine, [bench.sample(machine, work) for work in new])
+    return _keep(machine, _Bench(part=0.25).samples(machine, new * _ROUNDS))
 
 
 def find_machine(name: str, memory_bytes: float | None = None) -> Hardware:
@@ -154,7 +157,7 @@ class _Bench:
                 f"machine {HERE!r} is measured by one process, there are {jax.process_count()}; name "
                 f"another: {', '.join(MACHINES)}, or a file"
             )
-        self.layers: dict[tuple[int, ...], tuple[float, float]] = {}
+        self.least: dict[Any, float] = {}
         self.on_cpu, n = self.devices[0].platform == "cpu", len(self.devices)
         self.mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=self.devices)
 
@@ -201,27 +204,40 @@ class _Bench:
 
         return self.least_seconds(run)
 
-    def sample(self, machine: Hardware, work: Work) -> Sample:
-        """How slow a piece of work is."""
-        measure = {
-            pieces.FORWARD: lambda *sizes: self.layer(*sizes)[0],
-            pieces.BACKWARD: lambda *sizes: self.layer(*sizes)[1],
+    def samples(self, machine: Hardware, works: Iterable[Work]) -> list[Sample]:
+        """How slow each piece of work is; of one that comes again the quickest run counts."""
+        measure: dict[str, Callable[..., float]] = {
+            pieces.FORWARD: self.forward,
+            pieces.BACKWARD: self.backward,
             pieces.HEAD: self.head,
             pieces.DROPOUT: self.dropout,
-        }.get(work.kind) or functools.partial(self.update, work.kind)
-        seconds = measure(*work.sizes)
-        return Sample(work.kind, work.sizes, seconds / machine.roofline(work))
+        }
+        found = {}
+        for work in works:
+            run = measure.get(work.kind) or functools.partial(self.update, work.kind)
+            seconds = run(*work.sizes)
+            if work.kind != pieces.BACKWARD:  # that is a difference of two quickest ones
+                seconds = self.quickest(work, seconds)
+            found[work] = Sample(work.kind, work.sizes, seconds / machine.roofline(work))
+        return list(found.values())
 
-    def layer(self, t: int, b: int, H: int, layers: int) -> tuple[float, float]:
-        """One of so many, forward and backward: that is both less forward, and at least as much."""
-        sizes = t, b, H, layers
-        if sizes not in self.layers:
-            forward, both = (self.stage(*sizes, back) / layers for back in (False, True))
-            self.layers[sizes] = forward, max(both - forward, forward)
-        return self.layers[sizes]
+    def quickest(self, key: Any, seconds: float) -> float:
+        """The least of all seconds of this key."""
+        self.least[key] = min(seconds, self.least.get(key, seconds))
+        return self.least[key]
 
-    def stage(self, t: int, b: int, H: int, layers: int, backward: bool) -> float:
-        """Layers forward, and backward as well if so asked, as a stage of a pipeline runs them."""
+    def forward(self, *sizes: int) -> float:
+        """Of a layer [t, b, H], one of so many."""
+        return self.quickest(sizes, self.stage(*sizes, backward=False))
+
+    def backward(self, *sizes: int) -> float:
+        """Of a layer: that is both less forward, and at least as much."""
+        forward = self.forward(*sizes)
+        both = self.quickest((sizes, "both"), self.stage(*sizes, backward=True))
+        return max(both - forward, forward)
+
+    def stage(self, t: int, b: int, H: int, layers: int, *, backward: bool) -> float:
+        """A layer of those of a pipeline's stage, forward, and backward as well if so asked."""
         shapes = (H, 4, H), (H, 4, H), (4, H)
         params = LSTMParams(*(_random(layers, *shape) for shape in shapes))
         carry = LSTMCarry(_random(layers, b, H), _random(layers, b, H))
@@ -235,7 +251,7 @@ class _Bench:
             grads, *rest = saving.backward(params, saved, after, y, grads, layer_ids)
             return grads, (y, rest)
 
-        return self.seconds(run, params, carry, _random(t, b, H), changed=params)
+        return self.seconds(run, params, carry, _random(t, b, H), changed=params) / layers
 
     def head(self, rows: int, H: int, V: int) -> float:
         targets = jnp.zeros((rows, 1), jnp.int32)
