@@ -36,7 +36,7 @@ from orbax.checkpoint import v1 as orbax
 from jaxpar.axes import LAYERS
 from jaxpar.config import RunConfig
 from jaxpar.corpus import Vocabulary
-from jaxpar.sharding import named_leaves
+from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.state import TrainState, abstract_state
 
 # Of the model, what may change between two runs: no array has another shape or meaning for it.
@@ -172,7 +172,7 @@ class Checkpoints:
                 value = _take_layers(value, dim, config.layer_ids, value.sharding)
                 value = jax.device_put(value, _array(leaf).sharding)
             leaves.append(leaf.replace(value) if isinstance(leaf, nnx.Variable) else value)
-        return jax.tree.unflatten(jax.tree.structure(target, is_leaf=_is_variable), leaves)
+        return jax.tree.unflatten(jax.tree.structure(target, is_leaf=is_variable), leaves)
 
     def close(self) -> None:
         """Waits for the save that is still running.
@@ -365,7 +365,7 @@ def with_parameters(
             value = np.take(np.concatenate([value, empty], dim), layer_ids, dim)  # -1 is the last
         assert value.shape == leaf.shape, (name, value.shape, leaf.shape)
         leaves.append(leaf.replace(jax.device_put(value, _array(leaf).sharding)))
-    structure = jax.tree.structure(state.params, is_leaf=_is_variable)
+    structure = jax.tree.structure(state.params, is_leaf=is_variable)
     return dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
 
 
@@ -480,10 +480,6 @@ def _check_compatible(
         )
 
 
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
-
-
 def _array(leaf: Any) -> Any:
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
@@ -491,10 +487,6 @@ def _array(leaf: Any) -> Any:
 def _layers_dim(leaf: Any) -> int | None:
     dims = leaf.get_metadata("out_sharding", None) if isinstance(leaf, nnx.Variable) else None
     return dims.index(LAYERS) if dims and LAYERS in dims else None
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _nest(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -511,4 +503,4 @@ def _nest(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flatten(tree: Any) -> dict[str, Any]:
     """`{"a": {"b": x}}` -> `{"a/b": x}`."""
-    return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return dict(named_leaves(tree, "/"))

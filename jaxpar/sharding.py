@@ -162,7 +162,7 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = Non
             return leaf.replace(NamedSharding(mesh, _spec(leaf, rules), memory_kind=memory_kind))
         return NamedSharding(mesh, P(), memory_kind=memory_kind)
 
-    return jax.tree.map(of, tree, is_leaf=_is_variable)
+    return jax.tree.map(of, tree, is_leaf=is_variable)
 
 
 def constrain(tree: Any, mesh: Mesh, rules: Rules) -> Any:
@@ -253,7 +253,7 @@ def annotated(tree: Any) -> Iterator[tuple[str, nnx.Variable]]:
 
 def named_leaves(tree: Any, separator: str = ".") -> Iterator[tuple[str, Any]]:
     """Name and variable of everything in `tree`; name and array where it is in no variable."""
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=_is_variable):
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
         yield jax.tree_util.keystr(path, simple=True, separator=separator), leaf
 
 
@@ -269,5 +269,6 @@ def _spec(variable: nnx.Variable, rules: Rules) -> P:
     return rules.spec(dims)
 
 
-def _is_variable(leaf: Any) -> bool:
+def is_variable(leaf: Any) -> bool:
+    """Where `jax.tree` is to stop: at a variable, which knows the names of its dims."""
     return isinstance(leaf, nnx.Variable)

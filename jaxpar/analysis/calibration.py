@@ -232,7 +232,7 @@ class _Bench:
 
     def backward(self, *sizes: int) -> float:
         """Of a layer: that is both less forward, and at least as much."""
-        forward = self.forward(*sizes)
+        forward = self.least[sizes] if sizes in self.least else self.forward(*sizes)
         both = self.quickest((sizes, "both"), self.stage(*sizes, backward=True))
         return max(both - forward, forward)
 
