@@ -40,7 +40,7 @@ FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
 # Before the first layer: (its parameters, inputs [t, b, ...], where they lie) -> x [t, b, W].
 First = Callable[[Any, Any, Position], jax.Array]
 # After the last layer: (its parameters, y [t, b, W], targets [t, b, ...], where they lie) -> loss,
-# a float32 scalar that is summed over all units.
+# a float32 scalar that is summed over all units. y is float32 if the head is sharded.
 Last = Callable[[Any, jax.Array, Any, Position], jax.Array]
 # Adds what `first` contributes: (gradients so far, parameters, inputs, where they lie, dx) -> gradients.
 FirstGradient = Callable[[Any, Any, Any, Position, jax.Array], Any]
@@ -316,8 +316,8 @@ class _Device:
         on_last, dtype = self.stage == self.last_stage, y_tbW.dtype
         if self.pipe.head == "sharded":
             active = unit >= 0
-            # In float32, here and (the transpose of `vary_like`) for dy: its parts are a sum, and XLA's
-            # CPU compiler aborts on a sum of bfloat16.
+            # In float32, for the parts of dy are summed (the transpose of `vary_like`) before they are
+            # rounded; and XLA's CPU compiler aborts on a sum of bfloat16.
             y_tbW = jnp.where(on_last & active, y_tbW, jnp.zeros_like(y_tbW))
             y_tbW = lax.psum(y_tbW.astype(jnp.float32), STAGE)
         else:
@@ -325,7 +325,7 @@ class _Device:
             active = (unit >= 0) & on_last
 
         def loss_of(params, y_tbW):
-            y_tbW = vary_like(y_tbW, self.here).astype(dtype)
+            y_tbW = vary_like(y_tbW, self.here)
             return self.pipe.last(params, y_tbW, self.cut(self.targets, unit), self.position(unit))
 
         if not with_gradients:

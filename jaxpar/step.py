@@ -396,7 +396,7 @@ def _run_in_units(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, b
         y_tbH = dropout(y_tbH, config.model.dropout, key, position)
         kernel, bias = params
         kernel_HV = kernel.T if config.model.tie_embedding else kernel
-        logits_tbV = matmul(y_tbH, kernel_HV) + bias[None, None]
+        logits_tbV = matmul(y_tbH, kernel_HV, dtype) + bias[None, None]
         return cross_entropy(logits_tbV, targets_tb, manual_axis=STAGE if sharded else None).nll
 
     if config.model.tie_embedding:

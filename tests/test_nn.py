@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, Position, dropout, lstm_layer, named_param
+from jaxpar.nn.linear import matmul
 
 # float32 sums in another order.
 RELATIVE_ERROR = 1e-5
@@ -128,6 +129,23 @@ def test_bfloat16_is_near_float32_and_keeps_its_parameters_float32():
     assert y16.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(grads16)} == {jnp.dtype("float32")}
     jax.tree.map(lambda a, b: assert_close(a, b, BFLOAT16_ERROR), (y16, grads16), (y, grads))
+
+
+def test_a_float32_gradient_of_a_narrower_matmul_is_rounded_nowhere():
+    keys = jax.random.split(jax.random.key(3), 3)
+    x, kernel, dy = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(keys, ((5, 16), (16, 24), (5, 24)), strict=True)
+    )
+    y, vjp = jax.vjp(lambda x, kernel: matmul(x, kernel, jnp.dtype("bfloat16")), x, kernel)
+    dx, dkernel = vjp(dy)
+    rounded_x, rounded_kernel = (
+        np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, kernel)
+    )
+    assert {a.dtype for a in (y, dx, dkernel)} == {jnp.dtype("float32")}
+    assert_close(y, rounded_x @ rounded_kernel, 1e-6)
+    assert_close(dx, dy @ rounded_kernel.T, 1e-6)
+    assert_close(dkernel, rounded_x.T @ dy, 1e-6)
 
 
 def test_wrong_sizes_are_refused():

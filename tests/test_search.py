@@ -176,11 +176,23 @@ SMALLER_SHARE_NEEDS_MORE_BUFFERS = (
     small((1, 2), schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=1), 4,
 )  # fmt: skip
 
+# Each stage rounded its part of the cotangent that a sharded head makes, before the parts were added.
+ROUNDED_PARTS_OF_A_SUM = (
+    Config(
+        MeshConfig(stage=8, devices=tuple(range(8))),
+        ModelConfig(36, hidden_size=4, embed_size=4, vocab_size=48, dropout=0.5, dtype="bfloat16"),
+        PipelineConfig("interleaved", 2, num_chunks=1, num_groups=2, head="sharded"),
+        DataConfig(batch_size=4, seq_len=1, num_buckets=1),
+        TrainConfig(optimizer="sgd", momentum=0.9, learning_rate=1.0, warmup_steps=0),
+    ), 1,
+)  # fmt: skip
+
 
 @SETTINGS
 @hypothesis.given(drawn=configs())
 @hypothesis.example(drawn=SHORTER_NEEDS_MORE_BUFFERS)
 @hypothesis.example(drawn=SMALLER_SHARE_NEEDS_MORE_BUFFERS)
+@hypothesis.example(drawn=ROUNDED_PARTS_OF_A_SUM)
 def test_random_configs_train_as_the_plain_model_does(drawn):
     config, length = drawn
     loss, arrays = train_once(config, length)

@@ -1,5 +1,7 @@
 """Linear layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,6 +37,26 @@ class Linear(nnx.Module):
         return matmul(x, self.kernel[...]) + jnp.expand_dims(self.bias[...], range(x.ndim - 1))
 
 
-def matmul(x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """`x @ kernel` in the dtype of x, accumulated and returned in float32."""
-    return jnp.matmul(x, kernel_IO.astype(x.dtype), preferred_element_type=jnp.float32)
+def matmul(x: jax.Array, kernel_IO: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x @ kernel` in `dtype` (None: that of x), accumulated and returned in float32.
+
+    The gradient of x has x's dtype. Where devices hold parts of the kernel and add what each of them finds
+    for x, a float32 x and a narrower `dtype` round the sum alone, not every part of it.
+    """
+    if dtype is None or dtype == x.dtype:
+        return jnp.matmul(x, kernel_IO.astype(x.dtype), preferred_element_type=jnp.float32)
+    return _matmul_in(dtype, x, kernel_IO)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _matmul_in(dtype: jnp.dtype, x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    return matmul(x.astype(dtype), kernel_IO)
+
+
+@_matmul_in.defjvp
+def _matmul_in_jvp(dtype: jnp.dtype, primals, tangents):
+    """Of rounded values, but the rounding itself counts as the identity."""
+    (x, kernel_IO), (dx, dkernel_IO) = primals, tangents
+    rounded = x.astype(dtype), kernel_IO.astype(dtype)
+    dy = matmul(dx, rounded[1]) + matmul(rounded[0].astype(x.dtype), dkernel_IO)
+    return matmul(*rounded), dy
