@@ -7,24 +7,13 @@ check_jax_version()
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import models, nn  # noqa: E402
 from jaxpar.analysis import (  # noqa: E402
-    Cost,
-    Hardware,
     MeasuredStep,
     ProgramReport,
-    Ranking,
-    calibrate,
-    check_fits,
-    find_machine,
     inspect_function,
     inspect_step,
     measure_step,
-    place,
-    plan,
-    plan_here,
-    predict_step,
     strategy_for,
 )
-from jaxpar.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
 from jaxpar.config import (  # noqa: E402
     Config,
     ConvNetConfig,
@@ -35,17 +24,32 @@ from jaxpar.config import (  # noqa: E402
     PipelineConfig,
     TrainConfig,
 )
-from jaxpar.data import IGNORE, Batch, TokenStreams  # noqa: E402
+from jaxpar.data.buckets import BucketedSentences, Sentences, choose_edges  # noqa: E402
+from jaxpar.data.images import ImageBatch, ImageBatches, load_images  # noqa: E402
+from jaxpar.data.streams import IGNORE, Batch, TokenStreams  # noqa: E402
 from jaxpar.display import show  # noqa: E402
-from jaxpar.gpipe import run_pipeline  # noqa: E402
-from jaxpar.images import ImageBatch, ImageBatches, load_images  # noqa: E402
 from jaxpar.kernel import KernelChoice, choose_kernel  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
-from jaxpar.pipeline import Pipeline, PipelineParams  # noqa: E402
-from jaxpar.placement import balance  # noqa: E402
-from jaxpar.schedule import Schedule, make_schedule  # noqa: E402
+from jaxpar.pipeline.engine import Pipeline, PipelineParams  # noqa: E402
+from jaxpar.pipeline.gpipe import run_pipeline  # noqa: E402
+from jaxpar.pipeline.placement import balance  # noqa: E402
+from jaxpar.pipeline.schedule import Schedule, make_schedule  # noqa: E402
+from jaxpar.pipeline.ticks import make_plan  # noqa: E402
+from jaxpar.planning import (  # noqa: E402
+    Cost,
+    Hardware,
+    Ranking,
+    calibrate,
+    check_fits,
+    find_machine,
+    measure_groups,
+    place,
+    plan,
+    plan_here,
+    predict_step,
+    propose_shares,
+)
 from jaxpar.sharding import RULES, Layout, Rules, shardings  # noqa: E402
-from jaxpar.shares import measure_groups, propose_shares  # noqa: E402
 from jaxpar.state import TrainState, audit, init_state  # noqa: E402
 from jaxpar.step import (  # noqa: E402
     batch_sharding,
@@ -53,9 +57,8 @@ from jaxpar.step import (  # noqa: E402
     make_loss_and_grad,
     make_train_step,
 )
-from jaxpar.ticks import make_plan  # noqa: E402
-from jaxpar.train import FitResult, fit  # noqa: E402
-from jaxpar.weights import export_weights, import_weights  # noqa: E402
+from jaxpar.training.train import FitResult, fit  # noqa: E402
+from jaxpar.training.weights import export_weights, import_weights  # noqa: E402
 
 __version__ = "0.1.0"
 

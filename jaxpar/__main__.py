@@ -24,8 +24,8 @@ from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, Positional, arg, sub
 
 from jaxpar.config import CONFIGS, Config, DataConfig, RunConfig, TrainConfig
 from jaxpar.config_file import read_config
-from jaxpar.distributed import leave_processes, start_processes
 from jaxpar.files import cache_folder
+from jaxpar.hosts.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
 
 AUTO = "auto"  # a --mesh that the planner chooses
@@ -82,8 +82,8 @@ class Train(ConfigOptions):
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
-        from jaxpar.report import ConsoleReport
-        from jaxpar.train import fit
+        from jaxpar.training.console import ConsoleReport
+        from jaxpar.training.train import fit
 
         start_processes()
         result = fit(
@@ -101,7 +101,7 @@ class Train(ConfigOptions):
 
     def _settled(self) -> RunConfig:
         """The config with what the cost model chooses, or holds against the memory."""
-        from jaxpar.analysis import (
+        from jaxpar.planning import (
             HERE,
             check_fits,
             find_machine,
@@ -143,7 +143,7 @@ class Plan(ConfigOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.analysis import HERE, find_machine, plan, plan_here
+        from jaxpar.planning import HERE, find_machine, plan, plan_here
 
         config, num_bytes = _of_text(self.config), _num_bytes(self.memory)
         if self.machine == HERE and self.devices is None:
@@ -168,9 +168,10 @@ class Evaluate(Options):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.report import evaluation_table, make_console
-        from jaxpar.run_folder import RunFolder
-        from jaxpar.train import evaluate_run
+        from jaxpar.display import make_console
+        from jaxpar.training.console import evaluation_table
+        from jaxpar.training.run_folder import RunFolder
+        from jaxpar.training.train import evaluate_run
 
         group = start_processes()
         if group is not None and self.mesh is None:
@@ -203,7 +204,7 @@ class Sample(Options):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.sample import sample
+        from jaxpar.training.sample import sample
 
         text = sample(
             self.run_dir,
@@ -232,9 +233,10 @@ class Inspect(ConfigOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.analysis import compare_here, inspect_step
-        from jaxpar.report import make_console
-        from jaxpar.tasks import complete
+        from jaxpar.analysis import inspect_step
+        from jaxpar.display import make_console
+        from jaxpar.planning import compare_here
+        from jaxpar.training.tasks import complete
 
         mesh = self.config.mesh.build()
         config = complete(self.config, mesh)
@@ -271,7 +273,7 @@ class Plot(ConfigOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.analysis.plot import plot
+        from jaxpar.pictures.plot import plot
 
         configs = {
             mesh: dataclasses.replace(self.config, mesh=MeshConfig.parse(mesh))
@@ -296,7 +298,7 @@ class Export(Options):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.weights import export_weights
+        from jaxpar.training.weights import export_weights
 
         mesh = _mesh(self.mesh)
         config = export_weights(
@@ -328,7 +330,7 @@ class Import(Options):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.weights import import_weights
+        from jaxpar.training.weights import import_weights
 
         config = import_weights(
             self.input,
@@ -365,7 +367,7 @@ class Launch:
 
     def run(self) -> int:
         """The exit code: 0, or that of the first process that failed."""
-        from jaxpar.launch import TEMPLATES, launch
+        from jaxpar.hosts.launch import TEMPLATES, launch
 
         what = (self.command, self.processes, self.devices_per_process)
         if self.template is None:
@@ -383,7 +385,7 @@ class Doctor:
 
     def run(self) -> int:
         """The exit code: 1 if there is an error, else 0."""
-        from jaxpar.doctor import main as report
+        from jaxpar.hosts.doctor import main as report
 
         return report()
 
@@ -477,7 +479,7 @@ def _base_config(argv: list[str]) -> RunConfig:
     if argv[:1] not in (["train"], ["inspect"], ["plot"], ["plan"]) or {"-h", "--help"} & set(argv):
         return config
     if given.resume:
-        from jaxpar.run_folder import RunFolder, newest_run_folder
+        from jaxpar.training.run_folder import RunFolder, newest_run_folder
 
         folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
         config = folder.config()
@@ -495,7 +497,7 @@ def _base_config(argv: list[str]) -> RunConfig:
 
 def _of_text(config: RunConfig) -> Config:
     """A config that has a cost model, with the size of its vocabulary."""
-    from jaxpar.tasks import read_vocab
+    from jaxpar.training.tasks import read_vocab
 
     if not isinstance(config, Config):
         raise ValueError(f"model {config.model.name!r} has no cost model; use lstm")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.fields import check_fields
 from jaxpar.mesh import MeshConfig
-from jaxpar.placement import resolve_placement, slots
+from jaxpar.pipeline.placement import resolve_placement, slots
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).

@@ -1,7 +1,11 @@
-"""Things that show themselves as pictures, in Jupyter and in rich's consoles. `analysis` draws them."""
+"""How things are shown: sizes and times in words, consoles, and pictures, which `pictures` draws."""
 
 import functools
 from typing import Any
+
+from rich.console import Console
+
+WIDTH = 100  # of what goes into a file or pipe
 
 
 @functools.singledispatch
@@ -33,3 +37,30 @@ class Shown:
 
     def __rich__(self) -> Any:
         return show(self)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console as wide as the terminal, or `WIDTH` columns in a file or pipe."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=WIDTH)
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """4x4x192; a scalar's is "scalar"."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def format_seconds(seconds: float) -> str:
+    """With three digits: 12.3 ms."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """In powers of 1000: 516.1 kB."""
+    size, units = float(num_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 1000 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.0f} {units[0]}" if units[0] == "B" else f"{size:.1f} {units[0]}"

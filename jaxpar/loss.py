@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.data import IGNORE
+from jaxpar.data.streams import IGNORE
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.stack import vary_like, zeros
 

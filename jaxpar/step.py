@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import BATCH, DATA, DENSE_BATCH, STAGE, TENSOR, TIME
 from jaxpar.config import Config, ImageConfig, RunConfig
-from jaxpar.data import IGNORE, Batch
-from jaxpar.images import ImageBatch
+from jaxpar.data.images import ImageBatch
+from jaxpar.data.streams import IGNORE, Batch
 from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.loss import (
     LOGITS_ELSEWHERE,
@@ -33,8 +33,9 @@ from jaxpar.nn.linear import matmul
 from jaxpar.nn.lstm import extend
 from jaxpar.nn.stack import vary_like
 from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
-from jaxpar.pipeline import Pipeline, PipelineParams
-from jaxpar.schedule import Schedule, make_schedule
+from jaxpar.pipeline.engine import Pipeline, PipelineParams
+from jaxpar.pipeline.schedule import Schedule, make_schedule
+from jaxpar.pipeline.ticks import Plan, largest, make_plan
 from jaxpar.sharding import RULES, Layout, constrain, shardings
 from jaxpar.state import (
     TrainState,
@@ -46,7 +47,6 @@ from jaxpar.state import (
     unwrap_carry,
     wrap_carry,
 )
-from jaxpar.ticks import Plan, largest, make_plan
 
 AnyBatch = Batch | ImageBatch
 

@@ -20,8 +20,8 @@ import signal
 
 import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.report import Report
-from jaxpar.sample import sample
+from jaxpar.training.report import Report
+from jaxpar.training.sample import sample
 
 jaxpar.simulate_devices(8)
 

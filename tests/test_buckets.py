@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxpar
-from jaxpar.batches import make_batches
-from jaxpar.buckets import BucketedSentences, Sentences, choose_edges
-from jaxpar.corpus import EOS, load_corpus
-from jaxpar.data import IGNORE
+from jaxpar.data.batches import make_batches
+from jaxpar.data.buckets import BucketedSentences, Sentences, choose_edges
+from jaxpar.data.corpus import EOS, load_corpus
+from jaxpar.data.streams import IGNORE
 
 PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of sentences up to 64 steps, in batches of 16
 

@@ -16,13 +16,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.checkpoint import Checkpoints, best_of, by_layer
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.corpus import Vocabulary
-from jaxpar.data import Batch
+from jaxpar.data.corpus import Vocabulary
+from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.training.checkpoint import Checkpoints, best_of, by_layer
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxpar.corpus import (
+from jaxpar.data.corpus import (
     EOS,
     UNK,
     Corpus,
@@ -85,7 +85,7 @@ def test_unigram_perplexity_of_the_splits_is_alike(docs):
 
 def test_python_docs_does_not_depend_on_the_hash_seed():
     code = (
-        "import zlib; from jaxpar.corpus import load_corpus; c = load_corpus('python-docs');"
+        "import zlib; from jaxpar.data.corpus import load_corpus; c = load_corpus('python-docs');"
         "print([zlib.crc32(ids.tobytes()) for ids in (c.train, c.valid, c.test)], "
         "zlib.crc32(' '.join(c.vocabulary.words).encode()))"
     )

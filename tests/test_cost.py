@@ -14,12 +14,13 @@ import pytest
 from test_equivalence import make_config
 
 from jaxpar.__main__ import main
-from jaxpar.analysis import calibration, compare, cost, inspect_step, planner, predict_step
-from jaxpar.analysis.calibration import calibrate, find_machine, measure_pieces, path_here
-from jaxpar.analysis.hardware import MACHINES, Hardware, Link, Sample
-from jaxpar.analysis.pieces import dropout, head, layer_backward, layer_forward, update
-from jaxpar.analysis.shape import StepShape
+from jaxpar.analysis import inspect_step
 from jaxpar.config import DataConfig, ModelConfig, TrainConfig
+from jaxpar.planning import calibration, compare, cost, planner, predict_step
+from jaxpar.planning.calibration import calibrate, find_machine, measure_pieces, path_here
+from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample
+from jaxpar.planning.pieces import dropout, head, layer_backward, layer_forward, update
+from jaxpar.planning.shape import StepShape
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state
 

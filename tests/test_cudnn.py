@@ -24,7 +24,7 @@ from jax.interpreters import mlir
 
 from jaxpar import kernel
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig
-from jaxpar.data import Batch
+from jaxpar.data.streams import Batch
 from jaxpar.kernel import KernelChoice, choose_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, lstm_layer

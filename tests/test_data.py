@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.data import IGNORE, TokenStreams
+from jaxpar.data.streams import IGNORE, TokenStreams
 
 
 @st.composite

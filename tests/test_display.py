@@ -20,8 +20,8 @@ from test_measured import make_measured
 
 import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, make_schedule, show
-from jaxpar.analysis.animation import make_animation, make_strategies
-from jaxpar.analysis.picture import PALETTE, color_of, make_page, text_color_on
+from jaxpar.pictures.animation import make_animation, make_strategies
+from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
 from jaxpar.state import abstract_state
 
 SCHEDULES = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.doctor import PACKAGES, Machine, diagnose, examine
+from jaxpar.hosts.doctor import PACKAGES, Machine, diagnose, examine
 
 ROOT = Path(__file__).parents[1]
 ADDRESSES = {"localhost": ["127.0.0.1"], "n1": ["127.0.1.1"], "far": ["10.0.0.5"], "::1": ["::1"]}

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.data import Batch
+from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step

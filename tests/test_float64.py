@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxpar.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxpar.data import IGNORE, Batch
+from jaxpar.data.streams import IGNORE, Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
 from jaxpar.state import init_state

@@ -17,14 +17,14 @@ from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_step
 from jaxpar.config import CONFIGS, ConvNetConfig, ImageConfig, ImageDataConfig, TrainConfig
 from jaxpar.config_file import read_config, write_config
-from jaxpar.images import ImageBatch, ImageBatches, load_images
+from jaxpar.data.images import ImageBatch, ImageBatches, load_images
 from jaxpar.mesh import MeshConfig
-from jaxpar.report import Report
-from jaxpar.run_folder import RunFolder
 from jaxpar.sharding import STRATEGIES
 from jaxpar.state import abstract_state, audit, init_state, make_model
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad
-from jaxpar.train import evaluate_run, fit
+from jaxpar.training.report import Report
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.train import evaluate_run, fit
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

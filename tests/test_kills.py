@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.run_folder import RunFolder
+from jaxpar.training.run_folder import RunFolder
 
 STEPS = 120
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from jaxpar.__main__ import main
-from jaxpar.distributed import ProcessGroup, find_processes
-from jaxpar.launch import jobset_manifest, slurm_script
+from jaxpar.hosts.distributed import ProcessGroup, find_processes
+from jaxpar.hosts.launch import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
@@ -259,12 +259,12 @@ def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
     # Process 1 fails alone, process 0 waits for it; without a launcher to end it.
     program = (
         "import jax; from jax.experimental import multihost_utils as all\n"
-        "from jaxpar.distributed import start_processes; start_processes()\n"
+        "from jaxpar.hosts.distributed import start_processes; start_processes()\n"
         "all.sync_global_devices('begin')\n"
         "if jax.process_index(): raise RuntimeError('of process 1')\n"
         "all.sync_global_devices('end')\n"
     )
-    from jaxpar.launch import _environ, _free_port
+    from jaxpar.hosts.launch import _environ, _free_port
 
     address = f"127.0.0.1:{_free_port()}"
     first, second = (

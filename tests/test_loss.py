@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.data import IGNORE
+from jaxpar.data.streams import IGNORE
 from jaxpar.loss import cross_entropy, linear_cross_entropy
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn.linear import matmul

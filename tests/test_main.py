@@ -16,7 +16,7 @@ import pytest
 
 from jaxpar.__main__ import main
 from jaxpar.config import VOCAB_MULTIPLE
-from jaxpar.run_folder import RunFolder
+from jaxpar.training.run_folder import RunFolder
 
 
 def flags(text, *more):

@@ -13,9 +13,9 @@ import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxpar.__main__ import main
 from jaxpar.analysis.measured import MeasuredStep, Span
-from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.run_folder import RunFolder
-from jaxpar.schedule import make_schedule
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.training.run_folder import RunFolder
 
 
 def config_of(mesh, head="sharded", **pipeline):

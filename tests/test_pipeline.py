@@ -23,14 +23,14 @@ from test_equivalence import (
 import jaxpar.step
 from jaxpar.analysis import inspect_step
 from jaxpar.config import DataConfig, ModelConfig
-from jaxpar.gpipe import run_pipeline
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTM, Position, run_layers
-from jaxpar.pipeline import Pipeline, PipelineParams
-from jaxpar.schedule import make_schedule
+from jaxpar.pipeline.engine import Pipeline, PipelineParams
+from jaxpar.pipeline.gpipe import run_pipeline
+from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.ticks import make_plan
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
-from jaxpar.ticks import make_plan
 
 OPTIONS = [
     {"schedule": "gpipe", "head": "last"},

@@ -9,8 +9,8 @@ import pytest
 from test_equivalence import make_config
 
 from jaxpar.config import ModelConfig
-from jaxpar.placement import balance, balance_ticks, resolve_placement, slots, tick_cost
-from jaxpar.report import describe_balance
+from jaxpar.pipeline.placement import balance, balance_ticks, resolve_placement, slots, tick_cost
+from jaxpar.training.summary import describe_balance
 
 
 @st.composite

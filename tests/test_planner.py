@@ -14,11 +14,11 @@ from test_placement import all_placements
 from test_readme import ROOT
 
 from jaxpar.__main__ import main
-from jaxpar.analysis import MACHINES, check_fits, place, plan, plan_here, predict_step
-from jaxpar.analysis.hardware import Link
-from jaxpar.analysis.planner import describe
 from jaxpar.config import DataConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
+from jaxpar.planning import MACHINES, check_fits, place, plan, plan_here, predict_step
+from jaxpar.planning.hardware import Link
+from jaxpar.planning.planner import describe
 
 LAPTOP, H100 = MACHINES["laptop-cpu"], MACHINES["h100"]
 MODEL = ModelConfig(num_layers=4, hidden_size=96, embed_size=96, vocab_size=768)

@@ -15,10 +15,10 @@ from matplotlib.text import Text
 import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, make_schedule
 from jaxpar.__main__ import main
-from jaxpar.analysis import figures
 from jaxpar.config_file import write_config
-from jaxpar.run_folder import RunFolder
+from jaxpar.pictures import figures
 from jaxpar.state import abstract_state
+from jaxpar.training.run_folder import RunFolder
 
 
 def texts(figure):

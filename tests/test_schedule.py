@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpar.schedule import KINDS, Schedule, make_schedule
+from jaxpar.pipeline.schedule import KINDS, Schedule, make_schedule
 
 Message = tuple[str, int, int, int]  # what it is, virtual stage, microbatch, chunk
 Cells = list[Message | None]

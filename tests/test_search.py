@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.checkpoint import by_layer
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.data import Batch
+from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.training.checkpoint import by_layer
 
 pytestmark = pytest.mark.law
 

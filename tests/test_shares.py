@@ -18,9 +18,9 @@ from test_equivalence import (
     make_config,
 )
 
-import jaxpar.shares
+import jaxpar.planning.shares
 from jaxpar.config import TrainConfig
-from jaxpar.shares import measure_groups, propose_shares
+from jaxpar.planning.shares import measure_groups, propose_shares
 from jaxpar.state import audit, init_state
 from jaxpar.step import make_train_step
 
@@ -166,7 +166,7 @@ def test_groups_are_measured_on_their_own_devices(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(jaxpar.shares, "make_train_step", slow)
+    monkeypatch.setattr(jaxpar.planning.shares, "make_train_step", slow)
     config = make_config((2, 2, 1), (2, 2), MODEL_4)
     seconds = measure_groups(config, config.mesh.build(), num_steps=1)
     assert seen == [((0, 1), [0, 1], 8), ((2, 3), [2, 3], 8)]

@@ -23,14 +23,14 @@ from jaxpar.config import (
     PipelineConfig,
     TrainConfig,
 )
-from jaxpar.corpus import load_corpus
-from jaxpar.evaluate import Evaluator
+from jaxpar.data.corpus import load_corpus
 from jaxpar.mesh import MeshConfig
-from jaxpar.report import Report
-from jaxpar.run_folder import RunFolder
-from jaxpar.sample import sample, sample_tokens
 from jaxpar.state import make_model
-from jaxpar.train import evaluate_run, fit
+from jaxpar.training.evaluate import Evaluator
+from jaxpar.training.report import Report
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.sample import sample, sample_tokens
+from jaxpar.training.train import evaluate_run, fit
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

@@ -13,10 +13,10 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.gpipe import run_pipeline
 from jaxpar.loss import cross_entropy
 from jaxpar.models import LSTMLanguageModel
 from jaxpar.nn.lstm import LSTMCarry
+from jaxpar.pipeline.gpipe import run_pipeline
 from jaxpar.state import abstract_state, make_model
 from jaxpar.step import make_loss_and_grad
 

@@ -16,8 +16,8 @@ from benchmarks.jaxpar_side import initial_state, make_config
 from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import Batch, MeshConfig, PipelineConfig, make_schedule
+from jaxpar.pipeline.ticks import Plan, make_idle, make_plan
 from jaxpar.step import make_loss_and_grad
-from jaxpar.ticks import Plan, make_idle, make_plan
 
 
 def emptied(plan: Plan, ticks: str) -> Plan:

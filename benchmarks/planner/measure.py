@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import jaxpar
 from jaxpar import Config, DataConfig, ModelConfig, TrainConfig
-from jaxpar.analysis import Cost
-from jaxpar.analysis.planner import Ranking, describe
-from jaxpar.shares import make_stepper, step_seconds
+from jaxpar.planning import Cost
+from jaxpar.planning.planner import Ranking, describe
+from jaxpar.planning.shares import make_stepper, step_seconds
 
 # Deep and narrow, shallow and wide, a large vocabulary, a small batch, long sentences.
 MODELS = {

@@ -7,9 +7,9 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from jaxpar.analysis import Cost, find_machine, plan
-from jaxpar.analysis.planner import describe
 from jaxpar.config import Config, DataConfig, ModelConfig
+from jaxpar.planning import Cost, find_machine, plan
+from jaxpar.planning.planner import describe
 
 DEVICES = [2**n for n in range(11)]
 MODEL = ModelConfig(

@@ -13,7 +13,7 @@ import jax
 from jax import lax
 
 import jaxpar
-import jaxpar.pipeline
+import jaxpar.pipeline.engine
 from benchmarks.jaxpar_side import initial_state, make_config
 from benchmarks.sides import Side, measure, serve, table
 from benchmarks.work import WORKS
@@ -52,7 +52,7 @@ def _again(run, out):
 
 def serve_side(shares: tuple[int, ...], num_microbatches: int) -> None:
     """The process of one side."""
-    jaxpar.pipeline.SavingLayers = SlowedLayers
+    jaxpar.pipeline.engine.SavingLayers = SlowedLayers
     # A small vocabulary: the head is not slowed.
     work = dataclasses.replace(WORKS["A"], vocab_size=384)
     jaxpar.simulate_devices(2)

@@ -21,7 +21,7 @@ from benchmarks.jaxpar_side import initial_state, make_config
 from benchmarks.work import WORKS, Work
 from jaxpar import Batch, MeshConfig, PipelineConfig
 from jaxpar.analysis.hlo import Module, Visit
-from jaxpar.profiler import Operation, read_trace, trace
+from jaxpar.training.profiler import Operation, read_trace, trace
 
 PARTS = (
     "recurrent matmuls",

@@ -21,7 +21,10 @@ import rich.box
 from jax.sharding import Mesh
 from rich.table import Table
 
-from jaxpar.analysis.blocks import (
+from jaxpar.analysis.hlo import Module
+from jaxpar.config import Config, RunConfig
+from jaxpar.data.streams import Batch
+from jaxpar.pictures.blocks import (
     IDLE,
     LEFT,
     Block,
@@ -30,16 +33,13 @@ from jaxpar.analysis.blocks import (
     legend_html,
     svg_file,
 )
-from jaxpar.analysis.hlo import Module
-from jaxpar.analysis.picture import Tables, color_of
-from jaxpar.analysis.timeline import blocks_of, unit_color
-from jaxpar.config import Config, RunConfig
-from jaxpar.data import Batch
-from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.profiler import Operation, read_trace, trace
-from jaxpar.schedule import Schedule
+from jaxpar.pictures.picture import Tables, color_of
+from jaxpar.pictures.timeline import blocks_of, unit_color
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
+from jaxpar.training.profiler import Operation, read_trace, trace
 
 WIDTH, ROW, GAP = 820, 20, 8  # pixels: of the time axis, of a row, between stages
 REST = "#8c959f"  # the colour of work that is no unit of a microbatch

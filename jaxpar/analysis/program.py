@@ -11,13 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
-from jaxpar.analysis.picture import Tables, make_table
 from jaxpar.config import RunConfig
-from jaxpar.pipeline import BACKWARD, FORWARD, HEAD
-from jaxpar.report import format_bytes, format_shape
+from jaxpar.display import format_bytes, format_shape
+from jaxpar.pictures.picture import Tables, make_table
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
-from jaxpar.ticks import Plan
 
 
 @dataclasses.dataclass(frozen=True)

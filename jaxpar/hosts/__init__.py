@@ -1,0 +1,1 @@
+"""Many processes as one run: how they find each other, what starts them, what stands in their way."""

@@ -1,0 +1,166 @@
+"""What all pictures have in common: colours, style sheet, and tables as text and as HTML."""
+
+import html
+import io
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import rich.box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from jaxpar.display import WIDTH, show
+
+# Okabe and Ito's, which all kinds of colour vision tell apart (https://jfly.uni-koeln.de/color/). Blue and
+# orange first, which differ most in brightness.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9")
+
+# A notebook's theme need not be the system's: a picture brings its background along.
+STYLE = """\
+.jaxpar{--fg:#1b1f24;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--idle:#e4e8ec;--axis:#0a5ca8;--warn:#9a4b00;
+color-scheme:light dark;color:var(--fg);background:var(--bg);font:13px/1.45 system-ui,sans-serif;
+padding:10px 12px;border-radius:6px;overflow-x:auto}
+@media(prefers-color-scheme:dark){.jaxpar{--fg:#e6edf3;--bg:#12161c;--dim:#9aa5b1;--line:#3a424c;--idle:#262c34;
+--axis:#79c0ff;--warn:#ffb35c}}
+.jaxpar table{border-collapse:collapse;margin:4px 0;color:inherit;font-size:13px}
+.jaxpar th,.jaxpar td{padding:3px 10px;text-align:left;vertical-align:top;background:none}
+.jaxpar th{white-space:nowrap;color:var(--dim);font-weight:600;border-bottom:1px solid var(--line)}
+.jaxpar td{font-variant-numeric:tabular-nums}
+.jaxpar .right{text-align:right}
+.jaxpar p{margin:4px 0;color:var(--dim)}
+.jaxpar p b{color:var(--fg)}
+.jaxpar .axis{color:var(--axis);font-weight:600}
+.jaxpar .warn{color:var(--warn);font-weight:600}
+.jaxpar .grid th,.jaxpar .grid td{border:1px solid var(--line);text-align:center;vertical-align:middle}
+.jaxpar .device{display:inline-block;min-width:20px;margin:1px 2px;padding:0 4px;border-radius:4px;
+text-align:center;font-weight:600}
+.jaxpar svg{display:block}
+.jaxpar svg text{font:11px system-ui,sans-serif;fill:var(--fg)}
+.jaxpar svg .dim{fill:var(--dim)}
+.jaxpar .nowrap{white-space:nowrap}
+.jaxpar svg .tick{stroke:var(--line)}"""
+
+# What rich calls a colour in a table, and the class of it here.
+_CLASSES = {"cyan": "axis", "yellow": "warn"}
+
+
+class Picture:
+    """Something to look at; `__rich_console__` says it in text, `to_html` in HTML."""
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+        raise NotImplementedError
+
+    def to_html(self) -> str:
+        """HTML without its style sheet: `_repr_html_` puts it in."""
+        raise NotImplementedError
+
+    def to_page(self, title: str = "jaxpar") -> str:
+        """A whole file of HTML, which needs no other."""
+        return make_page(title, self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        return f'<div class="jaxpar"><style>{STYLE}</style>{self.to_html()}</div>'
+
+    def _repr_svg_(self) -> str | None:
+        """What is a drawing may be SVG as well, which code hosts show in notebooks."""
+        return None
+
+    def __str__(self) -> str:
+        # In a notebook rich would show it by itself.
+        console = Console(file=io.StringIO(), width=WIDTH, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self, end="", highlight=False)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    __repr__ = __str__
+
+
+@show.register
+def show_picture(picture: Picture) -> Picture:
+    """Itself: reports, costs, plans and measured steps are pictures."""
+    return picture
+
+
+class Tables(Picture):
+    """Tables and lines of text, from `parts`."""
+
+    def parts(self) -> Iterator[Table | str]:
+        """From top to bottom."""
+        raise NotImplementedError
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+        yield from self.parts()
+
+    def to_html(self) -> str:
+        """The same."""
+        return "".join(
+            _table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
+            for part in self.parts()
+            if isinstance(part, Table) or part.strip()
+        )
+
+
+def make_table(*columns: str) -> Table:
+    """A table; a column whose name begins with > is of numbers."""
+    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(
+            column.removeprefix(">"),
+            justify="right" if column.startswith(">") else "left",
+            overflow="fold",
+            min_width=9 if column == "module" else None,
+        )
+    return table
+
+
+def make_page(title: str, body: str) -> str:
+    """A file of HTML in which nothing is fetched from elsewhere."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<link rel="icon" href="data:,"><style>:root{color-scheme:light dark}'
+        "body{margin:16px;background:#fff}@media(prefers-color-scheme:dark){body{background:#12161c}}"
+        f"</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
+def color_of(number: int, paleness: float = 0.0) -> str:
+    """The colour of a device or microbatch, as #rrggbb; `paleness` 1 is white, -1 black."""
+    solid = PALETTE[number % len(PALETTE)]
+    target, amount = (255 if paleness > 0 else 0), abs(paleness)
+    channels = (int(solid[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (target - c) * amount):02x}" for c in channels)
+
+
+def text_color_on(color: str) -> str:
+    """Black or white, whichever differs more from a background (WCAG 2.2, relative luminance)."""
+    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # Where both contrasts, 1.05 / (L + 0.05) and (L + 0.05) / 0.05, are equal.
+    return "#000000" if luminance > 0.179 else "#ffffff"
+
+
+def _table_html(table: Table) -> str:
+    def row(tag: str, cells: list[RenderableType]) -> str:
+        return "<tr>" + "".join(
+            f'<{tag} class="{column.justify}">{_cell_html(cell)}</{tag}>'
+            for column, cell in zip(table.columns, cells, strict=True)
+        )
+
+    head = row("th", [column.header for column in table.columns]) if table.show_header else ""
+    body = zip(*(column.cells for column in table.columns), strict=True)
+    return f"<table>{head}{''.join(row('td', list(cells)) for cells in body)}</table>"
+
+
+def _cell_html(cell: RenderableType) -> str:
+    text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
+    parts = []
+    for piece, style, _ in text.render(Console(file=io.StringIO(), force_jupyter=False)):
+        color = style.color.name if style and style.color else ""
+        inner = html.escape(piece)
+        known = _CLASSES.get(color)
+        parts.append(f'<span class="{known}">{inner}</span>' if known else inner)
+    return re.sub("\n", "<br>", "".join(parts))

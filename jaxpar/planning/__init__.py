@@ -1,0 +1,45 @@
+"""What a step will cost on a machine, before anything is compiled, and which config is best there."""
+
+from jaxpar.planning.calibration import HERE, calibrate, find_machine, measure_pieces
+from jaxpar.planning.cost import (
+    Comparison,
+    Cost,
+    MemoryCost,
+    Seconds,
+    compare,
+    compare_here,
+    pieces_of,
+    predict_step,
+)
+from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
+from jaxpar.planning.planner import Ranking, check_fits, place, plan, plan_here
+from jaxpar.planning.shares import measure_groups, propose_shares
+from jaxpar.planning.traffic import Traffic
+
+__all__ = [
+    "Comparison",
+    "Cost",
+    "HERE",
+    "Hardware",
+    "Link",
+    "MACHINES",
+    "MemoryCost",
+    "Ranking",
+    "Sample",
+    "Seconds",
+    "Traffic",
+    "Work",
+    "calibrate",
+    "check_fits",
+    "compare",
+    "compare_here",
+    "find_machine",
+    "measure_groups",
+    "measure_pieces",
+    "pieces_of",
+    "place",
+    "plan",
+    "plan_here",
+    "predict_step",
+    "propose_shares",
+]

@@ -1,0 +1,182 @@
+"""What a training step sends, from its config alone: every collective of the program that XLA makes of it.
+
+Tests hold it to the compiled program, to the byte. It is what XLA's CPU compiler makes of a step in float32,
+with whole arrays summed where a GPU's may scatter them. What an embedding narrower than the layers sends is
+an estimate on `tensor` above 4.
+
+Legend: T time, B batch, t steps of a chunk, b rows of a microbatch, H hidden, V vocabulary.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from jaxpar.analysis.collectives import sent_bytes
+from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.planning.pieces import WORD
+from jaxpar.planning.shape import Parameter, StepShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """A collective, or several of one kind.
+
+    Attributes:
+      op, axes, bytes, sent_bytes: of one run, as of `collectives.Collective`.
+      count: runs in a step.
+      what: is sent, in words.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    bytes: int
+    sent_bytes: float
+    count: int
+    what: str
+
+
+def predict_traffic(step: StepShape) -> tuple[Traffic, ...]:
+    """The collectives of a training step of the full length, without those of an update on the host.
+
+    Raises:
+      ValueError: there is no model for the config (unequal shares, a tied embedding).
+    """
+    config = step.config
+    for what, wrong in (
+        ("unequal shares", not config.has_equal_shares),
+        ("tie_embedding=True", config.model.tie_embedding),
+        ('dtype="bfloat16"', config.model.dtype != "float32"),
+    ):
+        if wrong:
+            raise ValueError(f"{what}: what that sends is not modelled; use inspect_step")
+    return tuple(_Sender(step).all())
+
+
+def totals(traffic: Sequence[Traffic]) -> dict[tuple[str, tuple[str, ...]], int]:
+    """(op, axes) -> bytes of all runs."""
+    sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for part in traffic:
+        sums[part.op, part.axes] += part.count * part.bytes
+    return dict(sums)
+
+
+class _Sender:
+    """The parts of a step, in its order."""
+
+    def __init__(self, step: StepShape):
+        self.step, self.config, self.sizes = step, step.config, step.sizes
+
+    def all(self) -> Iterator[Traffic]:
+        step = self.step
+        if step.stored != step.compute:
+            for param in step.params:
+                yield from self.gather_parameter(param)
+        yield from self.extension()
+        yield from self.layers()
+        yield from self.head()
+        if self.config.runs_in_units:
+            yield from self.exchange()
+        yield from self.gradients()
+        yield from self.norms()
+        if step.updated != step.stored and self.config.train.update == "sharded":
+            for param in step.params:
+                yield from self.gather_parameter(param)
+
+    def send(
+        self, op: str, axes: tuple[str, ...], elements: int, count: int, what: str
+    ) -> Iterator[Traffic]:
+        """One kind of collective, if there is anyone to send to."""
+        real = tuple(
+            axis for axis in (DATA, STAGE, TENSOR) if axis in axes and self.sizes[axis] > 1
+        )
+        if real and elements and count:
+            size = math.prod(self.sizes[axis] for axis in real)
+            num_bytes = WORD * elements
+            sent = sent_bytes(op, num_bytes, size)
+            yield Traffic(op, real, num_bytes, sent, count, what)
+
+    def gather_parameter(self, param: Parameter) -> Iterator[Traffic]:
+        elements = math.prod(param.shard(self.step.compute, self.sizes))
+        yield from self.send("all-gather", (DATA,), elements, 1, f"parameter {param.name}")
+
+    def extension(self) -> Iterator[Traffic]:
+        """An embedding narrower than the layers is widened; its parts move to where the wider ones lie.
+
+        In a pipeline that is the table, before the loop; else the embedded tokens.
+        """
+        n, own = self.sizes[TENSOR], self.config.model.embed_size // self.sizes[TENSOR]
+        step = self.step
+        rows = step.V if self.config.runs_in_units else step.t * step.b
+        if n > 2 and step.width > 2 * own:  # too far for neighbours
+            what = "embedding"
+            yield from self.send("all-gather", (TENSOR,), rows * n * own, 1, what)
+            pieces = [(step.width, "embedding's gradient")]
+        else:
+            pieces = []
+            for part, what in ((own, "embedding"), (step.width, "embedding's gradient")):
+                left = (n - 1) * (step.width - own)  # what the last device lacks
+                for _ in range(n - 1):  # from neighbours further and further away
+                    pieces.append((min(left, part), what))
+                    left -= pieces[-1][0]
+        for piece, what in pieces:
+            yield from self.send("collective-permute", (TENSOR,), rows * piece, 1, what)
+
+    def layers(self) -> Iterator[Traffic]:
+        """Layers split over `tensor`: h is gathered at every step, what is multiplied by weights once."""
+        step = self.step
+        runs = step.units * self.config.num_groups * step.slots
+        x, h = step.t * step.b * step.H, step.b * step.H
+        repeat = 2 if self.config.pipeline.remat and self.config.runs_in_units else 1
+        yield from self.send("all-gather", (TENSOR,), x, repeat * runs, "inputs of layers")
+        yield from self.send("all-gather", (TENSOR,), h, repeat * runs * step.t, "h of every step")
+        yield from self.send("all-gather", (TENSOR,), x, 2 * runs, "x and h for weight gradients")
+        yield from self.send("all-reduce", (TENSOR,), h, runs * step.t, "dh of every step")
+        yield from self.send("all-reduce", (TENSOR,), x, runs, "dx of layers")
+
+    def head(self) -> Iterator[Traffic]:
+        """The head, and the loss over the parts of its vocabulary."""
+        steps, runs = self.step.head_chunks
+        y, tokens = steps * self.step.b * self.step.H, steps * self.step.b
+        yield from self.send("all-gather", (TENSOR,), y, runs, "inputs of the head")
+        yield from self.send("all-reduce", (TENSOR,), y, runs, "dy of the head")
+        [part] = self.step.params[-1].shard(self.step.compute, self.sizes)  # of the bias, [V]
+        if self.config.runs_in_units and part < self.step.width:
+            # Then it is less to gather dlogits than y, and to exchange the parts of the kernel's gradient.
+            whole = tokens * part * self.sizes[TENSOR]
+            yield from self.send("all-gather", (TENSOR,), whole, runs, "dlogits")
+            yield from self.send("all-to-all", (TENSOR,), self.step.H * part, 1, "head's gradient")
+        for axis in (TENSOR, STAGE) if self.step.shares_head else (TENSOR,):
+            yield from self.send("all-reduce", (axis,), tokens, runs, "largest logit")
+            yield from self.send("all-reduce", (axis,), 2 * tokens, runs, "sums of the loss")
+
+    def exchange(self) -> Iterator[Traffic]:
+        """What stages send at every tick, and for every unit of a head that they share."""
+        step, ticks = self.step, self.step.schedule.num_ticks
+        x = step.t * step.b * step.width
+        yield from self.send("collective-permute", (STAGE,), x, ticks, "activations, one stage up")
+        yield from self.send("collective-permute", (STAGE,), x, ticks, "cotangents, one stage down")
+        if step.shares_head:
+            yield from self.send("all-reduce", (STAGE,), x, ticks, "inputs of the shared head")
+            yield from self.send("all-reduce", (STAGE,), x, step.units, "dy of the shared head")
+
+    def gradients(self) -> Iterator[Traffic]:
+        """Their sums over `data`, and over the stages if all of them have a parameter."""
+        in_units = self.config.runs_in_units
+        over = {"first": (DATA, STAGE), "layers": (DATA,), "last": (DATA, STAGE)}
+        if self.step.shares_head:
+            over["last"] = (DATA,)
+        for param in self.step.params:
+            shard = self.step.gradient_shard(param)
+            axes = over[param.part] if in_units else (DATA,)
+            yield from self.send("all-reduce", axes, math.prod(shard), 1, f"gradient {param.name}")
+        loss = over["last"] if in_units else (DATA,)
+        yield from self.send("all-reduce", loss, 1, 1, "loss")
+        yield from self.send("all-reduce", (DATA,), 1, 1, "number of targets")
+
+    def norms(self) -> Iterator[Traffic]:
+        """Of the gradients, once to report it and once to clip: a sum over each split dim in its turn."""
+        count = 1 + (self.config.train.clip_norm > 0)
+        for param in self.step.params:
+            for axes in param.split(self.step.updated):
+                yield from self.send("all-reduce", axes, 1, count, "norm of gradients")

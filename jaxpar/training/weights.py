@@ -1,0 +1,317 @@
+"""Weights in and out: safetensors files with the names and the layout of PyTorch.
+
+Legend of the dim suffixes: V vocabulary, E embedding, H hidden, 4 the gates i f g o, L layers.
+
+    embedding.weight      [V, E]
+    lstm.weight_ih_l{k}   [4H, E], and [4H, H] for k > 0
+    lstm.weight_hh_l{k}   [4H, H]
+    lstm.bias_ih_l{k}     [4H]     the bias is the sum of the two
+    lstm.bias_hh_l{k}     [4H]
+    head.weight           [V, H]
+    head.bias             [V]
+
+So does `torch.nn.Module` name them if it has an Embedding, an LSTM and a Linear of these names.
+The words of the vocabulary, in the order of their ids, are in the file's metadata.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxpar.config import Config, ModelConfig
+from jaxpar.data.corpus import EOS, UNK, Vocabulary, load_corpus
+from jaxpar.files import whole_file
+from jaxpar.mesh import MeshConfig
+from jaxpar.state import init_state
+from jaxpar.training.checkpoint import by_layer, with_parameters
+from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
+from jaxpar.training.tasks import TextTask
+from jaxpar.training.train import begin_run, choose_folder
+
+WORDS = "words"  # in the metadata of a file, as a JSON list
+NAMES = ("embedding", "lstm", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What a file holds.
+
+    Attributes:
+      arrays: float32, by the names of the parameters without "params/", as `by_layer` stores them.
+      words: in the order of their ids; None if the file does not tell.
+      num_layers, hidden_size, embed_size, vocab_size, tie_embedding: as in `ModelConfig`.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    words: Sequence[str] | None
+    num_layers: int
+    hidden_size: int
+    embed_size: int
+    vocab_size: int
+    tie_embedding: bool
+
+    def fit_into(self, model: ModelConfig) -> ModelConfig:
+        """The config of a model with these weights; all but the sizes is as in `model`."""
+        names = ("num_layers", "hidden_size", "embed_size", "vocab_size", "tie_embedding")
+        return dataclasses.replace(model, **{name: getattr(self, name) for name in names})
+
+
+def export_weights(
+    run_dir: str | PathLike[str],
+    path: str | PathLike[str],
+    *,
+    num_biases: int = 2,
+    mesh: MeshConfig = ONE_DEVICE,
+    best: bool = False,
+) -> Config:
+    """Writes the newest weights of a run as a safetensors file; it appears whole or not at all.
+
+    Args:
+      run_dir: the folder that `fit` wrote.
+      num_biases: 2 for `torch.nn.LSTM`, the second all zero; 1 leaves the second out.
+      mesh: what the state is read on.
+      best: the state with the lowest validation loss, not the newest.
+    Returns:
+      the config of the run.
+    Raises:
+      ValueError: `num_biases` is neither, the run is on images, or the model does not fit the mesh.
+      OSError: no run, no checkpoint in it, or the file cannot be written.
+    """
+    if num_biases not in (1, 2):
+        raise ValueError(f"num_biases={num_biases}: use 2, as torch.nn.LSTM has, or 1")
+    folder = RunFolder(Path(run_dir))
+    if not isinstance(folder.config(), Config):
+        raise ValueError(f"the run in {folder} is on images; give one on text")
+    words = folder.vocabulary().words
+    config, _, state = folder.restore(mesh, best=best)
+    assert isinstance(config, Config)
+    arrays = {
+        name.removeprefix("params/"): np.asarray(array)
+        for name, array in by_layer(state, config).items()
+        if name.startswith("params/")
+    }
+    tensors = to_torch(arrays, config.model, num_biases)
+    metadata = {"format": "pt", WORDS: json.dumps(words)}
+    with whole_file(Path(path).expanduser()) as file:
+        safetensors.numpy.save_file(tensors, file, metadata)
+    return config
+
+
+def import_weights(
+    path: str | PathLike[str],
+    run_dir: str | PathLike[str],
+    config: Config,
+    *,
+    vocabulary: str | PathLike[str] | None = None,
+    names: tuple[str, str, str] = NAMES,
+    overwrite: bool = False,
+) -> Config:
+    """Begins a run with the weights of a file: its folder with a checkpoint at step 0.
+
+    The folder is one for `evaluate_run`, `sample` and `fit(..., resume=True)`. The rows of the
+    embedding and the head are put into the order of the corpus's vocabulary; rows of words that the
+    corpus does not have, and of none, come after those.
+
+    Args:
+      run_dir: holds no run yet.
+      config: `data.corpus` is the text that the model is to be used on; the sizes in `model` are
+        not read, they are those of the weights.
+      names: what the file calls the embedding, the LSTM and the head.
+      vocabulary: of the model, for a file without words: a run's vocabulary.json, or a text of one
+        word a line in the order of the ids.
+      overwrite: remove the run that `run_dir` holds.
+    Returns:
+      the config of the run.
+    Raises:
+      ValueError: the file holds another model, or the corpus has words that the model has not.
+      OSError: a file cannot be read, or `run_dir` holds a run already (FileExistsError).
+    """
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, out_dir=str(run_dir))
+    )
+    folder = choose_folder(config, resume=False, overwrite=overwrite)
+    weights = read_weights(path, names)
+    config = dataclasses.replace(config, model=weights.fit_into(config.model))
+    mesh = config.mesh.build()
+    corpus = load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
+    config = TextTask(config, mesh, corpus).config
+    words = weights.words if vocabulary is None else _read_words(Path(vocabulary).expanduser())
+    if words is None:
+        raise ValueError(
+            f"{path} does not tell the words of its vocabulary; give them with --vocabulary: a "
+            f"run's vocabulary.json, or a text of one word a line in the order of the ids"
+        )
+    arrays = _in_order_of(corpus.vocabulary, weights, words)
+
+    folder, _ = begin_run(folder, config, corpus, overwrite=overwrite)
+    state = with_parameters(init_state(config, mesh), config, arrays)
+    with folder.checkpoints(config) as checkpoints:
+        checkpoints.save(state, config)
+    return config
+
+
+def to_torch(
+    arrays: Mapping[str, np.ndarray], model: ModelConfig, num_biases: int = 2
+) -> dict[str, np.ndarray]:
+    """Tensors by their names in PyTorch.
+
+    Args:
+      arrays: as in `Weights`.
+      num_biases: of each LSTM layer, 1 or 2.
+    """
+    H = model.hidden_size
+    if model.tie_embedding:
+        head = arrays["embedding/table"], arrays["head_bias"]
+    else:
+        head = arrays["head/kernel"].T, arrays["head/bias"]
+    tensors = {"embedding.weight": arrays["embedding/table"]}
+    for layer in range(model.num_layers):
+        # The input of the first layer is zero-extended to H: the rows beyond E meet nothing but zeros.
+        num_inputs = H if layer else model.embed_size
+        w_x_I4H, w_h_H4H = arrays["lstm/w_x"][layer, :num_inputs], arrays["lstm/w_h"][layer]
+        biases = {
+            f"lstm.bias_ih_l{layer}": arrays["lstm/b"][layer].reshape(4 * H),
+            f"lstm.bias_hh_l{layer}": np.zeros(4 * H, np.float32),
+        }
+        tensors |= {
+            f"lstm.weight_ih_l{layer}": w_x_I4H.reshape(num_inputs, 4 * H).T,
+            f"lstm.weight_hh_l{layer}": w_h_H4H.reshape(H, 4 * H).T,
+            **dict(list(biases.items())[:num_biases]),
+        }
+    tensors |= {"head.weight": head[0], "head.bias": head[1]}
+    # safetensors writes the memory of an array as it lies.
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+
+
+def read_weights(path: str | PathLike[str], names: tuple[str, str, str] = NAMES) -> Weights:
+    """The weights of a safetensors file, their sizes, and its words.
+
+    A head without a bias, and an LSTM without biases, has zeros; a head that is missing, or equals
+    the embedding, is tied to it.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is no such file, or holds another model; the message names the tensor.
+    """
+    path = Path(path).expanduser()
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            words = (file.metadata() or {}).get(WORDS)
+    except OSError as error:
+        raise type(error)(f"cannot read the weights: {error}; give a safetensors file") from error
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or not all of it: {error}") from error
+    try:
+        return _from_torch(tensors, names, None if words is None else json.loads(words))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _from_torch(
+    tensors: dict[str, np.ndarray], names: tuple[str, str, str], words: Sequence[str] | None
+) -> Weights:
+    left, (embedding, lstm, head) = dict(tensors), names
+
+    def take(name: str, *shape: int | None) -> np.ndarray:
+        if name not in left:
+            raise ValueError(
+                f"there is no tensor {name}; those that there are: {', '.join(sorted(tensors))}. "
+                f"If embedding, LSTM and head have other names, give the three with --names"
+            )
+        tensor = left.pop(name)
+        fits = len(shape) == tensor.ndim and all(
+            size in (None, real) for size, real in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or tensor.dtype.kind not in "fV":  # V is bfloat16
+            wanted = " x ".join("any" if size is None else str(size) for size in shape)
+            raise ValueError(
+                f"{name} is {' x '.join(map(str, tensor.shape))} of {tensor.dtype}, to fit the "
+                f"others it must be {wanted} of a floating-point type"
+            )
+        return tensor.astype(np.float32)
+
+    table_VE = take(f"{embedding}.weight", None, None)
+    V, E = table_VE.shape
+    pattern = re.compile(re.escape(lstm) + r"\.weight_hh_l\d+")
+    L = sum(1 for name in tensors if pattern.fullmatch(name))
+    first = take(f"{lstm}.weight_hh_l0", None, None)
+    left[f"{lstm}.weight_hh_l0"], H = first, first.shape[1]
+    w_x, w_h, b = np.zeros((L, H, 4, H)), np.zeros((L, H, 4, H)), np.zeros((L, 4, H))
+    for layer in range(L):
+        inputs = H if layer else E
+        weight_ih = take(f"{lstm}.weight_ih_l{layer}", 4 * H, inputs)
+        weight_hh = take(f"{lstm}.weight_hh_l{layer}", 4 * H, H)
+        if inputs <= H:  # else the config refuses it
+            w_x[layer, :inputs] = weight_ih.T.reshape(inputs, 4, H)
+        w_h[layer] = weight_hh.T.reshape(H, 4, H)
+        for bias in (f"{lstm}.bias_ih_l{layer}", f"{lstm}.bias_hh_l{layer}"):
+            if bias in left:
+                b[layer] += take(bias, 4 * H).reshape(4, H)
+
+    bias = f"{head}.bias"
+    head_bias = take(bias, V) if bias in left else np.zeros(V)
+    weight = f"{head}.weight"
+    head_VH = take(weight, V, H) if weight in left or E != H else table_VE
+    if left:
+        raise ValueError(
+            f"there is no place for {', '.join(sorted(left))} in an embedding, an LSTM of one "
+            f"direction without projections, and a linear head"
+        )
+    tied = np.array_equal(head_VH, table_VE)
+    arrays = {"embedding/table": table_VE, "lstm/w_x": w_x, "lstm/w_h": w_h, "lstm/b": b}
+    if tied:
+        arrays |= {"head_bias": head_bias}
+    else:
+        arrays |= {"head/kernel": head_VH.T, "head/bias": head_bias}
+    arrays = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+    return Weights(arrays, words, L, H, E, V, tied)
+
+
+def _read_words(path: Path) -> Sequence[str]:
+    if path.suffix == ".json":
+        return Vocabulary.load(path).words
+    try:
+        return path.read_bytes().decode().removesuffix("\n").split("\n")
+    except OSError as error:
+        raise type(error)(f"cannot read the vocabulary {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the vocabulary {path} is not UTF-8: {error}") from error
+
+
+def _in_order_of(
+    vocabulary: Vocabulary, weights: Weights, words: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """The weights with row i of embedding and head for word i of the vocabulary."""
+    rows = {word: row for row, word in enumerate(words)}
+    if len(rows) != len(words) or len(words) > weights.vocab_size:
+        raise ValueError(
+            f"the vocabulary has {len(words)} words, {len(rows)} different ones, the weights have "
+            f"{weights.vocab_size} rows; give the vocabulary that the model was trained with"
+        )
+    if missing := [word for word in vocabulary.words if word not in rows]:
+        raise ValueError(
+            f"{len(missing)} of the {len(vocabulary)} words of the corpus are unknown to the "
+            f"model, such as {', '.join(map(repr, missing[:3]))}; give the corpus that it was "
+            f"trained on, with {UNK} and {EOS} as it had them, or a smaller data.max_vocab"
+        )
+    known = [rows[word] for word in vocabulary.words]
+    order = np.concatenate([known, np.setdiff1d(np.arange(weights.vocab_size), known)])
+    order = order.astype(np.int64)
+    arrays = dict(weights.arrays)
+    for name, dim in {
+        "embedding/table": 0,
+        "head_bias": 0,
+        "head/kernel": 1,
+        "head/bias": 0,
+    }.items():
+        if name in arrays:
+            arrays[name] = np.take(arrays[name], order, axis=dim)
+    return arrays
