@@ -15,6 +15,7 @@ SEVERAL = {"JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "0"}
 FAR = SEVERAL | {"JAX_COORDINATOR_ADDRESS": "far:8476"}
 ON_TWO_NODES = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "2"}
 VERSIONS = dict.fromkeys(PACKAGES, "0.11.1")
+REQUIREMENTS = ("jax!=0.10.2,>=0.10.1", "optax>=0.2.8")
 
 
 def resolve(host):
@@ -26,7 +27,8 @@ def resolve(host):
 def machine(**changes):
     """A sound machine, but for the changes."""
     sound = {
-        "environ": {}, "python": (3, 12, 1), "versions": VERSIONS, "num_cores": 4,
+        "environ": {}, "python": (3, 12, 1), "requirements": REQUIREMENTS, "versions": VERSIONS,
+        "num_cores": 4,
         "memory_bytes": (12 * 10**9, 16 * 10**9), "devices": (("cpu", "cpu", None),) * 4,
         "has_nvidia_driver": False, "clusters": (), "resolve": resolve,
     }  # fmt: skip
@@ -40,17 +42,22 @@ def environ(**variables):
 # What is changed; level, subject, words of the fact, and words of the remedy.
 FINDINGS = {
     "versions": ({}, "ok", "versions", "python 3.12.1, jax 0.11.1, jaxlib 0.11.1", ""),
-    "excluded jax": (
-        {"versions": VERSIONS | {"jax": "0.10.2"}, "devices": ()},
-        "error", "versions", "jax 0.10.2 computes wrong results", "pip install -U 'jax>=0.11.1'",
+    "excluded package": (
+        {"versions": VERSIONS | {"jax": "0.10.2"}},
+        "error", "versions", "jax 0.10.2; jaxpar needs jax!=0.10.2,>=0.10.1",
+        "pip install 'jax!=0.10.2,>=0.10.1'",
     ),
-    "excluded jax, older Python": (
-        {"versions": VERSIONS | {"jax": "0.10.2"}, "python": (3, 11, 7)},
-        "error", "versions", "jax 0.10.2 computes", "pip install 'jax==0.10.1'",
+    "old package": (
+        {"versions": VERSIONS | {"optax": "0.2.7"}},
+        "error", "versions", "optax 0.2.7; jaxpar needs optax>=0.2.8", "pip install 'optax>=0.2.8'",
     ),
     "missing package": (
         {"versions": VERSIONS | {"optax": None}},
-        "error", "versions", "optax not installed", "pip install optax",
+        "error", "versions", "optax is not installed; jaxpar needs", "pip install 'optax>=0.2.8'",
+    ),
+    "not installed": (
+        {"requirements": ()},
+        "warning", "versions", "jaxpar itself is not installed", "pip install -e .",
     ),
     "devices": ({}, "ok", "devices", "4 x cpu (cpu)", ""),
     "no devices": (
@@ -145,6 +152,8 @@ def test_a_sound_machine_has_no_complaints():
 def test_this_machine_is_examined():
     here = examine()
     assert here.versions["jax"]
+    assert "flax>=0.12.8" in here.requirements
+    assert not any("ipykernel" in requirement for requirement in here.requirements)
     assert len(here.devices) == 8
     assert here.num_cores >= 1
 

@@ -18,6 +18,8 @@ import traceback
 from collections.abc import Mapping
 from types import TracebackType
 
+import jax
+
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
 _ALONE = f"{NUM_PROCESSES}=1 to run alone"
@@ -119,8 +121,6 @@ def start_processes() -> ProcessGroup | None:
             f"'jax[k8s]', or set {COORDINATOR_ADDRESS}, {NUM_PROCESSES} and {PROCESS_ID} "
             f"(python -m jaxpar launch --print jobset), or {_ALONE}"
         )
-    import jax
-
     # Its handler would swallow SIGTERM, which ends a run with its state saved.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -141,8 +141,6 @@ def leave_processes(code: int) -> int:
     For a process that fails: at an ordinary exit JAX waits for the others, and they, in the middle
     of a step, for this one. When it is gone they fail too.
     """
-    import jax
-
     if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -2,7 +2,7 @@
 
     Machine (what there is)  -->  checks, one a subject  -->  findings (ok, warning, error)
 
-Nothing of JAX, or of jaxpar that needs it, is imported before its version is known to be sound.
+A JAX that jaxpar does not run on, or none, ends its import already, with the remedy.
 """
 
 import dataclasses
@@ -17,7 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
-from jaxpar._versions import excluded_reason
+import jax
+from jax._src.clusters import ClusterEnv  # there is no public list
+from packaging.requirements import Requirement
+from rich.table import Table
+from rich.text import Text
+
+from jaxpar.display import make_console
+from jaxpar.hosts.distributed import find_processes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB
@@ -44,11 +51,12 @@ class Machine:
     Attributes:
       environ: such as `os.environ`.
       python: such as (3, 12, 1).
-      versions: of `PACKAGES`; None where one is missing.
+      requirements: what jaxpar needs, such as "flax>=0.12.8"; empty if it is not installed.
+      versions: of `PACKAGES` and what is required; None where one is missing.
       num_cores: that this process may use.
       memory_bytes: free and in all, of the machine or the container; None if not known.
       devices: platform, kind and memory in bytes (None if not known) of each device of this process;
-        a text says why JAX shows none; empty if an excluded JAX was not started.
+        a text says why JAX shows none.
       has_nvidia_driver: there are GPUs that JAX could use.
       clusters: names of those of JAX's detectors that find their cluster here.
       resolve: host name -> addresses; OSError if it is unknown.
@@ -56,6 +64,7 @@ class Machine:
 
     environ: Mapping[str, str]
     python: tuple[int, int, int]
+    requirements: tuple[str, ...]
     versions: Mapping[str, str | None]
     num_cores: int
     memory_bytes: tuple[int, int] | None
@@ -67,10 +76,6 @@ class Machine:
 
 def main() -> int:
     """Prints the findings about this machine; 1 if one of them is an error, else 0."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     findings = diagnose(examine())
     table = Table.grid(padding=(0, 2))
     for finding in findings:
@@ -78,27 +83,24 @@ def main() -> int:
         if finding.remedy:
             said.append(f"\n-> {finding.remedy}", style="bold")
         table.add_row(Text(finding.level, style=_COLOURS[finding.level]), finding.subject, said)
-    console = Console()
-    (console if console.is_terminal else Console(width=100)).print(table)
+    make_console().print(table)
     return int(any(finding.level == "error" for finding in findings))
 
 
 def examine() -> Machine:
-    """This machine. Starts JAX's backend, unless this JAX is excluded."""
-    versions = {name: _version(name) for name in PACKAGES}
-    devices, clusters = (), ()
-    if versions["jax"] and excluded_reason(versions["jax"], sys.version_info[:2]) is None:
-        clusters = _detected_clusters()
-        devices = _devices()
+    """This machine. Starts JAX's backend."""
+    requirements = _requirements()
+    required = [Requirement(requirement).name for requirement in requirements]
     return Machine(
         environ=os.environ,
         python=sys.version_info[:3],
-        versions=versions,
+        requirements=requirements,
+        versions={name: _version(name) for name in (*PACKAGES, *required)},
         num_cores=_num_cores(),
         memory_bytes=host_memory(),
-        devices=devices,
+        devices=_devices(),
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
-        clusters=clusters,
+        clusters=_detected_clusters(),
         resolve=lambda host: [str(info[4][0]) for info in socket.getaddrinfo(host, None)],
     )
 
@@ -109,20 +111,19 @@ def diagnose(machine: Machine) -> list[Finding]:
 
 
 def check_versions(machine: Machine) -> list[Finding]:
-    """A package is missing, or this JAX is excluded."""
+    """A package is missing, or its version is not one that jaxpar runs with."""
     findings = []
-    known = {name: version for name, version in machine.versions.items() if version}
-    jax_version = known.get("jax")
-    reason = jax_version and excluded_reason(jax_version, machine.python[:2])
-    if reason:
-        fact, _, remedy = reason.partition("; install another one: ")
-        findings.append(Finding("error", "versions", fact, remedy))
-    if missing := [name for name in machine.versions if name not in known]:
-        fact = f"{', '.join(missing)} not installed"
-        findings.append(Finding("error", "versions", fact, f"pip install {' '.join(missing)}"))
+    for requirement in map(Requirement, machine.requirements):
+        version = machine.versions[requirement.name]
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            fact = f"{requirement.name} {version or 'is not installed'}; jaxpar needs {requirement}"
+            findings.append(Finding("error", "versions", fact, f"pip install '{requirement}'"))
+    if not machine.requirements:
+        fact = "jaxpar itself is not installed, so what it needs is not known"
+        findings.append(Finding("warning", "versions", fact, "pip install -e . in its folder"))
+    listed = [f"{name} {machine.versions[name]}" for name in PACKAGES if machine.versions[name]]
     python = ".".join(map(str, machine.python))
-    listed = ", ".join(f"{name} {version}" for name, version in known.items())
-    return [*findings, Finding("ok", "versions", f"python {python}, {listed}")]
+    return [*findings, Finding("ok", "versions", ", ".join([f"python {python}", *listed]))]
 
 
 def check_devices(machine: Machine) -> list[Finding]:
@@ -130,8 +131,6 @@ def check_devices(machine: Machine) -> list[Finding]:
     if isinstance(machine.devices, str):
         remedy = "mend what the message names; JAX_PLATFORMS=cpu does without an accelerator"
         return [Finding("error", "devices", f"none: {machine.devices}", remedy)]
-    if not machine.devices:
-        return []
     kinds = [(platform, kind) for platform, kind, _ in machine.devices]
     fact = ", ".join(
         f"{kinds.count(each)} x {each[1]} ({each[0]})" for each in dict.fromkeys(kinds)
@@ -192,8 +191,6 @@ def check_memory(machine: Machine) -> list[Finding]:
 
 def check_processes(machine: Machine) -> list[Finding]:
     """Settings of several processes that are incomplete, or an allocation with one process."""
-    from jaxpar.hosts.distributed import find_processes
-
     environ = machine.environ
     try:
         group = find_processes(environ)
@@ -245,8 +242,6 @@ def check_coordinator(machine: Machine) -> list[Finding]:
 
 def check_proxies(machine: Machine) -> list[Finding]:
     """A proxy stands between the processes."""
-    from jaxpar.hosts.distributed import find_processes
-
     environ = {name.lower(): value for name, value in machine.environ.items() if value}
     found = [name for name in _PROXIES if name in environ]
     if not found:
@@ -287,8 +282,6 @@ CHECKS = (
 
 def _coordinator(machine: Machine) -> tuple[str | None, int | None]:
     """host:port of process 0 and the number of machines, as far as the environment tells them."""
-    from jaxpar.hosts.distributed import find_processes
-
     try:
         group = find_processes(machine.environ)
     except ValueError:
@@ -303,9 +296,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _detected_clusters() -> tuple[str, ...]:
-    from jax._src.clusters import ClusterEnv  # there is no public list
+def _requirements() -> tuple[str, ...]:
+    """Of the package as it was installed, without those of extras."""
+    try:
+        declared = importlib.metadata.requires("jaxpar") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+    markers = ((each, Requirement(each).marker) for each in declared)
+    return tuple(each for each, marker in markers if marker is None or marker.evaluate())
 
+
+def _detected_clusters() -> tuple[str, ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `check_processes` says it
         return tuple(
@@ -316,8 +317,6 @@ def _detected_clusters() -> tuple[str, ...]:
 
 
 def _devices() -> tuple[tuple[str, str, int | None], ...] | str:
-    import jax
-
     try:
         devices = jax.local_devices()
     except RuntimeError as error:
