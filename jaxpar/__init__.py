@@ -57,7 +57,7 @@ from jaxpar.step import (  # noqa: E402
     make_loss_and_grad,
     make_train_step,
 )
-from jaxpar.training.train import FitResult, fit  # noqa: E402
+from jaxpar.training.fit import FitResult, fit  # noqa: E402
 from jaxpar.training.weights import export_weights, import_weights  # noqa: E402
 
 __version__ = "0.1.0"

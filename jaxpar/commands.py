@@ -28,10 +28,10 @@ from jaxpar.planning import (
     plan_here,
 )
 from jaxpar.training.console import ConsoleReport, evaluation_table
+from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.sample import sample
 from jaxpar.training.tasks import complete, read_vocab
-from jaxpar.training.train import evaluate_run, fit
 from jaxpar.training.weights import export_weights, import_weights
 
 AUTO = "auto"  # a --mesh that the planner chooses

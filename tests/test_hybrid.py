@@ -22,9 +22,9 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.sharding import STRATEGIES
 from jaxpar.state import abstract_state, audit, init_state, make_model
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad
+from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.train import evaluate_run, fit
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

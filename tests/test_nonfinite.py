@@ -25,10 +25,10 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state, release
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.training.checkpoint import by_layer, with_parameters
+from jaxpar.training.fit import fit
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.run_folder import RunFolder, load_data
 from jaxpar.training.tasks import make_task
-from jaxpar.training.train import fit
 
 MODEL = ModelConfig(num_layers=4, hidden_size=8, embed_size=8, vocab_size=24, dropout=0.2)
 RARE = 23  # a word that only bad batches have

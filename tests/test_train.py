@@ -27,10 +27,10 @@ from jaxpar.data.corpus import load_corpus
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import make_model
 from jaxpar.training.evaluate import Evaluator
+from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.sample import sample, sample_tokens
-from jaxpar.training.train import evaluate_run, fit
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 

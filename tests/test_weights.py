@@ -15,8 +15,8 @@ from flax import nnx
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import make_model
+from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.train import evaluate_run, fit
 from jaxpar.training.weights import export_weights, import_weights, read_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")

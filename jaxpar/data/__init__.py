@@ -1,1 +1,4 @@
-"""What a run learns from: texts as token ids, images, and the batches that are read of them."""
+"""What a run learns from: `corpus` makes token ids of texts, `streams` and `buckets` make batches; `images`.
+
+Every batch is a function of the seed and the number of the step, whatever the mesh.
+"""

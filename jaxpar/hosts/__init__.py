@@ -1,1 +1,1 @@
-"""Many processes as one run: how they find each other, what starts them, what stands in their way."""
+"""Many processes as one run: `distributed` joins them, `launch` starts them, `doctor` says what is amiss."""

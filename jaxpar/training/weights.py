@@ -31,9 +31,9 @@ from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import init_state
 from jaxpar.training.checkpoint import by_layer, with_parameters
+from jaxpar.training.fit import begin_run, choose_folder
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
 from jaxpar.training.tasks import TextTask
-from jaxpar.training.train import begin_run, choose_folder
 
 WORDS = "words"  # in the metadata of a file, as a JSON list
 NAMES = ("embedding", "lstm", "head")
