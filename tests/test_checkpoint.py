@@ -22,7 +22,8 @@ from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.training.checkpoint import Checkpoints, best_of, by_layer
+from jaxpar.training.by_layer import by_layer
+from jaxpar.training.checkpoint import Checkpoints, best_of
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

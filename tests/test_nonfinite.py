@@ -24,7 +24,7 @@ from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state, release
 from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.training.checkpoint import by_layer, with_parameters
+from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import fit
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.run_folder import RunFolder, load_data

@@ -24,7 +24,7 @@ from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.training.checkpoint import by_layer
+from jaxpar.training.by_layer import by_layer
 
 pytestmark = pytest.mark.law
 

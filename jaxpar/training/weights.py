@@ -30,7 +30,7 @@ from jaxpar.data.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import init_state
-from jaxpar.training.checkpoint import by_layer, with_parameters
+from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import begin_run, choose_folder
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
 from jaxpar.training.tasks import TextTask
