@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.fields import check_fields
@@ -387,7 +387,7 @@ class Config:
         """The layer in each slot of the stacked parameters, -1 in empty ones."""
         return slots(self.placement, self.num_groups)
 
-    def check(self) -> "Config":
+    def check(self) -> Self:
         """This config, if its parts fit each other.
 
         Raises:
@@ -434,7 +434,7 @@ class ImageConfig:
         """None: no layers are stacked."""
         return ()
 
-    def check(self) -> "ImageConfig":
+    def check(self) -> Self:
         """This config, if its parts fit each other.
 
         Raises:
@@ -466,9 +466,15 @@ class ImageConfig:
 
 # Runs by the name of their model, each with the settings it has by default.
 RunConfig = Config | ImageConfig
+AnyConfig = TypeVar("AnyConfig", bound=RunConfig)
 CONFIGS: Mapping[str, RunConfig] = {
     config.model.name: config for config in (Config(), ImageConfig())
 }
+
+
+def replace_train(config: AnyConfig, **changes: object) -> AnyConfig:
+    """The config with other settings of training."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
 def _check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

@@ -39,10 +39,15 @@ class Shown:
         return show(self)
 
 
-def make_console(*, stderr: bool = False) -> Console:
+def make_console() -> Console:
     """A console as wide as the terminal, or `WIDTH` columns in a file or pipe."""
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(stderr=stderr, width=WIDTH)
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+def format_count(number: int, noun: str, ending: str = "s") -> str:
+    """1 chunk, 2 chunks."""
+    return f"{number} {noun}{ending * (number != 1)}"
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,6 +19,7 @@ from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, Train
 from jaxpar.data.corpus import Vocabulary
 from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
+from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.training.by_layer import by_layer
@@ -47,10 +47,6 @@ def batch_of(step, config, mesh):
     shape = (2, config.data.batch_size, config.data.seq_len)
     tokens = np.random.default_rng(step).integers(0, config.model.vocab_size, shape, np.int32)
     return Batch(*jax.device_put(tuple(tokens), batch_sharding(mesh)), starts=step == 0)
-
-
-def is_variable(leaf):
-    return isinstance(leaf, nnx.Variable)
 
 
 def variables(state):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from jaxpar.hosts.doctor import PACKAGES, Machine, diagnose, examine
 
@@ -15,7 +16,7 @@ SEVERAL = {"JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "0"}
 FAR = SEVERAL | {"JAX_COORDINATOR_ADDRESS": "far:8476"}
 ON_TWO_NODES = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_NODES": "2"}
 VERSIONS = dict.fromkeys(PACKAGES, "0.11.1")
-REQUIREMENTS = ("jax!=0.10.2,>=0.10.1", "optax>=0.2.8")
+REQUIREMENTS = (Requirement("jax!=0.10.2,>=0.10.1"), Requirement("optax>=0.2.8"))
 
 
 def resolve(host):
@@ -152,8 +153,9 @@ def test_a_sound_machine_has_no_complaints():
 def test_this_machine_is_examined():
     here = examine()
     assert here.versions["jax"]
-    assert "flax>=0.12.8" in here.requirements
-    assert not any("ipykernel" in requirement for requirement in here.requirements)
+    needed = [str(requirement) for requirement in here.requirements]
+    assert "flax>=0.12.8" in needed
+    assert not any("ipykernel" in requirement for requirement in needed)
     assert len(here.devices) == 8
     assert here.num_cores >= 1
 

@@ -6,11 +6,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxpar.data.streams import Batch
 from jaxpar.mesh import MeshConfig
+from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
 
@@ -59,7 +59,7 @@ def by_layer(tree, config):
         array = np.asarray(variable[...])
         return array[order] if variable.out_sharding[0] == "layers" else array
 
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
     return {jax.tree_util.keystr(path): unstack(path, leaf) for path, leaf in leaves}
 
 
@@ -71,7 +71,7 @@ def nonzero_carry(state):
         value = np.broadcast_to(rows.reshape(variable.shape[1:]), variable.shape)
         return variable.replace(jax.device_put(value, variable.get_value().sharding))
 
-    return jax.tree.map(fill, state.carry, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(fill, state.carry, is_leaf=is_variable)
 
 
 def loss_and_grads(config):

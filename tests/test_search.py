@@ -17,7 +17,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from test_equivalence import nonzero_carry
 
 from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from jaxpar.data.streams import Batch
@@ -116,15 +116,7 @@ def train_once(config, length):
     state = init_state(config, mesh)
     audit(state)
 
-    def fill(variable):  # the carry of a window before, the same for every layer
-        rows = np.linspace(-0.5, 0.5, math.prod(variable.shape[1:]), dtype=np.float32)
-        value = np.broadcast_to(rows.reshape(variable.shape[1:]), variable.shape)
-        return variable.replace(jax.device_put(value, variable.get_value().sharding))
-
-    def is_variable(leaf):
-        return isinstance(leaf, nnx.Variable)
-
-    state = dataclasses.replace(state, carry=jax.tree.map(fill, state.carry, is_leaf=is_variable))
+    state = dataclasses.replace(state, carry=nonzero_carry(state))
     rng = np.random.default_rng(length)
     shape = (2, config.data.batch_size, length)
     inputs, targets = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)

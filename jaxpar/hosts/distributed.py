@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 import jax
+from jax.experimental import multihost_utils
 
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
@@ -133,6 +134,12 @@ def start_processes() -> ProcessGroup | None:
     sys.excepthook = _leave_on_error
     _keep_stdout_for_python()
     return group
+
+
+def wait_for_processes(event: str) -> None:
+    """Returns when all processes have come here; at once in one that is alone."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"jaxpar: {event}")
 
 
 def leave_processes(code: int) -> int:

@@ -23,7 +23,7 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import make_console
+from jaxpar.display import format_count, make_console
 from jaxpar.hosts.distributed import find_processes
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -51,7 +51,7 @@ class Machine:
     Attributes:
       environ: such as `os.environ`.
       python: such as (3, 12, 1).
-      requirements: what jaxpar needs, such as "flax>=0.12.8"; empty if it is not installed.
+      requirements: what jaxpar needs; empty if it is not installed.
       versions: of `PACKAGES` and what is required; None where one is missing.
       num_cores: that this process may use.
       memory_bytes: free and in all, of the machine or the container; None if not known.
@@ -64,7 +64,7 @@ class Machine:
 
     environ: Mapping[str, str]
     python: tuple[int, int, int]
-    requirements: tuple[str, ...]
+    requirements: tuple[Requirement, ...]
     versions: Mapping[str, str | None]
     num_cores: int
     memory_bytes: tuple[int, int] | None
@@ -90,12 +90,12 @@ def main() -> int:
 def examine() -> Machine:
     """This machine. Starts JAX's backend."""
     requirements = _requirements()
-    required = [Requirement(requirement).name for requirement in requirements]
+    names = (*PACKAGES, *(requirement.name for requirement in requirements))
     return Machine(
         environ=os.environ,
         python=sys.version_info[:3],
         requirements=requirements,
-        versions={name: _version(name) for name in (*PACKAGES, *required)},
+        versions={name: _version(name) for name in names},
         num_cores=_num_cores(),
         memory_bytes=host_memory(),
         devices=_devices(),
@@ -113,7 +113,7 @@ def diagnose(machine: Machine) -> list[Finding]:
 def check_versions(machine: Machine) -> list[Finding]:
     """A package is missing, or its version is not one that jaxpar runs with."""
     findings = []
-    for requirement in map(Requirement, machine.requirements):
+    for requirement in machine.requirements:
         version = machine.versions[requirement.name]
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             fact = f"{requirement.name} {version or 'is not installed'}; jaxpar needs {requirement}"
@@ -164,9 +164,9 @@ def check_simulated(machine: Machine) -> list[Finding]:
         Finding(
             "warning",
             "simulated",
-            f"{name} simulates {count} devices on {_count(machine.num_cores, 'core')}: results "
+            f"{name} simulates {count} devices on {format_count(machine.num_cores, 'core')}: results "
             f"are right, speed says nothing",
-            f"measure speed with at most {_count(machine.num_cores, 'device')}",
+            f"measure speed with at most {format_count(machine.num_cores, 'device')}",
         )
         for name, count in given.items()
         if count.isdecimal() and int(count) > machine.num_cores
@@ -296,14 +296,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _requirements() -> tuple[str, ...]:
+def _requirements() -> tuple[Requirement, ...]:
     """Of the package as it was installed, without those of extras."""
     try:
-        declared = importlib.metadata.requires("jaxpar") or []
+        declared = map(Requirement, importlib.metadata.requires("jaxpar") or [])
     except importlib.metadata.PackageNotFoundError:
         return ()
-    markers = ((each, Requirement(each).marker) for each in declared)
-    return tuple(each for each, marker in markers if marker is None or marker.evaluate())
+    return tuple(each for each in declared if each.marker is None or each.marker.evaluate())
 
 
 def _detected_clusters() -> tuple[str, ...]:
@@ -353,7 +352,3 @@ def host_memory() -> tuple[int, int] | None:
 
 def _gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

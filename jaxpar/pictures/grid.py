@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_bytes, format_shape, show
+from jaxpar.display import format_bytes, format_count, format_shape, show
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.picture import Picture, color_of, text_color_on
 
@@ -205,7 +205,7 @@ def array_grid(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     held = (
         f"{len(devices)} shards of {format_shape(shard)}{each}"
         if split
-        else f"whole on {_count(copies)}"
+        else f"whole on {format_count(copies, 'device')}"
     )
     size = format_bytes(math.prod(shard) * array.dtype.itemsize)
     layout = f", {sharding.spec}".replace("PartitionSpec", "P") if spec else ""
@@ -225,11 +225,7 @@ def _mesh_grid(ids: np.ndarray, axes: tuple[str, ...], note: str) -> Grid:
         for place, numbers in by_place.items()
     }
     shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    return Grid(f"mesh {shape}: {_count(ids.size)}{note}", sides, devices)
-
-
-def _count(devices: int) -> str:
-    return f"{devices} device{'s' * (devices != 1)}"
+    return Grid(f"mesh {shape}: {format_count(ids.size, 'device')}{note}", sides, devices)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -13,7 +13,7 @@ import jax
 from rich.table import Table
 
 from jaxpar.axes import STAGE
-from jaxpar.config import Config
+from jaxpar.config import Config, replace_train
 from jaxpar.display import format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.picture import Tables, make_table
@@ -357,9 +357,7 @@ def _saving(remat: bool, **train: Any) -> Callable[[Config], Config | None]:
         ):
             return None
         pipeline = dataclasses.replace(config.pipeline, remat=remat)
-        return dataclasses.replace(
-            config, pipeline=pipeline, train=dataclasses.replace(config.train, **train)
-        )
+        return replace_train(dataclasses.replace(config, pipeline=pipeline), **train)
 
     return save
 

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,7 +67,7 @@ def from_layers(
         if dim is not None and _is_reordered(config):
             value = _take_layers(value, dim, config.layer_ids, value.sharding)
             value = jax.device_put(value, _array(leaf).sharding)
-        leaves.append(leaf.replace(value) if isinstance(leaf, nnx.Variable) else value)
+        leaves.append(leaf.replace(value) if is_variable(leaf) else value)
     return jax.tree.unflatten(jax.tree.structure(target, is_leaf=is_variable), leaves)
 
 
@@ -144,9 +143,9 @@ def _take_layers(
 
 
 def _array(leaf: Any) -> Any:
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    return leaf.get_value() if is_variable(leaf) else leaf
 
 
 def _layers_dim(leaf: Any) -> int | None:
-    dims = leaf.get_metadata("out_sharding", None) if isinstance(leaf, nnx.Variable) else None
+    dims = leaf.get_metadata("out_sharding", None) if is_variable(leaf) else None
     return dims.index(LAYERS) if dims and LAYERS in dims else None

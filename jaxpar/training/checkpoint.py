@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as orbax
 
 from jaxpar.config import RunConfig
 from jaxpar.data.corpus import Vocabulary
+from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
@@ -173,8 +173,7 @@ class Checkpoints:
         """Made by the first save: a reader makes no folder, and deletes no half-written one."""
         if jax.process_index() == 0:
             self._move_damaged_aside()
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("jaxpar: the folder has whole checkpoints only")
+        wait_for_processes("the folder has whole checkpoints only")
         kept: Any = _Kept(self._keep, self.losses)  # Any: Orbax's hints contradict each other
         context = orbax.Context()
         # Called when all is written, before the folder gets its name. A function, for Orbax copies the

@@ -10,14 +10,15 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.config import RunConfig
+from jaxpar.config import RunConfig, replace_train
 from jaxpar.data.buckets import BucketedSentences
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.images import Images
+from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import TrainState, abstract_state, audit, init_state, release
 from jaxpar.training import profiler
-from jaxpar.training.loop import Run, barrier, replace_train
+from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, TextEvaluation
 from jaxpar.training.run_folder import (
     ONE_DEVICE,
@@ -194,7 +195,7 @@ def begin_run(
         if overwrite:
             folder.clear()
         folder.start(config, data)
-    barrier("jaxpar: the run's folder is ready")
+    wait_for_processes("the run's folder is ready")
     return folder, config
 
 

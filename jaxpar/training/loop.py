@@ -13,11 +13,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.config import RunConfig
+from jaxpar.config import RunConfig, replace_train
 from jaxpar.data.buckets import BucketedSentences
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.images import ImageBatches, Images
 from jaxpar.data.streams import TokenStreams
+from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.optimizer import learning_rate
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
@@ -206,7 +207,7 @@ class Run:
         if self.checkpoints.latest_step() != step:
             self.checkpoints.save(self.state, self.config)
             self.checkpoints.latest_step()  # it is written
-        barrier("jaxpar: the state before a step that is not finite is saved")
+        wait_for_processes("the state before a step that is not finite is saved")
         self.report.end(step, settings.num_steps, None)
         skip = (
             f"a larger --train.max-skipped (now {settings.max_skipped})"
@@ -282,14 +283,3 @@ def _fallback_folder(root: str, folder: RunFolder, step: int) -> RunFolder:
         number += 1
         path = path.with_name(f"{name}-{number}")
     return RunFolder(path)
-
-
-def replace_train(config: RunConfig, **changes: object) -> RunConfig:
-    """The config with other settings of training."""
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def barrier(name: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)

@@ -72,9 +72,10 @@ class RunFolder:
 
         Raises:
           OSError: no run has written here, or the file cannot be read.
-          ValueError: the file is damaged.
+          ValueError: the run is on images, or the file is damaged.
         """
-        self.config()
+        if not isinstance(self.config(), Config):
+            raise ValueError(f"the run in {self} is on images; give one on text")
         return Vocabulary.load(self.vocabulary_path)
 
     def checkpoints(self, config: RunConfig) -> Checkpoints:

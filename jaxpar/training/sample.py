@@ -38,8 +38,6 @@ def sample(
       FileNotFoundError: no run, or no checkpoint in it.
     """
     folder = RunFolder(run_dir)
-    if not isinstance(folder.config(), Config):
-        raise ValueError(f"the run in {folder} is on images; give one on text")
     vocabulary = folder.vocabulary()
     start = vocabulary.encode([EOS])
     tokens = np.concatenate([start, vocabulary.encode(prompt, strict=True)])

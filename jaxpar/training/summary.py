@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import rich.box
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 from rich.text import Text
@@ -14,9 +13,9 @@ from rich.text import Text
 from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.images import Images
-from jaxpar.display import format_bytes, format_shape
+from jaxpar.display import format_bytes, format_count, format_shape
 from jaxpar.pipeline.placement import LAYER_COST, tick_cost
-from jaxpar.sharding import named_leaves
+from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.state import TrainState
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
@@ -67,8 +66,8 @@ def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
     model, data = config.model, config.data
     assert model.vocab_size is not None
     on_stages = ", ".join(f"stage {stage}: {n}" for stage, n in enumerate(placement))
-    units = [_count(M, "microbatch", "es")] * (config.mesh.stage > 1 or M > 1)
-    units += [f"{_count(K, 'chunk', 's')} of time"] * (config.mesh.stage > 1)
+    units = [format_count(M, "microbatch", "es")] * (config.mesh.stage > 1 or M > 1)
+    units += [f"{format_count(K, 'chunk')} of time"] * (config.mesh.stage > 1)
     shares = f", in shares of {' : '.join(map(str, config.shares))}" * (not config.has_equal_shares)
     padding = model.vocab_size - len(corpus.vocabulary)
     return [
@@ -137,9 +136,9 @@ def parameter_table(params: Any) -> Table:
     ):
         table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
     for name, leaf in named_leaves(params):
-        is_variable = isinstance(leaf, nnx.Variable)
-        array: Any = leaf.get_value() if is_variable else leaf
-        dims = (is_variable and leaf.get_metadata("out_sharding", None)) or [None] * array.ndim
+        array: Any = leaf.get_value() if is_variable(leaf) else leaf
+        named = leaf.get_metadata("out_sharding", None) if is_variable(leaf) else None
+        dims = named or [None] * array.ndim
         layout = array.sharding
         if layout is None:
             raise ValueError(
@@ -185,10 +184,6 @@ def describe_bytes(state: TrainState) -> str:
         if leaves
     ]
     return f"{count:,} parameters, {format_bytes(whole)}; per device: {', '.join(parts)}\n"
-
-
-def _count(number: int, noun: str, ending: str) -> str:
-    return f"{number} {noun}{ending * (number != 1)}"
 
 
 def _shard(leaf: Any) -> tuple[int, ...]:

@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any, TypeVar
+from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpar.config import VOCAB_MULTIPLE, Config, ImageConfig, RunConfig
+from jaxpar.config import VOCAB_MULTIPLE, AnyConfig, Config, ImageConfig, RunConfig
 from jaxpar.data.batches import make_batches
 from jaxpar.data.buckets import BucketedSentences
 from jaxpar.data.corpus import Corpus, load_corpus, unigram_perplexity
@@ -17,8 +17,6 @@ from jaxpar.kernel import choose_kernel, with_kernel
 from jaxpar.mesh import MeshConfig
 from jaxpar.training.evaluate import Evaluator, ImageEvaluator
 from jaxpar.training.report import ImageEvaluation, ImageProgress, TextEvaluation, TextProgress
-
-AnyConfig = TypeVar("AnyConfig", Config, ImageConfig)
 
 
 def complete(config: RunConfig, mesh: Mesh) -> RunConfig:

@@ -25,7 +25,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, ModelConfig, replace_train
 from jaxpar.data.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
@@ -87,8 +87,6 @@ def export_weights(
     if num_biases not in (1, 2):
         raise ValueError(f"num_biases={num_biases}: use 2, as torch.nn.LSTM has, or 1")
     folder = RunFolder(Path(run_dir))
-    if not isinstance(folder.config(), Config):
-        raise ValueError(f"the run in {folder} is on images; give one on text")
     words = folder.vocabulary().words
     config, _, state = folder.restore(mesh, best=best)
     assert isinstance(config, Config)
@@ -133,9 +131,7 @@ def import_weights(
       ValueError: the file holds another model, or the corpus has words that the model has not.
       OSError: a file cannot be read, or `run_dir` holds a run already (FileExistsError).
     """
-    config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, out_dir=str(run_dir))
-    )
+    config = replace_train(config, out_dir=str(run_dir))
     folder = choose_folder(config, resume=False, overwrite=overwrite)
     weights = read_weights(path, names)
     config = dataclasses.replace(config, model=weights.fit_into(config.model))
