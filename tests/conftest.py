@@ -25,11 +25,12 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# No deadline: the first example compiles. `pytest --hypothesis-profile thorough` looks further.
+# No limit of time: the first example compiles. `pytest --hypothesis-profile thorough` looks further.
+patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile(
-    "default", deadline=None, derandomize=True, max_examples=25, database=None
+    "default", **patient, derandomize=True, max_examples=25, database=None
 )
-hypothesis.settings.register_profile("thorough", deadline=None, max_examples=1000)
+hypothesis.settings.register_profile("thorough", **patient, max_examples=1000)
 hypothesis.settings.load_profile("default")
 
 

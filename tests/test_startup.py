@@ -13,27 +13,32 @@ import jaxpar
 
 ROOT = Path(__file__).parents[1]
 IMPORT = """
-import time, jax, flax
-before = time.process_time()
+import time
+start = time.process_time()
+import jax, flax.nnx
+between = time.process_time()
 import jaxpar
-print(jaxpar.__file__, time.process_time() - before)
+end = time.process_time()
+print(jaxpar.__file__, (end - between) / (between - start))
 """
 
 
-def test_the_import_adds_less_than_half_a_second(tmp_path):
-    """CPU time, which other processes on the machine do not add to; the best of a few."""
+def test_the_import_adds_less_than_that_of_jax_and_flax(tmp_path):
+    """CPU time, which other processes hardly add to, beside that of JAX and Flax in one process."""
     package = tmp_path / "jaxpar"
     shutil.copytree(Path(jaxpar.__file__).parent, package)
     compileall.compile_dir(package, quiet=1)  # as pip leaves it
-    seconds = []
+    ratios = []
     for _ in range(3):
         done = subprocess.run(
             [sys.executable, "-c", IMPORT], cwd=tmp_path, capture_output=True, text=True, check=True
         )
-        file, taken = done.stdout.split()
+        file, ratio = done.stdout.split()
         assert Path(file) == package / "__init__.py"
-        seconds.append(float(taken))
-    assert min(seconds) < 0.5
+        ratios.append(float(ratio))
+    # The best of a few is 0.33 (Python 3.11, JAX 0.10) to 0.39 (3.13, 0.12), busy cores or not: room
+    # for half as much again, and none for matplotlib (0.7), scipy.stats (1.0) or sklearn (1.6).
+    assert min(ratios) < 0.6
 
 
 @pytest.mark.parametrize(
