@@ -13,77 +13,75 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 import jaxpar
 from benchmarks.sides import serve
 from benchmarks.work import LEARNING_RATE, WORKS, Work
-from jaxpar import Batch, Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.batches import put_batch
+from jaxpar.state import TrainState, init_state
+from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.tasks.lm import LM, Batch
+from jaxpar.training.by_layer import with_parameters
+
+TRAIN = TrainConfig(clip_norm=0.0)
 
 
-def make_config(work: Work, mesh: MeshConfig, pipeline: PipelineConfig, **model: Any) -> Config:
-    """The work as a config; `model` is what else its `ModelConfig` has."""
-    return Config(
-        mesh=mesh,
-        model=ModelConfig(
-            work.num_layers,
-            work.hidden_size,
-            work.embed_size,
-            work.vocab_size,
-            dropout=0.0,
-            **model,
-        ),
-        data=DataConfig(batch_size=work.batch_size, seq_len=work.seq_len),
-        pipeline=pipeline,
-        train=TrainConfig(
-            optimizer="sgd",
-            learning_rate=LEARNING_RATE,
-            lr_schedule="constant",
-            warmup_steps=0,
-            clip_norm=0.0,
-        ),
+def make_task(work: Work, **options: Any) -> LM:
+    """The work as a task, with other options besides."""
+    return LM(
+        work.num_layers,
+        work.hidden_size,
+        work.embed_size,
+        work.vocab_size,
+        dropout=0.0,
+        batch_size=work.batch_size,
+        seq_len=work.seq_len,
+        optimizer=OptimizerConfig("sgd", LEARNING_RATE, lr_schedule="constant", warmup_steps=0),
+        **options,
     )
 
 
-def initial_state(work: Work, config: Config, mesh: jax.sharding.Mesh) -> jaxpar.TrainState:
+def initial_state(work: Work, task: LM, parallel: Parallel, mesh: Mesh) -> TrainState:
     """The state with the weights of the work."""
-    state, weights = jaxpar.init_state(config, mesh), work.weights()
-    H = work.hidden_size
+    weights, H = work.weights(), work.hidden_size
 
     def stacked(name: str) -> np.ndarray:
-        parts = [weights[f"{name}_{max(layer, 0)}"] for layer in config.layer_ids]
+        parts = [weights[f"{name}_{layer}"] for layer in range(work.num_layers)]
         if name == "w_x":  # an input narrower than H is zero-extended
             parts = [np.pad(part, [(0, H - len(part)), (0, 0), (0, 0)]) for part in parts]
         return np.stack(parts)
 
-    def put(variable, value: np.ndarray) -> None:
-        array = variable.get_value()
-        assert array.shape == value.shape
-        variable.set_value(jax.device_put(value, array.sharding))
+    arrays = {
+        "embedding/table": weights["table"],
+        **{f"layers/lstm/{name}": stacked(name) for name in ("w_x", "w_h", "b")},
+        **{f"head/{name}": weights[name] for name in ("kernel", "bias")},
+    }
+    return with_parameters(init_state(task, parallel, mesh), task, parallel, arrays)
 
-    put(state.params["embedding"]["table"], weights["table"])
-    for name in ("w_x", "w_h", "b"):
-        put(state.params["lstm"][name], stacked(name))
-    for name in ("kernel", "bias"):
-        put(state.params["head"][name], weights[name])
-    return state
+
+def make_batch(work: Work, task: LM, parallel: Parallel, mesh: Mesh) -> Batch:
+    """The text of the work on the mesh."""
+    return put_batch(Batch(*work.text(), starts=True), batch_sharding(task, parallel, mesh))
 
 
 def main() -> None:
     """Serves steps."""
     work = WORKS[sys.argv[1]]
-    mesh_sizes, pipeline, model = (json.loads(text) for text in (*sys.argv[2:], "{}")[:3])
-    mesh_config = MeshConfig(**mesh_sizes)
+    mesh_sizes, pipeline, options = (json.loads(text) for text in (*sys.argv[2:], "{}")[:3])
+    parallel = Parallel(MeshConfig(**mesh_sizes), PipelineConfig(**pipeline))
     on_cpu = os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
     if on_cpu:
-        jaxpar.simulate_devices(mesh_config.num_devices)
-    config = make_config(work, mesh_config, PipelineConfig(**pipeline), **model)
-    mesh = config.mesh.build()
-    state, train_step = initial_state(work, config, mesh), jaxpar.make_train_step(config, mesh)
-    batch = Batch(*(jax.device_put(a, jaxpar.batch_sharding(mesh)) for a in work.text()), True)
+        jaxpar.simulate_devices(parallel.mesh.num_devices)
+    task, mesh = make_task(work, **options), parallel.mesh.build()
+    state = initial_state(work, task, parallel, mesh)
+    train_step = make_train_step(task, parallel, TRAIN, mesh)
+    batch = make_batch(work, task, parallel, mesh)
 
     def step() -> jax.Array:
         nonlocal state
-        state, metrics = train_step(state, batch)
+        state, metrics = train_step.run(state, batch)
         if on_cpu:
             jax.block_until_ready(state)
         return metrics.loss

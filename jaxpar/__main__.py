@@ -1,46 +1,55 @@
-"""The command line: which of the `commands`, on which config, and how a mistake ends.
+"""The command line: which of the `commands`, for which task, with which settings, and how a mistake ends.
 
-    train | plan | evaluate | sample | inspect | plot | export | import | launch | doctor
+    train | plan | inspect TASK       plot KIND TASK       evaluate | sample | export | import RUN_DIR
 
-See `--help` of each.
+TASK is lm, images, or path/to/file.py:Name, a task of one's own. Its fields are options: `train TASK --help`
+tells them.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import difflib
+import functools
+import inspect
 import io
 import itertools
 import logging
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import tyro
-from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, subcommand
+from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, SuppressFixed
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxpar.commands import (
-    AUTO,
+    COMMANDS,
+    PICTURES,
+    PICTURES_OF_RUNS,
     Command,
-    Doctor,
-    Evaluate,
-    Export,
-    Import,
-    Inspect,
-    Launch,
     Options,
     Plan,
     Plot,
-    Sample,
+    PlotRuns,
+    TaskOptions,
     Train,
+    read_mesh,
 )
-from jaxpar.config import CONFIGS, RunConfig
-from jaxpar.config_file import read_config
+from jaxpar.config_file import default_settings, read_config
 from jaxpar.files import cache_folder
-from jaxpar.hosts.distributed import leave_processes
+from jaxpar.hosts.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
+from jaxpar.parallel import short_name
+from jaxpar.task import Task, find_task, spec_of
 from jaxpar.training.run_folder import RunFolder, newest_run_folder
+from jaxpar.training.settings import Settings
+
+PROGRAM = "python -m jaxpar"
+TASKS = "lm (a language model), images (a network of convolutions), or path/to/file.py:Name, one of your own"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not debug:  # Orbax logs the tracebacks of errors that it also raises
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
+        # Before the file of a task is read: it may touch a device.
+        simulated = _given(argv).simulate
+        if simulated is not None:
+            _simulate(simulated)
+        if argv[:1] == ["train"] and not _asks_help(argv):
+            start_processes()
         command = _parse(argv)
         if isinstance(command, Options):
-            if command.simulate is not None:
-                _simulate(command.simulate)
             _use_compile_cache(command.compile_cache)
         return command.run()
     except KeyboardInterrupt:
@@ -76,25 +89,159 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: list[str]) -> Command:
-    config, said = _base_config(argv), io.StringIO()
+    """The command of a command line.
+
+    Raises:
+      SystemExit: with 0 after a help, with 2 after a message about options.
+      ValueError: there is no such command or task, or a setting is refused.
+    """
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print(_help())
+        raise SystemExit(0 if argv else 2)
+    name, *arguments = argv
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise ValueError(f"there is no command {name!r}; {remedy}")
+    command, words, known = COMMANDS[name], [name], {}
+    if command is Plot:
+        known["kind"] = kind = _take_word(arguments) or ("KIND" if _asks_help(argv) else "")
+        if kind in PICTURES_OF_RUNS:
+            command = PlotRuns
+        elif kind not in (*PICTURES, "KIND"):
+            raise ValueError(
+                f"there is no picture {kind!r}; write plot KIND TASK with one of "
+                f"{', '.join(PICTURES)}, or plot KIND with one of {', '.join(PICTURES_OF_RUNS)}"
+            )
+        words.append(kind)
+    if issubclass(command, TaskOptions):
+        spec = _take_word(arguments)
+        if spec is None and _asks_help(argv):
+            words.append("TASK")
+            settings = default_settings(Task)
+        else:
+            words += [] if spec is None else [spec]
+            settings = _settings(words, spec, arguments)
+        _check_names(settings.task, command, name)
+        known |= settings._asdict()
+    if command is Plan:
+        _refuse_layout(arguments)
+    return _read_options(command, arguments, " ".join([PROGRAM, *words]), known)
+
+
+def _asks_help(argv: list[str]) -> bool:
+    return bool({"-h", "--help"} & {*argv})
+
+
+def _take_word(arguments: list[str]) -> str | None:
+    """The first of the arguments, taken away; None if there is none, or it is an option."""
+    return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+
+
+def _settings(words: list[str], spec: str | None, arguments: list[str]) -> Settings:
+    """The settings that single options change: those of a resumed run, then of --config, or the task's own.
+
+    Args:
+      words: what the arguments follow.
+      spec: of the task; None if it was not named.
+    Raises:
+      ValueError: nothing says which task it is, or what does says another.
+      OSError: there is no such run or file.
+    """
+    given = _given([words[0], *arguments])
+    task = None if spec is None else find_task(spec)
+    settings, source = None if task is None else default_settings(task), ""
+    if given.resume:
+        folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
+        settings, source = folder.settings(), str(folder)
+        task = task or type(settings.task)
+    if given.config is not None:
+        settings, source = read_config(given.config, settings), given.config
+    if settings is None:
+        what = " ".join(words)
+        raise ValueError(
+            f"{what} what? Name a task after it: {what} lm (a language model), {what} images (a network of "
+            f"convolutions), or one of your own, {what} path/to/file.py:Name"
+        )
+    if task is not None and type(settings.task) is not task:
+        raise ValueError(
+            f"the settings of {source} are of the task {spec_of(settings.task)}, not of {spec_of(task())}; "
+            f"name no task, or begin another run without them"
+        )
+    return settings
+
+
+class _Given(NamedTuple):
+    """What is read of the arguments before all of them are."""
+
+    config: str | None = None
+    resume: bool = False
+    out_dir: str | None = None
+    simulate: int | None = None
+
+
+def _given(argv: list[str]) -> _Given:
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    early.add_argument("--config")
+    early.add_argument("--simulate", type=int)
+    if argv[:1] == ["train"]:
+        early.add_argument("--resume", action="store_true")
+        early.add_argument("--train.out-dir", "--train.out_dir", dest="out_dir")
+    if argv[:1] == ["launch"]:
+        return _Given()  # those after -- are not its own
+    try:
+        return _Given(**vars(early.parse_known_args(argv[1:])[0]))
+    except argparse.ArgumentError:
+        return _Given()  # tyro will find the same mistake, and tell it better
+
+
+def _refuse_layout(arguments: list[str]) -> None:
+    """Raises for options that say what `plan` is to find out."""
+    for argument in arguments:
+        if re.match(r"--(mesh|pipeline|shares|fsdp|update)\b", argument):
+            raise ValueError(
+                f"plan looks for the mesh and the pipeline itself; leave {argument} away and say how many "
+                f"devices there are (--devices 8), or ask of one mesh: inspect TASK --mesh dp2 --compare"
+            )
+
+
+def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
+    """Raises if a field of the task cannot be an option of the command, as it has one of that name."""
+    taken = {field.name for field in dataclasses.fields(command)} | {"config", "help"}
+    for field in dataclasses.fields(task):
+        if field.name in taken:
+            raise ValueError(
+                f"the field {field.name!r} of {type(task).__name__} has the name of an option of {name}; "
+                f"call it otherwise"
+            )
+
+
+def _read_options(
+    command: type[Command], arguments: list[str], program: str, known: Mapping[str, object]
+) -> Command:
+    """The command with its options.
+
+    Args:
+      program: what comes before the arguments.
+      known: fields that have their values already, or defaults of their own.
+    """
+    said, description = io.StringIO(), inspect.cleandoc(command.__doc__ or "")
+    if program.endswith(" TASK"):
+        description += (
+            f"\n\nTASK is {TASKS}; its own options: {program.replace('TASK', 'lm')} --help"
+        )
+    cli = functools.partial(
+        tyro.cli,
+        command,
+        prog=program,
+        description=description,
+        args=arguments,
+        config=(FlagCreatePairsOff, AvoidSubcommands, SuppressFixed),
+        registry=_registry(read_mesh if command is Train else MeshConfig.parse),
+    )
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(
-                Annotated[Train, subcommand("train", default=Train(config=config))]
-                | Annotated[Plan, subcommand("plan", default=Plan(config=config))]
-                | Annotated[Evaluate, subcommand("evaluate")]
-                | Annotated[Sample, subcommand("sample")]
-                | Annotated[Inspect, subcommand("inspect", default=Inspect(config=config))]
-                | Annotated[Plot, subcommand("plot", default=Plot(kind="schedule", config=config))]
-                | Annotated[Export, subcommand("export")]
-                | Annotated[Import, subcommand("import")]
-                | Annotated[Launch, subcommand("launch")]
-                | Annotated[Doctor, subcommand("doctor")],
-                prog="python -m jaxpar",
-                description="Trains LSTM language models, and networks on images, on a mesh.",
-                args=argv,
-                config=(FlagCreatePairsOff, AvoidSubcommands),  # --model chooses, not a subcommand
-            )
+            return cli(default=command(**known)) if known else cli()
     except SystemExit as stopped:
         # Of a value that a config refuses tyro tells no more than the config itself, in a box.
         cause = stopped.__context__
@@ -106,6 +253,25 @@ def _parse(argv: list[str]) -> Command:
         raise
 
 
+def _registry(parse: Callable[[str], MeshConfig]) -> ConstructorRegistry:
+    """How options become values: a mesh is one text, such as dp2pp2tp2."""
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def mesh(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[MeshConfig] | None:
+        if info.type is not MeshConfig:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="SHAPE",
+            instance_from_str=lambda texts: parse(texts[0]),
+            is_instance=lambda value: type(value) is MeshConfig,
+            str_from_instance=lambda mesh: [short_name(mesh)],
+        )
+
+    return registry
+
+
 def _is_raised_here(error: ValueError) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -113,34 +279,16 @@ def _is_raised_here(error: ValueError) -> bool:
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("jaxpar.")
 
 
-def _base_config(argv: list[str]) -> RunConfig:
-    """The settings that single flags change: --model's, of a resumed run, then --config, then --mesh."""
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--config")
-    early.add_argument("--mesh")
-    early.add_argument("--model", choices=list(CONFIGS))
-    early.add_argument("--resume", action="store_true")
-    early.add_argument("--train.out-dir", "--train.out_dir", dest="out_dir")
-    try:
-        given, _ = early.parse_known_args(argv[1:])
-    except argparse.ArgumentError:
-        return CONFIGS["lstm"]  # tyro will find the same mistake, and tell it better
-    config = CONFIGS[given.model or "lstm"]
-    if argv[:1] not in (["train"], ["inspect"], ["plot"], ["plan"]) or {"-h", "--help"} & set(argv):
-        return config
-    if given.resume:
-        folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
-        config = folder.config()
-    if given.config is not None:
-        config = read_config(given.config, config)
-    if given.model not in (None, config.model.name):
-        raise ValueError(
-            f"--model {given.model}: the settings of {given.config or 'the run'} are for the model "
-            f"{config.model.name!r}; leave --model away, or begin another run without them"
+def _help() -> str:
+    """All commands, each with the first sentence of its docstring."""
+    lines = [f"usage: {PROGRAM} COMMAND ...", ""]
+    for name, command in COMMANDS.items():
+        what = (
+            "KIND TASK" if command is Plot else "TASK" if issubclass(command, TaskOptions) else ""
         )
-    if given.mesh is not None and not (given.mesh == AUTO and argv[0] == "train"):
-        config = dataclasses.replace(config, mesh=MeshConfig.parse(given.mesh))
-    return config
+        summary = inspect.cleandoc(command.__doc__ or "").partition("\n")[0]
+        lines.append(f"  {f'{name} {what}':16} {summary}")
+    return "\n".join([*lines, "", f"TASK is {TASKS}.", f"See {PROGRAM} COMMAND --help."])
 
 
 def _use_compile_cache(use: bool) -> None:
@@ -153,7 +301,8 @@ def _use_compile_cache(use: bool) -> None:
     if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def _simulate(num_devices: int) -> None:

@@ -3,18 +3,19 @@
 import dataclasses
 import json
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Protocol, get_type_hints
 
 import jax
-from tyro.conf import Positional, arg
+from tyro.conf import Fixed, Positional, arg
 
 from jaxpar.analysis import inspect_step
-from jaxpar.config import CONFIGS, Config, DataConfig, RunConfig, TrainConfig
 from jaxpar.display import make_console
 from jaxpar.hosts import doctor
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.hosts.launch import TEMPLATES, launch
 from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
 from jaxpar.pictures.plot import plot
 from jaxpar.planning import (
     HERE,
@@ -27,22 +28,40 @@ from jaxpar.planning import (
     plan,
     plan_here,
 )
+from jaxpar.task import Task
+from jaxpar.tasks.lm import LM
+from jaxpar.tasks.lm.sample import sample
+from jaxpar.tasks.lm.weights import export_weights, import_weights
 from jaxpar.training.console import ConsoleReport, evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.sample import sample
-from jaxpar.training.tasks import complete, read_vocab
-from jaxpar.training.weights import export_weights, import_weights
+from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
+from jaxpar.training.settings import Settings, TrainConfig
 
-AUTO = "auto"  # a --mesh that the planner chooses
+# Pictures of a task's step, and those that need no task.
+PICTURES = ("schedule", "timeline", "bubble", "memory", "bytes")
+PICTURES_OF_RUNS = ("curves", "strategies")
+
+# What --mesh auto stands for until the cost model has chosen.
+AUTO = MeshConfig(data=-1)
+
+
+def read_mesh(text: str) -> MeshConfig:
+    """The mesh of a text, or `AUTO`."""
+    return AUTO if text == "auto" else MeshConfig.parse(text)
+
+
+class Command(Protocol):
+    """What a command line asks for."""
+
+    def run(self) -> int:
+        """The exit code."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What every command takes."""
+    """What every command takes that computes."""
 
-    mesh: Annotated[str | None, arg(metavar="SHAPE")] = None
-    """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2; train takes auto as well."""
     simulate: int | None = None
     """Use this many simulated devices on the CPU."""
     compile_cache: bool = True
@@ -52,43 +71,62 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class ConfigOptions(Options):
-    """What a command takes that is about a config."""
+class TaskOptions(Options):
+    """What a command takes that is about a task."""
 
     config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
     """A file of settings; those given here go before it."""
-    model: Annotated[Literal["lstm", "hybrid"] | None, arg(metavar="{lstm,hybrid}")] = None
-    """The model whose settings these are; see --help with each. Without one, lstm."""
-    config: Annotated[RunConfig, arg(name="")] = dataclasses.field(
-        default_factory=lambda: CONFIGS["lstm"]
-    )
+    task: Annotated[Task, arg(name="")] = dataclasses.field(kw_only=True)
+    parallel: Annotated[Parallel, Fixed] = dataclasses.field(kw_only=True)
+    train: Annotated[TrainConfig, Fixed] = dataclasses.field(kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Train(ConfigOptions):
-    """Trains a model and evaluates it: a language model, or --model hybrid on images.
+class RunOptions(TaskOptions):
+    """What a command takes that is about a task on a mesh."""
 
-    Ctrl-C stops it after the step under way, with its state saved; --resume goes on. The exit code is 0
-    at the end, 2 after a mistake of yours, 3 if a loss or gradient was not finite (--train.nonfinite),
-    and 128 and its number after a signal.
+    devices: tuple[int, ...] | None = None
+    """Numbers of the devices to use; without them, all that there are."""
+    parallel: Annotated[Parallel, arg(name="")] = dataclasses.field(kw_only=True)
+    train: TrainConfig = dataclasses.field(kw_only=True)
+
+    @property
+    def settings(self) -> Settings:
+        """On the devices that are named."""
+        parallel = self.parallel
+        if self.devices is not None:
+            mesh = dataclasses.replace(parallel.mesh, devices=self.devices)
+            parallel = dataclasses.replace(parallel, mesh=mesh)
+        return Settings(self.task, parallel, self.train)
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(RunOptions):
+    """Trains a model and evaluates it: a language model, one of images, or yours.
+
+    Ctrl-C stops it after the step under way, with its state saved; --resume goes on. --mesh auto lets the
+    cost model choose mesh and pipeline. The exit code is 0 at the end, 2 after a mistake of yours, 3 if a
+    loss or gradient was not finite (--train.nonfinite), and 128 and its number after a signal.
     """
 
     resume: bool = False
-    """Go on with the run in --train.out-dir, or with the latest, with its settings."""
+    """Go on with the run in --train.out-dir, or with the latest, with its task and settings."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
-    """What a device has, such as 16GB: a config that needs more is refused before it is compiled."""
+    """What a device has, such as 16GB: a layout that needs more is refused before it is compiled."""
     profile: bool = False
     """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
-        start_processes()
+        task, parallel, train = self._settled()
         result = fit(
-            self._settled() if self._asks_the_model else self.config,
+            task,
+            parallel,
+            train,
             resume=self.resume,
             overwrite=self.overwrite,
             profile=self.profile,
@@ -96,33 +134,37 @@ class Train(ConfigOptions):
         )
         return 0 if result.stopped_by is None else 128 + result.stopped_by
 
-    @property
-    def _asks_the_model(self) -> bool:
-        return self.mesh == AUTO or self.balance != "work" or self.memory is not None
-
-    def _settled(self) -> RunConfig:
-        """The config with what the cost model chooses, or holds against the memory."""
-        config, num_bytes = _of_text(self.config), _num_bytes(self.memory)
-        if self.mesh == AUTO:
-            ranking = plan_here(config, num_bytes)
+    def _settled(self) -> Settings:
+        """The settings with what the cost model chooses, or holds against the memory."""
+        task, parallel, train = self.settings
+        plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
+        if not plans and self.balance == "work" and num_bytes is None:
+            return self.settings
+        sized = _with_sizes(task)
+        if plans:
+            if self.devices is not None:
+                raise ValueError(
+                    f"--mesh auto takes all devices, and devices={self.devices} names some; leave one away"
+                )
+            ranking = plan_here(sized, parallel, train, num_bytes)
             print(ranking, end="\n\n")
-            config = ranking.best.config
-        config = dataclasses.replace(config, mesh=config.mesh.resolve())
+            parallel = ranking.best.parallel
+        parallel = parallel.resolve()
         machine = find_machine(HERE, num_bytes)
         if self.balance != "work":
-            machine = measure_pieces(machine, pieces_of(config).values())
-            placement = place(config, machine, self.balance)
-            pipeline = dataclasses.replace(config.pipeline, placement=placement)
-            config = dataclasses.replace(config, pipeline=pipeline)
-        check_fits(config, machine)
-        return config
+            machine = measure_pieces(machine, pieces_of(sized, parallel, train).values())
+            placement = place(sized, parallel, train, machine, self.balance)
+            pipeline = dataclasses.replace(parallel.pipeline, placement=placement)
+            parallel = dataclasses.replace(parallel, pipeline=pipeline)
+        check_fits(sized, parallel, train, machine)
+        return Settings(task, parallel, train)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(ConfigOptions):
-    """Prints which mesh and pipeline are the quickest for a model, by the cost model, and why.
+class Plan(TaskOptions):
+    """Prints which mesh and pipeline are the quickest for a task, by the cost model, and why.
 
-    Nothing is compiled; the devices need not be there.
+    Every mesh is looked at. Nothing is compiled; the devices need not be there.
     """
 
     devices: int | None = None
@@ -134,12 +176,13 @@ class Plan(ConfigOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        config, num_bytes = _of_text(self.config), _num_bytes(self.memory)
+        task, num_bytes = _with_sizes(self.task), _num_bytes(self.memory)
+        parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
         if self.machine == HERE and self.devices is None:
-            print(plan_here(config, num_bytes))
+            print(plan_here(task, parallel, self.train, num_bytes))
         else:
             machine = find_machine(self.machine, num_bytes)
-            print(plan(config, self.devices or jax.device_count(), machine))
+            print(plan(task, parallel, self.train, self.devices, machine))
         return 0
 
 
@@ -150,20 +193,22 @@ class Evaluate(Options):
     On one device, or on any --mesh.
     """
 
-    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: bool = False
     """Of the state with the lowest validation loss, not the newest."""
+    mesh: MeshConfig = ONE_DEVICE
+    """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
 
     def run(self) -> int:
         """The exit code, 0."""
         group = start_processes()
-        if group is not None and self.mesh is None:
+        if group is not None and self.mesh == ONE_DEVICE:
             raise ValueError(
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
-        evaluations = evaluate_run(RunFolder(self.run_dir), _mesh(self.mesh), best=self.best)
+        evaluations = evaluate_run(RunFolder(self.run_dir), self.mesh, best=self.best)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
         return 0
@@ -171,12 +216,14 @@ class Evaluate(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Sample(Options):
-    """Prints a text by a trained model."""
+    """Prints a text by a trained language model."""
 
-    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: bool = False
     """Of the state with the lowest validation loss, not the newest."""
+    mesh: MeshConfig = ONE_DEVICE
+    """Axes and sizes of the mesh, such as dp2tp2."""
     prompt: str = ""
     """Words that the text begins with; all in the vocabulary of the run."""
     length: int = 50
@@ -194,7 +241,7 @@ class Sample(Options):
             length=self.length,
             temperature=self.temperature,
             seed=self.seed,
-            mesh=_mesh(self.mesh),
+            mesh=self.mesh,
             best=self.best,
         )
         print(text)
@@ -202,10 +249,10 @@ class Sample(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspect(ConfigOptions):
+class Inspect(RunOptions):
     """Prints what the compiled training step sends between devices, its FLOPs and its memory.
 
-    Nothing is trained. With --model.vocab-size no text is read either.
+    Nothing is trained.
     """
 
     json: bool = False
@@ -215,12 +262,12 @@ class Inspect(ConfigOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        mesh = self.config.mesh.build()
-        config = complete(self.config, mesh)
+        task, parallel, train = self.settings
+        mesh = parallel.mesh.build()
         if self.compare:
-            print(compare_here(_of_text(config), mesh))
+            print(compare_here(task, parallel, train, mesh))
             return 0
-        report = inspect_step(config, mesh)
+        report = inspect_step(task, parallel, train, mesh)
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
@@ -229,20 +276,15 @@ class Inspect(ConfigOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plot(ConfigOptions):
-    """Draws a picture into a file: of a config, of runs, or of the four ways to share a step.
+class Plot(RunOptions):
+    """Draws a picture of a task's step into a file.
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage of a
     step that is run did when, beside its schedule; "bubble", against microbatches and chunks of time;
-    "memory" on a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes; "curves",
-    loss and speed of runs (plot curves runs/0001 runs/0002); "strategies", the four ways as an animation.
+    "memory" on a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
     """
 
-    kind: Positional[
-        Literal["schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies"]
-    ] = dataclasses.field(kw_only=True)
-    runs: Positional[tuple[str, ...]] = ()
-    """Folders of runs, for curves."""
+    kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
     """A .png, .svg or .html; without one, in this folder, KIND and what suits it."""
     meshes: Annotated[tuple[str, ...], arg(metavar="SHAPES")] = ()
@@ -250,22 +292,41 @@ class Plot(ConfigOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        configs = {
-            mesh: dataclasses.replace(self.config, mesh=MeshConfig.parse(mesh))
-            for mesh in self.meshes
-        }
-        print(plot(self.kind, self.config, configs, self.runs, self.output))
+        meshes = {shape: MeshConfig.parse(shape) for shape in self.meshes}
+        print(plot(self.kind, self.settings, meshes, (), self.output))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PlotRuns(Options):
+    """Draws a picture into a file: of runs, or of the four ways to share a step.
+
+    Kinds: "curves", loss and speed of runs (plot curves runs/0001 runs/0002); "strategies", the four ways as
+    an animation.
+    """
+
+    kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
+    runs: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN_DIR ...]")] = ()
+    """Folders of runs, for curves."""
+    output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
+    """A .png, .svg or .html; without one, in this folder, KIND and what suits it."""
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        print(plot(self.kind, None, {}, self.runs, self.output))
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Export(Options):
-    """Writes the weights of a run as safetensors, in the names and the layout of PyTorch."""
+    """Writes the weights of a language model as safetensors, in the names and the layout of PyTorch."""
 
-    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: bool = False
     """Of the state with the lowest validation loss, not the newest."""
+    mesh: MeshConfig = ONE_DEVICE
+    """Axes and sizes of the mesh, such as dp2tp2."""
     output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
     """The file, such as model.safetensors."""
     num_biases: int = 2
@@ -273,22 +334,35 @@ class Export(Options):
 
     def run(self) -> int:
         """The exit code, 0."""
-        mesh = _mesh(self.mesh)
-        config = export_weights(
-            self.run_dir, self.output, num_biases=self.num_biases, mesh=mesh, best=self.best
+        task = export_weights(
+            self.run_dir, self.output, num_biases=self.num_biases, mesh=self.mesh, best=self.best
         )
-        print(f"wrote {self.output}: {_describe(config)}")
+        print(f"wrote {self.output}: {_describe(task)}")
         return 0
+
+
+# A file of weights tells the sizes of its model; the rest of the task is options.
+_SIZES = ("num_layers", "hidden_size", "embed_size", "vocab_size", "num_words", "tie_embedding")
+TextOptions = dataclasses.make_dataclass(
+    "TextOptions",
+    [
+        (field.name, get_type_hints(LM)[field.name], dataclasses.field(default=field.default))
+        for field in dataclasses.fields(LM)
+        if field.name not in _SIZES
+    ],
+    namespace={"__doc__": LM.__doc__, "__module__": __name__},
+    frozen=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Import(Options):
-    """Begins a run with the weights of a safetensors file, as export or PyTorch writes it.
+    """Begins a run of the task lm with the weights of a safetensors file, as export or PyTorch writes it.
 
     evaluate, sample and train --resume take the run from there.
     """
 
-    run_dir: Positional[str] = dataclasses.field(kw_only=True)
+    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the new run."""
     input: Annotated[str, arg(aliases=["-i"], metavar="FILE")] = dataclasses.field(kw_only=True)
     """The file; it tells the sizes of the model."""
@@ -298,21 +372,27 @@ class Import(Options):
     """What the file calls the embedding, the LSTM and the linear layer after it."""
     overwrite: bool = False
     """Remove the run that is in the folder."""
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    mesh: MeshConfig = ONE_DEVICE
+    """Axes and sizes of the mesh, such as dp2tp2."""
+    text: Annotated[TextOptions, arg(name="")] = dataclasses.field(  # pyright: ignore[reportInvalidTypeForm]
+        default_factory=TextOptions
+    )
+    train: TrainConfig = LM.train
 
     def run(self) -> int:
         """The exit code, 0."""
-        config = import_weights(
+        task = import_weights(
             self.input,
             self.run_dir,
-            Config(mesh=_mesh(self.mesh), data=self.data, train=self.train),
+            LM(**vars(self.text)),
+            dataclasses.replace(LM.parallel, mesh=self.mesh),
+            self.train,
             vocabulary=self.vocabulary,
             names=self.names,
             overwrite=self.overwrite,
         )
         print(
-            f"wrote {self.run_dir}: {_describe(config)}; use it with evaluate, sample, or "
+            f"wrote {self.run_dir}: {_describe(task)}; use it with evaluate, sample, or "
             f"train --resume --train.out-dir {self.run_dir}"
         )
         return 0
@@ -322,11 +402,11 @@ class Import(Options):
 class Launch:
     """Runs train or evaluate in several processes here, or prints a script for a cluster.
 
-    Such as: launch --processes 2 --devices-per-process 4 -- train --mesh dp2pp2tp2
+    Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
     """
 
     command: Positional[tuple[str, ...]]
-    """After --: the command, such as train, and its arguments."""
+    """After --: the command, such as train lm, and its arguments."""
     processes: int = 2
     """Number of processes."""
     devices_per_process: int = 1
@@ -357,14 +437,24 @@ class Doctor:
         return doctor.main()
 
 
-Command = Train | Plan | Evaluate | Sample | Inspect | Plot | Export | Import | Launch | Doctor
+# By their names.
+COMMANDS: Mapping[str, type[Command]] = {
+    "train": Train,
+    "plan": Plan,
+    "evaluate": Evaluate,
+    "sample": Sample,
+    "inspect": Inspect,
+    "plot": Plot,
+    "export": Export,
+    "import": Import,
+    "launch": Launch,
+    "doctor": Doctor,
+}
 
 
-def _of_text(config: RunConfig) -> Config:
-    """A config that has a cost model, with the size of its vocabulary."""
-    if not isinstance(config, Config):
-        raise ValueError(f"model {config.model.name!r} has no cost model; use lstm")
-    return read_vocab(config)
+def _with_sizes(task: Task) -> Task:
+    """The task with the sizes that its data tell, for the cost model, which looks at no devices."""
+    return task.resolve(Parallel(ONE_DEVICE), ONE_DEVICE.build())
 
 
 def _num_bytes(size: str | None) -> float | None:
@@ -377,14 +467,8 @@ def _num_bytes(size: str | None) -> float | None:
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
-def _mesh(shape: str | None) -> MeshConfig:
-    """The mesh that is asked for, or one device."""
-    return MeshConfig(devices=(0,)) if shape is None else MeshConfig.parse(shape)
-
-
-def _describe(config: Config) -> str:
-    model = config.model
+def _describe(task: LM) -> str:
     return (
-        f"{model.num_layers} layers of {model.hidden_size}, embedding of {model.embed_size}, "
-        f"vocabulary of {model.vocab_size}"
+        f"{task.num_layers} layers of {task.hidden_size}, embedding of {task.embed_size}, "
+        f"vocabulary of {task.num_words}"
     )

@@ -1,36 +1,55 @@
-"""Configs as TOML files: what `--config` reads, and what a run leaves in its folder.
+"""Settings as TOML files: what `--config` reads, and what a run leaves in its folder.
 
-mesh = "dp2pp2tp2"      # or a table [mesh] with data, stage, tensor, devices
+Keys are the options of the command line: the task's own fields and those of `Parallel` at the top, those
+of its optimizer, of the pipeline and of training in tables.
 
-[model]                 # or model = "hybrid", for a model as it is by default
-name = "lstm"
-num_layers = 8
+    task = "lm"             # or "path/to/file.py:Name"
+    num_layers = 8
+    mesh = "dp2pp2tp2"      # or a table [mesh] with data, stage, tensor, devices
+
+    [optimizer]
+    learning_rate = 1e-3
+
+    [train]
+    num_steps = 2000
 """
 
 import dataclasses
 import difflib
-import json
+import functools
+import hashlib
+import logging
 import os
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar.config import CONFIGS, RunConfig
+import tomli_w
+
 from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel, short_name
+from jaxpar.task import Task, find_task, spec_of
+from jaxpar.training.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+TASK, SHA256, TRAIN, MESH = "task", "task_sha256", "train", "mesh"
+PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
+RESERVED = (TASK, SHA256, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 
-def read_config(path: str | os.PathLike[str], base: RunConfig | None = None) -> RunConfig:
-    """The config of a TOML file; what the file leaves out is as in `base`.
+def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> Settings:
+    """The settings of a TOML file; what the file leaves out is as in `base`.
 
-    If the file names another model than `base` has, the rest is as that model's runs have it by default.
+    If the file names another task than `base` has, the rest is as that task's runs have it by default.
 
     Raises:
-      OSError: the file cannot be read.
-      ValueError: it is no TOML, a key does not exist (the message gives its full path and the
-        nearest name), or a value has the wrong type or is out of range.
+      OSError: the file, or that of the task, cannot be read.
+      ValueError: it is no TOML, names no task and there is no base, a key does not exist (the message
+        gives its full path and the nearest), or a value has the wrong type or is out of range.
     """
     path = Path(path).expanduser()
     try:
@@ -42,64 +61,181 @@ def read_config(path: str | os.PathLike[str], base: RunConfig | None = None) -> 
     except ValueError as error:
         raise ValueError(f"{path} is no TOML in UTF-8: {error}") from error
     try:
-        base = base or CONFIGS["lstm"]
-        model = tables.get("model", {})
-        if isinstance(model, str):  # the short form
-            tables["model"] = model = {"name": model}
-        name = model.get("name", base.model.name) if isinstance(model, dict) else None
-        if isinstance(name, str) and name != base.model.name:
-            if name not in CONFIGS:
-                raise ValueError(f"model.name={name!r}: use {' or '.join(map(repr, CONFIGS))}")
-            base = CONFIGS[name]
-        return _replace(base, tables, "")
+        return _change(_base(path, tables, base), tables)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def write_config(config: RunConfig, path: str | os.PathLike[str]) -> None:
-    """Writes every value that is not None as TOML; the file appears whole or not at all."""
-    lines = []
-    for section in dataclasses.fields(config):
-        lines += ["", f"[{section.name}]"]
-        part = getattr(config, section.name)
-        for field in dataclasses.fields(part):
-            value = getattr(part, field.name)
-            # TOML has no null: None must be what `read_config` takes for a key that is missing.
-            assert value is not None or field.default is None, field.name
-            if value is not None:
-                lines.append(f"{field.name} = {_toml(value)}")
+def write_config(settings: Settings, path: str | os.PathLike[str]) -> None:
+    """Writes `to_toml` into a file, which appears whole or not at all."""
+    text = to_toml(settings)
     with whole_file(path) as file:
-        file.write_bytes("\n".join([*lines[1:], ""]).encode())
+        file.write_bytes(text.encode())
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    # JSON's strings, numbers and booleans are TOML's, but for the delete character.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+def to_toml(settings: Settings) -> str:
+    """Every value that is not None, as `read_config` reads it.
+
+    Raises:
+      ValueError: a value would not be read back as it is.
+    """
+    task, parallel, train = settings
+    spec = spec_of(task)
+    tables = {**_table(task), **_table(parallel), TRAIN: _table(train)}
+    if parallel.mesh.devices is None:
+        tables[MESH] = short_name(parallel.mesh)
+    try:
+        text = tomli_w.dumps({TASK: spec, **_sha256(spec), **tables})
+    except TypeError as error:
+        raise ValueError(f"the settings of {spec} do not go into a TOML file: {error}") from error
+    found = _change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables)))
+    for config, other in zip(settings, found, strict=True):
+        for field in dataclasses.fields(config):
+            value, again = getattr(config, field.name), getattr(other, field.name)
+            if value != again:
+                raise ValueError(
+                    f"{field.name}={value!r} would be read back from a TOML file as {again!r}; TOML has no "
+                    f"null, and does not tell types: use another value, or another default"
+                )
+    return text
 
 
-def _replace(config: Any, values: Mapping[str, Any], path: str) -> Any:
-    """`config`, a dataclass, with the values of a TOML table."""
+def default_settings(task: type[Task]) -> Settings:
+    """Those that runs of a task have by default.
+
+    Raises:
+      ValueError: one of its fields has no default, or the name of a setting that every task has.
+    """
+    for field in dataclasses.fields(task):
+        if field.name in RESERVED:
+            raise ValueError(
+                f"the field {field.name!r} of {task.__name__} has the name of a setting that every task has; "
+                f"call it otherwise"
+            )
+        if field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(
+                f"the field {field.name!r} of {task.__name__} has no default; give it one"
+            )
+    return Settings(task(), task.parallel, task.train)
+
+
+def _base(path: Path, tables: dict[str, Any], base: Settings | None) -> Settings:
+    """The settings that a file changes; its names of the task are taken away."""
+    spec, sha256 = tables.pop(TASK, None), tables.pop(SHA256, None)
+    for key, value in ((TASK, spec), (SHA256, sha256)):
+        if not isinstance(value, str | None):
+            raise ValueError(f'{key}={value!r}: use a text, such as {key} = "lm"')
+    if spec is None and base is None:
+        raise ValueError(
+            'it names no task; add a line such as task = "lm" or task = "path/to/file.py:Name" at the top'
+        )
+    if base is not None and spec in (None, spec_of(base.task)):
+        return base
+    assert spec is not None
+    settings = default_settings(find_task(spec))
+    if sha256 is not None and _sha256(spec) != {SHA256: sha256}:
+        copy = path.with_name("task.py")  # that a run keeps
+        _warn(
+            f"{spec.rpartition(':')[0]} has changed since {path} was written; the task is as it is now"
+            + f", {copy} as it was" * copy.exists()
+        )
+    return settings
+
+
+def _sha256(spec: str) -> dict[str, str]:
+    """Of the file of a task, if it is a user's own, as a line of the settings."""
+    file, colon, _ = spec.rpartition(":")
+    return {SHA256: hashlib.sha256(Path(file).read_bytes()).hexdigest()} if colon else {}
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Once, however often a file is read."""
+    _log.warning(message)
+
+
+def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
+    """The settings with the values of a file."""
+    task, parallel, train = settings
+    paths = [*_paths(task), *_paths(parallel), TRAIN, *_paths(train, f"{TRAIN}.")]
+    for key, value in tables.items():
+        if key not in paths or "." in key:
+            raise ValueError(_unknown(key, value, paths))
+
+    def changed(config: Any) -> Any:
+        names = [field.name for field in dataclasses.fields(config)]
+        return _replace(config, {key: tables[key] for key in names if key in tables}, "", paths)
+
+    values = _as_table(TRAIN, tables.get(TRAIN, {}))
+    return Settings(changed(task), changed(parallel), _replace(train, values, f"{TRAIN}.", paths))
+
+
+def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]) -> Any:
+    """A dataclass with the values of a TOML table.
+
+    Args:
+      path: of the table, with a dot at its end.
+      paths: all that there are.
+    """
     hints = typing.get_type_hints(type(config))
+    names = [field.name for field in dataclasses.fields(config)]
     changes = {}
     for key, value in values.items():
-        name = f"{path}{key}"
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.4)
-            remedy = f"did you mean {path}{near[0]}?" if near else f"keys are {', '.join(hints)}"
-            raise ValueError(f"there is no key {name}; {remedy}")
-        wanted = hints[key]
-        if wanted is MeshConfig and isinstance(value, str):
+        if key not in names:
+            raise ValueError(_unknown(f"{path}{key}", value, paths))
+        now = getattr(config, key)
+        if key == MESH and isinstance(value, str):
             changes[key] = MeshConfig.parse(value)
-        elif dataclasses.is_dataclass(wanted):
-            if not isinstance(value, dict):
-                raise ValueError(f"{name}={value!r}: write a table [{name}]")
-            changes[key] = _replace(getattr(config, key), value, f"{name}.")
+        elif dataclasses.is_dataclass(now):
+            table = _as_table(f"{path}{key}", value)
+            changes[key] = _replace(now, table, f"{path}{key}.", paths)
+        elif type(value) is int and hints[key] in (float, float | None):
+            changes[key] = float(value)
         else:
-            is_number = wanted is float and isinstance(value, int) and not isinstance(value, bool)
-            changes[key] = float(value) if is_number else value
+            changes[key] = _tuple(value)
     try:
         return dataclasses.replace(config, **changes)
     except ValueError as error:
-        raise ValueError(f"{path}{error}") from error
+        begins = str(error).partition("=")[0]
+        raise ValueError(f"{path if begins in names else ''}{error}") from error
+
+
+def _paths(config: Any, path: str = "") -> Iterator[str]:
+    """The keys of a dataclass, and of those in it."""
+    for field in dataclasses.fields(config):
+        yield f"{path}{field.name}"
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _paths(value, f"{path}{field.name}.")
+
+
+def _as_table(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r}: write a table [{name}]")
+    return value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+
+
+def _unknown(name: str, value: Any, paths: list[str]) -> str:
+    """What is said of a key, or of the first key in a table, that does not exist."""
+    if isinstance(value, dict) and value:
+        name = f"{name}.{next(iter(value))}"
+    level = name.rpartition(".")[0]
+    others = [path for path in paths if not name.startswith(f"{path}.")]
+    near = difflib.get_close_matches(name, others, n=1)
+    beside = [path for path in paths if path.rpartition(".")[0] == level] or paths
+    remedy = f"did you mean {near[0]}?" if near else f"keys are {', '.join(beside)}"
+    return f"there is no key {name}; {remedy}"
+
+
+def _table(config: Any) -> dict[str, Any]:
+    """A dataclass as a TOML table."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        name: _table(value) if dataclasses.is_dataclass(value) else value
+        for name, value in values.items()
+        if value is not None
+    }

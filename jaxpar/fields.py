@@ -1,5 +1,6 @@
 """Whether the fields of a frozen dataclass have values of the types that it declares."""
 
+import dataclasses
 import functools
 import math
 import types
@@ -15,12 +16,13 @@ def check_fields(config: Any) -> None:
 
     Args:
       config: a dataclass whose fields are of int, float, bool, str, None, a class, a Literal, a tuple
-        of one of these, or one of several of them.
+        or list of these, or one of several of them. Of any other type only the class is looked at.
     Raises:
       ValueError: names the first field that does not, its value, and what to use.
     """
-    for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
+    hints = _hints(type(config))
+    for name in (field.name for field in dataclasses.fields(config)):
+        value, hint = getattr(config, name), hints[name]
         if isinstance(value, list):
             value = tuple(value)
             object.__setattr__(config, name, value)
@@ -44,23 +46,32 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    if typing.get_origin(wanted) is Literal:
-        return value in typing.get_args(wanted)
-    if typing.get_origin(wanted) is tuple:
-        part_type = typing.get_args(wanted)[0]
-        return isinstance(value, tuple) and all(_fits(part, part_type) for part in value)
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        return value in parts
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, part) for part in parts)
+    if origin in (tuple, list):
+        if origin is list or parts[1:] == (...,):
+            parts = parts[:1] * len(value) if isinstance(value, tuple) else ()
+        return (
+            isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+        )
     if isinstance(value, bool):
-        return wanted is bool
+        return wanted in (bool, Any)
     if wanted is float:
         return isinstance(value, int | float) and math.isfinite(value)
-    return isinstance(value, wanted)
+    return wanted is Any or isinstance(value, origin or wanted)
 
 
 def _describe(wanted: Any) -> str:
-    if typing.get_origin(wanted) is Literal:
-        return " or ".join(map(repr, typing.get_args(wanted)))
-    if typing.get_origin(wanted) is tuple:
-        return f"a list of {_describe(typing.get_args(wanted)[0]).removeprefix('a ')}s"
+    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin is list or (origin is tuple and parts[1:] == (...,)):
+        return f"a list of {_describe(parts[0]).removeprefix('a ')}s"
+    if origin is tuple:
+        return f"a list of {len(parts)}: {', '.join(map(_describe, parts))}"
     names = {
         int: "a whole number",
         float: "a number",
@@ -68,4 +79,30 @@ def _describe(wanted: Any) -> str:
         str: "a text",
         types.NoneType: "None",
     }
-    return names.get(wanted, f"a {wanted.__name__}")
+    return names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises a ValueError of the message if the condition does not hold."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_positive(config: Any, *names: str) -> None:
+    """Raises if one of these fields is not above 0."""
+    for name in names:
+        value = getattr(config, name)
+        require(value > 0, f"{name}={value}: must be positive")
+
+
+def require_rate(config: Any, *names: str) -> None:
+    """Raises if one of these fields is not from 0 to less than 1."""
+    for name in names:
+        value = getattr(config, name)
+        require(0 <= value < 1, f"{name}={value}: must be at least 0 and less than 1")
+
+
+def nearest_multiples(size: int, divisor: int) -> str:
+    """The nearest positive sizes that `divisor` divides: "96 or 128" for 100 and 32."""
+    below = size // divisor * divisor
+    return f"{below} or {below + divisor}" if below else str(divisor)

@@ -10,52 +10,109 @@ Every host updates the shards of its own devices. Arrays move between memories o
 programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
-from jaxpar.config import TrainConfig
+from jaxpar.fields import check_fields, require, require_positive, require_rate
 
 HOST_MEMORY = "pinned_host"
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer of the config with its learning-rate schedule; gradients are clipped before it."""
-    rate = learning_rate(config)
-    return {
-        "adam": lambda: optax.adam(rate),
-        "adamw": lambda: optax.adamw(rate, weight_decay=config.weight_decay),
-        "sgd": lambda: optax.sgd(rate, momentum=config.momentum or None),
-        "rmsprop": lambda: optax.rmsprop(rate),
-    }[config.optimizer]()
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer of optax and its learning rate, as options of a task.
+
+    Attributes:
+      name: in optax.
+      learning_rate: its peak.
+      lr_schedule: by its name in optax. "linear" and "cosine" fall to zero at the last step, "exponential"
+        takes the rate times `lr_decay` every `lr_decay_every` steps, all at once.
+      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
+      hold_steps: steps at the peak after the warm-up, before the rate falls.
+      lr_decay, lr_decay_every: of "exponential".
+      weight_decay: of adamw; 0 with others.
+      momentum: of sgd; 0 with others.
+    """
+
+    name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    learning_rate: float = 5e-3
+    lr_schedule: Literal["constant", "linear", "cosine", "exponential"] = "cosine"
+    warmup_steps: int = 20
+    hold_steps: int = 0
+    lr_decay: float = 0.5
+    lr_decay_every: int = 100
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+        require_positive(self, "learning_rate", "lr_decay_every")
+        require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
+        require_rate(self, "momentum")
+        for name in ("warmup_steps", "hold_steps", "weight_decay"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must not be negative")
+        for name, optimizer in (("weight_decay", "adamw"), ("momentum", "sgd")):
+            require(
+                getattr(self, name) == 0 or self.name == optimizer,
+                f"{name}={getattr(self, name)} has no effect with optimizer {self.name!r}; "
+                f"use {name}=0 or name={optimizer!r}",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}, learning rate {self.learning_rate:g} ({self.lr_schedule})"
+
+    def make(self, num_steps: int) -> optax.GradientTransformation:
+        """The optimizer, for a run of so many steps; gradients are clipped before it.
+
+        Raises:
+          ValueError: the warm-up is longer than the run.
+        """
+        rate = self.rate(num_steps)
+        return {
+            "adam": lambda: optax.adam(rate),
+            "adamw": lambda: optax.adamw(rate, weight_decay=self.weight_decay),
+            "sgd": lambda: optax.sgd(rate, momentum=self.momentum or None),
+            "rmsprop": lambda: optax.rmsprop(rate),
+        }[self.name]()
+
+    def rate(self, num_steps: int) -> optax.Schedule:
+        """Step -> learning rate, in a run of so many steps.
+
+        Raises:
+          ValueError: the warm-up is longer than the run.
+        """
+        peak, falls_at = self.learning_rate, self.warmup_steps + self.hold_steps
+        require(
+            self.warmup_steps <= num_steps,
+            f"warmup_steps={self.warmup_steps} of num_steps={num_steps}: the learning rate would never "
+            f"reach its peak; use warmup_steps={num_steps // 10}, or more steps",
+        )
+        steps = max(num_steps - falls_at, 1)
+        falling = {
+            "constant": optax.constant_schedule(peak),
+            "linear": optax.linear_schedule(peak, 0.0, steps),
+            "cosine": optax.cosine_decay_schedule(peak, steps),
+            "exponential": optax.exponential_decay(
+                peak, self.lr_decay_every, self.lr_decay, staircase=True
+            ),
+        }[self.lr_schedule]
+        warmup = optax.linear_schedule(peak / max(self.warmup_steps, 1), peak, self.warmup_steps)
+        held = optax.constant_schedule(peak)
+        return optax.join_schedules([warmup, held, falling], [self.warmup_steps, falls_at])
 
 
-def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Step -> learning rate."""
-    peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
-    steps = max(config.num_steps - falls_at, 1)
-    falling = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, steps),
-        "cosine": optax.cosine_decay_schedule(peak, steps),
-        "exponential": optax.exponential_decay(
-            peak, config.lr_decay_every, config.lr_decay, staircase=True
-        ),
-    }[config.lr_schedule]
-    warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
-    held = optax.constant_schedule(peak)
-    return optax.join_schedules([warmup, held, falling], [config.warmup_steps, falls_at])
-
-
-def clip(grads: Any, config: TrainConfig) -> Any:
-    """Gradients whose global norm is `clip_norm` at most."""
-    if config.clip_norm == 0:
+def clip(grads: Any, clip_norm: float) -> Any:
+    """Gradients whose global norm is `clip_norm` at most; as they are for 0."""
+    if clip_norm == 0:
         return grads
-    return optax.clip_by_global_norm(config.clip_norm).update(grads, optax.EmptyState())[0]
+    return optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())[0]
 
 
 def update(
@@ -83,7 +140,7 @@ class HostOptimizer:
     """An optimizer whose state lies, and whose updates run, in host memory.
 
     Args:
-      optimizer: treats each number by itself, as all of `make_optimizer` do.
+      optimizer: treats each number by itself, as those of `OptimizerConfig` do.
     Raises:
       ValueError: JAX was told to use no CPU.
     """

@@ -12,40 +12,49 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import (
     BATCH,
-    CHANNELS,
     DATA,
-    DENSE_BATCH,
-    DIMS,
     EMBED,
-    FEATURES,
+    GATES,
     HIDDEN,
+    INPUT,
     LAYERS,
     MESH_AXES,
     STAGE,
     TENSOR,
+    TIME,
     TOKENS,
-    UNITS,
     VOCAB,
 )
+from jaxpar.fields import nearest_multiples
+
+Axes = tuple[str, ...]
+
+# Metadata of a variable: the shape of the parameter that it is, or whose name it has in an optimizer's state.
+PARAM_SHAPE = "param_shape"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Dim name -> mesh axes that split it, outermost first. Dims without a rule stay whole.
+    """Dim name -> mesh axes that split it, outermost first; none for a dim that stays whole.
+
+    The table says which names there are: an array with another one is a mistake, not replicated.
+
+    Attributes:
+      table: the rules.
+      over: an axis that splits one dim more of every array: the largest that divides, of equals the last.
 
     Raises:
-      ValueError: an unknown dim or axis name, two rules for one dim, or an axis twice in one rule.
+      ValueError: an unknown axis, two rules for one dim, or an axis twice in one rule.
     """
 
-    table: tuple[tuple[str, tuple[str, ...]], ...]
+    table: tuple[tuple[str, Axes], ...]
+    over: str | None = None
 
     def __post_init__(self):
         dims = [dim for dim, _ in self.table]
         for dim, axes in self.table:
             if dims.count(dim) > 1:
                 raise ValueError(f"there are {dims.count(dim)} rules for {dim!r}; keep one")
-            if dim not in DIMS:
-                raise ValueError(f"unknown dim name {dim!r} in a rule; names are {DIMS}")
             for axis in axes:
                 if axis not in MESH_AXES:
                     raise ValueError(
@@ -55,15 +64,30 @@ class Rules:
                 raise ValueError(f"rule {dim!r} -> {axes} names an axis twice; name it once")
 
     @classmethod
-    def make(cls, table: Mapping[str, str | tuple[str, ...] | None]) -> "Rules":
+    def make(cls, table: Mapping[str, str | Axes | None]) -> "Rules":
         """Rules from a dict such as `{"layers": "stage", "vocab": ("stage", "tensor"), "embed": None}`."""
         return cls(
             tuple((d, (a,) if isinstance(a, str) else tuple(a or ())) for d, a in table.items())
         )
 
-    def replace(self, table: Mapping[str, str | tuple[str, ...] | None]) -> "Rules":
-        """These rules with some of them changed."""
-        return Rules.make({**dict(self.table), **table})
+    def replace(self, table: Mapping[str, str | Axes | None]) -> "Rules":
+        """These rules with some of them changed, and others added."""
+        return dataclasses.replace(Rules.make({**dict(self.table), **table}), over=self.over)
+
+    def axes_of(self, dim: str) -> Axes:
+        """The axes that split a dim.
+
+        Raises:
+          ValueError: there is no rule for it.
+        """
+        table = dict(self.table)
+        if dim not in table:
+            raise ValueError(
+                f"unknown dim name {dim!r}: there is no rule for it; add one, such as "
+                f"RULES.replace({{{dim!r}: None}}) for a dim that stays whole, or use one of "
+                f"{', '.join(table)}"
+            )
+        return table[dim]
 
     def spec(self, dims: tuple[str | None, ...]) -> P:
         """The partition spec of an array with these named dims (None: a dim without a name).
@@ -71,41 +95,77 @@ class Rules:
         Raises:
           ValueError: an unknown dim name, or two dims of the array map to the same axis.
         """
-        for dim in dims:
-            if dim is not None and dim not in DIMS:
-                raise ValueError(
-                    f"unknown dim name {dim!r} in {dims}; names are {DIMS}, or None for a dim that stays "
-                    f"whole"
-                )
-        table = dict(self.table)
-        axes = [table.get(dim, ()) if dim is not None else () for dim in dims]
+        return _to_spec(self._split(dims))
+
+    def spec_on(
+        self, dims: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
+    ) -> P:
+        """As `spec`, with the dim that `over` splits.
+
+        Args:
+          shape: of the array.
+          sizes: of the mesh's axes.
+        """
+        split = self._split(dims)
+        if self.over is not None and not any(self.over in axes for axes in split):
+            fits = [
+                (size, place)
+                for place, (size, axes) in enumerate(zip(shape, split, strict=True))
+                if size % math.prod(sizes[axis] for axis in (*axes, self.over)) == 0
+                and dims[place] != LAYERS
+            ]
+            if fits:
+                split[max(fits)[1]] += (self.over,)
+        return _to_spec(split)
+
+    def _split(self, dims: tuple[str | None, ...]) -> list[Axes]:
+        axes = [self.axes_of(dim) if dim is not None else () for dim in dims]
         used = [axis for split in axes for axis in split]
         if repeated := {axis for axis in used if used.count(axis) > 1}:
             raise ValueError(
                 f"the rules split two dims of one array {dims} over the axis {min(repeated)!r}: {axes}; "
                 f"change one of the rules"
             )
-        return P(*(split[0] if len(split) == 1 else split or None for split in axes))
+        return axes
 
 
-# A head's vocabulary is shared by all stages; `RULES_LAST` keeps it on each stage, for the last one's use.
+def _to_spec(split: list[Axes]) -> P:
+    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in split))
+
+
+# A head's vocabulary is shared by all stages; `off_stages` keeps it on each stage, for the last one's use.
 RULES = Rules.make(
-    {BATCH: DATA, LAYERS: STAGE, HIDDEN: TENSOR, EMBED: TENSOR, VOCAB: (STAGE, TENSOR)}
+    {
+        BATCH: DATA,
+        TIME: None,
+        LAYERS: STAGE,
+        INPUT: None,
+        GATES: None,
+        HIDDEN: TENSOR,
+        TOKENS: None,
+        EMBED: TENSOR,
+        VOCAB: (STAGE, TENSOR),
+    }
 )
-RULES_LAST = RULES.replace({VOCAB: TENSOR})
 
-# What all devices of a mesh split of a network with convolutions below and dense layers above. The hybrid
-# ("one weird trick", arXiv:1404.5997) splits the images of the convolutions, which have many activations,
-# and the weights of the dense layers, which have many parameters. Between them activations change their
-# layout: by an all-to-all if the first dense layer is row-parallel, by an all-gather if it is
-# column-parallel.
-ALL_DEVICES = (DATA, TENSOR)
-STRATEGIES = {
-    "hybrid": Rules.make({BATCH: ALL_DEVICES, FEATURES: ALL_DEVICES}),
-    "hybrid-gather": Rules.make({BATCH: ALL_DEVICES, UNITS: ALL_DEVICES}),
-    "data": Rules.make({BATCH: ALL_DEVICES, DENSE_BATCH: ALL_DEVICES}),
-    "model": Rules.make({CHANNELS: ALL_DEVICES, FEATURES: ALL_DEVICES}),
-}
+
+def off_stages(rules: Rules) -> Rules:
+    """The rules with nothing split over `stage` but the layers."""
+    return rules.replace(
+        {
+            dim: tuple(axis for axis in axes if axis != STAGE)
+            for dim, axes in rules.table
+            if dim != LAYERS
+        }
+    )
+
+
+def split_over_data(rules: Rules) -> Rules:
+    """The rules with the largest dim of every array that divides split over `data` as well.
+
+    That is FSDP for parameters (arXiv:2304.11277) and ZeRO-1 for optimizer state (arXiv:1910.02054).
+    """
+    return dataclasses.replace(rules, over=DATA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,29 +185,23 @@ class Layout:
 
     mesh: Mesh
     rules: Rules
+    manual: Axes = ()
 
     def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
         """`x`, laid out by the names of its dims, inside or outside a traced function.
+
+        Inside a `shard_map` x is a part already along its `manual` axes, and laid out over the others.
 
         Raises:
           ValueError: as many names as dims are not given, or a dim does not divide by its axes.
         """
         if len(dims) != x.ndim:
             raise ValueError(f"dims={dims} names {len(dims)} dims, the array has shape {x.shape}")
-        spec = self.rules.spec(dims)
+        split = [self.rules.axes_of(dim) if dim is not None else () for dim in dims]
+        spec = _to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
         check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-
-
-def split_over_data(rules: Rules) -> Rules:
-    """The rules with one dim of every parameter split over `data` as well.
-
-    That is FSDP for parameters (arXiv:2304.11277) and ZeRO-1 for optimizer state (arXiv:1910.02054).
-    """
-    table = dict(rules.table)
-    return rules.replace(
-        {HIDDEN: (*table[HIDDEN], DATA), VOCAB: (*table[VOCAB], DATA), TOKENS: DATA}
-    )
+        where = spec if self.manual else NamedSharding(self.mesh, self.rules.spec(dims))
+        return jax.lax.with_sharding_constraint(x, where)
 
 
 def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = None) -> Any:
@@ -159,7 +213,8 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = Non
 
     def of(leaf):
         if isinstance(leaf, nnx.Variable):
-            return leaf.replace(NamedSharding(mesh, _spec(leaf, rules), memory_kind=memory_kind))
+            spec = _spec(leaf, mesh, rules)
+            return leaf.replace(NamedSharding(mesh, spec, memory_kind=memory_kind))
         return NamedSharding(mesh, P(), memory_kind=memory_kind)
 
     return jax.tree.map(of, tree, is_leaf=is_variable)
@@ -177,8 +232,12 @@ def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:
       ValueError: naming parameter, dim, axes, both sizes, and the nearest sizes that work.
     """
     for name, variable in annotated(tree):
-        spec = _spec(variable, rules)
-        check_split(f"parameter {name}", variable.out_sharding, variable.shape, spec, mesh.shape)
+        dims = dims_of(variable)
+        try:
+            spec = _spec(variable, mesh, rules)
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from error
+        check_split(f"parameter {name}", dims, variable.shape, spec, mesh.shape)
 
 
 def check_split(
@@ -202,13 +261,11 @@ def check_split(
         axes = (axes,) if isinstance(axes, str) else axes
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
-            below = size // parts * parts
-            nearest = f"{below} or {below + parts}" if below else f"{parts}"
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
             raise ValueError(
                 f"{what}: dim {dim!r} has size {size}, which does not split over {over}"
                 + (f" = {parts}" if len(axes) > 1 else "")
-                + f"; use {nearest}, or another mesh"
+                + f"; use {nearest_multiples(size, parts)}, or another mesh"
             )
 
 
@@ -224,7 +281,7 @@ def misplaced(
     lines = []
     for name, variable in annotated(tree):
         array = variable.get_value()
-        spec = _spec(variable, rules)
+        spec = _spec(variable, mesh, rules)
         actual = array.sharding
         if mesh is None or not isinstance(actual, NamedSharding) or actual.mesh != mesh:
             lines.append(f"{name} {array.shape}: declared {spec}, but lies on {actual}")
@@ -257,16 +314,22 @@ def named_leaves(tree: Any, separator: str = ".") -> Iterator[tuple[str, Any]]:
         yield jax.tree_util.keystr(path, simple=True, separator=separator), leaf
 
 
-def _spec(variable: nnx.Variable, rules: Rules) -> P:
+def dims_of(variable: Any) -> tuple[str | None, ...]:
+    """The names of a variable's dims, None where there is none.
+
+    An optimizer's state of another shape than its parameter (such as Adafactor's factors) has none.
+    """
+    shape = tuple(variable.shape)
+    if not is_variable(variable) or variable.get_metadata(PARAM_SHAPE, shape) != shape:
+        return (None,) * len(shape)
     dims = variable.get_metadata("out_sharding", None)
-    if not dims:
-        return P()
-    if len(dims) != len(variable.shape):
-        raise ValueError(
-            f"a variable of shape {variable.shape} carries the names {dims}; an optimizer that keeps "
-            f"state of another shape than its parameter cannot be sharded by the parameter's names"
-        )
-    return rules.spec(dims)
+    return tuple(dims) if dims and len(dims) == len(shape) else (None,) * len(shape)
+
+
+def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:
+    if mesh is None:
+        return rules.spec(dims_of(variable))
+    return rules.spec_on(dims_of(variable), tuple(variable.shape), mesh.shape)
 
 
 def is_variable(leaf: Any) -> bool:

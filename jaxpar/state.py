@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.axes import BATCH, HIDDEN, LAYERS
-from jaxpar.config import Config, ImageConfig, RunConfig
 from jaxpar.display import Shown
-from jaxpar.models import HybridConvNet, LSTMLanguageModel
-from jaxpar.nn.lstm import LSTMCarry
-from jaxpar.optimizer import HOST_MEMORY, HostOptimizer, make_optimizer
-from jaxpar.sharding import (
-    RULES,
-    RULES_LAST,
-    STRATEGIES,
-    Rules,
-    check_sizes,
-    misplaced,
-    shardings,
-    split_over_data,
-)
+from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
+from jaxpar.parallel import Parallel
+from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
+from jaxpar.task import Task
+from jaxpar.work import reductions
 
 
 @jax.tree_util.register_dataclass
@@ -37,10 +28,11 @@ class TrainState(Shown):
     Attributes:
       step: int32 scalar, steps taken.
       skipped: int32 scalar, how many of them were passed over, because their loss or gradient was not finite.
-        One more than the config allows halts the state: it stays as it was before that step.
-      params: `nnx.State` of the model; every variable carries its named dims.
+        One more than the settings allow halts the state: it stays as it was before that step.
+      params: `nnx.State` of what is trained; variables carry the names of their dims.
+      frozen: `nnx.State` of all other variables of the model.
       opt_state: of optax; what mirrors a parameter carries its named dims too.
-      carry: the recurrent state between windows, annotated likewise; empty in a model that has none.
+      carry: the state of layers between windows: by kind of layer, variables annotated likewise.
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
       opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
     """
@@ -48,58 +40,38 @@ class TrainState(Shown):
     step: jax.Array
     skipped: jax.Array
     params: nnx.State
+    frozen: nnx.State
     opt_state: optax.OptState
-    carry: nnx.State
+    carry: dict[str, Any]
     param_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_rules: Rules = dataclasses.field(metadata={"static": True})
     carry_rules: Rules = dataclasses.field(metadata={"static": True})
     opt_memory: str | None = dataclasses.field(metadata={"static": True})
 
 
-@overload
-def make_model(config: Config) -> LSTMLanguageModel: ...
-@overload
-def make_model(config: ImageConfig) -> HybridConvNet: ...
-def make_model(config: RunConfig) -> LSTMLanguageModel | HybridConvNet:
-    """The model of a config, its layers in the slots that the placement gives them. Call under `jit`."""
-    rngs = nnx.Rngs(config.train.seed)
-    if isinstance(config, ImageConfig):
-        return HybridConvNet(config.model, rngs=rngs)
-    return LSTMLanguageModel(config.model, rngs=rngs, layer_ids=config.layer_ids)
-
-
-def compute_rules(config: RunConfig) -> Rules:
-    """How parameters lie while a step computes; stored parameters may be split further."""
-    if isinstance(config, ImageConfig):
-        return STRATEGIES[config.model.strategy]
-    return RULES_LAST if config.mesh.stage > 1 and config.pipeline.head == "last" else RULES
-
-
-def batch_rules(config: RunConfig) -> Rules:
-    """How what has a dim of the batch lies between steps: its rows in the user's order.
-
-    Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
-    """
-    if isinstance(config, ImageConfig):
-        return compute_rules(config)
-    return RULES if config.has_equal_shares else RULES.replace({BATCH: None})
-
-
-def abstract_state(config: RunConfig, mesh: Mesh) -> TrainState:
+def abstract_state(
+    task: Task, parallel: Parallel, mesh: Mesh | None = None, *, num_steps: int = 1_000_000
+) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
+    Args:
+      mesh: None builds `parallel.mesh`.
+      num_steps: of the run, as the optimizer is made for.
     Raises:
-      ValueError: a size does not split over its axes (see `sharding.check_sizes`), or the mesh is not of
-        the config's sizes.
+      ValueError: a size does not split over its axes (see `sharding.check_sizes`), the mesh is not of the
+        sizes of `parallel`, or the optimizer's state is none that can be laid out.
     """
-    if dict(mesh.shape) != config.mesh.sizes:
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    if dict(mesh.shape) != parallel.mesh.sizes:
         raise ValueError(
-            f"the mesh has the sizes {dict(mesh.shape)}, the config says {config.mesh}; use "
-            f"config.mesh.build(), or change the config"
+            f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
+            f"parallel.mesh.build(), or change parallel"
         )
-    state = jax.eval_shape(lambda: _initial_state(config))
-    check_sizes(state.params, mesh, state.param_rules)
+    layout = lay_out(task, parallel)
+    state = jax.eval_shape(lambda: _initial_state(layout, 0, num_steps))
+    check_sizes({**state.params, **state.frozen}, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
+    _check_optimizer(task, parallel, state, num_steps)
     check_sizes(state.opt_state, mesh, state.opt_rules)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -113,40 +85,55 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
     return dataclasses.replace(
         shardings(state, mesh, state.carry_rules),
         params=shardings(state.params, mesh, state.param_rules),
+        frozen=shardings(state.frozen, mesh, state.param_rules),
         opt_state=shardings(state.opt_state, mesh, state.opt_rules, state.opt_memory),
     )
 
 
-def init_state(config: RunConfig, mesh: Mesh | None = None) -> TrainState:
+def init_state(
+    task: Task,
+    parallel: Parallel,
+    mesh: Mesh | None = None,
+    *,
+    seed: int = 0,
+    num_steps: int = 1_000_000,
+) -> TrainState:
     """The state before the first step; every array is made on its devices, shard by shard.
 
-    The values depend on `config.train.seed` and the model's sizes, not on the mesh.
+    The values depend on the seed and the model's sizes, not on the mesh.
 
     Args:
-      config: with `model.vocab_size` set.
-      mesh: None builds `config.mesh`.
+      task: resolved: nothing of it is left to be found in data.
+      mesh: None builds `parallel.mesh`.
+      num_steps: of the run, as the optimizer is made for.
     Raises:
       ValueError: sizes do not fit the mesh, before anything is traced for it.
     """
-    mesh = config.mesh.build() if mesh is None else mesh
-    config.check()
-    target = abstract_state(config, mesh)
-    if config.train.update != "host":
-        out_shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        return jax.jit(lambda: _initial_state(config), out_shardings=out_shardings)()
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    task.check(parallel, mesh)
+    layout, target = (
+        lay_out(task, parallel),
+        abstract_state(task, parallel, mesh, num_steps=num_steps),
+    )
+
+    def make():
+        return _initial_state(layout, seed, num_steps)
+
+    if parallel.update != "host":
+        return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
+    host = HostOptimizer(task.make_optimizer(num_steps))
     on_devices = dataclasses.replace(target, opt_state=())
     state = jax.jit(
-        lambda: dataclasses.replace(_initial_state(config), opt_state=()),
+        lambda: dataclasses.replace(make(), opt_state=()),
         out_shardings=jax.tree.map(lambda leaf: leaf.sharding, on_devices),
     )()
     split = jax.device_put(state.params, shardings(state.params, mesh, state.opt_rules))
-    host = HostOptimizer(make_optimizer(config.train))
     return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
 
 
-def release(state: TrainState, config: RunConfig) -> TrainState:
-    """The state, no longer halted: what the config does not allow to be skipped is not counted."""
-    skipped = min(int(state.skipped), config.train.allowed_skips)
+def release(state: TrainState, allowed_skips: int) -> TrainState:
+    """The state, no longer halted: what the settings do not allow to be skipped is not counted."""
+    skipped = min(int(state.skipped), allowed_skips)
     skipped = jax.device_put(np.int32(skipped), state.skipped.sharding)
     return dataclasses.replace(state, skipped=skipped)
 
@@ -167,6 +154,7 @@ def audit(state: TrainState) -> None:
     )
     mesh = max(meshes, key=meshes.__getitem__, default=None)
     lines = misplaced({"params": state.params}, mesh, state.param_rules)
+    lines += misplaced({"frozen": state.frozen}, mesh, state.param_rules)
     lines += misplaced({"opt_state": state.opt_state}, mesh, state.opt_rules, state.opt_memory)
     lines += misplaced({"carry": state.carry}, mesh, state.carry_rules)
     if lines:
@@ -176,41 +164,40 @@ def audit(state: TrainState) -> None:
         )
 
 
-def unwrap_carry(carry: nnx.State) -> LSTMCarry:
-    """The carry as plain arrays."""
-    h, c = jax.tree.leaves((carry["h"], carry["c"]))
-    return LSTMCarry(h, c)
+def _check_optimizer(task: Task, parallel: Parallel, state: TrainState, num_steps: int) -> None:
+    """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
+    for name, variable in named_leaves(state.opt_state):
+        kept = variable.get_value() if is_variable(variable) else variable
+        if not hasattr(kept, "shape"):
+            raise ValueError(
+                f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "
+                f"parameter; use one that keeps arrays, such as optax.adafactor"
+            )
+    if parallel.update != "host":
+        return
+    optimizer = task.make_optimizer(num_steps)
+    with jax.numpy_dtype_promotion("standard"):
+        found = reductions(optimizer.update, state.params, state.opt_state, state.params)
+    if found:
+        raise ValueError(
+            f"update='host': devices update their parts of a parameter alone, and the optimizer of task "
+            f"{task.name} looks at more than one number at once ({', '.join(sorted(found))}); use "
+            f"update='sharded', or an optimizer such as optax.adam"
+        )
 
 
-def wrap_carry(carry: LSTMCarry) -> nnx.State:
-    """The carry with its named dims."""
-    dims = (LAYERS, BATCH, HIDDEN)
-    return nnx.State(
-        {
-            "h": nnx.Variable(carry.h_BH, out_sharding=dims, eager_sharding=False),
-            "c": nnx.Variable(carry.c_BH, out_sharding=dims, eager_sharding=False),
-        }
-    )
-
-
-def _initial_state(config: RunConfig) -> TrainState:
-    model = make_model(config)
-    params: Any = nnx.state(model, nnx.Param)
-    carry = (
-        wrap_carry(model.initial_carry(config.data.batch_size))
-        if isinstance(model, LSTMLanguageModel)
-        else nnx.State({})
-    )
-    rules = compute_rules(config)
-    split_update = config.train.fsdp or config.train.update != "replicated"
+def _initial_state(layout: ModelLayout, seed: int, num_steps: int) -> TrainState:
+    model = layout.make(seed)
+    _, params, frozen = layout.split(model)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=make_optimizer(config.train).init(params),
-        carry=carry,
-        param_rules=split_over_data(rules) if config.train.fsdp else rules,
-        opt_rules=split_over_data(rules) if split_update else rules,
-        carry_rules=batch_rules(config),
-        opt_memory=HOST_MEMORY if config.train.update == "host" else None,
+        frozen=frozen,
+        opt_state=layout.task.make_optimizer(num_steps).init(params),
+        carry=model.layers.initial_carry(layout.batch_size),
+        param_rules=layout.param_rules,
+        opt_rules=layout.opt_rules,
+        carry_rules=layout.carry_rules,
+        opt_memory=HOST_MEMORY if layout.parallel.update == "host" else None,
     )

@@ -1,7 +1,13 @@
-"""Training and evaluation steps: the one place that knows both a model and the pipeline."""
+"""Training and evaluation steps: the one place where a model and the pipeline meet.
+
+There is one way through a model: `first`, then the layers, then `last`. A step takes it at once, or, on
+stages or in microbatches, unit by unit on a schedule.
+"""
 
 import dataclasses
 import functools
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,46 +15,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import BATCH, DATA, DENSE_BATCH, STAGE, TENSOR, TIME
-from jaxpar.config import Config, ImageConfig, RunConfig
-from jaxpar.data.images import ImageBatch
-from jaxpar.data.streams import IGNORE, Batch
-from jaxpar.kernel import choose_kernel, with_kernel
-from jaxpar.loss import (
-    LOGITS_ELSEWHERE,
-    LOGITS_ON_CPU,
-    ImageSums,
-    LossSums,
-    cross_entropy,
-    linear_cross_entropy,
-)
-from jaxpar.models import HybridConvNet, LSTMLanguageModel
-from jaxpar.nn.dropout import Position, dropout
-from jaxpar.nn.linear import matmul
-from jaxpar.nn.lstm import extend
-from jaxpar.nn.stack import vary_like
-from jaxpar.optimizer import HostOptimizer, clip, make_optimizer, update
+from jaxpar.at import At, anywhere
+from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
+from jaxpar.batches import starts_of
+from jaxpar.layout import ModelLayout, Outer, lay_out
+from jaxpar.model import Sums, wrap_like
+from jaxpar.optimizer import HostOptimizer, clip, update
+from jaxpar.parallel import Parallel
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
+from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.schedule import Schedule, make_schedule
 from jaxpar.pipeline.ticks import Plan, largest, make_plan
-from jaxpar.sharding import RULES, Layout, constrain, shardings
-from jaxpar.state import (
-    TrainState,
-    abstract_state,
-    batch_rules,
-    compute_rules,
-    make_model,
-    state_shardings,
-    unwrap_carry,
-    wrap_carry,
-)
+from jaxpar.sharding import constrain, dims_of, is_variable, shardings
+from jaxpar.state import TrainState, abstract_state, state_shardings
+from jaxpar.task import Task
+from jaxpar.training.settings import TrainConfig
+from jaxpar.trees import vary_like
 
-AnyBatch = Batch | ImageBatch
+# A collective-permute in a branch of the loop over ticks, and where in the model it comes from.
+_PERMUTE_OF_A_UNIT = re.compile(
+    r' collective-permute(?:-start)?\(.*op_name="[^"]*/while/body/[^"]*?cond/branch_\d+_fun/([^"]*)"'
+)
+_STRUCTURE = re.compile(r"(while|body|closed_call|(transpose\()?jvp\(\)\)?)/")
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
@@ -57,87 +49,164 @@ class Metrics(NamedTuple):
     """What a training step reports; scalars.
 
     Attributes:
-      loss: mean negative log-likelihood of the batch's targets, in nats; float32.
+      loss: of the batch, `sums.loss / sums.weight`; float32.
       grad_norm: global norm of the gradients, before clipping; float32.
       skipped: of the state after the step.
+      sums: over the batch, as the model's `last` gives them.
     """
 
     loss: jax.Array
     grad_norm: jax.Array
     skipped: jax.Array
+    sums: Sums
 
 
 class CompiledStep:
-    """A step as one compiled program for batches of every length up to `seq_len`.
+    """A step as one compiled program for batches of every length up to that of the task's example.
 
     In a pipeline the length is data: shorter batches run fewer ticks of the same program. Without stages
     each length is compiled once.
     """
 
     def __init__(
-        self, step: Callable[..., Any], config: RunConfig, *, backward: bool, **jit_options
+        self, step: Callable[..., Any], layout: ModelLayout, *, backward: bool, **jit_options
     ):
-        self._jitted, self._config, self._backward = jax.jit(step, **jit_options), config, backward
+        self._jitted, self._layout, self._backward = jax.jit(step, **jit_options), layout, backward
 
-    def __call__(self, state: Any, batch: AnyBatch) -> Any:
+    def __call__(self, state: TrainState, batch: Any) -> Any:
         """Runs the step.
 
         Raises:
-          ValueError: the batch is longer than `seq_len`, or not made of whole chunks.
+          ValueError: the batch is not as the task's example: other arrays, other sizes, more time steps, or
+            fewer where the task has batches of one length; or it has values that the task refuses.
         """
-        return self._jitted(state, *self._planned(batch))
+        leaves = jax.tree.leaves(batch)
+        if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+            self._layout.task.check_batch(jax.device_get(batch))
+        return self.run(state, batch)
 
-    def lower(self, state: Any, batch: AnyBatch) -> Any:
+    def run(self, state: TrainState, batch: Any) -> Any:
+        """The same, without a look at the values of the batch."""
+        arguments = (state, *self._planned(batch))
+        if not self.num_programs:
+            self._check_program(arguments)
+        return self._jitted(*arguments)
+
+    def _check_program(self, arguments: Any) -> None:
+        """Raises if a unit's work holds an exchange that all stages must take part in: it would never end."""
+        sizes = self._layout.parallel.mesh.sizes
+        if sizes[STAGE] == 1 or sizes[TENSOR] == 1:
+            return
+        program = self._jitted.lower(*arguments).compile()  # the call finds it compiled
+        if found := _PERMUTE_OF_A_UNIT.search(program.as_text() or ""):
+            where = _STRUCTURE.sub("", found[1])
+            raise ValueError(
+                f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's "
+                f"work, at {where}; all stages would have to take part in that, and wait for ever. An array "
+                f"is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut (such as "
+                f"gates or heads) a dim of its own, as in [input, gates, hidden], or use tensor=1 or stage=1"
+            )
+
+    def lower(self, state: Any, batch: Any) -> Any:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
         return self._jitted.lower(state, *self._planned(batch))
 
     @property
     def full_plan(self) -> Plan | None:
         """The schedules of a batch of the full length; None if a step is one whole."""
-        return _full_plan(self._config, backward=self._backward)
+        return _full_plan(self._layout.parallel, backward=self._backward)
 
     @property
     def num_programs(self) -> int:
         """How many programs have been compiled."""
         return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _planned(self, batch: AnyBatch) -> tuple[AnyBatch, Plan | None]:
-        if isinstance(batch, ImageBatch) or isinstance(self._config, ImageConfig):
-            return batch, None
-        if self._config.mesh.stage == 1:
+    def _planned(self, batch: Any) -> tuple[Any, Plan | None]:
+        layout, parallel = self._layout, self._layout.parallel
+        length = check_batch_shape(layout, batch)
+        if parallel.mesh.stage == 1 or layout.num_steps is None:
             return batch, self.full_plan
-        seq_len, K = self._config.data.seq_len, self._config.pipeline.num_chunks
-        length, chunk_len = batch.inputs_BT.shape[1], seq_len // K
-        if length > seq_len or length % chunk_len:
+        whole, K = layout.num_steps, parallel.num_chunks
+        chunk_len = whole // K
+        if length % chunk_len:
             raise ValueError(
                 f"a batch of {length} time steps is not made of 1 to {K} chunks of {chunk_len}; pad it with "
-                f"targets of {IGNORE}, or change seq_len={seq_len} or num_chunks={K}"
+                f"steps that do not count, or change the {whole} steps of a batch or num_chunks={K}"
             )
-        if length < seq_len:
-            pad = functools.partial(jnp.pad, pad_width=((0, 0), (0, seq_len - length)))
-            batch = Batch(
-                pad(batch.inputs_BT), pad(batch.targets_BT, constant_values=IGNORE), batch.starts
+        if length < whole:
+
+            def pad(leaf):
+                if jnp.ndim(leaf) < 2 or leaf.shape[1] != length:
+                    return leaf
+                # No unit looks at what is added.
+                return jnp.pad(leaf, ((0, 0), (0, whole - length), *[(0, 0)] * (leaf.ndim - 2)))
+
+            batch = jax.tree.map(pad, batch)
+        return batch, _plan(parallel, length // chunk_len, self._backward)
+
+
+def check_batch_shape(layout: ModelLayout, batch: Any) -> int:
+    """The time steps of a batch (1 if the model has no time), if it is as the task's example.
+
+    Raises:
+      ValueError: it is not.
+    """
+    example, whole, name = layout.batch, layout.num_steps, layout.task.name
+    if jax.tree.structure(batch) != jax.tree.structure(example):
+        raise ValueError(
+            f"the batch has the structure {jax.tree.structure(batch)}, those of task {name} have "
+            f"{jax.tree.structure(example)}"
+        )
+    lengths = set()
+    for (path, leaf), wanted in zip(
+        jax.tree.leaves_with_path(batch), jax.tree.leaves(example), strict=True
+    ):
+        shape, expected = list(np.shape(leaf)), list(wanted.shape)
+        has_time = layout.time_major and len(expected) > 1 and expected[1] == whole
+        if has_time and len(shape) == len(expected):
+            lengths.add(shape[1])
+            shape[1] = whole
+        dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
+        kinds = tuple(jnp.dtype(d).kind for d in (dtype, wanted.dtype))
+        if shape != expected or kinds[0] != kinds[1]:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is {jnp.dtype(dtype)}{list(np.shape(leaf))}, in batches "
+                f"of task {name} it is {wanted.dtype}{list(wanted.shape)}; give a batch of these sizes, or "
+                f"change those of the task"
             )
-        return batch, _plan(self._config, length // chunk_len, self._backward)
+    if len(lengths) > 1:
+        raise ValueError(f"arrays of one batch have {sorted(lengths)} time steps; give all as many")
+    length = lengths.pop() if lengths else whole or 1
+    if whole is not None and (
+        length > whole or (length < whole and not layout.task.variable_length)
+    ):
+        raise ValueError(
+            f"a batch of {length} time steps, those of task {name} have {whole}"
+            + (" at most" if layout.task.variable_length else "")
+            + "; give a batch of that length, or change that of the task"
+        )
+    return length
 
 
 class _HostStep(CompiledStep):
     """A compiled program up to the gradients; after it the optimizer, on the host."""
 
-    def __init__(self, gradients, config: RunConfig, optimizer, layout: TrainState, out_shardings):
-        super().__init__(gradients, config, backward=True, out_shardings=out_shardings)
+    def __init__(
+        self, gradients, layout: ModelLayout, optimizer, states: TrainState, out_shardings
+    ):
+        super().__init__(gradients, layout, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
         self._gather = jax.jit(  # into the memory of the old parameters
-            lambda old, new: new, out_shardings=layout.params, donate_argnums=0, keep_unused=True
+            lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
         )
 
-    def __call__(self, state: TrainState, batch: AnyBatch) -> tuple[TrainState, Metrics]:
-        split, grads, applies, metrics = super().__call__(_without_optimizer(state), batch)
+    def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        split, grads, applies, metrics = super().run(_without_optimizer(state), batch)
         params, opt_state = self._host.update(split.params, grads, state.opt_state, applies)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
-    def lower(self, state: TrainState, batch: AnyBatch) -> Any:
+    def lower(self, state: TrainState, batch: Any) -> Any:
         return super().lower(_without_optimizer(state), batch)
 
 
@@ -145,133 +214,165 @@ def _without_optimizer(state: TrainState) -> TrainState:
     return dataclasses.replace(state, opt_state=())
 
 
-def make_train_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
+def make_train_step(
+    task: Task, parallel: Parallel, train: TrainConfig | None = None, mesh: Mesh | None = None
+) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
     Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
 
-    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the config
-    does not allow that, the state is halted. No later step changes it then, so that one may look at the
+    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the settings
+    do not allow that, the state is halted. No later step changes it then, so that one may look at the
     metrics from time to time; `state.release` lets it go on.
 
     Args:
-      config: as given to `init_state`.
+      task, parallel: as given to `init_state`.
+      train: None takes the task's own settings.
+      mesh: None builds `parallel.mesh`.
     Returns:
-      (state, batch) -> (state, metrics); the batch lies on `batch_sharding(mesh, config)`.
+      (state, batch) -> (state, metrics); the batch lies on `batch_sharding(task, parallel, mesh)`.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    optimizer = make_optimizer(config.train)
-    value_and_grad = make_loss_and_grad(config, mesh)
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    train = task.train if train is None else train
+    layout, optimizer = lay_out(task, parallel), task.make_optimizer(train.num_steps)
+    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed)
 
-    def gradients(state: TrainState, batch: AnyBatch, plan: Plan | None):
-        (loss, carry), grads = value_and_grad(state.params, state.carry, batch, state.step, plan)
+    def gradients(state: TrainState, batch: Any, plan: Plan | None):
+        (loss, (carry, sums)), grads = value_and_grad(state, batch, plan)
+        initial = layout.initial_carry(state.params, state.frozen)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         with jax.named_scope("update"):
             grads = constrain(grads, mesh, state.opt_rules)
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            state, applies = _count(state, carry, is_finite, config.train.allowed_skips)
+            state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
-            metrics = Metrics(loss, norm, state.skipped)
-            return state, clip(grads, config.train), applies, metrics
+            metrics = Metrics(loss, norm, state.skipped, sums)
+            return state, clip(grads, train.clip_norm), applies, metrics
 
-    def step(state: TrainState, batch: AnyBatch, plan: Plan | None) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
         state, grads, applies, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
             params, opt_state = update(optimizer, state.params, grads, state.opt_state, applies)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
-    target = abstract_state(config, mesh)
-    layout, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
-    if config.train.update == "host":
+    target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
+    states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
+    if parallel.update == "host":
         split = shardings(target.params, mesh, target.opt_rules)
-        state = dataclasses.replace(layout, params=split, opt_state=())
+        state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated)
-        return _HostStep(gradients, config, optimizer, layout, out)
+        return _HostStep(gradients, layout, optimizer, states, out)
     return CompiledStep(
-        step, config, backward=True, donate_argnums=0, out_shardings=(layout, replicated)
+        step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
 
 
 def _count(
-    state: TrainState, carry: nnx.State, is_finite: jax.Array, max_skipped: int
+    state: TrainState, carry: Any, initial: Any, is_finite: jax.Array, max_skipped: int
 ) -> tuple[TrainState, jax.Array]:
     """Step, skipped and carry after a step, and whether its update applies.
 
-        skipped before       finite    step   skipped   carry   applies
-        up to max_skipped    yes       + 1              new     yes
-        below max_skipped    no        + 1    + 1       zeros   no        skips
-        max_skipped          no               + 1               no        halts
-        above max_skipped    any                                no        is halted
-
-    A carry that is not finite has gradients that are not either: c is a factor in those of the output gate.
+    skipped before       finite    step   skipped   carry     applies
+    up to max_skipped    yes       + 1              new       yes
+    below max_skipped    no        + 1    + 1       initial   no        skips
+    max_skipped          no               + 1                 no        halts
+    above max_skipped    any                                  no        is halted
     """
     runs = state.skipped <= max_skipped
     applies = runs & is_finite
     skipped = jnp.where(runs & ~is_finite, state.skipped + 1, state.skipped)
     goes_on = skipped <= max_skipped
 
-    def select(new, old):
-        return jnp.where(applies, new, jnp.where(goes_on, jnp.zeros_like(old), old))
+    def select(new, initial, old):
+        return jnp.where(applies, new, jnp.where(goes_on, initial, old))
 
     step = jnp.where(goes_on, state.step + 1, state.step)
-    carry = jax.tree.map(select, carry, state.carry)
+    carry = jax.tree.map(select, carry, initial, state.carry)
     return dataclasses.replace(state, step=step, skipped=skipped, carry=carry), applies
 
 
-def make_loss_and_grad(config: RunConfig, mesh: Mesh) -> Callable[..., Any]:
-    """(params, carry, batch, step, plan=None) -> ((mean loss, carry), gradients); not compiled.
+def make_loss_and_grad(
+    task: Task,
+    parallel: Parallel,
+    mesh: Mesh | None = None,
+    *,
+    seed: int = 0,
+    watch: bool = False,
+) -> Callable[..., Any]:
+    """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
-    `step` numbers the dropout masks; without a plan the batch has the full length.
-
-    Raises:
-      ValueError: sizes do not fit the mesh.
-    """
-    config.check()
-    unroll = _make_unroll(config, mesh)
-
-    def loss(params, carry, batch, step, plan=None):
-        key = jax.random.fold_in(jax.random.key(config.train.seed), step)
-        carry, sums = unroll(params, carry, batch, key, plan or _full_plan(config, backward=True))
-        return sums.nll / jnp.maximum(sums.num_targets, 1.0), carry
-
-    return jax.value_and_grad(loss, has_aux=True)
-
-
-def make_eval_step(config: RunConfig, mesh: Mesh) -> CompiledStep:
-    """The loss without dropout, compiled for the mesh.
-
-    Returns:
-      ((params, carry), batch) -> (carry, sums).
-    Raises:
-      ValueError: sizes do not fit the mesh.
-    """
-    config.check()
-    unroll = _make_unroll(config, mesh)
-
-    def step(params_and_carry, batch: AnyBatch, plan: Plan | None):
-        return unroll(*params_and_carry, batch, None, plan)
-
-    return CompiledStep(step, config, backward=False)
-
-
-def batch_sharding(mesh: Mesh, config: RunConfig | None = None) -> NamedSharding:
-    """How the arrays of a batch lie on the mesh: [batch, time], or with images [batch, ...].
+    The state's step numbers the dropout masks; without a plan the batch has the full length.
 
     Args:
-      config: needed for unequal shares and for images only.
+      mesh: None builds `parallel.mesh`.
+      seed: of the dropout masks.
+      watch: the carry is then (carry, watched): watched tells by kind, float32 [rows of the stack, B, 2],
+        where inputs and outputs of layers were not finite.
+    Raises:
+      ValueError: sizes do not fit the mesh.
     """
-    if isinstance(config, ImageConfig):
-        return NamedSharding(mesh, batch_rules(config).spec((BATCH,)))
-    rules = RULES if config is None else batch_rules(config)
-    return NamedSharding(mesh, rules.spec((BATCH, TIME)))
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    task.check(parallel, mesh)
+    unroll = _make_unroll(lay_out(task, parallel), mesh, watch)
+
+    def loss(params, state, batch, plan):
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        plan = _full_plan(parallel, backward=True) if plan is None else plan
+        carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan)
+        mean = sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
+        return mean, (carry, sums)
+
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    return lambda state, batch, plan=None: value_and_grad(state.params, state, batch, plan)
+
+
+def make_eval_step(task: Task, parallel: Parallel, mesh: Mesh | None = None) -> CompiledStep:
+    """The sums of a batch without dropout, compiled for the mesh.
+
+    Returns:
+      (state, batch) -> (carry, sums); of the state parameters and carry are read.
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    task.check(parallel, mesh)
+    layout = lay_out(task, parallel)
+    unroll = _make_unroll(layout, mesh)
+
+    def step(state: TrainState, batch: Any, plan: Plan | None):
+        return unroll(state.params, state.frozen, state.carry, batch, None, plan)
+
+    return CompiledStep(step, layout, backward=False)
+
+
+def batch_sharding(task: Task, parallel: Parallel, mesh: Mesh) -> NamedSharding:
+    """How the arrays of a batch lie on the mesh between steps: rows as the rules say, in the user's order.
+
+    Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
+    """
+    rules = task.rules if parallel.has_equal_shares else task.rules.replace({BATCH: None})
+    return NamedSharding(mesh, rules.spec((BATCH,)))
+
+
+def abstract_batch(task: Task, parallel: Parallel, mesh: Mesh) -> Any:
+    """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
+    where = batch_sharding(task, parallel, mesh)
+
+    def place(leaf):
+        if not leaf.shape:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    return jax.tree.map(place, lay_out(task, parallel).batch)
 
 
 def step_schedule(
-    config: Config, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
+    parallel: Parallel, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
 ) -> Schedule:
     """The schedule that a step follows.
 
@@ -281,171 +382,252 @@ def step_schedule(
       backward: False in an evaluation.
     """
     return _make_schedule(
-        config.pipeline.schedule if config.mesh.stage > 1 else "1f1b",
-        config.mesh.stage,
-        share * config.pipeline.num_microbatches,
-        config.num_chunks if num_chunks is None else num_chunks,
-        config.num_groups,
+        parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
+        parallel.mesh.stage,
+        share * parallel.pipeline.num_microbatches,
+        parallel.num_chunks if num_chunks is None else num_chunks,
+        parallel.num_groups,
         backward=backward,
     )
 
 
-def abstract_batch(config: RunConfig, mesh: Mesh) -> AnyBatch:
-    """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
-
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=batch_sharding(mesh, config))
-
-    rows = config.data.batch_size
-    if isinstance(config, ImageConfig):
-        images = array((rows, *config.model.image_shape), jnp.float32)
-        return ImageBatch(images, array((rows,), jnp.int32))
-    tokens = array((rows, config.data.seq_len), jnp.int32)
-    return Batch(tokens, tokens, starts=True)
+# ---- one way through a model ----
 
 
 def _make_unroll(
-    config: RunConfig, mesh: Mesh
-) -> Callable[..., tuple[nnx.State, LossSums | ImageSums]]:
-    """(params, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
-    if isinstance(config, ImageConfig):
-        return _make_classify(config, mesh)
-    config = with_kernel(config, choose_kernel(config, mesh))
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
-    run = functools.partial(_run_in_units if config.runs_in_units else _run_plainly, config, mesh)
+    layout: ModelLayout, mesh: Mesh, watch: bool = False
+) -> Callable[..., tuple[Any, Sums]]:
+    """(params, frozen, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
+    layers = layout.layer_functions()
+    if watch:
+        layers = tuple(_watched(layer, layout.time_major) for layer in layers)
+    run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
 
-    def unroll(params, carry, batch, dropout_key, plan):
+    def unroll(params, frozen, carry, batch, key, plan):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
-        params = constrain(params, mesh, compute_rules(config))
-        carry = jax.tree.map(lambda a: jnp.where(batch.starts, jnp.zeros_like(a), a), carry)
-        model: LSTMLanguageModel = nnx.merge(graphdef, params)
-        after, sums = run(model, unwrap_carry(carry), batch, dropout_key, plan)
-        return wrap_carry(after), sums
+        params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
+        starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
+        before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
+        flat = layout.carry_of(before)
+        if watch:
+            B = layout.batch_size
+            flags = (jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
+            flat = tuple(zip(flat, flags, strict=True))
+        after, sums = run(layout, mesh, layers, params, frozen, flat, batch, key, plan)
+        if not watch:
+            return _wrap(layout, after, carry), sums
+        carries, flags = zip(*after, strict=True) if after else ((), ())
+        return (_wrap(layout, carries, carry), dict(zip(layout.kinds, flags, strict=True))), sums
 
     return unroll
 
 
-def _make_classify(config: ImageConfig, mesh: Mesh):
-    """As `_make_unroll`, for images: there is no carry and no plan."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
-    layout = Layout(mesh, compute_rules(config))
-
-    def classify(params, carry, batch: ImageBatch, dropout_key, plan):
-        model: HybridConvNet = nnx.merge(graphdef, params)
-        logits_BV = model(jnp.asarray(batch.images_BHWC), layout, dropout_key=dropout_key)
-        labels_B = layout(jnp.asarray(batch.labels_B), DENSE_BATCH)
-        sums = cross_entropy(logits_BV[None], labels_B[None])
-        is_right_B = jnp.argmax(logits_BV, axis=-1).astype(labels_B.dtype) == labels_B
-        return carry, ImageSums(*sums, jnp.sum(is_right_B, dtype=jnp.float32))
-
-    return classify
+def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
+    return {kind: wrap_like(c, like[kind]) for kind, c in zip(layout.kinds, carry, strict=True)}
 
 
-def _run_plainly(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
-    max_logits = LOGITS_ON_CPU if mesh.devices.flat[0].platform == "cpu" else LOGITS_ELSEWHERE
+def _watched(layer: Callable[..., Any], time_major: bool) -> Callable[..., Any]:
+    """A layer whose carry also tells of each row whether inputs or outputs were ever not finite."""
 
-    def run(model, carry, inputs_BT, targets_BT, key, first_row=0):
-        carry, y_TBH = model.outputs(inputs_BT, carry, dropout_key=key, first_row=first_row)
+    def bad(tree):
+        parts = []
+        for leaf in jax.tree.leaves(lax.stop_gradient(tree)):
+            rows = leaf.swapaxes(0, 1) if time_major else leaf
+            parts.append(~jnp.isfinite(rows).all(tuple(range(1, rows.ndim))))
+        return functools.reduce(jnp.logical_or, parts)
+
+    def run(params, frozen, carry, x, at):
+        carry, flags_B2 = carry
+        after, y = layer(params, frozen, carry, x, at)
+        now_B2 = jnp.stack([bad(x), bad(y)], axis=1).astype(flags_B2.dtype)
+        return (after, jnp.maximum(lax.stop_gradient(flags_B2), now_B2)), y
+
+    return run
+
+
+def _run_at_once(layout: ModelLayout, mesh, layers, params, frozen, carry, batch, key, plan):
+    """The whole batch and window as one block on every data-parallel group."""
+
+    def run(params, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
+        model = layout.merge(params, frozen)
+        block = _to_block(layout, batch)
+        at = At(
+            layer=jnp.int32(0),
+            time=jnp.int32(0),
+            row=jnp.int32(first_row),
+            key=key,
+            batch=block,
+            layout=at_layout,
+            time_major=layout.time_major,
+        )
+        with jax.named_scope("first"):
+            x = model.first(block, at._replace(layer=len(layout.kind_of) + 1))
+        own = layout.of_layers(params), layout.of_layers(frozen)
+        carry, y = _run_stack(layout, layers, *own, carry, x, at)
         with jax.named_scope("head"):
-            kernel_HV, bias_V = model.head_params
-            targets_TB = targets_BT.T
-            return carry, linear_cross_entropy(
-                y_TBH, kernel_HV, bias_V, targets_TB, max_logits=max_logits
-            )
+            return carry, model.last(y, block, at._replace(layer=len(layout.kind_of)))
 
-    rows = (batch.inputs_BT, batch.targets_BT)
-    if mesh.shape[DATA] == 1:
-        return run(model, carry, *rows, key)
+    if mesh.shape[DATA] == 1 or not layout.divides_by_hand:
+        return run(params, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
-    def run_shard(params, carry, inputs_BT, targets_BT, key):
+    def run_shard(params, frozen, carry, batch, key):
         group = lax.axis_index(DATA)
         with jax.named_scope("gradients"):
             params = vary_like(params, group)
-        first_row = group * inputs_BT.shape[0]
-        model = nnx.merge(graphdef, params)
-        carry, sums = run(model, carry, inputs_BT, targets_BT, key, first_row)
+        first_row = group * (layout.batch_size // mesh.shape[DATA])
+        at_layout = layout.layout_of(mesh, DATA)
+        carry, sums = run(params, frozen, carry, batch, key, first_row, at_layout)
         with jax.named_scope("loss"):
-            return carry, lax.psum(sums, DATA)
+            return carry, lax.psum(vary_like(sums, group), DATA)
 
-    graphdef, params = nnx.split(model)
+    rows = jax.tree.map(lambda a: P(DATA) if jnp.ndim(a) else P(), batch)
     return jax.shard_map(
         run_shard,
         mesh=mesh,
         axis_names={DATA},
-        in_specs=(P(), P(None, DATA), P(DATA), P(DATA), P()),
+        in_specs=(P(), P(), P(None, DATA), rows, P()),
         out_specs=(P(None, DATA), P()),
-    )(params, carry, *rows, key)
+    )(params, frozen, carry, batch, key)
 
 
-def _run_in_units(config: Config, mesh: Mesh, model: LSTMLanguageModel, carry, batch, key, plan):
+def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
+    """All layers on one stage: neighbours of one kind in a loop, or written out if they are few."""
+    carry, first = list(carry), 0
+    for kind, run in itertools.groupby(layout.kind_of):
+        numbers = range(first, first + len(list(run)))
+        first, row = numbers.stop, layout.slots.places[numbers.start]
+        rows = slice(row, row + len(numbers))
+        own = tuple(
+            jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
+            for tree in (params, frozen, carry)
+        )
+        after, x = _run_kind(layout.unroll, layers[kind], own, x, at, numbers)
+        carry[kind] = jax.tree.map(
+            lambda a, part, rows=rows: part if len(part) == len(a) else a.at[rows].set(part),
+            carry[kind],
+            after,
+        )
+    return tuple(carry), x
+
+
+def _run_kind(unroll: int, layer, stacked: tuple[Any, Any, Any], x, at: At, numbers: range):
+    """Neighbours of one kind; `stacked` are parameters, frozen ones and carry."""
+    if len(numbers) <= unroll:
+        afters = []
+        for row, number in enumerate(numbers):
+            own = jax.tree.map(lambda a, row=row: a[row], stacked)
+            after, x = layer(*own, x, at._replace(layer=jnp.int32(number)))
+            afters.append(after)
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *afters), x
+    slots = SlotArrays(*(jnp.asarray(part, jnp.int32) for part in (numbers, numbers, numbers)))
+    (after,), y = run_layers(
+        (layer,), *((tree,) for tree in stacked), x=x, at=at, slots=slots, has_empty_slots=False
+    )
+    return after, y
+
+
+def _to_block(layout: ModelLayout, batch: Any) -> Any:
+    """A batch as the model sees it: time before rows."""
+    if not layout.time_major:
+        return jax.tree.map(jnp.asarray, batch)
+    return jax.tree.map(lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch)
+
+
+def _run_in_units(layout: ModelLayout, mesh, layers, params, frozen, carry, batch, key, plan):
     """The model's three parts, handed to the pipeline engine."""
-    sharded = config.pipeline.head == "sharded" and mesh.shape[STAGE] > 1
-    table, hidden_size = model.embedding.table[...], config.model.hidden_size
-    dtype = jnp.dtype(config.model.dtype)
+    parallel, model = layout.parallel, layout.merge(params, frozen)
+    if hasattr(model, "prepare"):
+        model = model.prepare(mesh.shape)
+    outer = layout.outer(model)
+    sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
+    num_layers = len(layout.kind_of)
 
-    def first(table, tokens_tb, position):
-        return extend(table[tokens_tb].astype(dtype), hidden_size)
+    def first(leaves, frozen, at):
+        at = at._replace(layer=num_layers + 1)
+        return outer.model(outer.first, leaves, outer.first_frozen, frozen).first(at.batch, at)
 
-    def add_first_gradient(total, table, tokens_tb, position, dx_tbH):
-        return total.at[tokens_tb].add(dx_tbH[..., : table.shape[1]].astype(total.dtype))
+    def last(leaves, frozen, y, at):
+        at = at._replace(layer=num_layers)
+        model = outer.model(outer.last, leaves, outer.last_frozen, frozen)
+        return (model.last_part if sharded else model.last)(y, at.batch, at)
 
-    def last(params, y_tbH, targets_tb, position: Position):
-        position = position._replace(layer=config.model.num_layers)
-        y_tbH = dropout(y_tbH, config.model.dropout, key, position)
-        kernel, bias = params
-        kernel_HV = kernel.T if config.model.tie_embedding else kernel
-        logits_tbV = matmul(y_tbH, kernel_HV, dtype) + bias[None, None]
-        return cross_entropy(logits_tbV, targets_tb, manual_axis=STAGE if sharded else None).nll
+    def add_first_gradient(grads, leaves, frozen, at, dx):
+        model = outer.model(outer.first, leaves, outer.first_frozen, frozen)
+        state = outer.as_state(outer.first, grads)
+        state = model.add_first_gradient(state, dx, at.batch, at)
+        return outer.from_state(state)
 
-    if config.model.tie_embedding:
-        head, head_specs = (table, model.head_bias[...]), (P(STAGE), P(STAGE))
-    else:
-        head = (model.head.kernel[...], model.head.bias[...])
-        head_specs = (P(None, STAGE), P(STAGE))
+    # If all of `first` is frozen there is no gradient to add to.
+    adds_gradient = hasattr(model, "add_first_gradient") and outer.first
+    deal, gather = _deal(layout, mesh)
+    b = parallel.microbatch_rows(layout.batch_size)
     pipeline = Pipeline(
-        layer=model.lstm.layer(key),
+        layers=layers,
         first=first,
         last=last,
         mesh=mesh,
-        layer_ids=model.lstm.layer_ids,
-        chunk_len=batch.inputs_BT.shape[1] // config.num_chunks,
-        microbatch_rows=config.microbatch_rows,
+        slots=layout.slots,
+        chunk_len=layout.num_steps // parallel.num_chunks if layout.num_steps else None,
+        microbatch_rows=b,
         head="sharded" if sharded else "last",
-        last_specs=head_specs,
-        remat=config.pipeline.remat,
-        first_gradient=add_first_gradient,
+        last_specs=_last_specs(layout, outer, model),
+        remat=parallel.pipeline.remat,
+        first_gradient=add_first_gradient if adds_gradient else None,
         first_rows=tuple(
-            np.cumsum((0, *config.shares[:-1])) * (config.data.batch_size // sum(config.shares))
+            np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
+        layout=layout.layout_of(mesh, DATA, STAGE),
     )
-    # A table that is a split head as well is gathered once and before the loop. So is one that has to be
-    # widened and is split over `tensor`: its parts move between devices, which must not be in a branch.
-    if mesh.shape[TENSOR] > 1:
-        table = extend(table, hidden_size)
-    params = PipelineParams(table, model.lstm.params, head)
-    deal, gather = _deal(config, mesh)
-    rows = (deal(batch.inputs_BT, 0).T, deal(batch.targets_BT, 0).T)
+    _, trained, rest = layout.split(model)
+
+    def parts(leaves, first, last, state):
+        return PipelineParams(
+            tuple(leaves[n] for n in first), layout.of_layers(state), tuple(leaves[n] for n in last)
+        )
+
+    block = _to_block(layout, jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
-    nll, carry, _ = pipeline.loss(params, carry, *rows, plan)
-    carry = jax.tree.map(lambda a: gather(a, 1), carry)
-    return carry, LossSums(nll, jnp.sum(batch.targets_BT != IGNORE, dtype=jnp.float32))
+    sums, carry, _ = pipeline.sums(
+        parts(outer.leaves, outer.first, outer.last, trained),
+        carry,
+        block,
+        plan,
+        frozen=parts(outer.frozen_leaves, outer.first_frozen, outer.last_frozen, rest),
+        key=key,
+    )
+    return jax.tree.map(lambda a: gather(a, 1), carry), sums
 
 
-def _deal(config: Config, mesh: Mesh):
+def _last_specs(layout: ModelLayout, outer: Outer, model: Any) -> tuple[Any, Any]:
+    """Over `stage`, of what `last_part` uses: trained, and frozen."""
+    _, trained, frozen = layout.split(model)
+
+    def specs(state, numbers):
+        variables = jax.tree.leaves(state, is_leaf=is_variable)
+        dims = [dims_of(variables[n]) for n in numbers]
+        split = [[STAGE in layout.rules.axes_of(d) if d else False for d in each] for each in dims]
+        return tuple(P(*(STAGE if is_split else None for is_split in each)) for each in split)
+
+    return specs(trained, outer.last), specs(frozen, outer.last_frozen)
+
+
+def _deal(layout: ModelLayout, mesh: Mesh):
     """Two functions of (array, its dim of the batch): to the groups' own rows, and back to the user's order.
 
     Every group has room for the largest share; what a smaller one leaves empty is not computed.
     """
-    if config.has_equal_shares:
+    parallel = layout.parallel
+    if parallel.has_equal_shares:
         return (lambda a, dim: a), (lambda a, dim: a)
-    part = config.data.batch_size // sum(config.shares)
-    room, ends = part * max(config.shares), np.cumsum(config.shares) * part
-    dealt = np.zeros((len(config.shares), room), np.int32)
-    for group, (share, end) in enumerate(zip(config.shares, ends, strict=True)):
+    shares = parallel.group_shares
+    part = layout.batch_size // sum(shares)
+    room, ends = part * max(shares), np.cumsum(shares) * part
+    dealt = np.zeros((len(shares), room), np.int32)
+    for group, (share, end) in enumerate(zip(shares, ends, strict=True)):
         dealt[group, : share * part] = np.arange(end - share * part, end)
-    places = np.concatenate([g * room + np.arange(s * part) for g, s in enumerate(config.shares)])
+    places = np.concatenate([g * room + np.arange(s * part) for g, s in enumerate(shares)])
 
     def deal(a, dim: int):
         spec = P(*[None] * dim, DATA) if dim == 0 else P(STAGE, DATA)
@@ -456,19 +638,20 @@ def _deal(config: Config, mesh: Mesh):
     return deal, lambda a, dim: jnp.take(a, places, axis=dim)
 
 
-def _full_plan(config: RunConfig, *, backward: bool) -> Plan | None:
-    if isinstance(config, ImageConfig) or not config.runs_in_units:
+def _full_plan(parallel: Parallel, *, backward: bool) -> Plan | None:
+    if not parallel.runs_in_units:
         return None
-    return _plan(config, config.num_chunks, backward)
+    return _plan(parallel, parallel.num_chunks, backward)
 
 
 @functools.lru_cache
-def _plan(config: Config, num_chunks: int, backward: bool) -> Plan:
-    """The schedules of a batch of so many chunks, in a program that holds `config.num_chunks`."""
+def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
+    """The schedules of a batch of so many chunks, in a program that holds `parallel.num_chunks`."""
 
     def schedule(share: int, K: int) -> Schedule:
-        return step_schedule(config, share, K, backward=backward)
+        return step_schedule(parallel, share, K, backward=backward)
 
-    any_length = range(1, config.num_chunks + 1)
-    capacity = largest([schedule(share, K) for share in {*config.shares} for K in any_length])
-    return make_plan([schedule(share, num_chunks) for share in config.shares], capacity)
+    any_length = range(1, parallel.num_chunks + 1)
+    shares = parallel.group_shares
+    capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
+    return make_plan([schedule(share, num_chunks) for share in shares], capacity)

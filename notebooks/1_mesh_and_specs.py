@@ -22,7 +22,8 @@ import jax
 from flax import nnx
 
 import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig
+from jaxpar import MeshConfig, Parallel, lm
+from jaxpar.sharding import shardings
 
 jaxpar.simulate_devices(8)
 
@@ -39,26 +40,23 @@ mesh_config
 # %% [markdown]
 # ## The rules
 #
-# From the name of a dim to the axes of the mesh that split it. A name that is not here is on every device in full.
+# From the name of a dim to the axes of the mesh that split it; without any, it is on every device in full. These are
+# the names that jaxpar's own layers have. Yours may have others: `RULES.replace({"my dim": "tensor"})`.
 
 # %%
 for name, axes in jaxpar.RULES.table:
-    print(f"{name:>8} -> {', '.join(axes)}")
+    print(f"{name:>8} -> {', '.join(axes) or 'whole'}")
 
 # %% [markdown]
 # ## A model, its parameters, and their specs
 #
-# Shapes and names say where everything goes. The third column has the names of the dims, and behind a
-# stroke the axes that split them; the fourth is what one device holds.
+# A *task* says what is learned, here a language model; `Parallel` says how devices share the work. Shapes and names say
+# where everything goes. The third column has the names of the dims, and behind a stroke the axes that split them; the
+# fourth is what one device holds.
 
 # %%
-config = Config(
-    mesh=mesh_config,
-    model=ModelConfig(num_layers=4, hidden_size=64, embed_size=64, vocab_size=512),
-    data=DataConfig(batch_size=16, seq_len=8),
-)
-mesh = config.mesh.build()
-state = jaxpar.init_state(config, mesh)
+task = lm.LM(num_layers=4, hidden_size=64, embed_size=64, vocab_size=512, batch_size=16, seq_len=8)
+state = jaxpar.init_state(task, Parallel(mesh_config))
 jaxpar.show(state.params)
 
 # %% [markdown]
@@ -68,13 +66,13 @@ jaxpar.show(state.params)
 # hidden units over `tensor`; the two groups of the `data` axis have copies.
 
 # %%
-jaxpar.show(state.params["lstm"]["w_h"])
+jaxpar.show(state.params["layers"]["lstm"]["w_h"])
 
 # %% [markdown]
 # Each device has its piece, and nothing more. That is no promise of the picture: the arrays themselves say so.
 
 # %%
-w_h = state.params["lstm"]["w_h"].get_value()
+w_h = state.params["layers"]["lstm"]["w_h"].get_value()
 for shard in w_h.addressable_shards[:4]:
     print(shard.device, shard.data.shape, shard.index[0], shard.index[3])
 
@@ -84,15 +82,14 @@ for shard in w_h.addressable_shards[:4]:
 # Only the mesh changes. All eight devices along `tensor`:
 
 # %%
-wide = Config(mesh=MeshConfig(tensor=8), model=config.model, data=config.data)
-wide_state = jaxpar.init_state(wide, wide.mesh.build())
-jaxpar.show(wide_state.params["lstm"]["w_h"])
+wide_state = jaxpar.init_state(task, Parallel(MeshConfig(tensor=8)))
+jaxpar.show(wide_state.params["layers"]["lstm"]["w_h"])
 
 # %% [markdown]
 # The values are the same on both meshes: a seed says what they are, and a mesh only where they lie.
 
 # %%
-other = wide_state.params["lstm"]["w_h"].get_value()
+other = wide_state.params["layers"]["lstm"]["w_h"].get_value()
 print("largest difference:", abs(jax.device_get(w_h) - jax.device_get(other)).max())
 
 # %% [markdown]
@@ -108,7 +105,7 @@ def make():
     return nnx.state(nnx.Linear(64, 256, kernel_init=kernel_init, rngs=nnx.Rngs(0)))
 
 
-layouts = jaxpar.shardings(nnx.eval_shape(make), mesh, jaxpar.RULES)
+layouts = shardings(nnx.eval_shape(make), mesh_config.build(), jaxpar.RULES)
 params = jax.jit(make, out_shardings=layouts)()  # each device makes its own piece
 jaxpar.show(params["kernel"])
 

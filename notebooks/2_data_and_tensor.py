@@ -22,20 +22,17 @@ import jax
 from flax import nnx
 
 import jaxpar
-from jaxpar import Batch, Config, DataConfig, MeshConfig, ModelConfig
+from jaxpar import MeshConfig, Parallel, lm
+from jaxpar.analysis import strategy_for
 
 jaxpar.simulate_devices(8)
 
-config = Config(
-    model=ModelConfig(num_layers=2, hidden_size=64, embed_size=64, vocab_size=512),
-    data=DataConfig(batch_size=16, seq_len=8),
-)
-meshes = {
-    "one device": MeshConfig(devices=(0,)),
-    "data": MeshConfig(data=8),
-    "tensor": MeshConfig(tensor=8),
+task = lm.LM(num_layers=2, hidden_size=64, embed_size=64, vocab_size=512, batch_size=16, seq_len=8)
+layouts = {
+    "one device": Parallel(MeshConfig(devices=(0,))),
+    "data": Parallel(MeshConfig(data=8)),
+    "tensor": Parallel(MeshConfig(tensor=8)),
 }
-configs = {name: dataclasses.replace(config, mesh=mesh) for name, mesh in meshes.items()}
 
 # %% [markdown]
 # ## The same result
@@ -44,11 +41,10 @@ configs = {name: dataclasses.replace(config, mesh=mesh) for name, mesh in meshes
 
 # %%
 tokens = jax.random.randint(jax.random.key(1), (16, 9), 0, 512)
-batch = Batch(tokens[:, :-1], tokens[:, 1:], starts=True)
-for name, each in configs.items():
-    mesh = each.mesh.build()
-    step = jaxpar.make_train_step(each, mesh)
-    _, metrics = step(jaxpar.init_state(each, mesh), batch)
+batch = lm.Batch(tokens[:, :-1], tokens[:, 1:], starts=True)
+for name, parallel in layouts.items():
+    step = jaxpar.make_train_step(task, parallel)
+    _, metrics = step(jaxpar.init_state(task, parallel), batch)
     print(f"{name:>10}: loss {metrics.loss:.6f}, norm of the gradient {metrics.grad_norm:.6f}")
 
 # %% [markdown]
@@ -58,14 +54,14 @@ for name, each in configs.items():
 # and the loss.
 
 # %%
-data = jaxpar.inspect_step(configs["data"])
+data = jaxpar.inspect_step(task, layouts["data"])
 data
 
 # %% [markdown]
 # Its payload is as big as the parameters, whatever the batch. By a ring of n devices, each sends 2 (n-1)/n of it.
 
 # %%
-state = jaxpar.init_state(configs["data"], configs["data"].mesh.build())
+state = jaxpar.init_state(task, layouts["data"])
 size = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
 sent = sum(total.sent_bytes for total in data.totals)
 print(f"parameters {size:,} bytes; 2 x 7/8 of it {2 * 7 * size // 8:,}; sent {sent:,}")
@@ -76,7 +72,7 @@ print(f"parameters {size:,} bytes; 2 x 7/8 of it {2 * 7 * size // 8:,}; sent {se
 # Each device has an eighth of the hidden units of every layer, and needs all of them for the next step of time.
 
 # %%
-tensor = jaxpar.inspect_step(configs["tensor"])
+tensor = jaxpar.inspect_step(task, layouts["tensor"])
 tensor
 
 # %% [markdown]
@@ -85,8 +81,8 @@ tensor
 
 # %%
 for seq_len in (8, 16):
-    long = dataclasses.replace(configs["tensor"], data=DataConfig(batch_size=16, seq_len=seq_len))
-    sent = sum(total.sent_bytes for total in jaxpar.inspect_step(long).totals)
+    long = dataclasses.replace(task, seq_len=seq_len)
+    sent = sum(total.sent_bytes for total in jaxpar.inspect_step(long, "tp8").totals)
     print(f"{seq_len:>3} time steps: tensor parallelism sends {sent:,} bytes")
 
 # %% [markdown]
@@ -98,11 +94,11 @@ for seq_len in (8, 16):
 # %%
 mesh = MeshConfig(data=2, tensor=4).build()
 dense = nnx.eval_shape(lambda: nnx.Linear(9216, 4096, rngs=nnx.Rngs(0)))
-print(jaxpar.strategy_for(dense, 128, mesh))
+print(strategy_for(dense, 128, mesh))
 
 # %%
 conv = nnx.eval_shape(lambda: nnx.Conv(96, 256, (5, 5), rngs=nnx.Rngs(0)))
-print(jaxpar.strategy_for(conv, (128, 27, 27, 96), mesh))
+print(strategy_for(conv, (128, 27, 27, 96), mesh))
 
 # %% [markdown]
 # ## What was learned

@@ -16,7 +16,8 @@
 
 # %%
 import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig
+from jaxpar import MeshConfig, Parallel, PipelineConfig, lm
+from jaxpar.pipeline.schedule import make_schedule
 
 jaxpar.simulate_devices(2)
 
@@ -26,7 +27,7 @@ jaxpar.simulate_devices(2)
 # The whole batch goes up through the stages, its gradient comes down. (A backward unit takes twice the time.)
 
 # %%
-jaxpar.make_schedule("gpipe", num_stages=4, num_microbatches=1)
+make_schedule("gpipe", num_stages=4, num_microbatches=1)
 
 # %% [markdown]
 # ## GPipe: microbatches
@@ -36,7 +37,7 @@ jaxpar.make_schedule("gpipe", num_stages=4, num_microbatches=1)
 # *live units* is 4 on every stage.
 
 # %%
-jaxpar.make_schedule("gpipe", num_stages=4, num_microbatches=4)
+make_schedule("gpipe", num_stages=4, num_microbatches=4)
 
 # %% [markdown]
 # ## 1F1B: the same bubble, less memory
@@ -45,7 +46,7 @@ jaxpar.make_schedule("gpipe", num_stages=4, num_microbatches=4)
 # has only a few in flight.
 
 # %%
-jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=8)
+make_schedule("1f1b", num_stages=4, num_microbatches=8)
 
 # %% [markdown]
 # ## The wavefront: chunks of time
@@ -55,7 +56,7 @@ jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=8)
 # sentence, and the rows of the matrix products stay as many as they were. Backwards, the last chunk comes first.
 
 # %%
-jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
+make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
 
 # %% [markdown]
 # ## Both
@@ -63,12 +64,12 @@ jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
 # Microbatches and chunks: the bubble is (S-1) / (MK + S-1), of S stages, M microbatches and K chunks.
 
 # %%
-jaxpar.make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
+make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 
 # %%
 print("bubble of 4 stages    " + "".join(f"K = {K:<6}" for K in (1, 2, 4, 8)))
 for M in (1, 2, 4, 8):
-    row = [jaxpar.make_schedule("1f1b", 4, M, K).bubble for K in (1, 2, 4, 8)]
+    row = [make_schedule("1f1b", 4, M, K).bubble for K in (1, 2, 4, 8)]
     print(f"{M} microbatches        " + "".join(f"{bubble:<10.1%}" for bubble in row))
 
 # %% [markdown]
@@ -79,16 +80,17 @@ for M in (1, 2, 4, 8):
 
 
 # %%
-def config(num_microbatches, num_chunks):
-    return Config(
-        mesh=MeshConfig(stage=2),
-        model=ModelConfig(num_layers=4, hidden_size=256, embed_size=256, vocab_size=512),
-        pipeline=PipelineConfig(num_microbatches=num_microbatches, num_chunks=num_chunks),
-        data=DataConfig(batch_size=32, seq_len=16),
-    )
+task = lm.LM(
+    num_layers=4, hidden_size=256, embed_size=256, vocab_size=512, batch_size=32, seq_len=16
+)
 
 
-naive = jaxpar.measure_step(config(1, 1))
+def measure(num_microbatches, num_chunks):
+    pipeline = PipelineConfig(num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return jaxpar.measure_step(task, Parallel(MeshConfig(stage=2), pipeline))
+
+
+naive = measure(1, 1)
 naive
 
 # %% [markdown]
@@ -96,7 +98,7 @@ naive
 # on what else the machine has to do.
 
 # %%
-filled = jaxpar.measure_step(config(2, 2))
+filled = measure(2, 2)
 filled
 
 # %%

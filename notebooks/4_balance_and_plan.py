@@ -18,7 +18,9 @@
 import dataclasses
 
 import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig
+from jaxpar import MeshConfig, Parallel, PipelineConfig, lm
+from jaxpar.pipeline.placement import balance
+from jaxpar.planning import plan, predict_step, propose_shares
 
 jaxpar.simulate_devices(8)
 
@@ -29,9 +31,9 @@ jaxpar.simulate_devices(8)
 # what the last stage has to do besides. A stage with fewer layers has an empty slot, which costs nothing but memory.
 
 # %%
-print("equal layers          ", jaxpar.balance([1] * 7, 4))
-print("the first one is twice", jaxpar.balance([2, 1, 1, 1, 1, 1, 1], 4))
-print("and a heavy head      ", jaxpar.balance([2, 1, 1, 1, 1, 1, 1], 4, last_cost=1.5))
+print("equal layers          ", balance([1] * 7, 4))
+print("the first one is twice", balance([2, 1, 1, 1, 1, 1, 1], 4))
+print("and a heavy head      ", balance([2, 1, 1, 1, 1, 1, 1], 4, last_cost=1.5))
 
 # %% [markdown]
 # ## The head is work, too
@@ -41,13 +43,12 @@ print("and a heavy head      ", jaxpar.balance([2, 1, 1, 1, 1, 1, 1], 4, last_co
 # last of them: below each stage's plan, what it did.
 
 # %%
-two_stages = Config(
-    mesh=MeshConfig(stage=2, devices=(0, 1)),
-    model=ModelConfig(num_layers=4, hidden_size=128, embed_size=128, vocab_size=8192),
-    pipeline=PipelineConfig(num_microbatches=2, num_chunks=2, head="last"),
-    data=DataConfig(batch_size=16, seq_len=16),
+wordy = lm.LM(
+    num_layers=4, hidden_size=128, embed_size=128, vocab_size=8192, batch_size=16, seq_len=16
 )
-even = jaxpar.measure_step(two_stages)
+on_last = PipelineConfig(num_microbatches=2, num_chunks=2, head="last")
+two_stages = MeshConfig(stage=2, devices=(0, 1))
+even = jaxpar.measure_step(wordy, Parallel(two_stages, on_last))
 even
 
 # %% [markdown]
@@ -55,10 +56,8 @@ even
 # second needs no guess, and is what jaxpar does if it is told nothing.
 
 # %%
-shared = dataclasses.replace(
-    two_stages, pipeline=dataclasses.replace(two_stages.pipeline, head="sharded")
-)
-split = jaxpar.measure_step(shared)
+on_all = dataclasses.replace(on_last, head="sharded")
+split = jaxpar.measure_step(wordy, Parallel(two_stages, on_all))
 split
 
 # %%
@@ -76,14 +75,12 @@ for name, measured in (("head on the last stage", even), ("head on all stages", 
 
 # %%
 print("mesh         sent by a device: predicted   compiled     memory: predicted   compiled")
+small = lm.LM(
+    num_layers=4, hidden_size=128, embed_size=128, vocab_size=1024, batch_size=32, seq_len=16
+)
 for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
-    each = Config(
-        mesh=MeshConfig.parse(shape),
-        model=ModelConfig(num_layers=4, hidden_size=128, embed_size=128, vocab_size=1024),
-        pipeline=PipelineConfig(num_microbatches=2, num_chunks=4),
-        data=DataConfig(batch_size=32, seq_len=16),
-    )
-    cost, report = jaxpar.predict_step(each), jaxpar.inspect_step(each)
+    parallel = Parallel(shape, PipelineConfig(num_microbatches=2, num_chunks=4))
+    cost, report = predict_step(small, parallel), jaxpar.inspect_step(small, parallel)
     sent = sum(total.sent_bytes for total in report.totals)
     print(
         f"{shape:<10}  {cost.sent_bytes / 1e6:24.2f} MB  {sent / 1e6:6.2f} MB"
@@ -100,12 +97,10 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
 # mesh, cut of the batch and of time is looked at; the best of each mesh is shown, and why it is the best.
 
 # %%
-big = Config(
-    model=ModelConfig(num_layers=8, hidden_size=2048, embed_size=2048, vocab_size=10368),
-    data=DataConfig(batch_size=512, seq_len=64),
+big = lm.LM(
+    num_layers=8, hidden_size=2048, embed_size=2048, vocab_size=10368, batch_size=512, seq_len=64
 )
-ranking = jaxpar.plan(big, 64, jaxpar.find_machine("h100"))
-ranking
+plan(big, num_devices=64, hardware="h100")
 
 # %% [markdown]
 # ## Devices that differ
@@ -115,7 +110,7 @@ ranking
 
 # %%
 seconds = [1.0, 1.0, 1.0, 3.0]
-shares = jaxpar.propose_shares(seconds)
+shares = propose_shares(seconds)
 print(f"seconds for an equal part {seconds} -> shares {shares}")
 ends = [s * share for s, share in zip(seconds, shares, strict=True)]
 print(

@@ -19,24 +19,26 @@ import dataclasses
 import signal
 
 import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, lm
 from jaxpar.training.report import Report
-from jaxpar.training.sample import sample
 
 jaxpar.simulate_devices(8)
 
-config = Config(
-    mesh=MeshConfig(data=2, stage=2, tensor=2),
-    model=ModelConfig(num_layers=2, hidden_size=64, embed_size=64),
-    pipeline=PipelineConfig(num_chunks=4),
-    data=DataConfig(corpus="python-docs", batch_size=32, seq_len=16, max_vocab=600),
-    train=TrainConfig(num_steps=100, log_every=20, learning_rate=0.01),
+task = lm.LM(
+    num_layers=2,
+    hidden_size=64,
+    embed_size=64,
+    corpus="python-docs",
+    max_vocab=600,
+    batch_size=32,
+    seq_len=16,
+    optimizer=OptimizerConfig(learning_rate=0.01),
 )
+eight = Parallel("dp2pp2tp2", PipelineConfig(num_chunks=4))
 
 
-def with_(config, mesh=None, **train):
-    train = dataclasses.replace(config.train, **train)
-    return dataclasses.replace(config, mesh=mesh or config.mesh, train=train)
+def settings(out_dir):
+    return TrainConfig(num_steps=100, log_every=20, out_dir=out_dir)
 
 
 # %% [markdown]
@@ -53,7 +55,7 @@ class Impatient(Report):
             signal.raise_signal(signal.SIGINT)
 
 
-stopped = jaxpar.fit(with_(config, out_dir="stopped"), report=Impatient())
+stopped = jaxpar.fit(task, eight, settings("stopped"), report=Impatient())
 print("stopped by", stopped.stopped_by.name, "after", len(stopped.losses), "steps")
 
 # %% [markdown]
@@ -62,8 +64,8 @@ print("stopped by", stopped.stopped_by.name, "after", len(stopped.losses), "step
 # The run had 2 x 2 x 2 devices. It goes on with 4, all of them data-parallel.
 
 # %%
-four = MeshConfig(data=4, devices=(0, 1, 2, 3))
-resumed = jaxpar.fit(with_(config, four, out_dir="stopped"), resume=True)
+four = dataclasses.replace(eight, mesh=MeshConfig(data=4, devices=(0, 1, 2, 3)))
+resumed = jaxpar.fit(task, four, settings("stopped"), resume=True)
 print(f"steps {resumed.first_step + 1} to {resumed.first_step + len(resumed.losses)}")
 jaxpar.show(resumed.state)
 
@@ -73,7 +75,7 @@ jaxpar.show(resumed.state)
 # A third run never stopped. The losses of both, step by step:
 
 # %%
-whole = jaxpar.fit(with_(config, out_dir="whole"))
+whole = jaxpar.fit(task, eight, settings("whole"))
 pieced = stopped.losses + resumed.losses
 for step in (1, 20, 40, 41, 60, 80, 100):
     print(
@@ -96,7 +98,7 @@ for evaluation in resumed.evaluations.values():
 # Rare words are one word here, `<unk>`, because the vocabulary was cut to 600. On one device:
 
 # %%
-print(sample(resumed.out_dir, "the value of", length=40, seed=3))
+print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
 
 # %% [markdown]
 # ## What was learned
@@ -104,4 +106,4 @@ print(sample(resumed.out_dir, "the value of", length=40, seed=3))
 # - `fit` ends after the step under way when it is told to stop, and `resume=True` goes on from the saved state.
 # - A state is saved by the names of its arrays, whole; any mesh can take it up.
 # - The losses are those of the run that never stopped, to the rounding of sums.
-# - The command line does the same: `train`, Ctrl-C, `train --resume --mesh dp4`, `sample`.
+# - The command line does the same: `train lm`, Ctrl-C, `train --resume --mesh dp4`, `sample`.

@@ -31,8 +31,9 @@ def execute(source: Path, folder: str | Path) -> Any:
     """
     notebook = jupytext.read(source)
     NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    ).execute()
+        notebook, timeout=3600, startup_timeout=600, kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+    ).execute()  # fmt: skip
     return tidy(notebook)
 
 

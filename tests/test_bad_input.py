@@ -17,8 +17,8 @@ from jaxpar.__main__ import main
 LINES = "the cat sat on the mat\na dog ran to the cat\n"
 WORDS = ["<eos>", "<unk>", "the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to"]
 SIZES = [
-    "--data.batch-size", "8", "--data.seq-len", "4", "--model.num-layers", "2",
-    "--model.hidden-size", "8", "--model.embed-size", "8", "--train.num-steps", "2",
+    "--batch-size", "8", "--seq-len", "4", "--num-layers", "2", "--hidden-size", "8", "--embed-size", "8",
+    "--optimizer.warmup-steps", "1", "--train.num-steps", "2",
 ]  # fmt: skip
 
 
@@ -36,8 +36,8 @@ def world(tmp_path_factory, compile_once):
     (world / "two_lines.txt").write_text(LINES)
     (world / "latin1.txt").write_bytes("caf\u00e9\n".encode("latin1") * 20)
     (world / "utf16.txt").write_text(LINES, encoding="utf-16")
-    (world / "broken.toml").write_text("[model\n")
-    (world / "latin1.toml").write_bytes('[data]\ncorpus = "caf\u00e9"\n'.encode("latin1"))
+    (world / "broken.toml").write_text("[train\n")
+    (world / "latin1.toml").write_bytes('corpus = "caf\u00e9"\n'.encode("latin1"))
     (world / "no.safetensors").write_text("weights")
     rng = np.random.default_rng(0)
     shapes = {"embedding.weight": (12, 4), "head.weight": (12, 4), "head.bias": (12,)}
@@ -45,20 +45,21 @@ def world(tmp_path_factory, compile_once):
         shapes |= {f"lstm.weight_{name}_l0": (16, 4), f"lstm.bias_{name}_l0": (16,)}
     weights = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     safetensors.numpy.save_file(weights, world / "model.safetensors")
-    arguments = ["--data.corpus", str(world / "text"), "--train.out-dir", str(world / "run")]
-    assert main(["train", *SIZES, *arguments, "--mesh.devices", "0"]) == 0
+    arguments = ["--corpus", str(world / "text"), "--train.out-dir", str(world / "run")]
+    assert main(["train", "lm", *SIZES, *arguments, "--devices", "0"]) == 0
     return world
 
 
 def train(*more):
-    mesh = () if {"--mesh", "--mesh.devices"} & {*more} else ("--mesh", "dp8")
-    corpus = () if "--data.corpus" in more else ("--data.corpus", "text")
-    return ["train", *SIZES, *corpus, *mesh, *more]
+    mesh = () if {"--mesh", "--devices"} & {*more} else ("--mesh", "dp8")
+    corpus = () if "--corpus" in more else ("--corpus", "text")
+    return ["train", "lm", *SIZES, *corpus, *mesh, *more]
 
 
 def images(*more):
     mesh = () if "--mesh" in more else ("--mesh", "dp8")
-    return ["train", "--model", "hybrid", "--train.num-steps", "2", *mesh, *more]
+    steps = ("--train.num-steps", "2", "--optimizer.warmup-steps", "0")
+    return ["train", "images", *steps, *mesh, *more]
 
 
 def config(text):
@@ -76,7 +77,7 @@ def resume(*more):
 
 def import_(*more):
     file = () if "-i" in more else ("-i", "model.safetensors")
-    return ["import", "new", *file, "--data.corpus", "text", *more]
+    return ["import", "new", *file, "--corpus", "text", "--batch-size", "8", *more]
 
 
 def damage(name, content="{"):
@@ -103,34 +104,40 @@ def other_vocabulary(world):
 
 # Name: the arguments, or what happens to the files before and the arguments; and the message.
 FLAGS = {
-    "no layers": (train("--model.num-layers", "0"), "num_layers=0: must be positive"),
-    "negative width": (train("--model.hidden-size", "-4"), "hidden_size=-4: must be positive"),
-    "width no number": (train("--model.hidden-size", "wide"), "parsing --model.hidden-size: inv"),
-    "no embedding": (train("--model.embed-size", "0"), "embed_size=0: must be positive"),
+    "no layers": (train("--num-layers", "0"), "num_layers=0: must be positive"),
+    "negative width": (train("--hidden-size", "-4"), "hidden_size=-4: must be positive"),
+    "width no number": (train("--hidden-size", "wide"), "parsing --hidden-size: inv"),
+    "no embedding": (train("--embed-size", "0"), "embed_size=0: must be positive"),
     "embedding too wide": (
-        train("--model.embed-size", "16"), "embed_size=16 is larger than hidden_size=8; use",
+        train("--embed-size", "16"), "embed_size=16 is larger than hidden_size=8; use",
     ),
-    "no vocabulary": (train("--model.vocab-size", "0"), "vocab_size=0: must be positive"),
+    "no vocabulary": (train("--vocab-size", "0"), "vocab_size=0: must be positive"),
     "vocabulary too small": (
-        train("--model.vocab-size", "5"), "vocab_size=5 is less than the 11 words",
+        train("--vocab-size", "5"), "vocab_size=5 is less than the 11 words",
+    ),
+    "a vocabulary of no words": (
+        train("--vocab-size", "96"), "vocab_size=96 has rows that are no words: .* 11, .* num_words=11",
+    ),
+    "more words than rows": (
+        train("--vocab-size", "5", "--num-words", "6"), "num_words=6 is more than vocab_size=5; use",
     ),
     "dropout of more": (
-        train("--model.dropout", "1.5"), r"dropout=1\.5: must be at least 0 and less than 1",
+        train("--dropout", "1.5"), r"dropout=1\.5: must be at least 0 and less than 1",
     ),
-    "dropout nan": (train("--model.dropout", "nan"), "dropout=nan: use a finite number"),
-    "forget bias inf": (train("--model.forget-bias", "inf"), "forget_bias=inf: use a finite"),
+    "dropout nan": (train("--dropout", "nan"), "dropout=nan: use a finite number"),
+    "forget bias inf": (train("--forget-bias", "inf"), "forget_bias=inf: use a finite"),
     "tied and narrow": (
-        train("--model.tie-embedding", "--model.embed-size", "4"),
+        train("--tie-embedding", "--embed-size", "4"),
         "tie_embedding needs embed_size=4 equal to hidden_size=8; set",
     ),
-    "unknown dtype": (train("--model.dtype", "float16"), "dtype.*float32.*bfloat16"),
-    "unknown kernel": (train("--model.kernel", "cuda"), "kernel.*scan.*cudnn.*auto"),
+    "unknown dtype": (train("--dtype", "float16"), "dtype.*float32.*bfloat16"),
+    "unknown kernel": (train("--kernel", "cuda"), "kernel.*scan.*cudnn.*auto"),
     "cudnn without a GPU": (
-        train("--model.kernel", "cudnn"),
+        train("--kernel", "cudnn"),
         r"kernel='cudnn' cannot run: it needs GPUs of NVIDIA, the mesh has cpu \(cpu\); use kernel='scan'",
     ),
     "hidden by tensor": (
-        train("--mesh", "tp8", "--model.hidden-size", "12"),
+        train("--mesh", "tp8", "--hidden-size", "12"),
         "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",
     ),
     "unknown schedule": (train("--pipeline.schedule", "1f1c"), "schedule.*1f1b.*gpipe"),
@@ -158,54 +165,57 @@ FLAGS = {
         r"placement=\(1, 2\) is 2 numbers with the sum 3",
     ),
     "layers by stages": (
-        train("--mesh", "dp4pp2", "--model.num-layers", "3", "--pipeline.placement", "even"),
+        train("--mesh", "dp4pp2", "--num-layers", "3", "--pipeline.placement", "even"),
         r"num_layers=3 does not split evenly over stage=2; use 2 or 4 layers.*\(2, 1\)",
     ),
     "more stages than layers": (train("--mesh", "pp8"), "stage=8 is more than num_layers=2; use"),
     "unknown head": (train("--pipeline.head", "first"), "head.*last.*sharded"),
-    "level": (train("--data.level", "byte"), "level.*auto.*word.*char"),
-    "room for no word": (train("--data.max-vocab", "2"), "max_vocab=2 leaves no room for words"),
-    "no rows": (train("--data.batch-size", "0"), "batch_size=0: must be positive"),
+    "level": (train("--level", "byte"), "level.*auto.*word.*char"),
+    "room for no word": (train("--max-vocab", "2"), "max_vocab=2 leaves no room for words"),
+    "no rows": (train("--batch-size", "0"), "batch_size=0: must be positive"),
     "rows by data": (
-        train("--data.batch-size", "12"), "batch_size=12 does not divide by data=8; use",
+        train("--batch-size", "12"), "batch_size=12 does not divide by data=8; use",
     ),
-    "no time": (train("--data.seq-len", "-1"), "seq_len=-1: must be positive"),
+    "no time": (train("--seq-len", "-1"), "seq_len=-1: must be positive"),
     "text too short for the batch": (
-        train("--data.batch-size", "800"), "1400 tokens are too few for batch_size=800",
+        train("--batch-size", "800"), "1400 tokens are too few for batch_size=800",
     ),
-    "negative buckets": (train("--data.num-buckets", "-1"), "num_buckets=-1: must not be neg"),
+    "negative buckets": (train("--num-buckets", "-1"), "num_buckets=-1: must not be neg"),
     "a share of nothing": (
-        train("--mesh", "dp2tp4", "--data.shares", "0", "1"), r"shares=\(0, 1\): every .* group",
+        train("--mesh", "dp2tp4", "--shares", "0", "1"), r"shares=\(0, 1\): every .* group",
     ),
     "shares for other groups": (
-        train("--mesh", "dp2tp4", "--data.shares", "1", "2", "1"),
+        train("--mesh", "dp2tp4", "--shares", "1", "2", "1"),
         r"shares=\(1, 2, 1\) are 3 parts for data=2",
     ),
     "no steps": (train("--train.num-steps", "0"), "num_steps=0: must be positive"),
     "too many steps": (train("--train.num-steps", "2147483648"), "num_steps=2147483648: must"),
-    "unknown optimizer": (train("--train.optimizer", "lion"), "optimizer.*adam.*sgd"),
-    "no rate": (train("--train.learning-rate", "0"), r"learning_rate=0\.0: must be positive"),
-    "rate nan": (train("--train.learning-rate", "nan"), "learning_rate=nan: use a finite"),
-    "unknown schedule of rates": (train("--train.lr-schedule", "cos"), "lr-schedule.*cosine"),
-    "negative warm-up": (train("--train.warmup-steps", "-1"), "warmup_steps=-1: must not be"),
-    "negative hold": (train("--train.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
-    "decay of more": (train("--train.lr-decay", "1.5"), r"lr_decay=1\.5: must be above 0, and 1"),
-    "decay at no time": (train("--train.lr-decay-every", "0"), "lr_decay_every=0: must be pos"),
-    "weight decay of adam": (
-        train("--train.weight-decay", "0.1"),
-        r"weight_decay=0\.1 has no effect with optimizer='adam'; use .* optimizer='adamw'",
+    "unknown optimizer": (train("--optimizer.name", "lion"), "optimizer.name.*adam.*sgd"),
+    "no rate": (train("--optimizer.learning-rate", "0"), r"learning_rate=0\.0: must be positive"),
+    "rate nan": (train("--optimizer.learning-rate", "nan"), "learning_rate=nan: use a finite"),
+    "unknown schedule of rates": (train("--optimizer.lr-schedule", "cos"), "lr-schedule.*cosine"),
+    "negative warm-up": (train("--optimizer.warmup-steps", "-1"), "warmup_steps=-1: must not be"),
+    "more warm-up than steps": (
+        train("--optimizer.warmup-steps", "50"), "warmup_steps=50 of num_steps=2: .*; use warmup_steps=0",
     ),
-    "negative weight decay": (train("--train.weight-decay", "-1"), r"weight_decay=-1\.0: must"),
-    "momentum of adam": (train("--train.momentum", "0.9"), r"momentum=0\.9 has no effect with"),
+    "negative hold": (train("--optimizer.hold-steps", "-1"), "hold_steps=-1: must not be negative"),
+    "decay of more": (train("--optimizer.lr-decay", "1.5"), r"lr_decay=1\.5: must be above 0, and 1"),
+    "decay at no time": (train("--optimizer.lr-decay-every", "0"), "lr_decay_every=0: must be pos"),
+    "weight decay of adam": (
+        train("--optimizer.weight-decay", "0.1"),
+        r"weight_decay=0\.1 has no effect with optimizer 'adam'; use .* name='adamw'",
+    ),
+    "negative weight decay": (train("--optimizer.weight-decay", "-1"), r"weight_decay=-1\.0: must"),
+    "momentum of adam": (train("--optimizer.momentum", "0.9"), r"momentum=0\.9 has no effect with"),
     "momentum of more": (
-        train("--train.momentum", "1.5", "--train.optimizer", "sgd"), r"momentum=1\.5: must be",
+        train("--optimizer.momentum", "1.5", "--optimizer.name", "sgd"), r"momentum=1\.5: must be",
     ),
     "negative clipping": (train("--train.clip-norm", "-1"), r"clip_norm=-1\.0: must not be"),
     "unknown policy": (train("--train.nonfinite", "ignore"), "nonfinite.*stop.*skip"),
     "none skipped": (train("--train.max-skipped", "0"), "max_skipped=0: must be positive"),
     "negative seed": (train("--train.seed", "-1"), "seed=-1: must be from 0 to"),
     "seed too large": (train("--train.seed", str(2**70)), "seed=1180591620717411303424: must"),
-    "unknown update": (train("--train.update", "shard"), "update.*replicated.*sharded"),
+    "unknown update": (train("--update", "shard"), "update.*replicated.*sharded"),
     "never logged": (train("--train.log-every", "0"), "log_every=0: must be positive"),
     "negative evaluation": (train("--train.eval-every", "-1"), "eval_every=-1: must not be"),
     "negative checkpoints": (
@@ -221,35 +231,46 @@ FLAGS = {
         train("--train.fallback-dir", "empty.txt/runs"),
         r"cannot make fallback_dir='empty\.txt/runs': Not a directory; use",
     ),
-    "unknown flag": (train("--model.hiden-size", "8"), "hiden-size.*model.hidden-size"),
-    "unknown command": (["trian"], "trian"),
+    "unknown flag": (train("--hiden-size", "8"), "hiden-size.*--hidden-size"),
+    "unknown command": (["trian", "lm"], "there is no command 'trian'; did you mean train"),
+    "no command like it": (["go"], "there is no command 'go'; there are train, plan, evaluate"),
+    "no task": (
+        ["train", "--mesh", "dp8"], r"train what\? .* train lm .* train images .* path/to/file\.py:Name",
+    ),
+    "no task to plan": (["plan", "--devices", "8"], r"plan what\? Name a task after it: plan lm"),
+    "no task to plot": (["plot", "schedule"], r"plot schedule what\? .* plot schedule lm"),
+    "unknown task": (["train", "lmm"], "there is no task 'lmm'; did you mean 'lm'"),
+    "no such picture": (["plot", "lm"], "there is no picture 'lm'; write plot KIND TASK with one of sched"),
+    "no picture at all": (["plot", "--mesh", "pp4"], "there is no picture ''; write plot KIND TASK"),
 }  # fmt: skip
 
 IMAGES = {
-    "no channel": (images("--model.channels", "0"), r"channels=\(0,\): all must be positive"),
-    "negative units": (images("--model.hidden-sizes", "-1"), r"hidden_sizes=\(-1,\): all must be"),
+    "no channel": (images("--channels", "0"), r"channels=\(0,\): all must be positive"),
+    "negative units": (images("--hidden-sizes", "-1"), r"hidden_sizes=\(-1,\): all must be"),
     "image without colours": (
-        images("--model.image-shape", "8", "8"), r"image_shape=\(8, 8\): give height, width and colours",
+        images("--image-shape", "8", "8"), r"image_shape=\(8, 8\): give height, width and colours",
     ),
     "image too small": (
-        images("--model.image-shape", "1", "1", "1"), r"image_shape=\(1, 1, 1\) is too small for",
+        images("--image-shape", "1", "1", "1"), r"image_shape=\(1, 1, 1\) is too small for",
     ),
     "other images": (
-        images("--model.image-shape", "9", "8", "1"),
+        images("--image-shape", "9", "8", "1"),
         r"image_shape=\(9, 8, 1\) of the model does not fit the images 'digits'; use",
     ),
-    "no class": (images("--model.num-classes", "0"), "num_classes=0: must be positive"),
-    "all dropped": (images("--model.dropout", "1"), r"dropout=1\.0: must be at least 0 and less"),
-    "unknown strategy": (images("--model.strategy", "both"), "strategy.*hybrid-gather"),
-    "unknown images": (images("--data.dataset", "letters"), "dataset.*digits"),
-    "no images in a batch": (images("--data.batch-size", "0"), "batch_size=0: must be positive"),
+    "no class": (images("--num-classes", "0"), "num_classes=0: must be positive"),
+    "all dropped": (images("--dropout", "1"), r"dropout=1\.0: must be at least 0 and less"),
+    "unknown strategy": (images("--strategy", "both"), "strategy.*hybrid-gather"),
+    "unknown images": (images("--dataset", "letters"), "dataset.*digits"),
+    "no images in a batch": (images("--batch-size", "0"), "batch_size=0: must be positive"),
     "images by devices": (
-        images("--data.batch-size", "12"), "batch_size=12 does not divide by data=8; use batch_size 8",
+        images("--batch-size", "12"), "batch_size=12 does not divide by data=8; use batch_size 8",
     ),
-    "a pipeline of images": (images("--mesh", "dp4pp2"), "model 'hybrid' has no pipeline; use stage=1"),
-    "two ways to split": (images("--train.fsdp"), "fsdp=True is not for model 'hybrid', whose"),
+    "a pipeline of images": (
+        images("--mesh", "dp4pp2"), "stage=2: the task images has no pipeline; use stage=1",
+    ),
+    "two ways to split": (images("--fsdp"), "fsdp=True is not for .*, whose"),
     "two places of an update": (
-        images("--train.update", "sharded"), "update='sharded' is not for model 'hybrid'",
+        images("--update", "sharded"), "update='sharded' is not for ",
     ),
 }  # fmt: skip
 
@@ -257,12 +278,32 @@ DEVICES = {
     "too few devices": (train("--mesh", "dp3"), r"needs 3 devices, there are 8; .*devices=\(0, 1"),
     "too many devices": (train("--mesh", "dp16"), "needs 16 devices, there are 8; use .*simulate 16"),
     "no such device": (
-        train("--mesh.devices", "9"), r"mesh devices=\(9,\): there is no device 9; .* 0 to 7",
+        train("--devices", "9"), r"mesh devices=\(9,\): there is no device 9; .* 0 to 7",
     ),
     "a device twice": (
-        train("--mesh.devices", "0", "0"), r"devices=\(0, 0\) name \[0\] twice; name each once",
+        train("--devices", "0", "0"), r"devices=\(0, 0\) name \[0\] twice; name each once",
     ),
-    "mesh of no size": (train("--mesh.tensor", "0"), "mesh tensor=0: use a positive whole number"),
+    "mesh of no size": (train("--mesh", "tp0"), "mesh tensor=0: use a positive whole number"),
+    "a mesh in two ways": (
+        train("--mesh", "dp2", "--mesh.data", "4"), r"Unrecognized options: --mesh\.data, 4",
+    ),
+    "a mesh for the planner": (
+        ["plan", "lm", "--mesh", "dp2"], "plan looks for the mesh and the pipeline itself; leave --mesh away",
+    ),
+    "a pipeline for the planner": (
+        ["plan", "lm", "--pipeline.num-chunks=2"], r"leave --pipeline\.num-chunks=2 away and .*--devices 8",
+    ),
+    "a plan for no devices": (
+        ["plan", "lm", "--vocab-size", "96", "--machine", "h100", "--devices", "0"],
+        "num_devices=0: must be positive",
+    ),
+    "a mesh of the planner's elsewhere": (
+        ["inspect", "lm", "--mesh", "auto"], "mesh 'auto': cannot read 'auto'",
+    ),
+    "the planner's mesh on some devices": (
+        train("--mesh", "auto", "--devices", "0"), r"--mesh auto takes all devices, and devices=\(0,\) names",
+    ),
+    "no size of memory": (train("--memory", "much"), "--memory much: write it as 16GB"),
     "two sizes to infer": (
         train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
     ),
@@ -287,25 +328,32 @@ FILES = {
     "no TOML": (train("--config", "broken.toml"), r"broken\.toml is no TOML in UTF-8: .*line 1"),
     "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is no TOML in UTF-8: .*0xe9"),
     "unknown key": (
-        config("[model]\nhiden_size = 3\n"),
-        r"no key model\.hiden_size; did you mean model\.hidden_size\?",
+        config("[optimizer]\nlerning_rate = 3\n"),
+        r"no key optimizer\.lerning_rate; did you mean optimizer\.learning_rate\?",
     ),
-    "unknown table": (config("[modle]\n"), r"no key modle; did you mean model\?"),
+    "unknown table": (config("[optimiser]\n"), r"no key optimiser; did you mean optimizer\?"),
+    "settings of another task": (
+        config('task = "images"\n'), r"settings of config\.toml are of the task images, not of lm; name no",
+    ),
+    "settings of no task": (
+        (lambda world: (world / "c.toml").write_text("fsdp = true\n"), ["train", "--config", "c.toml"]),
+        r"c\.toml: it names no task; add a line such as task = \"lm\"",
+    ),
     "a text for a number": (
-        config('[model]\nhidden_size = "3"\n'), r"model\.hidden_size='3': use a whole number",
+        config('hidden_size = "3"\n'), r"hidden_size='3': use a whole number",
     ),
     "a truth for a number": (
-        config("[data]\nseq_len = true\n"), r"data\.seq_len=True \(bool\): use a whole number",
+        config("seq_len = true\n"), r"seq_len=True \(bool\): use a whole number",
     ),
     "a fraction for a number": (
         config("[train]\nnum_steps = 1.5\n"), r"train\.num_steps=1\.5 \(float\): use a whole number",
     ),
     "a number for a truth": (
-        config("[train]\nfsdp = 1\n"), r"train\.fsdp=1 \(int\): use true or false",
+        config("fsdp = 1\n"), r"fsdp=1 \(int\): use true or false",
     ),
-    "a number for a text": (config("[data]\ncorpus = 1\n"), r"data\.corpus=1 \(int\): use a text"),
+    "a number for a text": (config("corpus = 1\n"), r"corpus=1 \(int\): use a text"),
     "no such option": (
-        config('[train]\noptimizer = "adm"\n'), r"train\.optimizer='adm': use 'adam' or 'adamw' or",
+        config('[optimizer]\nname = "adm"\n'), r"optimizer\.name='adm': use 'adam' or 'adamw' or",
     ),
     "fractions of layers": (
         config("[pipeline]\nplacement = [1, 2.5]\n"),
@@ -314,22 +362,22 @@ FILES = {
     "a number for a table": (config("train = 3\n"), r"train=3: write a table \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: use a finite number"),
     "no such corpus": (
-        train("--data.corpus", "python-dogs"), "no corpus 'python-dogs'.*did you mean 'python-docs'",
+        train("--corpus", "python-dogs"), "no corpus 'python-dogs'.*did you mean 'python-docs'",
     ),
-    "no name of a corpus": (train("--data.corpus", ""), "corpus='' names no text; use python-docs"),
-    "an empty text": (train("--data.corpus", "empty.txt"), r"empty\.txt is empty \(3 characters"),
+    "no name of a corpus": (train("--corpus", ""), "corpus='' names no text; use python-docs"),
+    "an empty text": (train("--corpus", "empty.txt"), r"empty\.txt is empty \(3 characters"),
     "a text of two lines": (
-        train("--data.corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
+        train("--corpus", "two_lines.txt"), r"two_lines\.txt is too short: 2 lines do not split",
     ),
     "a text in latin1": (
-        train("--data.corpus", "latin1.txt"), r"latin1\.txt is not UTF-8: byte 0xe9 at offset 3",
+        train("--corpus", "latin1.txt"), r"latin1\.txt is not UTF-8: byte 0xe9 at offset 3",
     ),
-    "a text in UTF-16": (train("--data.corpus", "utf16.txt"), r"utf16\.txt is not UTF-8: byte 0xff"),
+    "a text in UTF-16": (train("--corpus", "utf16.txt"), r"utf16\.txt is not UTF-8: byte 0xff"),
     "a folder without texts": (
-        train("--data.corpus", "nothing"), "nothing is no corpus: none of its files is known",
+        train("--corpus", "nothing"), "nothing is no corpus: none of its files is known",
     ),
     "a text without its validation": (
-        train("--data.corpus", "no_valid"), r"no_valid is no corpus: it lacks valid\.txt",
+        train("--corpus", "no_valid"), r"no_valid is no corpus: it lacks valid\.txt",
     ),
     "metrics that cannot be written": (
         (
@@ -356,6 +404,9 @@ FILES = {
     "an export into a file": (
         ["export", "run", "-o", "empty.txt/model"], r"cannot write empty\.txt/model: Not a directory",
     ),
+    "a width beside the weights": (
+        import_("--hidden-size", "8"), "Unrecognized options: --hidden-size, 8",
+    ),
     "three biases": (["export", "run", "-o", "m", "--num-biases", "3"], "num_biases=3: use 2"),
 }  # fmt: skip
 
@@ -370,10 +421,14 @@ RUNS = {
     "a run there already": (
         train("--train.out-dir", "run"), r"run' holds a run already; go on with it \(--resume\), use",
     ),
+    "a run of another task": (
+        ["train", "images", "--resume", "--train.out-dir", "run"],
+        "the settings of run are of the task lm, not of images; name no task, or begin another run",
+    ),
     "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
     "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
     "a damaged config": (
-        (damage("config.toml"), ["evaluate", "run"]), r"run/config\.toml is no TOML in UTF-8",
+        (damage("config.toml"), ["evaluate", "run"]), r"run/config\.toml is damaged: .*line 1",
     ),
     "a damaged vocabulary": (
         (damage("vocabulary.json"), ["sample", "run"]), r"run/vocabulary\.json is no vocabulary",
@@ -382,8 +437,8 @@ RUNS = {
         (lambda world: (world / "run/vocabulary.json").unlink(), ["sample", "run"]),
         r"cannot read .*run/vocabulary\.json: No such file",
     ),
-    "a damaged corpus.json": (
-        (damage("corpus.json"), ["evaluate", "run"]), r"run/corpus\.json is damaged",
+    "damaged data.json": (
+        (damage("data.json"), ["evaluate", "run"]), r"run/data\.json is damaged",
     ),
     "damaged metrics": (
         (damage("metrics.jsonl", "{\n"), resume()), r"run/metrics\.jsonl is damaged: .*; move it away",
@@ -399,26 +454,26 @@ RUNS = {
     "nothing but a truncated checkpoint": ((truncate_checkpoint, resume()), "no whole checkpoint in"),
     "another text": (
         (lambda world: (world / "text/train.txt").write_text(LINES * 90), resume()),
-        "is not the text that the run in run began with: 1400 train, .* 1260 train",
+        r"not those that the run in run began with: data\.train\.tokens was 1400, is 1260; .* bring",
     ),
     "checkpoint of other widths": (
-        resume("--model.hidden-size", "16"), "hidden_size=8, the config has hidden_size=16; set",
+        resume("--hidden-size", "16"), "hidden_size=8, the task has hidden_size=16; set",
     ),
     "checkpoint of other layers": (
-        resume("--model.num-layers", "3"), "num_layers=2, the config has num_layers=3; set",
+        resume("--num-layers", "3"), "num_layers=2, the task has num_layers=3; set",
     ),
     "checkpoint of another optimizer": (
-        resume("--train.optimizer", "sgd"), "state of another optimizer: optimizer='adam', .*'sgd'",
+        resume("--optimizer.name", "sgd"), "state of another optimizer: name='adam' then, name='sgd' now",
     ),
     "checkpoint of other rows": (
-        resume("--data.batch-size", "16"), "batch_size=8 rows, the config has batch_size=16; set",
+        resume("--batch-size", "16"), "carried state of 8 rows, the batch has 16; set",
     ),
     "checkpoint of another size of vocabulary": (
-        resume("--model.vocab-size", "768"), "vocab_size=384, the config has vocab_size=768; set",
+        resume("--vocab-size", "768"), "vocab_size=384, the task has vocab_size=768; set",
     ),
     "checkpoint of another vocabulary": (
         (other_vocabulary, ["sample", "run"]),
-        r"another vocabulary: 11 words \(spaces\) then, 11 .* now, 'the' is now 'cat'; bring back",
+        r"written with another vocabulary\.json: .*the.* is now .*cat.*; bring back the vocabulary\.json",
     ),
     "no best state": (
         (lambda world: (world / "run/metrics.jsonl").unlink(), ["evaluate", "run", "--best"]),
@@ -429,6 +484,10 @@ RUNS = {
         "'cst' is not among the 11 words; nearest are 'sat', 'cat'",
     ),
     "no length": (["sample", "run", "--length", "0"], "length=0, .*: use a length"),
+    "no temperature": (["sample", "run", "--temperature", "nan"], "temperature=nan"),
+    "a sample of images": (
+        (damage("config.toml", 'task = "images"\n'), ["sample", "run"]), "run in run is .*images",
+    ),
     "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0.*no neg"),
     "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1.*no negative number"),
 }  # fmt: skip

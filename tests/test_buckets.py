@@ -1,5 +1,6 @@
 """Buckets: every target once an epoch, the least padding, the same batches after a resume."""
 
+import dataclasses
 import itertools
 import math
 
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxpar
-from jaxpar.data.batches import make_batches
-from jaxpar.data.buckets import BucketedSentences, Sentences, choose_edges
-from jaxpar.data.corpus import EOS, load_corpus
-from jaxpar.data.streams import IGNORE
+from jaxpar.batches import place_batch
+from jaxpar.step import batch_sharding
+from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
+from jaxpar.tasks.lm.corpus import EOS, load_corpus
+from jaxpar.tasks.lm.streams import IGNORE
 
 PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of sentences up to 64 steps, in batches of 16
 
@@ -195,24 +197,23 @@ def test_rows_equal_those_of_the_full_batch(bucketed, data):
 
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize(
-    ("axes", "spec", "row_parts", "time_parts"),
+    ("axes", "spec", "row_parts"),
     [
-        ({"data": 8}, PartitionSpec("data"), 8, 1),
-        ({"data": 2, "stage": 4}, PartitionSpec("data"), 2, 1),
-        ({"data": 8}, PartitionSpec(), 1, 1),
-        ({"data": 4, "stage": 2}, PartitionSpec("data", "stage"), 4, 2),
+        ({"data": 8}, PartitionSpec("data"), 8),
+        ({"data": 2, "stage": 4}, PartitionSpec("data"), 2),
+        ({"data": 8}, PartitionSpec(), 1),
     ],
 )
-def test_placed_batch_equals_the_host_batch(axes, spec, row_parts, time_parts, seed):
+def test_placed_batch_equals_the_host_batch(axes, spec, row_parts, seed):
     bucketed = BucketedSentences(numbered(range(60)), batch_size=8, edges=(4, 12, 40), seed=seed)
     sharding = NamedSharding(mesh_of(**axes), spec)
     for step in range(bucketed.num_windows + 2):
-        placed, host = bucketed.batch_on(step, sharding), bucketed.batch(step)
+        placed, host = place_batch(bucketed, step, sharding), bucketed.batch(step)
         for on_mesh, on_host in zip(placed[:2], host[:2], strict=True):
             assert isinstance(on_mesh, jax.Array)
             assert on_mesh.sharding == sharding
             assert on_mesh.dtype == np.int32
-            shard_shape = (8 // row_parts, on_host.shape[1] // time_parts)
+            shard_shape = (8 // row_parts, on_host.shape[1])
             assert {shard.data.shape for shard in on_mesh.addressable_shards} == {shard_shape}
             np.testing.assert_array_equal(on_mesh, on_host)
         assert placed.starts is True
@@ -401,30 +402,47 @@ def test_steps_and_shardings_that_do_not_fit():
     with pytest.raises(ValueError, match="step=-1 is negative"):
         bucketed.batch(-1)
     with pytest.raises(ValueError, match="batch_size=6 does not split over data=4"):
-        bucketed.batch_on(0, NamedSharding(mesh, PartitionSpec("data")))
-    with pytest.raises(ValueError, match="seq_len=5 does not split over stage=2"):
-        bucketed.batch_on(0, NamedSharding(mesh, PartitionSpec(None, "stage")))
+        place_batch(bucketed, 0, NamedSharding(mesh, PartitionSpec("data")))
+
+
+TASK = jaxpar.lm.LM(
+    num_layers=2, hidden_size=8, embed_size=8, vocab_size=2688, num_words=2688, seq_len=64, num_buckets=5,
+    bucket_multiple=4,
+)  # fmt: skip
+PARALLEL = jaxpar.Parallel(
+    jaxpar.MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)), jaxpar.PipelineConfig(num_chunks=16)
+)
 
 
 def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
-    config = jaxpar.Config(
-        mesh=jaxpar.MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)),
-        model=jaxpar.ModelConfig(num_layers=2, hidden_size=8, embed_size=8, vocab_size=2688),
-        pipeline=jaxpar.PipelineConfig(num_chunks=16),
-        data=jaxpar.DataConfig(seq_len=64, num_buckets=5),
-    )
-    corpus = load_corpus("python-docs")
-    batches = make_batches(config, corpus.train, corpus.vocabulary.separator, seed=0)
+    batches = TASK.make_batches("train", seed=0)
     assert len(batches.buckets) == 5
     assert batches.padding < PYTHON_DOCS_PADDING
-    mesh = config.mesh.build()
-    state, step = jaxpar.init_state(config, mesh), jaxpar.make_train_step(config, mesh)
+    mesh = PARALLEL.mesh.build()
+    sharding = batch_sharding(TASK, PARALLEL, mesh)
+    state = jaxpar.init_state(TASK, PARALLEL, mesh)
+    step = jaxpar.make_train_step(TASK, PARALLEL, mesh=mesh)
     lengths = set()
     for number in range(60):
-        batch = batches.batch_on(number, jaxpar.batch_sharding(mesh))
+        batch = place_batch(batches, number, sharding)
         if batch.inputs_BT.shape[1] not in lengths:
             lengths.add(batch.inputs_BT.shape[1])
             state, metrics = step(state, batch)
             assert np.isfinite(metrics.loss)
     assert lengths == set(batches.edges)
     assert step.num_programs == 1
+
+
+def test_buckets_that_are_no_whole_chunks_are_refused():
+    with pytest.raises(
+        ValueError, match=r"bucket_multiple=6 does not divide seq_len=64, .* use seq_len=60 or 66"
+    ):
+        dataclasses.replace(TASK, bucket_multiple=6)
+    task = dataclasses.replace(TASK, bucket_multiple=2)
+    mesh = PARALLEL.mesh.build()
+    with pytest.raises(
+        ValueError,
+        match=r"bucket_multiple=2 is not made of the chunks of 4 .*; use bucket_multiple=4",
+    ):
+        task.check(PARALLEL, mesh)
+    task.check(jaxpar.Parallel(), jaxpar.MeshConfig(devices=(0,)).build())  # no chunks, no matter

@@ -11,42 +11,63 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as orbax
 
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.data.corpus import Vocabulary
-from jaxpar.data.streams import Batch
+from jaxpar.batches import put_batch
+from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
+from jaxpar.nn import named_param
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.sharding import is_variable
-from jaxpar.state import audit, init_state
+from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
-from jaxpar.training.by_layer import by_layer
+from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training.by_layer import abstract_by_layer, by_layer
 from jaxpar.training.checkpoint import Checkpoints, best_of
+from jaxpar.training.settings import TrainConfig
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
 
-MODEL = ModelConfig(num_layers=8, hidden_size=16, embed_size=16, vocab_size=64, dropout=0.1)
-DATA = DataConfig(batch_size=8, seq_len=4)
-TRAIN = TrainConfig(learning_rate=0.01, warmup_steps=2, num_steps=30)
+
+@dataclasses.dataclass(frozen=True)
+class Toy(LM):
+    """Without a text."""
+
+    words: tuple[str, ...] = dataclasses.field(default=("a", "b"), metadata={"free": True})
+
+    def files(self):
+        return {"vocabulary.json": json.dumps(self.words)}
 
 
-def make_config(
-    mesh=(1, 1, 1), placement="even", train=TRAIN, model=MODEL, data=DATA, num_groups=1
-):
+TASK = Toy(
+    num_layers=8, hidden_size=16, embed_size=16, vocab_size=64, dropout=0.1, batch_size=8, seq_len=4,
+    optimizer=OptimizerConfig(learning_rate=0.01, warmup_steps=2),
+)  # fmt: skip
+SMALL = dataclasses.replace(TASK, num_layers=2)
+TRAIN = TrainConfig(num_steps=30)
+
+
+def make_setup(mesh=(1, 1, 1), placement="even", task=TASK, num_groups=1, **layout):
+    """A task and its layout on devices."""
     num_devices = int(np.prod(mesh))
     devices = None if num_devices == jax.device_count() else tuple(range(num_devices))
     schedule = "1f1b" if num_groups == 1 else "interleaved"
-    pipeline = PipelineConfig(schedule=schedule, num_groups=num_groups, placement=placement)
-    return Config(MeshConfig(*mesh, devices=devices), model, pipeline, data, train)
+    pipeline = PipelineConfig(schedule, num_chunks=4, num_groups=num_groups, placement=placement)
+    return task, Parallel(MeshConfig(*mesh, devices=devices), pipeline, **layout)
 
 
-def batch_of(step, config, mesh):
-    shape = (2, config.data.batch_size, config.data.seq_len)
-    tokens = np.random.default_rng(step).integers(0, config.model.vocab_size, shape, np.int32)
-    return Batch(*jax.device_put(tuple(tokens), batch_sharding(mesh)), starts=step == 0)
+def batch_of(step, task, parallel, mesh):
+    shape = (2, task.batch_size, task.seq_len)
+    tokens = np.random.default_rng(step).integers(0, task.vocab_size, shape, np.int32)
+    return put_batch(Batch(*tokens, starts=step == 0), batch_sharding(task, parallel, mesh))
 
 
 def variables(state):
@@ -56,9 +77,10 @@ def variables(state):
         yield jax.tree_util.keystr(path), value, dims
 
 
-def canonical(state, config):
+def canonical(state, task, parallel):
     """Host copies; stacked layers in the order of the layers."""
-    order = [config.layer_ids.index(layer) for layer in range(config.model.num_layers)]
+    [rows] = lay_out(task, parallel).slots.rows
+    order = [rows.index(layer) for layer in range(task.num_layers)]
     return {
         name: value[order] if "layers" in dims else value for name, value, dims in variables(state)
     }
@@ -72,64 +94,68 @@ def assert_bit_equal(actual, expected):
 
 
 @functools.cache
-def setup_of(config):
-    mesh = config.mesh.build()
-    return mesh, make_train_step(config, mesh)
+def step_of(setup):
+    mesh = setup[1].mesh.build()
+    return mesh, make_train_step(*setup, TRAIN, mesh)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """config -> (folder, the state after two steps, the losses of the next ones): each run once."""
+    """setup -> (folder, the state after two steps, the losses of the next ones): each run once."""
     runs = {}
 
-    def run_once(config):
-        if config not in runs:
+    def run_once(setup):
+        if setup not in runs:
             folder = tmp_path_factory.mktemp("run") / "checkpoints"
-            mesh, step = setup_of(config)
-            state = init_state(config, mesh)
+            mesh, step = step_of(setup)
+            state = init_state(*setup, mesh)
             for number in range(2):
-                state, _ = step(state, batch_of(number, config, mesh))
-            arrays = canonical(state, config)
-            with Checkpoints(folder, keep=1) as checkpoints:
-                checkpoints.save(state, config)
+                state, _ = step(state, batch_of(number, *setup, mesh))
+            arrays = canonical(state, *setup)
+            with Checkpoints(folder, *setup, keep=1) as checkpoints:
+                checkpoints.save(state)
                 # The state is donated to the third step while it is being written.
-                losses = next_losses(config, state)
-            runs[config] = folder, arrays, losses
-        return runs[config]
+                losses = next_losses(setup, state)
+            runs[setup] = folder, arrays, losses
+        return runs[setup]
 
     return run_once
 
 
-def next_losses(config, state):
+def next_losses(setup, state):
     """Of the 20 steps after the second."""
-    mesh, step = setup_of(config)
+    mesh, step = step_of(setup)
     losses = []
     for number in range(2, 22):
-        state, metrics = step(state, batch_of(number, config, mesh))
+        state, metrics = step(state, batch_of(number, *setup, mesh))
         losses.append(float(metrics.loss))
     return losses
 
 
+def restore(folder, setup, step=None):
+    return Checkpoints(folder, *setup, keep=1).restore(setup[1].mesh.build(), step)
+
+
 @pytest.fixture
 def small():
-    """A state that costs nothing, and its config."""
-    config = make_config(model=dataclasses.replace(MODEL, num_layers=2))
-    return init_state(config), config
+    """A state that costs nothing, and its setup."""
+    setup = make_setup(task=SMALL)
+    return init_state(*setup), setup
 
 
 def at_step(state, step):
     return dataclasses.replace(state, step=jax.device_put(jnp.int32(step), state.step.sharding))
 
 
-ONE = make_config()
-DATA_ONLY = make_config((8, 1, 1))
-STAGES_ONLY = make_config((1, 8, 1))
-ALL_AXES = make_config((2, 2, 2))
-ALL_FSDP = make_config((2, 2, 2), train=dataclasses.replace(TRAIN, fsdp=True))
-ALL_SHARDED = make_config((2, 2, 2), train=dataclasses.replace(TRAIN, update="sharded"))
-UNEVEN = make_config((1, 4, 1), (3, 2, 2, 1))
-UNEVEN_HOST = make_config((2, 2, 2), (3, 5), train=dataclasses.replace(TRAIN, update="host"))
-INTERLEAVED = make_config((2, 2, 2), (3, 2, 2, 1), num_groups=2)
+ONE = make_setup()
+DATA_ONLY = make_setup((8, 1, 1))
+STAGES_ONLY = make_setup((1, 8, 1))
+ALL_AXES = make_setup((2, 2, 2))
+ALL_FSDP = make_setup((2, 2, 2), fsdp=True)
+ALL_SHARDED = make_setup((2, 2, 2), update="sharded")
+UNEVEN = make_setup((1, 4, 1), (3, 2, 2, 1))
+UNEVEN_HOST = make_setup((2, 2, 2), (3, 5), update="host")
+INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
 
 
 @pytest.mark.parametrize(
@@ -155,26 +181,24 @@ INTERLEAVED = make_config((2, 2, 2), (3, 2, 2, 1), num_groups=2)
 )
 def test_goes_on_on_another_mesh(run, before, after):
     folder, expected, expected_losses = run(before)
-    mesh, _ = setup_of(after)
-    state = Checkpoints(folder, keep=1).restore(after, mesh)
+    state = restore(folder, after)
     audit(state)
-    assert_bit_equal(canonical(state, after), expected)
+    assert_bit_equal(canonical(state, *after), expected)
     np.testing.assert_allclose(next_losses(after, state), expected_losses, rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.parametrize("config", [ONE, ALL_FSDP, ALL_SHARDED, UNEVEN, UNEVEN_HOST, INTERLEAVED])
-def test_goes_on_bit_for_bit_on_the_same_mesh(run, config):
-    folder, expected, expected_losses = run(config)
-    mesh, _ = setup_of(config)
-    state = Checkpoints(folder, keep=1).restore(config, mesh)
+@pytest.mark.parametrize("setup", [ONE, ALL_FSDP, ALL_SHARDED, UNEVEN, UNEVEN_HOST, INTERLEAVED])
+def test_goes_on_bit_for_bit_on_the_same_mesh(run, setup):
+    folder, expected, expected_losses = run(setup)
+    state = restore(folder, setup)
     audit(state)
-    assert_bit_equal(canonical(state, config), expected)
-    assert next_losses(config, state) == expected_losses
+    assert_bit_equal(canonical(state, *setup), expected)
+    assert next_losses(setup, state) == expected_losses
 
 
 def test_empty_slots_are_zero_after_a_restore(run):
     folder, _, _ = run(ALL_AXES)
-    state = Checkpoints(folder, keep=1).restore(UNEVEN, UNEVEN.mesh.build())
+    state = restore(folder, UNEVEN)
     empty = np.array([0, 0, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1], bool)
     stacked = [value for _, value, dims in variables(state) if "layers" in dims]
     assert len(stacked) == 3 * 3 + 2
@@ -186,28 +210,27 @@ def test_empty_slots_are_zero_after_a_restore(run):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        {"optimizer": "adamw", "weight_decay": 0.1},
-        {"optimizer": "sgd"},
-        {"optimizer": "sgd", "momentum": 0.9, "clip_norm": 0.0},
-        {"optimizer": "rmsprop"},
+        {"name": "adamw", "weight_decay": 0.1},
+        {"name": "sgd"},
+        {"name": "sgd", "momentum": 0.9},
+        {"name": "rmsprop"},
     ],
 )
 def test_every_optimizer_comes_back(tmp_path, optimizer):
-    model = dataclasses.replace(MODEL, num_layers=2)
-    config = make_config(train=TrainConfig(**optimizer), model=model)
-    state = jax.tree.map(lambda a: a + jnp.ones_like(a), init_state(config))
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(state, config)
-        restored = checkpoints.restore(config, config.mesh.build())
+    setup = make_setup(task=dataclasses.replace(SMALL, optimizer=OptimizerConfig(**optimizer)))
+    state = jax.tree.map(lambda a: a + jnp.ones_like(a), init_state(*setup))
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        checkpoints.save(state)
+        restored = checkpoints.restore(setup[1].mesh.build())
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert_bit_equal(canonical(restored, config), canonical(state, config))
+    assert_bit_equal(canonical(restored, *setup), canonical(state, *setup))
 
 
 def test_stored_arrays_have_readable_names_and_no_empty_slots():
-    shapes = {name: array.shape for name, array in by_layer(init_state(UNEVEN), UNEVEN).items()}
-    assert shapes["params/lstm/w_x"] == (8, 16, 4, 16)
-    assert shapes["opt_state/0/mu/lstm/w_x"] == (8, 16, 4, 16)
-    assert shapes["carry/h"] == (8, 8, 16)
+    shapes = {name: array.shape for name, array in by_layer(init_state(*UNEVEN), *UNEVEN).items()}
+    assert shapes["params/layers/lstm/w_x"] == (8, 16, 4, 16)
+    assert shapes["opt_state/0/mu/layers/lstm/w_x"] == (8, 16, 4, 16)
+    assert shapes["carry/lstm/h_BH"] == (8, 8, 16)
     assert shapes["step"] == ()
 
 
@@ -215,10 +238,9 @@ def test_stored_arrays_have_readable_names_and_no_empty_slots():
 @pytest.mark.parametrize("mesh", [(1, 4, 1), (1, 4, 2), (2, 4, 1)])
 def test_no_device_holds_more_for_a_checkpoint_than_for_a_step(mesh, num_layers):
     placement = (num_layers - 5, 2, 2, 1)
-    model = dataclasses.replace(MODEL, num_layers=num_layers)
-    config = make_config(mesh, placement, model=model)
-    state = init_state(config)
-    stored = by_layer(state, config)
+    setup = make_setup(mesh, placement, dataclasses.replace(TASK, num_layers=num_layers))
+    state = init_state(*setup)
+    stored = by_layer(state, *setup)
     arrays = [
         leaf.get_value() if is_variable(leaf) else leaf
         for leaf in jax.tree.leaves(state, is_leaf=is_variable)
@@ -231,42 +253,49 @@ def shard_size(array):
     return np.prod(array.sharding.shard_shape(array.shape))
 
 
-def test_config_is_stored_as_text(tmp_path, small):
-    state, config = small
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(at_step(state, 3), config)
+def test_the_task_is_stored_as_text(tmp_path, small):
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        checkpoints.save(at_step(state, 3))
     text = (tmp_path / "3" / "_CHECKPOINT_METADATA").read_text()
-    stored = json.loads(text)["custom_metadata"]["config"]
-    assert stored == json.loads(json.dumps(dataclasses.asdict(config)))
+    stored = json.loads(text)["custom_metadata"]
+    assert stored["task"] == "Toy"
+    assert stored["fields"] == {
+        "num_layers": 2, "hidden_size": 16, "embed_size": 16, "vocab_size": 64, "num_words": None,
+        "tie_embedding": False,
+    }  # fmt: skip
+    assert stored["optimizer"] == dataclasses.asdict(setup[0].optimizer)
+    assert stored["files"] == {"vocabulary.json": '["a", "b"]'}
 
 
 def test_the_newest_are_kept(tmp_path, small):
-    state, config = small
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
         for step in (2, 4, 6, 10):
-            checkpoints.save(at_step(state, step), config)
+            checkpoints.save(at_step(state, step))
         assert checkpoints.latest_step() == 10
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 11), config)
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 11))
     assert {each.name for each in tmp_path.iterdir()} == {"10", "11"}
     assert (
-        int(Checkpoints(tmp_path, keep=2).restore(config, config.mesh.build(), step=10).step) == 10
+        int(Checkpoints(tmp_path, *setup, keep=2).restore(setup[1].mesh.build(), step=10).step)
+        == 10
     )
 
 
 def test_half_written_checkpoints_do_not_count(tmp_path, small):
-    state, config = small
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 3), config)
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 3))
     killed = tmp_path / "4.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "3", killed)
 
-    reader = Checkpoints(tmp_path, keep=2)
+    reader = Checkpoints(tmp_path, *setup, keep=2)
     assert reader.latest_step() == 3
-    assert int(reader.restore(config, config.mesh.build()).step) == 3
+    assert int(reader.restore(setup[1].mesh.build()).step) == 3
     assert killed.exists()  # it may be another process's, still at work
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 5), config)
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 5))
         assert checkpoints.latest_step() == 5
     assert not killed.exists()
 
@@ -300,17 +329,17 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, caplog):
-    state, config = small
-    mesh = config.mesh.build()
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
+    state, setup = small
+    mesh = setup[1].mesh.build()
+    with Checkpoints(tmp_path, *setup, keep=3) as checkpoints:
         for step in (3, 8):
-            checkpoints.save(at_step(state, step), config)
+            checkpoints.save(at_step(state, step))
     change, message = DAMAGES[damage]
     change(tmp_path / "8")
 
-    reader = Checkpoints(tmp_path, keep=3)
+    reader = Checkpoints(tmp_path, *setup, keep=3)
     assert (reader.latest_step(), reader.steps()) == (3, [3])
-    assert int(reader.restore(config, mesh).step) == 3
+    assert int(reader.restore(mesh).step) == 3
     if message is not None:
         assert re.search(
             rf"^skipped {tmp_path}/8, which is damaged: .*{message}", caplog.messages[-1]
@@ -318,53 +347,53 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
         with pytest.raises(
             FileNotFoundError, match=rf"/8 is damaged: .*{message}.*use one of \[3\]"
         ):
-            reader.restore(config, mesh, step=8)
+            reader.restore(mesh, step=8)
     # The run comes to this step again.
-    with Checkpoints(tmp_path, keep=3) as checkpoints:
+    with Checkpoints(tmp_path, *setup, keep=3) as checkpoints:
         for step in (7, 8):
-            checkpoints.save(at_step(state, step), config)
+            checkpoints.save(at_step(state, step))
     assert reader.steps() == [3, 7, 8]
     aside = [path.name for path in tmp_path.iterdir() if not path.name.isdecimal()]
     assert aside == ([] if message is None else ["8.damaged-1"])
 
 
 def test_nothing_but_damage_is_an_error(tmp_path, small):
-    state, config = small
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(at_step(state, 3), config)
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        checkpoints.save(at_step(state, 3))
     cut(tmp_path / "3" / "sizes.json")
     with pytest.raises(
         FileNotFoundError, match=r"no whole checkpoint in .*: 3 is damaged, .*; bring"
     ):
-        Checkpoints(tmp_path, keep=1).restore(config, config.mesh.build())
+        Checkpoints(tmp_path, *setup, keep=1).restore(setup[1].mesh.build())
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path, small):
-    state, config = small
+    state, setup = small
     losses = {2: 3.0, 4: 1.0, 6: 1.0, 8: 2.0}
     for steps in ((2, 4), (6, 7, 8, 9)):  # in two processes, the second told of the losses before
-        with Checkpoints(tmp_path, keep=1) as checkpoints:
+        with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
             checkpoints.losses |= {step: loss for step, loss in losses.items() if step < steps[0]}
             for step in steps:
                 if step in losses:
                     checkpoints.losses[step] = losses[step]
-                checkpoints.save(at_step(state, step), config)
-    steps = Checkpoints(tmp_path, keep=1).steps()
+                checkpoints.save(at_step(state, step))
+    steps = Checkpoints(tmp_path, *setup, keep=1).steps()
     assert steps == [6, 9]
     assert best_of(steps, losses) == 6
     assert best_of([1, 3], losses) is None
 
 
 def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monkeypatch):
-    state, config = small
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 3), config)
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 3))
         checkpoints.latest_step()
         with monkeypatch.context() as patch:
             patch.setattr("os.rename", fail)
             patch.setattr("os.replace", fail)
             patch.setattr("shutil.move", fail)
-            checkpoints.save(at_step(state, 4), config)
+            checkpoints.save(at_step(state, 4))
             with pytest.raises(
                 OSError, match=r"step 4 could not be written in .*No space left.*newest .* step 3"
             ):
@@ -378,125 +407,176 @@ def fail(*_args, **_kwargs):
 
 def test_a_reader_leaves_no_trace(tmp_path):
     folder = tmp_path / "nothing"
-    with Checkpoints(folder, keep=1) as checkpoints:
+    with Checkpoints(folder, *ONE, keep=1) as checkpoints:
         assert checkpoints.latest_step() is None
     assert not folder.exists()
 
 
 def test_nothing_is_printed(tmp_path, small, capfd):
-    state, config = small
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
         for step in range(3):
-            checkpoints.save(at_step(state, step), config)
-        checkpoints.restore(config, config.mesh.build())
+            checkpoints.save(at_step(state, step))
+        checkpoints.restore(setup[1].mesh.build())
     assert capfd.readouterr() == ("", "")
 
 
-def restore_with(folder, step=None, train=None, **model):
-    config = make_config(
-        model=dataclasses.replace(MODEL, **{"num_layers": 2, **model}), train=train or TRAIN
-    )
-    return Checkpoints(folder, keep=1).restore(config, config.mesh.build(), step)
-
-
 def test_missing_checkpoints_are_errors(tmp_path, small):
-    state, config = small
+    state, setup = small
     for folder in (tmp_path / "nothing", tmp_path):
         with pytest.raises(FileNotFoundError, match=rf"no checkpoint in {folder}; .* out_dir"):
-            restore_with(folder)
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 3), config)
-        checkpoints.save(at_step(state, 5), config)
+            restore(folder, setup)
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 3))
+        checkpoints.save(at_step(state, 5))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 4 .* use one of \[3, 5\]"):
-        restore_with(tmp_path, step=4)
+        restore(tmp_path, setup, step=4)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A folder with a checkpoint of a small state."""
+    folder, setup = tmp_path_factory.mktemp("stored"), make_setup(task=SMALL)
+    with Checkpoints(folder, *setup, keep=1) as checkpoints:
+        checkpoints.save(init_state(*setup))
+    return folder
+
+
+SGD = OptimizerConfig("sgd", 0.01, warmup_steps=2, momentum=0.5)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_layers": 3}, "num_layers=2, the config has num_layers=3; set num_layers=2"),
-        ({"hidden_size": 32}, "hidden_size=16, the config has hidden_size=32"),
-        ({"embed_size": 8}, "embed_size=16, the config has embed_size=8"),
-        ({"vocab_size": 128}, "vocab_size=64, the config has vocab_size=128"),
-        ({"tie_embedding": True}, "tie_embedding=False, the config has tie_embedding=True"),
+        ({"num_layers": 3}, "num_layers=2, the task has num_layers=3; set num_layers=2"),
+        ({"hidden_size": 32}, "hidden_size=16, the task has hidden_size=32"),
+        ({"embed_size": 8}, "embed_size=16, the task has embed_size=8"),
+        ({"vocab_size": 128}, "vocab_size=64, the task has vocab_size=128"),
+        ({"num_words": 60}, "num_words=None, the task has num_words=60"),
+        ({"tie_embedding": True}, "tie_embedding=False, the task has tie_embedding=True"),
         (
-            {"train": TrainConfig(optimizer="adamw")},
-            r"another optimizer: optimizer='adam', .* has optimizer='adamw'",
+            {"optimizer": OptimizerConfig("adamw", 0.02)},
+            r"another optimizer: name='adam', learning_rate=0\.01, .* then, name='adamw', .* now; set it as",
         ),
         (
-            {"train": TrainConfig(optimizer="sgd", momentum=0.5)},
-            r"another optimizer: .* momentum=0.0; the config has .* momentum=0.5; set them",
+            {"optimizer": SGD},
+            r"another optimizer: name='adam', momentum=0\.0 then, name='sgd', momentum=0\.5 now",
+        ),
+        ({"batch_size": 4}, "carried state of 8 rows, the batch has 4; set its size to 8"),
+        (
+            {"words": ("a", "c", "d")},
+            r"another vocabulary\.json: 10 characters then, 15 now, '\[\"a\", \"b\"\]' is now '\[\"a\", "
+            r"\"c\", \"d\"\]'; bring back the vocabulary\.json of its run",
         ),
     ],
 )
-def test_another_model_or_optimizer_is_an_error(tmp_path, small, change, message):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(*small)
+def test_what_does_not_fit_is_named(stored, change, message):
     with pytest.raises(ValueError, match=message):
-        restore_with(tmp_path, **change)
+        restore(stored, make_setup(task=dataclasses.replace(SMALL, **change)))
 
 
-def test_another_batch_size_is_an_error(tmp_path, small):
-    state, config = small
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(state, config)
-        other = dataclasses.replace(config, data=DataConfig(batch_size=4, seq_len=4))
-        message = "batch_size=8 rows, the config has batch_size=4; set batch_size=8"
-        with pytest.raises(ValueError, match=message):
-            checkpoints.restore(other, other.mesh.build())
+def test_what_makes_no_other_arrays_may_differ(stored):
+    optimizer = OptimizerConfig(learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
+    changes = {"dropout": 0.5, "dtype": "bfloat16", "corpus": "elsewhere", "optimizer": optimizer}
+    restored = restore(stored, make_setup(task=dataclasses.replace(SMALL, **changes)))
+    setup = make_setup(task=SMALL)
+    assert_bit_equal(canonical(restored, *setup), canonical(init_state(*setup), *setup))
 
 
-def test_what_makes_no_other_arrays_may_differ(tmp_path, small):
-    with Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(*small)
-    train = dataclasses.replace(TRAIN, learning_rate=0.5, clip_norm=0.0, seed=3)
-    restore_with(tmp_path, train=train, dropout=0.5, dtype="bfloat16")
+class Other(Toy):
+    """Of another name."""
+
+
+class Biased(Toy):
+    """Its head has a second bias."""
+
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.more = named_param(jnp.zeros(3), (None,))
+        return model
+
+
+class Frozen(Toy):
+    """Does not train its embedding."""
+
+    frozen = nnx.PathContains("embedding")
+
+
+Biased.__name__ = Frozen.__name__ = "Toy"  # as if the file of the task had changed
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Other, "holds a state of Toy, not of Other"),
+        (Biased, r"params/more is not there, the task needs float32\[3\]; use model and jaxpar as"),
+        (Frozen, "embedding/table was trained then and is frozen now; leave it trained"),
+    ],
+)
+def test_another_model_of_the_same_fields_is_named(stored, kind, message):
+    with pytest.raises(ValueError, match=message):
+        restore(stored, make_setup(task=kind(**vars(SMALL))))
 
 
 def test_saving_over_a_later_checkpoint_is_an_error(tmp_path, small):
-    state, config = small
-    with Checkpoints(tmp_path, keep=2) as checkpoints:
-        checkpoints.save(at_step(state, 5), config)
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.save(at_step(state, 5))
         for step in (5, 3):
             with pytest.raises(ValueError, match=f"cannot save step {step}: .* has step 5 already"):
-                checkpoints.save(at_step(state, step), config)
+                checkpoints.save(at_step(state, step))
 
 
-def test_saving_with_another_config_is_an_error(tmp_path):
-    state = init_state(UNEVEN)
+def test_saving_in_another_placement_is_an_error(tmp_path):
+    state = init_state(*UNEVEN)
     with (
-        Checkpoints(tmp_path, keep=2) as checkpoints,
-        pytest.raises(ValueError, match=r"has 12 slots for layers, .*layer_ids=.* needs 8"),
+        Checkpoints(tmp_path, *make_setup((1, 4, 1)), keep=2) as checkpoints,
+        pytest.raises(ValueError, match=r"has 12 rows of layers, the placement .* needs 8; give"),
     ):
-        checkpoints.save(state, make_config((1, 4, 1)))
+        checkpoints.save(state)
 
 
-def test_a_foreign_checkpoint_is_an_error(tmp_path, small):
-    _, config = small
-    from orbax.checkpoint import v1 as orbax
+class Factored(Toy):
+    """Its optimizer keeps state of other shapes than parameters."""
 
-    mesh = config.mesh.build()
-    array = jax.device_put(jnp.zeros(3), NamedSharding(mesh, P()))
-    orbax.save(str(tmp_path / "1"), {"weights": array})
+    def make_optimizer(self, num_steps):
+        def init(params):
+            return jax.tree.map(lambda a: jnp.ones(a.shape[1:]), params)
+
+        return optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+
+
+def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
+    setup = make_setup((1, 2, 1), task=Factored(**vars(SMALL)))
+    state = init_state(*setup)
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        checkpoints.save(state)
+    one = make_setup(task=setup[0])
+    for actual, expected in zip(
+        jax.tree.leaves(restore(tmp_path, one)), jax.tree.leaves(state), strict=True
+    ):
+        np.testing.assert_array_equal(np.array(actual), np.array(expected))
+    uneven = make_setup(
+        (1, 2, 1), (1, 3), Factored(**vars(dataclasses.replace(SMALL, num_layers=4)))
+    )
     with pytest.raises(
-        FileNotFoundError, match="1 is damaged, it has no config, so jaxpar did not"
+        ValueError, match=r"of other dims than its parameter cannot be stored by layer"
     ):
-        restore_with(tmp_path)
+        abstract_by_layer(abstract_state(*uneven), *uneven)
 
 
-def test_a_checkpoint_of_another_vocabulary_is_an_error(tmp_path, small):
-    state, config = small
-    words = ("<unk>", "<eos>", "the")
-    with Checkpoints(tmp_path, keep=1, vocabulary=Vocabulary(words)) as checkpoints:
-        checkpoints.save(state, config)
-        checkpoints.restore(config, config.mesh.build())
-    for other in (Vocabulary((*words, "cat")), Vocabulary(words[::-1]), Vocabulary(words, "marks")):
-        with pytest.raises(
-            ValueError, match=r"another vocabulary: 3 words \(spaces\) then, .* now"
-        ):
-            Checkpoints(tmp_path, keep=1, vocabulary=other).restore(config, config.mesh.build())
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [(None, "so jaxpar did not write it"), ({"config": {}}, r"so jaxpar 0\.1 wrote it, use that")],
+)
+def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata, message):
+    setup = make_setup(task=SMALL)
+    array = jax.device_put(jnp.zeros(3), NamedSharding(setup[1].mesh.build(), P()))
+    orbax.save(str(tmp_path / "1"), {"weights": array}, custom_metadata=metadata)
+    with pytest.raises(FileNotFoundError, match=f"1 is damaged, it names no task, {message}"):
+        restore(tmp_path, setup)
 
 
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="keep=0: keep at least 1"):
-        Checkpoints(tmp_path, keep=0)
+        Checkpoints(tmp_path, *ONE, keep=0)

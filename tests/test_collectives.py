@@ -1,5 +1,6 @@
 """The report of collectives, on programs whose collectives are known by construction, and on our steps."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,16 +12,17 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_equivalence import make_config
+from test_measured import Own
 
 import jaxpar
 from jaxpar.analysis import find_collectives, inspect_compiled, inspect_function, inspect_step
 from jaxpar.analysis.hlo import Module, groups
-from jaxpar.config import DataConfig, ModelConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state
+from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.law
 
@@ -360,20 +362,22 @@ def test_what_cannot_be_read_is_refused():
 # ---- the training step ----
 
 # Every size is another, so that shapes tell arrays apart: T 6, b 16, H 32, V 96 (and 24, 48 of it).
-MODEL = ModelConfig(num_layers=3, hidden_size=32, embed_size=32, vocab_size=96, dropout=0.2)
-DATA = DataConfig(batch_size=16, seq_len=12)
+TASK = LM(num_layers=3, hidden_size=32, embed_size=32, vocab_size=96, batch_size=16, seq_len=12)
 
 
 @functools.cache
-def step_report(mesh, units=(1, 2), **train):
-    train = TrainConfig(warmup_steps=0, **train)
-    config = make_config(mesh, units, MODEL, DATA, train)
-    return config, inspect_step(config)
+def step_report(mesh, units=(1, 2), **others):
+    parallel = Parallel(
+        MeshConfig(*mesh, devices=tuple(range(math.prod(mesh)))),
+        PipelineConfig(num_microbatches=units[0], num_chunks=units[1]),
+        **others,
+    )
+    return parallel, inspect_step(TASK, parallel)
 
 
 def test_data_parallelism_sums_the_gradients_once_after_the_loops():
-    config, report = step_report((2, 1, 1))
-    params = annotated(abstract_state(config, config.mesh.build()).params)
+    parallel, report = step_report((2, 1, 1))
+    params = annotated(abstract_state(TASK, parallel).params)
     num_bytes = sum(4 * math.prod(variable.shape) for _, variable in params)
     assert {c.op for c in report.collectives} == {"all-reduce"}
     assert not any(c.in_loop or c.conditional for c in report.collectives)
@@ -390,14 +394,14 @@ MESHES = [(2, 1, 1), (8, 1, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)]
 
 @pytest.mark.parametrize("mesh", MESHES[2:])
 def test_tensor_split_parameters_are_never_gathered(mesh):
-    config, report = step_report(mesh)
+    parallel, report = step_report(mesh)
     for collective in report.along("tensor"):
         if collective.op in ("all-gather", "all-to-all", "collective-permute"):
             # Activations: of a step [b, H], or of a chunk of steps [t, b, H].
-            b, t = config.microbatch_rows, DATA.seq_len // config.num_chunks
+            b, t = parallel.microbatch_rows(16), 12 // parallel.num_chunks
             [shape] = collective.shapes
             assert shape in ((b, 32), (t, b, 32)), collective
-    state = abstract_state(config, config.mesh.build())
+    state = abstract_state(TASK, parallel)
     split = [
         (variable, variable.get_value().sharding.shard_shape(variable.shape))
         for _, variable in annotated(state.params)
@@ -407,10 +411,10 @@ def test_tensor_split_parameters_are_never_gathered(mesh):
 
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (2, 1, 2), (1, 2, 2)])
 def test_an_lstm_step_gathers_h_once_and_reduces_dh_once(mesh):
-    config, report = step_report(mesh)
-    b, t = config.microbatch_rows, DATA.seq_len // config.num_chunks
-    layers = -(-MODEL.num_layers // config.mesh.stage)
-    depth = 2 if config.mesh.stage == 1 else 3  # ticks, layers, time steps
+    parallel, report = step_report(mesh)
+    b, t = parallel.microbatch_rows(16), 12 // parallel.num_chunks
+    layers = -(-TASK.num_layers // parallel.mesh.stage)
+    depth = 2 if parallel.mesh.stage == 1 else 3  # ticks, layers, time steps
     in_time = [c for c in report.collectives if len(c.trip_counts) == depth]
     assert {c.trip_counts[-2:] for c in in_time} == {(layers, t)}
     found = [(c.phase, c.op, c.axes, c.shapes) for c in in_time]
@@ -418,7 +422,7 @@ def test_an_lstm_step_gathers_h_once_and_reduces_dh_once(mesh):
         ("forward", "all-gather", ("tensor",), ((b, 32),)),
         ("backward", "all-reduce", ("tensor",), ((b, 32),)),
     ]
-    num_units = config.pipeline.num_microbatches * config.num_chunks
+    num_units = parallel.pipeline.num_microbatches * parallel.num_chunks
     assert {c.count for c in in_time} == {num_units * layers * t}
 
 
@@ -441,3 +445,16 @@ def test_the_loop_over_ticks_counts_ticks_and_units():
     assert num_ticks > num_units
     of_head = {c.count for c in report.along("tensor") if c.module.startswith("head")}
     assert of_head == {num_units}
+
+
+def test_a_task_of_ones_own_is_inspected_on_its_own_layout():
+    report = inspect_step(Own())  # 3 stages, 2 microbatches: 4 ticks
+    assert {c.axes for c in report.collectives} == {("stage",)}
+    permutes = [c for c in report.collectives if c.op == "collective-permute"]
+    assert {c.count for c in permutes} == {make_schedule("1f1b", 3, 2).num_ticks}
+    on_two = dataclasses.replace(Own.parallel, mesh=MeshConfig(2, 3, devices=tuple(range(6))))
+    along_data = inspect_step(Own(), on_two).along("data")
+    [gradients] = [c for c in along_data if c.module == "backward/gradients"]
+    # Of the stage's dense layer, and not of what is frozen.
+    assert sorted(gradients.shapes) == [(1, 4), (1, 4, 4)]
+    assert not any(c.in_loop for c in along_data)

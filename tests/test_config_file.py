@@ -1,57 +1,195 @@
 """Config files: what is written is read back, and what is wrong is named."""
 
 import dataclasses
+import logging
 import tomllib
 
 import pytest
 
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.config_file import read_config, write_config
-from jaxpar.mesh import MeshConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
+from jaxpar.config_file import default_settings, read_config, write_config
+from jaxpar.task import find_task
+from jaxpar.tasks.images import Images
+from jaxpar.tasks.lm import LM
+from jaxpar.training.settings import Settings
+
+PLAIN = default_settings(LM)
+SETTINGS = Settings(
+    LM(
+        num_layers=5,
+        vocab_size=256,
+        dropout=0.25,
+        corpus='a "quoted"\\\x7f\n\u00e9\U0001f600 path',
+        optimizer=OptimizerConfig("sgd", learning_rate=1e-5),
+    ),
+    Parallel(
+        MeshConfig(2, -1, 2, devices=(0, 3, 1)),
+        PipelineConfig(num_chunks=4, placement=(2, 3)),
+        shares=(3, 1),
+        fsdp=True,
+    ),
+    TrainConfig(out_dir="runs/x"),
+)
+OWN = """
+import dataclasses
+import jaxpar
+
+@dataclasses.dataclass(frozen=True)
+class Own(jaxpar.Task):
+    widths: tuple[int, ...] = (1, 2)
+    pairs: tuple[tuple[int, int], ...] = ((1, 2),)
+    limit: float | None = 1.0
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig(learning_rate=1e-2)
+    train = jaxpar.TrainConfig(num_steps=7)
+    parallel = jaxpar.Parallel(fsdp=True)
+"""
 
 
-def test_a_written_config_is_read_back(tmp_path):
-    config = Config(
-        mesh=MeshConfig(2, -1, 2, devices=(0, 3, 1)),
-        model=ModelConfig(num_layers=5, vocab_size=256, dropout=0.25, tie_embedding=True),
-        pipeline=PipelineConfig(num_chunks=4, placement=(2, 3)),
-        data=DataConfig(corpus='a "quoted"\\\x7f\n\u00e9\U0001f600 path'),
-        train=TrainConfig(learning_rate=1e-5, optimizer="sgd", out_dir="runs/x"),
-    )
-    write_config(config, tmp_path / "config.toml")
-    assert read_config(tmp_path / "config.toml") == config
-    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]  # nothing half-written
+@pytest.fixture
+def own(tmp_path):
+    """The spec of a user's own task."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return f"{path}:Own"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SETTINGS,
+        PLAIN,
+        default_settings(Images),
+        Settings(Images(channels=(4,)), Parallel("dp2tp2"), TrainConfig(seed=3)),
+    ],
+)
+def test_written_settings_are_read_back(tmp_path, settings):
+    path = tmp_path / "config.toml"
+    write_config(settings, path)
+    assert read_config(path) == settings
+    assert read_config(path, SETTINGS) == settings or type(settings.task) is LM
+    assert [file.name for file in tmp_path.iterdir()] == ["config.toml"]  # nothing half-written
+
+
+def test_settings_of_a_task_of_ones_own_are_read_back(tmp_path, own):
+    task = find_task(own)(widths=(3,), pairs=((4, 5), (6, 7)), limit=0.5)
+    settings = Settings(task, task.parallel, dataclasses.replace(task.train, seed=1))
+    write_config(settings, tmp_path / "config.toml")
+    assert read_config(tmp_path / "config.toml") == settings
+    tables = tomllib.loads((tmp_path / "config.toml").read_text())
+    assert tables["task"] == own
+    assert len(tables["task_sha256"]) == 64
+    assert tables["train"]["num_steps"] == 7
+
+
+def test_keys_are_the_options_of_the_command_line(tmp_path):
+    write_config(SETTINGS, tmp_path / "config.toml")
+    tables = tomllib.loads((tmp_path / "config.toml").read_text())
+    assert next(iter(tables)) == "task"
+    assert tables["mesh"] == {"data": 2, "stage": -1, "tensor": 2, "devices": [0, 3, 1]}
+    assert (tables["hidden_size"], tables["fsdp"], tables["shares"]) == (192, True, [3, 1])
+    assert tables["optimizer"]["learning_rate"] == 1e-5
+    assert tables["pipeline"]["placement"] == [2, 3]
+    write_config(PLAIN._replace(parallel=Parallel("pp2tp4")), tmp_path / "config.toml")
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["mesh"] == "pp2tp4"
 
 
 def test_what_a_file_leaves_out_is_as_in_the_base(tmp_path):
-    path = tmp_path / "config.toml"
-    path.write_text('mesh = "dp2tp4"\n[train]\nlearning_rate = 1\n')
-    base = Config(model=ModelConfig(num_layers=7))
-    config = read_config(path, base)
-    assert config == Config(
-        mesh=MeshConfig(2, 1, 4), model=base.model, train=TrainConfig(learning_rate=1.0)
-    )
-    assert isinstance(config.train.learning_rate, float)
+    path = write(tmp_path, 'mesh = "dp2tp4"\n[optimizer]\nlearning_rate = 1\n')
+    base = PLAIN._replace(task=LM(num_layers=7))
+    settings = read_config(path, base)
+    optimizer = OptimizerConfig(learning_rate=1.0)
+    assert settings.task == LM(num_layers=7, optimizer=optimizer)
+    assert settings.parallel == dataclasses.replace(base.parallel, mesh=MeshConfig(2, 1, 4))
+    assert settings.train == base.train
+    assert isinstance(settings.task.optimizer.learning_rate, float)
+
+
+def test_another_task_than_the_base_has_its_own_defaults(tmp_path, own):
+    assert read_config(write(tmp_path, 'task = "images"'), SETTINGS) == default_settings(Images)
+    path = write(tmp_path, f'task = "{own}"\nwidths = [5]\n[optimizer]\nwarmup_steps = 3\n')
+    task, parallel, train = read_config(path, SETTINGS)
+    assert (task.widths, task.optimizer) == ((5,), OptimizerConfig("adam", 1e-2, warmup_steps=3))
+    assert (parallel, train) == (Parallel(fsdp=True), TrainConfig(num_steps=7))
 
 
 def test_every_value_is_written_unless_none(tmp_path):
-    write_config(Config(), tmp_path / "config.toml")
+    write_config(PLAIN, tmp_path / "config.toml")
     tables = tomllib.loads((tmp_path / "config.toml").read_text())
-    for section, values in dataclasses.asdict(Config()).items():
-        assert tables[section].keys() == {key for key, v in values.items() if v is not None}
+    task, parallel, train = map(dataclasses.asdict, PLAIN)
+    expected = {"task": "lm", **task, **parallel, "mesh": "dp1", "train": train}
+    expected = {key: value for key, value in expected.items() if value is not None}
+    assert tables.keys() == expected.keys()
+    for name in ("optimizer", "pipeline", "train"):
+        written = {key for key, value in expected[name].items() if value is not None}
+        assert tables[name].keys() == written
+
+
+def test_none_that_would_not_be_read_back_is_refused(tmp_path, own):
+    settings = default_settings(find_task(own))
+    settings = settings._replace(task=dataclasses.replace(settings.task, limit=None))
+    message = r"limit=None would be read back from a TOML file as 1\.0; TOML has no null"
+    with pytest.raises(ValueError, match=message):
+        write_config(settings, tmp_path / "config.toml")
+
+
+def test_a_task_whose_file_has_changed_is_told_once(tmp_path, own, caplog):
+    path = tmp_path / "config.toml"
+    write_config(default_settings(find_task(own)), path)
+    assert read_config(path).task.widths == (1, 2)
+    assert caplog.text == ""
+    (tmp_path / "own.py").write_text(f"{OWN}    unit = 'metres'\n")
+    with caplog.at_level(logging.WARNING):
+        assert read_config(path).task.unit == "metres"
+        read_config(path)
+    assert caplog.text.count(f"own.py has changed since {path} was written") == 1
+    (tmp_path / "own.py").unlink()
+    with pytest.raises(FileNotFoundError, match=r"cannot read .*own\.py, the file of task"):
+        read_config(path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nxyzzy = 3", r"no key train\.xyzzy; keys are num_steps, optimizer"),
-        ("model = 3", r"model=3: write a table \[model\]"),
+        ("[train]\nxyzzy = 3", r"no key train\.xyzzy; keys are train\.num_steps, train\.clip_norm"),
+        ("num_step = 3", r"no key num_step; did you mean train\.num_steps\?"),
+        ("[model]\nhidden_size = 3", r"no key model\.hidden_size; did you mean hidden_size\?"),
+        ("[optimiser]\nmomentum = 3", r"no key optimiser\.momentum; did you mean optimizer\.mom"),
+        ("[train]\nlearning_rate = 3", r"no key train\.learning_rate; did you mean optimizer\.lea"),
+        ('"train.num_steps" = 3', r"no key train\.num_steps"),
+        ("pipeline = 3", r"pipeline=3: write a table \[pipeline\]"),
+        ("train = 3", r"train=3: write a table \[train\]"),
         ('mesh = "dp2xx2"', r"cannot read 'dp2xx2'"),
-        ("[model]\ndropout = 1.5", r"model\.dropout=1\.5: must be at least 0"),
+        ("[mesh]\ndata = 0", r"mesh data=0: use a positive whole number"),
+        ("dropout = 1.5", r"config\.toml: dropout=1\.5: must be at least 0"),
+        ("[optimizer]\nlearning_rate = 0", r"optimizer\.learning_rate=0\.0: must be positive"),
+        ("task = 3", r'task=3: use a text, such as task = "lm"'),
+        ('task = "lmm"', r"there is no task 'lmm'; did you mean 'lm'\?"),
     ],
 )
 def test_wrong_files_are_refused(tmp_path, text, message):
-    path = tmp_path / "config.toml"
-    path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_config(path)
+        read_config(write(tmp_path, text), PLAIN)
+
+
+def test_a_file_without_a_task_needs_a_base(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.toml: it names no task; add a line such as"):
+        read_config(write(tmp_path, "[train]\nnum_steps = 3\n"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([("mesh", str, "dp2")], "the field 'mesh' of Own has the name of a setting"),
+        ([("width", int)], "the field 'width' of Own has no default; give it one"),
+    ],
+)
+def test_fields_that_cannot_be_settings_are_refused(fields, message):
+    task = dataclasses.make_dataclass("Own", fields, bases=(Task,), frozen=True)
+    with pytest.raises(ValueError, match=message):
+        default_settings(task)

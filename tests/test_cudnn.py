@@ -22,20 +22,21 @@ from hypothesis import strategies as st
 from jax.experimental import rnn
 from jax.interpreters import mlir
 
-from jaxpar import kernel
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig
-from jaxpar.data.streams import Batch
-from jaxpar.kernel import KernelChoice, choose_kernel
-from jaxpar.mesh import MeshConfig
-from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, lstm_layer
-from jaxpar.nn.cudnn import CuDNNLSTM, cudnn_lstm, pack, unpack
-from jaxpar.state import init_state
+from jaxpar import At, MeshConfig, Parallel, PipelineConfig, init_state
+from jaxpar.nn.cudnn import cudnn_lstm, pack, unpack
+from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, lstm_layer
 from jaxpar.step import make_loss_and_grad
+from jaxpar.tasks.lm import kernel
+from jaxpar.tasks.lm.kernel import KernelChoice, Work
+from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.task import LM
 
 # float32 sums in another order.
 RELATIVE_ERROR = 1e-5
 WORKSPACE, RESERVE = 7, 3  # elements
-MODEL = ModelConfig(num_layers=3, hidden_size=8, embed_size=6, vocab_size=96, dropout=0.3)
+TASK = LM(
+    num_layers=3, hidden_size=8, embed_size=6, vocab_size=96, dropout=0.3, batch_size=8, seq_len=6
+)
 
 
 def assert_close(actual, expected):
@@ -114,33 +115,12 @@ def test_packed_weights_in_the_reference_give_the_layer_and_its_gradients(sizes,
 
 
 def test_the_flat_array_is_as_long_as_cudnns_and_has_no_second_bias():
-    params = LSTM(5, 5, 3, rngs=nnx.Rngs(0)).params
-    params = params._replace(b_4H=params.b_4H + 1)
+    params, *_ = draw(1, 1, 5, 7)
     weights = pack(params)
-    assert weights.size == rnn.get_num_params_in_lstm(5, 5, 3, False)
-    *_, second_bias = rnn.unpack_lstm_weights(weights, 5, 5, 3, False)
+    assert weights.size == rnn.get_num_params_in_lstm(5, 7, 1, False)
+    *_, second_bias = rnn.unpack_lstm_weights(weights, 5, 7, 1, False)
     assert not np.any(list(second_bias.values()))
     jax.tree.map(np.testing.assert_array_equal, unpack(weights, params), params)
-
-
-@pytest.mark.law
-@pytest.mark.parametrize(
-    ("dropout", "slots"), [(0.0, (0, 1, 2)), (0.4, (0, 1, 2)), (0.0, (0, -1, 1, 2))]
-)
-def test_stacked_layers_equal_the_scans(dropout, slots):
-    def run(module):
-        lstm = module(4, 6, 3, rngs=nnx.Rngs(1), dropout=dropout, layer_ids=slots)
-        graphdef, params = nnx.split(lstm)
-        key = jax.random.key(3)
-
-        def layers(params, carry, x):
-            return nnx.merge(graphdef, params)(x, carry, dropout_key=key)
-
-        _, _, x = draw(5, 3, 4, 6)
-        carry = jax.tree.map(lambda a: a + 0.3, lstm.initial_carry(3))
-        return results(layers, params, carry, x)
-
-    jax.tree.map(assert_close, run(CuDNNLSTM), run(LSTM))
 
 
 def test_residuals_hold_no_weights():
@@ -169,31 +149,29 @@ def no_obstacle(monkeypatch):
     monkeypatch.setattr(kernel, "_obstacle_to_cudnn", lambda *_: None)
 
 
-def make_config(mesh, units, model=MODEL, **pipeline):
-    return Config(
-        mesh=MeshConfig(*mesh, devices=tuple(range(math.prod(mesh)))),
-        model=model,
-        pipeline=PipelineConfig(num_microbatches=units[0], num_chunks=units[1], **pipeline),
-        data=DataConfig(batch_size=8, seq_len=6),
+def make_parallel(mesh, units, **pipeline):
+    return Parallel(
+        MeshConfig(*mesh, devices=tuple(range(math.prod(mesh)))),
+        PipelineConfig(num_microbatches=units[0], num_chunks=units[1], **pipeline),
     )
 
 
-def on_kernel(config, name):
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, kernel=name))
+def with_kernel(name, **changes):
+    return dataclasses.replace(TASK, kernel=name, **changes)
 
 
-def traced(config):
+def traced(task, parallel):
     """The program of loss and gradients, and arguments for it."""
-    mesh = config.mesh.build()
-    state = init_state(config, mesh)
+    mesh = parallel.mesh.build()
+    state = init_state(task, parallel, mesh)
     tokens = np.random.default_rng(0).integers(0, 96, (8, 7), dtype=np.int32)
-    carry = jax.tree.map(lambda a: a + 0.1, state.carry)
-    arguments = state.params, carry, Batch(tokens[:, :-1], tokens[:, 1:], False), 0
-    return jax.jit(make_loss_and_grad(config, mesh)).trace(*arguments), arguments
+    state = dataclasses.replace(state, carry=jax.tree.map(lambda a: a + 0.1, state.carry))
+    arguments = state, Batch(tokens[:, :-1], tokens[:, 1:], False)
+    return jax.jit(make_loss_and_grad(task, parallel, mesh)).trace(*arguments), arguments
 
 
-def loss_and_grads(config):
-    program, arguments = traced(config)
+def loss_and_grads(task, parallel):
+    program, arguments = traced(task, parallel)
     return program.lower().compile()(*arguments)
 
 
@@ -203,30 +181,31 @@ def loss_and_grads(config):
     [(*LAYOUTS[1], {}), (*LAYOUTS[3], {}), (*LAYOUTS[3], {"remat": True})],
 )
 def test_steps_equal_those_of_the_scan(no_obstacle, mesh, units, options):
-    config = make_config(mesh, units, **options)
-    expected = loss_and_grads(config)
-    jax.tree.map(assert_close, loss_and_grads(on_kernel(config, "cudnn")), expected)
+    parallel = make_parallel(mesh, units, **options)
+    (loss, (carry, sums)), grads = loss_and_grads(TASK, parallel)
+    expected = (loss, tuple(carry.values()), sums, grads)
+    (loss, (carry, sums)), grads = loss_and_grads(with_kernel("cudnn"), parallel)
+    # The kind of layer has another name; all else is alike.
+    actual = (loss, tuple(carry.values()), sums, grads)
+    assert list(carry) == ["lstm"]
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert_close(a, b)
 
 
 @pytest.mark.parametrize(("mesh", "units"), LAYOUTS)
 def test_programs_for_cuda_call_cudnn_once_forward_and_once_backward(no_obstacle, mesh, units):
-    model = dataclasses.replace(MODEL, dropout=0.0, kernel="cudnn")
-    config = make_config(mesh, units, model)
-    text = traced(config)[0].lower(lowering_platforms=("cuda",)).as_text()
-    L, H, T, B = (
-        (1 if config.runs_in_units else 3),
-        8,
-        6 // config.num_chunks,
-        config.microbatch_rows,
-    )
-    x, state, w = f"{B}x{T}x{H}", f"{L}x{B}x{H}", f"{L * 8 * H * (H + 1)}"
+    parallel = make_parallel(mesh, units)
+    program = traced(with_kernel("cudnn", dropout=0.0), parallel)[0]
+    text = program.lower(lowering_platforms=("cuda",)).as_text()
+    H, T, B = 8, 6 // parallel.num_chunks, parallel.microbatch_rows(8)
+    x, state, w = f"{B}x{T}x{H}", f"1x{B}x{H}", f"{8 * H * (H + 1)}"
     calls = re.findall(
         r"custom_call @(cudnn_\w+)\(.*opaque = \"(.*?)\".*: (\(.*\)) -> (\(.*\))", text
     )
     calls = [
         (*call[:2], *(re.findall(r"<(.*?)xf32>", part) for part in call[2:])) for call in calls
     ]
-    opaque = f"({H}, {H}, {L}, {B}, {T}, 0.0, False, True, {WORKSPACE}, {RESERVE})"
+    opaque = f"({H}, {H}, 1, {B}, {T}, 0.0, False, True, {WORKSPACE}, {RESERVE})"
     after = [str(WORKSPACE), str(RESERVE)]
     assert calls == [
         ("cudnn_rnn_ffi", opaque, [x, state, state, w], [x, state, state, *after]),
@@ -245,7 +224,8 @@ def mesh_of(platform="gpu", version="cuda 13000", kind="NVIDIA H200", tensor=1):
     device = types.SimpleNamespace(
         platform=platform, device_kind=kind, client=client, process_index=0
     )
-    return types.SimpleNamespace(devices=np.array([device]), shape={"tensor": tensor})
+    sizes = {"data": 1, "stage": 1, "tensor": tensor}
+    return types.SimpleNamespace(devices=np.array([device]), shape=sizes)
 
 
 OBSTACLES = {
@@ -267,44 +247,68 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_where_cudnn_cannot_run_it_is_refused_and_auto_says_why(name):
-    mesh, model, fact, remedy = OBSTACLES[name]
+    mesh, changes, fact, remedy = OBSTACLES[name]
     mesh = mesh_of(**mesh) if mesh else MeshConfig(devices=(0,)).build()
-    config = Config(model=ModelConfig(kernel="cudnn", **model))
     with pytest.raises(ValueError, match=f"kernel='cudnn' cannot run: .*{fact}; {remedy}$"):
-        choose_kernel(config, mesh)
-    choice = choose_kernel(on_kernel(config, "auto"), mesh)
+        with_kernel("cudnn", **changes).check(Parallel(), mesh)
+    task = with_kernel("auto", **changes).resolve(Parallel(), mesh)
+    assert task.kernel == "scan"
+    task.check(Parallel(), mesh)
+    choice = kernel.choose_kernel(Work(8, 0.3, task.dtype, 6, 8), mesh)
     assert choice.name == "scan"
-    assert choice.reason is not None
     assert re.match(f"cudnn cannot run: .*{fact}$", choice.reason)
 
 
-def test_without_the_plugin_it_is_refused(monkeypatch):
+def test_the_table_of_a_run_tells_why_a_kernel_was_chosen(text):
+    task = LM(kernel="auto", corpus=str(text))
+    mesh = MeshConfig(devices=(0,)).build()
+    told = dict(task.resolve(Parallel(), mesh).describe())
+    assert re.match(r"scan; cudnn cannot run: it needs GPUs of NVIDIA", told["kernel"])
+    assert "kernel" not in dict(LM(corpus=str(text)).resolve(Parallel(), mesh).describe())
+
+
+def test_a_mesh_without_the_plugin_is_refused(monkeypatch):
     monkeypatch.delattr(rnn.gpu_rnn, "compute_rnn_workspace_reserve_space_sizes")
     with pytest.raises(ValueError, match=r"this JAX came without it; use pip install .*cuda13"):
-        choose_kernel(Config(model=ModelConfig(kernel="cudnn")), mesh_of())
+        with_kernel("cudnn").check(Parallel(), mesh_of())
 
 
-def test_on_a_gpu_the_choice_is_the_configs_or_the_faster_one(monkeypatch):
-    config = Config(mesh=MeshConfig(stage=2), data=DataConfig(batch_size=16, seq_len=32))
-    assert choose_kernel(on_kernel(config, "cudnn"), mesh_of()) == KernelChoice("cudnn")
-    assert choose_kernel(on_kernel(config, "scan"), mesh_of()) == KernelChoice("scan")
+def test_on_a_gpu_the_choice_is_the_tasks_or_the_faster_one(monkeypatch):
+    parallel = Parallel("pp2", PipelineConfig(num_chunks=2, num_microbatches=4))
+    for name in ("cudnn", "scan"):
+        with_kernel(name).check(parallel, mesh_of())
+        assert with_kernel(name).resolve(parallel, mesh_of()).kernel == name
     asked = []
     for scan, cudnn, faster in ((2e-3, 1e-3, "cudnn"), (1e-3, 2e-3, "scan")):
 
-        def measure(seconds, model, *unit):
-            asked.append((model.num_layers, *unit[:3]))
+        def measure(seconds, work, device):
+            asked.append(work)
             return seconds
 
         seconds = {"scan": scan, "cudnn": cudnn}
         monkeypatch.setattr(kernel, "measure_kernels", functools.partial(measure, seconds))
-        choice = choose_kernel(on_kernel(config, "auto"), mesh_of())
-        said = f"layers forward and backward: scan {1e3 * scan:.2f} ms, cudnn {1e3 * cudnn:.2f} ms"
-        assert choice == KernelChoice(faster, said)
-    assert asked == [(2, 8, 16, True)] * 2  # layers of a stage, steps of a chunk, rows
+        work = Work(8, 0.3, "float32", 3, 2)
+        said = f"a layer forward and backward: scan {1e3 * scan:.2f} ms, cudnn {1e3 * cudnn:.2f} ms"
+        assert kernel.choose_kernel(work, mesh_of()) == KernelChoice(faster, said)
+        assert with_kernel("auto").resolve(parallel, mesh_of()).kernel == faster
+    assert asked == [work] * 4  # steps of a chunk, rows of a microbatch
 
 
-@pytest.mark.parametrize("in_units", [False, True])
-def test_both_kernels_are_measured(in_units):
-    seconds = kernel.measure_kernels(MODEL, 4, 2, in_units, jax.devices()[0])
+def test_both_kernels_are_measured():
+    seconds = kernel.measure_kernels(Work(8, 0.3, "float32", 4, 2), jax.devices()[0])
     assert list(seconds) == ["scan", "cudnn"]
-    assert all(0 < value < 1 for value in seconds.values())
+    assert all(0 < value < math.inf for value in seconds.values())
+
+
+@pytest.mark.law
+def test_a_layer_on_cudnn_is_the_layer():
+    layers = [made(6, rngs=nnx.Rngs(1), dropout=0.4) for made in kernel.LAYERS.values()]
+    assert isinstance(layers[1], LSTM)
+    graphdefs, params = zip(*map(nnx.split, layers), strict=True)
+    _, carry, x = draw(5, 3, 6, 6)
+    at = At(layer=2, time=0, row=0, key=jax.random.key(3))
+    expected, actual = (
+        results(lambda p, c, x, g=graphdef: nnx.merge(g, p)(c, x, at), params[0], carry, x)
+        for graphdef in graphdefs
+    )
+    jax.tree.map(assert_close, actual, expected)

@@ -1,5 +1,6 @@
 """Pictures: what they show is what is, and a browser shows them without help from elsewhere."""
 
+import dataclasses
 import html
 import html.parser
 import itertools
@@ -18,11 +19,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_measured import make_measured
 
-import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, make_schedule, show
+from jaxpar import MeshConfig, Parallel, PipelineConfig, show
+from jaxpar.analysis import inspect_function
 from jaxpar.pictures.animation import make_animation, make_strategies
+from jaxpar.pictures.figures import draw_chart
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
-from jaxpar.state import abstract_state
+from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.planning import find_machine, plan
+from jaxpar.state import abstract_state, init_state
+from jaxpar.tasks.lm.task import LM
 
 SCHEDULES = (
     ("gpipe", 4, 8),
@@ -46,6 +51,8 @@ class Rows(html.parser.HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
+        if tag == "br":
+            self.rows[-1][-1] += "|"
         self.tag = tag
 
     def handle_data(self, data):
@@ -53,30 +60,23 @@ class Rows(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
-@pytest.fixture(scope="module")
-def config():
-    return Config(
-        mesh=MeshConfig(2, 2, 2),
-        model=ModelConfig(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32),
-        pipeline=PipelineConfig(num_microbatches=2),
-        data=DataConfig(batch_size=8, seq_len=4),
-    )
+TASK = LM(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)
+PARALLEL = Parallel(MeshConfig(2, 2, 2), PipelineConfig(num_microbatches=2))
 
 
 @pytest.fixture(scope="module")
-def mesh(config):
-    return config.mesh.build()
+def mesh():
+    return PARALLEL.mesh.build()
 
 
 def idle_share(picture):
-    """Of the area of the rectangles: a unit's own height, its foot aside."""
-    rects = re.findall(
-        r'<rect (class="idle" \S+ )?x="\S+" width="(\S+)" y="\S+" height="24"', picture
-    )
-    widths = np.array([float(width) for _, width in rects])
-    # Each is drawn a pixel narrower on either side.
-    widths += 2 * np.where(widths > 6, 1, 0.3)
-    return widths[[bool(idle) for idle, _ in rects]].sum() / widths.sum()
+    """Of the area of the rows."""
+    areas = {True: 0.0, False: 0.0}
+    for size, fill in re.findall(r'width="(\S+)" y="\S+" height="24" style="fill:(\S+)"', picture):
+        width, is_ground = float(size), fill == "var(--idle)"
+        # A unit is drawn a pixel narrower on either side.
+        areas[is_ground] += width + (0 if is_ground else 2 if width > 6 else 0.6)
+    return 1 - areas[False] / areas[True]
 
 
 @pytest.mark.parametrize("args", SCHEDULES)
@@ -98,13 +98,67 @@ def test_the_grey_of_a_schedule_is_its_bubble_and_every_unit_is_drawn_once(args)
 
 def test_a_long_schedule_says_what_it_leaves_out():
     schedule = make_schedule("1f1b", 4, 100, 4)
-    left_out = re.search(r"<p>(\d+) ticks are left out", schedule._repr_html_())
+    left_out = re.search(r"ticks, (\d+) of them left out", schedule._repr_html_())
     assert left_out is not None
-    numbers = re.findall(r"\.\.\. (\d+) ticks are left out", str(show(schedule)))
+    numbers = re.findall(r"\.\.\. (\d+) ticks left out", str(show(schedule)))
     n = schedule.num_ticks
     assert (int(left_out[1]), *map(int, numbers)) == (n - 200, n - 48)
-    assert len(re.findall("<title>", schedule._repr_html_())) < 2 * 4 * 200
+    titles = re.findall("<title>(.*?)</title>", schedule._repr_html_())
+    assert len(titles) < 2 * 4 * 200
     assert len(schedule._repr_html_()) < 500_000
+    lanes = (("F", schedule.forward), ("B", schedule.backward))
+    ends = (*range(100), *range(n - 100, n))
+    expected = [
+        schedule.label(f, lane.unit[t, s], 0) for f, lane in lanes for t in ends for s in range(4)
+    ]
+    assert sorted(titles) == sorted(label for label in expected if label != ".")
+    # The time of what is left out is left out too.
+    rows = show(schedule).chart().rows
+    for row in rows:
+        assert all(
+            any(a <= b.start and b.start + b.cost <= z + 1e-6 for a, z in row.spans)
+            for b in row.blocks
+        )
+        assert len(row.spans) == 2
+
+
+def test_one_of_a_thing_is_said_so():
+    caption = show(make_schedule("1f1b", 1, 1)).chart().caption
+    assert caption.startswith("1f1b: 1 stage, 1 microbatch x 1 chunk; 1 tick; bubble 0.0%")
+
+
+@pytest.mark.parametrize("args", SCHEDULES)
+def test_the_colours_of_a_text_are_those_of_the_picture(args):
+    schedule = make_schedule(*args)
+    colors = {b.label: b.colors[0] for row in show(schedule).chart().rows for b in row.blocks}
+    console = rich.console.Console(width=10_000)
+    *texts, caption = show(schedule).__rich_console__(console, console.options)
+    assert "\n".join(text.plain for text in texts) + f"\n{caption.plain}" == schedule.to_text()
+    found = {t.plain[s.start : s.end]: str(s.style).split()[-1] for t in texts for s in t.spans}
+    assert found == colors
+
+
+def test_a_picture_shrinks_to_the_page_and_stays_readable():
+    html_of_it = make_schedule("1f1b", 4, 8, 4)._repr_html_()
+    box = re.search(
+        r'viewBox="0 0 (\d+) (\d+)" style="width:(\d+)px;max-width:100%;min-width:(\d+)px"',
+        html_of_it,
+    )
+    assert box is not None
+    width, _, natural, least = map(int, box.groups())
+    assert width == natural > 1500
+    assert least == pytest.approx(0.7 * width, abs=1)
+
+
+def test_svg_and_figure_have_the_same_blocks():
+    chart = make_measured().chart()
+    [axes] = draw_chart(chart).axes
+    drawn = [(p.get_x(), p.get_y(), p.get_width()) for p in axes.patches if p.get_height() > 0.9]
+    blocks = [(b.start, row.top, b.cost) for row in chart.rows for b in row.blocks]
+    ground = [(start, row.top, end - start) for row in chart.rows for start, end in row.spans]
+    assert sorted(drawn) == sorted(blocks + ground)
+    titles = re.findall("<title>(.*?)</title>", make_measured().to_svg())
+    assert titles == [b.label for row in chart.rows for b in row.blocks]
 
 
 def test_a_forward_only_schedule_has_no_backward_units():
@@ -127,17 +181,17 @@ def test_a_picture_of_a_sharded_array_has_every_device_at_its_shard(mesh, shape,
     array = jax.device_put(jnp.zeros(shape), NamedSharding(mesh, spec))
     grid = show(array)
     split = [d for d in range(len(shape)) if array.sharding.shard_shape(shape)[d] < shape[d]]
-    assert [side.name.split("/")[0] for side in grid.sides] == [f"dim {d}" for d in split]
     found = {}
     for place, devices in grid.devices.items():
-        labels = [side.labels[i] for side, i in zip(grid.sides, place, strict=True)]
-        found |= dict.fromkeys(devices, labels)
+        labels = [label.rsplit(" ", 1) for label in place]
+        assert [head.split("/")[0] for head, _ in labels] == [f"dim {d}" for d in split]
+        found |= {device: [bounds for _, bounds in labels] for device in devices}
     for shard in array.addressable_shards:
         ranges = [shard.index[dim].indices(shape[dim])[:2] for dim in split]
         assert found[shard.device.id] == [f"[{start}:{stop}]" for start, stop in ranges]
     # Both renderings have the devices of a place together, in the order of places.
     places = [" ".join(map(str, devices)) for devices in grid.devices.values()]
-    chips = [cell.strip() for row in Rows(grid.to_html()).rows for cell in row if "[" not in cell]
+    chips = [" ".join(cell.split()) for row in Rows(grid.to_html()).rows for cell in row]
     assert [cell for cell in chips if re.fullmatch(r"[\d ]+", cell)] == places
     lines = [line for line in str(grid).splitlines() if re.match("│[^│]*(dim|devices)", line)]
     cells = [" ".join(cell.split()) for line in lines for cell in line.split("│")]
@@ -146,14 +200,13 @@ def test_a_picture_of_a_sharded_array_has_every_device_at_its_shard(mesh, shape,
 
 def test_a_picture_of_a_mesh_has_axes_around_devices():
     rows = Rows(MeshConfig(2, 2, 2)._repr_html_()).rows
-    assert rows == [
-        ["stage", "0", "1"],
-        ["tensor", "0", "1", "0", "1"],
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["", "stage 0|tensor 0", "stage 0|tensor 1", "stage 1|tensor 0", "stage 1|tensor 1"],
         ["data 0", "0", "1", "2", "3"],
         ["data 1", "4", "5", "6", "7"],
     ]
     rows = Rows(MeshConfig(stage=2, devices=(5, 3))._repr_html_()).rows
-    assert rows[1] == ["devices", "5", "3"]
+    assert [cell.strip() for cell in rows[1]] == ["devices", "5", "3"]
     assert "data takes as many more as there are" in str(show(MeshConfig(-1, 2)))
 
 
@@ -164,11 +217,11 @@ def test_many_devices_in_one_place_are_written_as_ranges(mesh):
     assert "0-8 12" in str(grid)
 
 
-def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(config, mesh):
-    state = abstract_state(config, mesh)
+def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
+    state = abstract_state(TASK, PARALLEL, mesh)
     rows = Rows(state._repr_html_()).rows
     dims = "layers/stage, input, gates, hidden/tensor"
-    assert ["lstm.w_h", "2x8x4x8", dims, "1x8x4x4", "512 B"] in rows
+    assert ["layers.lstm.w_h", "2x8x4x8", dims, "1x8x4x4", "512 B"] in rows
     assert "replicated" not in str(rows)
     params = {
         "bias": jax.device_put(jnp.zeros(4), NamedSharding(mesh, P())),
@@ -181,9 +234,25 @@ def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(config, m
         show(nnx.eval_shape(lambda: nnx.Linear(2, 3, rngs=nnx.Rngs(0))))
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(LM):
+    frozen = nnx.PathContains("embedding")
+
+
+def test_frozen_parameters_have_a_table_of_their_own(mesh):
+    state = init_state(
+        Frozen(**dataclasses.asdict(TASK) | {"optimizer": TASK.optimizer}), PARALLEL, mesh
+    )
+    rows = Rows(state._repr_html_()).rows
+    [heading] = [i for i, row in enumerate(rows) if row[0] == "frozen"]
+    assert rows[0][0] == "parameter"
+    assert [row[0] for row in rows[heading + 1 :]] == ["embedding.table"]
+    assert "embedding.table" not in [row[0] for row in rows[:heading]]
+
+
 def test_a_report_shows_the_same_in_text_and_html(mesh):
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    report = jaxpar.inspect_function(lambda x: x.sum(0), x)
+    report = inspect_function(lambda x: x.sum(0), x)
     cells = [cell.strip() for row in Rows(report._repr_html_()).rows for cell in row]
     words = " ".join(str(report).split())
     assert "all-reduce" in cells
@@ -192,8 +261,8 @@ def test_a_report_shows_the_same_in_text_and_html(mesh):
     assert repr(report) == str(report)
 
 
-def test_a_plan_shows_the_same_in_text_and_html(config):
-    ranking = jaxpar.plan(config, 8, jaxpar.find_machine("h100"))
+def test_a_plan_shows_the_same_in_text_and_html():
+    ranking = plan(TASK, num_devices=8, hardware=find_machine("h100"))
     for picture in (ranking, ranking.best):
         words = " ".join(str(picture).split())
         cells = [" ".join(cell.split()) for row in Rows(picture._repr_html_()).rows for cell in row]
@@ -274,7 +343,7 @@ def browse(path, tmp_path, *flags, moment=""):
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )  # fmt: skip
     assert shot.exists(), done.stderr
     pixels = (matplotlib.image.imread(shot)[..., :3] * 255).astype(np.uint8)
@@ -285,12 +354,17 @@ def browse(path, tmp_path, *flags, moment=""):
 
 
 @needs_browser
-def test_a_browser_shows_the_pictures_and_asks_nobody(config, mesh, tmp_path):
-    state = abstract_state(config, mesh)
+def test_a_browser_shows_the_pictures_and_asks_nobody(mesh, tmp_path):
+    state = abstract_state(TASK, PARALLEL, mesh)
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     things = (
-        *(mesh, state, state.params["lstm"]["w_h"], make_schedule("interleaved", 4, 4, 1, 2)),
-        jaxpar.inspect_function(lambda x: x.sum(0), x),
+        *(
+            mesh,
+            state,
+            state.params["layers"]["lstm"]["w_h"],
+            make_schedule("interleaved", 4, 4, 1, 2),
+        ),
+        inspect_function(lambda x: x.sum(0), x),
     )
     page = tmp_path / "page.html"
     body = "".join(show(thing)._repr_html_() for thing in things)
@@ -323,7 +397,7 @@ def test_the_browser_test_sees_errors_and_requests(tmp_path):
 def test_the_strategies_do_the_same_work_and_differ_in_waiting():
     strategies = {strategy.name.split()[0]: strategy for strategy in make_strategies(4, 2)}
     for strategy in strategies.values():
-        assert sum(b.cost for b in strategy.blocks if b.label) == pytest.approx(4 * (1 + 2))
+        assert sum(b.cost for b in strategy.blocks) == pytest.approx(4 * (1 + 2))
         for device in range(4):
             spans = sorted(
                 (b.start, b.start + b.cost) for b in strategy.blocks if b.stage == device
@@ -337,10 +411,10 @@ def test_the_strategies_do_the_same_work_and_differ_in_waiting():
             "pipeline": 1 - make_schedule("1f1b", 4, 4, 2).bubble,
         }
     )
-    # Every layer is held once, but with data parallelism by every device.
-    for name, strategy in strategies.items():
-        held = sum(stop - start for parts in strategy.holds for _, start, stop in parts)
-        assert held == (16 if name == "data" else 4)
+    holds = {name: set(strategy.holds) for name, strategy in strategies.items()}
+    assert holds["model"] == holds["pipeline"] == {f"layer {n}" for n in range(4)}
+    assert holds["tensor"] == {f"part {n} of all layers" for n in range(4)}
+    assert holds["data"] == {"all layers"}
 
 
 @needs_browser

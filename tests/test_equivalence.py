@@ -7,12 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.data.streams import Batch
+from jaxpar.batches import put_batch
+from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training.settings import Settings, TrainConfig
 
 pytestmark = pytest.mark.law
 
@@ -24,71 +29,80 @@ MESHES = [
 ]  # fmt: skip
 UNITS = [(1, 1), (2, 1), (1, 4), (2, 4)]  # microbatches, chunks of time
 
-MODEL = ModelConfig(num_layers=8, hidden_size=16, embed_size=16, vocab_size=96, dropout=0.3)
-DATA = DataConfig(batch_size=16, seq_len=8)
+SGD = OptimizerConfig(name="sgd", learning_rate=0.1, warmup_steps=0)
+MODEL = LM(
+    num_layers=8,
+    hidden_size=16,
+    embed_size=16,
+    vocab_size=96,
+    dropout=0.3,
+    batch_size=16,
+    seq_len=8,
+    optimizer=SGD,
+)
 
 
-def make_config(mesh=(1, 1, 1), units=(1, 1), model=MODEL, data=DATA, train=None, **pipeline):
-    num_devices = int(np.prod(mesh))
-    devices = None if num_devices == jax.device_count() else tuple(range(num_devices))
-    return Config(
-        mesh=MeshConfig(*mesh, devices=devices),
-        model=model,
-        pipeline=PipelineConfig(num_microbatches=units[0], num_chunks=units[1], **pipeline),
-        data=data,
-        train=train or TrainConfig(learning_rate=0.1, optimizer="sgd", warmup_steps=0),
-    )
+def on_devices(sizes):
+    """A mesh of the first devices, as many as it needs."""
+    return MeshConfig(*sizes, devices=tuple(range(int(np.prod(sizes)))))
 
 
-def make_batch(config, mesh, seed=0, starts=False):
+def make_settings(mesh=(1, 1, 1), units=(1, 1), task=MODEL, *, train=None, layout=None, **pipeline):
+    """A task on a mesh; `layout` are fields of `Parallel`, such as shares."""
+    pipeline = PipelineConfig(num_microbatches=units[0], num_chunks=units[1], **pipeline)
+    parallel = Parallel(on_devices(mesh), pipeline, **(layout or {}))
+    return Settings(task, parallel, train or TrainConfig())
+
+
+def make_batch(settings, mesh, seed=0, starts=False, length=None):
     """Random tokens, some targets ignored."""
-    rng = np.random.default_rng(seed)
-    shape = (config.data.batch_size, config.data.seq_len)
-    inputs, targets = rng.integers(0, config.model.vocab_size, (2, *shape), dtype=np.int32)
+    task, rng = settings.task, np.random.default_rng(seed)
+    shape = (task.batch_size, length or task.seq_len)
+    inputs, targets = rng.integers(0, task.vocab_size, (2, *shape), dtype=np.int32)
     targets[rng.random(shape) < 0.1] = -1
-    place = functools.partial(jax.device_put, device=batch_sharding(mesh, config))
-    return Batch(place(inputs), place(targets), starts)
+    return put_batch(Batch(inputs, targets, starts), batch_sharding(task, settings.parallel, mesh))
 
 
-def by_layer(tree, config):
-    """Plain arrays, with the slots of stacked layers put into the layers' order."""
-    layer_ids = np.array(config.layer_ids)
-    order = [int(np.flatnonzero(layer_ids == n)[0]) for n in range(config.model.num_layers)]
+def by_layer(tree, settings):
+    """Plain arrays, with the rows of stacked layers put into the layers' order."""
+    layout = lay_out(settings.task, settings.parallel)
 
-    def unstack(path, variable):
-        array = np.asarray(variable[...])
-        return array[order] if variable.out_sharding[0] == "layers" else array
+    def unstack(variable):
+        array, kind = np.asarray(variable.get_value()), variable.get_metadata("kind", None)
+        if kind is None:
+            return array
+        rows = layout.slots.rows[layout.kinds.index(kind)]
+        return array[[rows.index(layer) for layer in sorted(rows) if layer >= 0]]
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
-    return {jax.tree_util.keystr(path): unstack(path, leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): unstack(leaf) for path, leaf in leaves}
 
 
 def nonzero_carry(state):
     """A carry as a window before might have left it: the same for every layer on every mesh."""
 
     def fill(variable):
-        rows = np.linspace(-0.5, 0.5, variable.shape[1] * variable.shape[2], dtype=np.float32)
+        rows = np.linspace(-0.5, 0.5, int(np.prod(variable.shape[1:])), dtype=np.float32)
         value = np.broadcast_to(rows.reshape(variable.shape[1:]), variable.shape)
         return variable.replace(jax.device_put(value, variable.get_value().sharding))
 
     return jax.tree.map(fill, state.carry, is_leaf=is_variable)
 
 
-def loss_and_grads(config):
-    mesh = config.mesh.build()
-    state = init_state(config, mesh)
+def loss_and_grads(settings):
+    mesh = settings.parallel.mesh.build()
+    state = init_state(settings.task, settings.parallel, mesh)
     audit(state)
-    run = jax.jit(make_loss_and_grad(config, mesh))
-    (loss, carry), grads = run(
-        state.params, nonzero_carry(state), make_batch(config, mesh), state.step
-    )
-    return float(loss), by_layer(grads, config), by_layer(carry, config)
+    state = dataclasses.replace(state, carry=nonzero_carry(state))
+    run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh))
+    (loss, (carry, _)), grads = run(state, make_batch(settings, mesh))
+    return float(loss), by_layer(grads, settings), by_layer(carry, settings)
 
 
 @functools.cache
-def plain(model=MODEL, data=DATA):
+def plain(task=MODEL):
     """What one device computes: the oracle."""
-    return loss_and_grads(make_config(model=model, data=data))
+    return loss_and_grads(make_settings(task=task))
 
 
 def assert_close(actual, expected):
@@ -98,10 +112,9 @@ def assert_close(actual, expected):
         assert error <= RELATIVE_ERROR * scale, f"{name}: error {error:.1e} of {scale:.1e}"
 
 
-def assert_same_as_plain(config):
-    loss, grads, carry = loss_and_grads(config)
-    whole = dataclasses.replace(config.data, shares=None)
-    expected_loss, expected_grads, expected_carry = plain(config.model, whole)
+def assert_same_as_plain(settings):
+    loss, grads, carry = loss_and_grads(settings)
+    expected_loss, expected_grads, expected_carry = plain(settings.task)
     assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
     assert_close(grads, expected_grads)
     assert_close(carry, expected_carry)
@@ -113,18 +126,18 @@ LAYOUTS = [(mesh, units) for mesh in MESHES for units in (UNITS if mesh[1] > 1 e
 
 @pytest.mark.parametrize(("mesh", "units"), LAYOUTS)
 def test_loss_and_gradients_equal_plain(mesh, units):
-    assert_same_as_plain(make_config(mesh, units))
+    assert_same_as_plain(make_settings(mesh, units))
 
 
 @pytest.mark.parametrize("placement", [(2, 3, 2), (1, 5, 1), "balanced"])
 def test_uneven_placement_equals_plain(placement):
-    model = dataclasses.replace(MODEL, num_layers=7)
-    assert_same_as_plain(make_config((2, 3, 1), (2, 2), model=model, placement=placement))
+    task = dataclasses.replace(MODEL, num_layers=7)
+    assert_same_as_plain(make_settings((2, 3, 1), (2, 2), task=task, placement=placement))
 
 
 @pytest.mark.parametrize("sizes", [{"embed_size": 8}, {"tie_embedding": True}])
 def test_model_variants_equal_plain(sizes):
-    assert_same_as_plain(make_config((2, 2, 2), (2, 2), model=dataclasses.replace(MODEL, **sizes)))
+    assert_same_as_plain(make_settings((2, 2, 2), (2, 2), task=dataclasses.replace(MODEL, **sizes)))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -140,59 +153,60 @@ def test_model_variants_equal_plain(sizes):
 def test_parameters_agree_after_two_steps(optimizer, mesh_sizes, storage):
     # Adam moves every weight by about its rate, also where the gradient is nothing but rounding.
     rate = {"sgd": 0.1, "adam": 1e-3}[optimizer]
-    train = TrainConfig(learning_rate=rate, optimizer=optimizer, warmup_steps=0)
+    config = OptimizerConfig(name=optimizer, learning_rate=rate, warmup_steps=0)
+    task = dataclasses.replace(MODEL, optimizer=config)
 
-    def train_two_steps(config):
-        mesh = config.mesh.build()
-        state, losses = init_state(config, mesh), []
-        step = make_train_step(config, mesh)
+    def train_two_steps(settings):
+        mesh = settings.parallel.mesh.build()
+        state, losses = init_state(settings.task, settings.parallel, mesh), []
+        step = make_train_step(*settings, mesh)
         for number in range(2):
-            batch = make_batch(config, mesh, seed=number, starts=number == 0)
+            batch = make_batch(settings, mesh, seed=number, starts=number == 0)
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
         audit(state)
-        return losses, by_layer(state.params, config)
+        return losses, by_layer(state.params, settings)
 
-    expected_losses, expected = train_two_steps(make_config(train=train))
-    losses, params = train_two_steps(
-        make_config(mesh_sizes, (2, 2), train=dataclasses.replace(train, **storage))
-    )
+    expected_losses, expected = train_two_steps(make_settings(task=task))
+    losses, params = train_two_steps(make_settings(mesh_sizes, (2, 2), task, layout=storage))
     np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
     assert_close(params, expected)
 
 
 def test_windows_carry_their_state_on_every_mesh():
-    def perplexity_sums(config):
-        mesh = config.mesh.build()
-        state, sums = init_state(config, mesh), []
-        step, carry = make_eval_step(config, mesh), state.carry
+    def perplexity_sums(settings):
+        mesh = settings.parallel.mesh.build()
+        state, sums = init_state(settings.task, settings.parallel, mesh), []
+        step = make_eval_step(settings.task, settings.parallel, mesh)
         for number in range(3):
-            batch = make_batch(config, mesh, seed=number, starts=number == 0)
-            carry, result = step((state.params, carry), batch)
-            sums.append((float(result.nll), float(result.num_targets)))
+            batch = make_batch(settings, mesh, seed=number, starts=number == 0)
+            carry, result = step(state, batch)
+            state = dataclasses.replace(state, carry=carry)
+            sums.append((float(result.loss), float(result.weight)))
         return sums
 
-    expected = perplexity_sums(make_config())
+    expected = perplexity_sums(make_settings())
     assert len(set(expected)) == 3
     for mesh, units in [((2, 2, 2), (2, 4)), ((8, 1, 1), (1, 1)), ((1, 4, 2), (1, 2))]:
         np.testing.assert_allclose(
-            perplexity_sums(make_config(mesh, units)), expected, rtol=RELATIVE_ERROR
+            perplexity_sums(make_settings(mesh, units)), expected, rtol=RELATIVE_ERROR
         )
 
 
 def test_dropout_masks_are_new_at_every_step_and_the_same_on_every_mesh():
-    def gradients(config):
-        mesh = config.mesh.build()
-        state = init_state(config, mesh)
-        run = jax.jit(make_loss_and_grad(config, mesh))
-        batch = make_batch(config, mesh)
-        return [by_layer(run(state.params, state.carry, batch, step)[1], config) for step in (0, 1)]
+    def gradients(settings):
+        mesh = settings.parallel.mesh.build()
+        state = init_state(settings.task, settings.parallel, mesh)
+        run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh))
+        batch = make_batch(settings, mesh)
+        states = [dataclasses.replace(state, step=state.step + step) for step in (0, 1)]
+        return [by_layer(run(each, batch)[1], settings) for each in states]
 
-    first, second = gradients(make_config())
+    first, second = gradients(make_settings())
     for name in first:
         if "head" not in name and "bias" not in name:  # the head's hardly depend on its input yet
             assert np.linalg.norm(first[name] - second[name]) > 0.1 * np.linalg.norm(first[name])
     for actual, expected in zip(
-        gradients(make_config((2, 2, 2), (2, 2))), (first, second), strict=True
+        gradients(make_settings((2, 2, 2), (2, 2))), (first, second), strict=True
     ):
         assert_close(actual, expected)

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpar.config import Config, DataConfig, ModelConfig, TrainConfig
-from jaxpar.data.streams import IGNORE, Batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
+from jaxpar.parallel import Parallel
+from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad
+from jaxpar.tasks.lm.streams import IGNORE, Batch
+from jaxpar.tasks.lm.task import LM
 
 # The promise: bfloat16 has 8 bits, float32 24, and the roundings of some tens of operations add up.
 RELATIVE_ERRORS = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -192,7 +194,7 @@ def model_in_float64(params, carry, inputs_BT, targets_BT):
 @st.composite
 def models(draw):
     hidden_size = draw(st.integers(1, 20))
-    return ModelConfig(
+    return LM(
         num_layers=draw(st.integers(1, 3)),
         hidden_size=hidden_size,
         embed_size=draw(st.integers(1, hidden_size)),
@@ -204,37 +206,34 @@ def models(draw):
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", RELATIVE_ERRORS)
 @settings(max_examples=3)
-@given(model=models(), rows=st.integers(1, 5), seq_len=st.integers(1, 9), seed=st.integers(0, 999))
-@example(model=ModelConfig(2, 13, 7, 30, dropout=0.0), rows=1, seq_len=1, seed=0)
-def test_model_and_gradients(dtype, model, rows, seq_len, seed):
+@given(task=models(), rows=st.integers(1, 5), seq_len=st.integers(1, 9), seed=st.integers(0, 999))
+@example(task=LM(2, 13, 7, 30, dropout=0.0), rows=1, seq_len=1, seed=0)
+def test_model_and_gradients(dtype, task, rows, seq_len, seed):
     widths = ("hidden_size", "embed_size", "vocab_size")
-    wider = {name: getattr(model, name) + MORE_WIDTH[dtype] for name in widths}
-    model = dataclasses.replace(model, dtype=dtype, **wider)
-    config = Config(
-        mesh=MeshConfig(devices=(0,)),
-        model=model,
-        data=DataConfig(batch_size=rows, seq_len=seq_len),
-        train=TrainConfig(seed=seed),
-    )
-    mesh, rng = config.mesh.build(), np.random.default_rng(seed)
-    state = init_state(config, mesh)
-    carry = jax.tree.map(
-        lambda a: jnp.asarray(rng.uniform(-1, 1, a.shape), jnp.float32), state.carry
-    )
-    inputs, targets = rng.integers(0, model.vocab_size, (2, rows, seq_len), dtype=np.int32)
+    wider = {name: getattr(task, name) + MORE_WIDTH[dtype] for name in widths}
+    task = dataclasses.replace(task, dtype=dtype, batch_size=rows, seq_len=seq_len, **wider)
+    parallel = Parallel(MeshConfig(devices=(0,)))
+    mesh, rng = parallel.mesh.build(), np.random.default_rng(seed)
+    state = init_state(task, parallel, mesh, seed=seed)
+
+    def fill(variable):
+        return variable.replace(jnp.asarray(rng.uniform(-1, 1, variable.shape), jnp.float32))
+
+    carry = jax.tree.map(fill, state.carry, is_leaf=is_variable)
+    inputs, targets = rng.integers(0, task.vocab_size, (2, rows, seq_len), dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = IGNORE
     targets[0, 0] = 1
-    run = jax.jit(make_loss_and_grad(config, mesh))
-    (loss, _), grads = run(state.params, carry, Batch(inputs, targets, False), 0)
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    given_state = dataclasses.replace(state, carry=carry)
+    (loss, _), grads = run(given_state, Batch(inputs, targets, False))
 
     def by_name(tree):
         return {
-            name: np.asarray(variable[...], np.float64)
-            for part in tree.values()
-            for name, variable in part.items()
+            name.split(".")[-1]: np.asarray(variable.get_value(), np.float64)
+            for name, variable in named_leaves(tree)
         }
 
-    before = in_float64([carry[name][...] for name in ("h", "c")])
+    before = in_float64([part.get_value() for part in carry["lstm"]])
     expected = model_in_float64(by_name(state.params), before, inputs, targets)
     close = functools.partial(assert_close, bound=RELATIVE_ERRORS[dtype])
     jax.tree.map(close, (loss, by_name(grads)), expected)

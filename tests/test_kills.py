@@ -21,14 +21,15 @@ import pytest
 from jaxpar.training.run_folder import RunFolder
 
 STEPS = 120
+END_SECONDS = 1800  # which only a process that hangs takes
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]
 # Lines in buckets, on two stages with dropout: all that a checkpoint has to hold is in use.
 FLAGS = [
-    "--simulate", "2", "--mesh", "pp2", "--pipeline.num-chunks", "2", "--data.num-buckets", "3",
-    "--data.batch-size", "8", "--data.seq-len", "8", "--model.num-layers", "3",
-    "--model.hidden-size", "8", "--model.embed-size", "8", "--model.dropout", "0.3",
-    "--train.num-steps", str(STEPS), "--train.learning-rate", "0.02", "--train.log-every", "1",
-    "--train.checkpoint-every", "7", "--train.eval-every", "50",
+    "--simulate", "2", "--mesh", "pp2", "--pipeline.num-chunks", "2", "--num-buckets", "3",
+    "--bucket-multiple", "4", "--batch-size", "8", "--seq-len", "8", "--num-layers", "3",
+    "--hidden-size", "8", "--embed-size", "8", "--dropout", "0.3", "--optimizer.learning-rate", "0.02",
+    "--train.num-steps", str(STEPS), "--train.log-every", "1", "--train.checkpoint-every", "7",
+    "--train.eval-every", "50",
 ]  # fmt: skip
 
 
@@ -39,7 +40,7 @@ class Run:
         self.folder, self.environ = RunFolder(folder), environ
         self.said = folder.with_suffix(".log")
         self._out_dir = ["--train.out-dir", str(folder)]
-        self._new = ["--data.corpus", str(text), *FLAGS]
+        self._new = ["lm", "--corpus", str(text), *FLAGS]
 
     @contextlib.contextmanager
     def start(self):
@@ -62,12 +63,12 @@ class Run:
 
     def finish(self):
         with self.start() as process:
-            assert process.wait(300) == 0
+            assert process.wait(END_SECONDS) == 0
 
     def latest_step(self):
         if not self.folder.checkpoints_path.exists():
             return 0
-        return self.folder.checkpoints(self.folder.config()).latest_step() or 0
+        return self.folder.checkpoints(self.folder.settings()).latest_step() or 0
 
     def losses(self):
         """All that was computed: of every step and evaluation."""
@@ -98,14 +99,14 @@ def undisturbed(tmp_path_factory):
     with run.start() as process:
         wait_for_a_line(run, process, 0)
         seconds = time.monotonic() - began
-        assert process.wait(300) == 0
+        assert process.wait(END_SECONDS) == 0
     return run, text, environ, seconds
 
 
 def wait_for_a_line(run, process, size):
     """Until metrics.jsonl is no longer of this size, or the process has ended."""
     path = run.folder.metrics_path
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + END_SECONDS
     while process.poll() is None and (not path.exists() or path.stat().st_size == size):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ from jaxpar.hosts.launch import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
-END_SECONDS = 60
+END_SECONDS = 600  # which only a process that hangs takes
 BY_HAND = {
     "JAX_COORDINATOR_ADDRESS": "a.b:1", "JAXPAR_NUM_PROCESSES": "4", "JAXPAR_PROCESS_ID": "3",
 }  # fmt: skip
@@ -107,9 +106,9 @@ def test_pod_without_the_kubernetes_package_is_refused(monkeypatch, text, tmp_pa
 def flags(text, *more):
     """A tiny run."""
     return [
-        "train", "--data.corpus", str(text), "--data.batch-size", "8", "--data.seq-len", "8",
-        "--model.num-layers", "2", "--model.hidden-size", "16", "--model.embed-size", "16",
-        "--train.num-steps", "6", "--train.log-every", "1", *more,
+        "train", "lm", "--corpus", str(text), "--batch-size", "8", "--seq-len", "8", "--num-layers", "2",
+        "--hidden-size", "16", "--embed-size", "16", "--optimizer.warmup-steps", "2", "--train.num-steps",
+        "6", "--train.log-every", "1", *more,
     ]  # fmt: skip
 
 
@@ -121,10 +120,10 @@ def start(arguments, *options):
     )  # fmt: skip
 
 
-def finish(process, seconds=END_SECONDS):
+def finish(process):
     """Its exit code, stdout and stderr."""
     try:
-        out, err = process.communicate(timeout=seconds)
+        out, err = process.communicate(timeout=END_SECONDS)
     finally:
         process.terminate()
     return process.returncode, out, err
@@ -160,7 +159,7 @@ def run(text, tmp_path_factory):
         flags(text, "--mesh", "dp2pp2tp2", "--train.num-steps", "20", "--train.out-dir", str(out_dir)),
         "--devices-per-process", "4",
     )  # fmt: skip
-    code, out, err = finish(process, seconds=120)
+    code, out, err = finish(process)
     assert code == 0, err
     assert "Gloo" not in out + err
     return out_dir, out
@@ -169,7 +168,7 @@ def run(text, tmp_path_factory):
 @pytest.mark.law
 def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     one = tmp_path / "one"
-    one_device = ("--mesh.devices", "0", "--train.num-steps", "20", "--train.out-dir", str(one))
+    one_device = ("--devices", "0", "--train.num-steps", "20", "--train.out-dir", str(one))
     assert main(flags(text, *one_device)) == 0
     losses = train_losses(run[0])
     assert len(losses) == 20
@@ -179,14 +178,14 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
     def arguments(name, num_steps, *more):
         out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
-        return [*flags(text, *out_dir, "--train.lr-schedule", "constant"), *more]
+        return [*flags(text, *out_dir, "--optimizer.lr-schedule", "constant"), *more]
 
     assert main(arguments("run", 5, "--mesh", "dp2pp2tp2")) == 0
     resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
-    code, _, err = finish(start(resume, "--devices-per-process", "2"), seconds=120)
+    code, _, err = finish(start(resume, "--devices-per-process", "2"))
     assert code == 0, err
     assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
-    assert main(arguments("whole", 30, "--mesh.devices", "0")) == 0
+    assert main(arguments("whole", 30, "--devices", "0")) == 0
     losses, expected = train_losses(tmp_path / "run"), train_losses(tmp_path / "whole")
     assert len(losses) == 30
     assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
@@ -216,10 +215,10 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
 def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path):
     out_dir = tmp_path / "run"
     arguments = flags(
-        text, "--mesh", "dp2", "--train.out-dir", str(out_dir), "--train.learning-rate", "1e38",
-        "--train.optimizer", "sgd", "--train.clip-norm", "0", "--train.warmup-steps", "0",
+        text, "--mesh", "dp2", "--train.out-dir", str(out_dir), "--optimizer.learning-rate", "1e38",
+        "--optimizer.name", "sgd", "--train.clip-norm", "0", "--optimizer.warmup-steps", "0",
     )  # fmt: skip
-    code, _, err = finish(start(arguments), seconds=120)
+    code, _, err = finish(start(arguments))
     assert code == 3, err
     said = re.search(r"^\[[01]\] error: the \w+ of step (\d) is not finite", err, re.MULTILINE)
     assert said, err
@@ -231,9 +230,7 @@ def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path
 def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
     os.kill(children[victim], signal.SIGKILL)
-    began = time.monotonic()
     code, _, err = finish(process)
-    assert time.monotonic() - began < END_SECONDS
     assert code == 128 + signal.SIGKILL
     assert (
         err.splitlines()[-1]
@@ -294,7 +291,7 @@ def test_mistakes_are_refused(mistake, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
-COMMAND = ["train", "--mesh", "dp2pp2tp2", "--data.corpus", "my text"]
+COMMAND = ["train", "lm", "--mesh", "dp2pp2tp2", "--corpus", "my text"]
 
 
 def test_slurm_script_starts_a_process_on_each_node(tmp_path):

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.data.streams import IGNORE
-from jaxpar.loss import cross_entropy, linear_cross_entropy
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn.linear import matmul
+from jaxpar.tasks.lm.loss import cross_entropy, linear_cross_entropy, without_padding
+from jaxpar.tasks.lm.streams import IGNORE
 
 # float32 rounding of a sum of 24 terms and of a logarithm.
 RELATIVE_ERROR = 1e-6
@@ -54,10 +54,10 @@ def test_loss_and_gradient_of_logits_of_any_size(run, scale, shift):
 
     def both(logits):
         return run(logits, jnp.asarray(targets)), jax.grad(
-            lambda logits: run(logits, jnp.asarray(targets)).nll
+            lambda logits: run(logits, jnp.asarray(targets)).loss
         )(logits)
 
-    (nll, num_targets), grads = jax.jit(both)(jnp.asarray(logits))
+    (nll, num_targets, _), grads = jax.jit(both)(jnp.asarray(logits))
     expected, expected_targets, expected_grads = in_float64(logits, targets)
     assert int(num_targets) == expected_targets
     np.testing.assert_allclose(nll, expected, rtol=RELATIVE_ERROR)
@@ -68,8 +68,8 @@ def test_a_batch_without_targets_has_no_loss_and_no_gradient():
     logits, targets = draw(1)
     targets[:] = IGNORE
     sums = cross_entropy(jnp.asarray(logits), jnp.asarray(targets))
-    grads = jax.grad(lambda a: cross_entropy(a, jnp.asarray(targets)).nll)(jnp.asarray(logits))
-    assert tuple(map(float, sums)) == (0.0, 0.0)
+    grads = jax.grad(lambda a: cross_entropy(a, jnp.asarray(targets)).loss)(jnp.asarray(logits))
+    assert tuple(map(float, sums[:2])) == (0.0, 0.0)
     np.testing.assert_array_equal(grads, 0.0)
 
 
@@ -82,6 +82,46 @@ def draw_head(T, B, H, V, dtype):
     return jnp.asarray(y, dtype), *weights, jnp.asarray(targets)
 
 
+def split_head(y, kernel, bias, targets):
+    def part(y, kernel, bias, targets):
+        bias = without_padding(bias, 22, manual_axis="stage")
+        return cross_entropy(matmul(y, kernel) + bias[None, None], targets, manual_axis="stage")
+
+    mesh = MeshConfig(stage=4, devices=(0, 1, 2, 3)).build()
+    return jax.shard_map(
+        part, mesh=mesh, in_specs=(P(), P(None, "stage"), P("stage"), P()), out_specs=P()
+    )(y, kernel, bias, targets)
+
+
+def whole_head(y, kernel, bias, targets):
+    return linear_cross_entropy(y, kernel, without_padding(bias, 22), targets, max_logits=256)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("run", [whole_head, split_head])
+@pytest.mark.parametrize("num_rows", [3, 60])
+def test_what_is_no_word_has_no_probability_and_no_gradient(run, num_rows):
+    """As if the head had never had these columns: with 96 logits, and part of them all padding."""
+    y, kernel, bias, targets = draw_head(5, num_rows, 6, 96, "float32")
+    targets = jnp.minimum(targets, 21)
+
+    def expected(y, kernel, bias):
+        return cross_entropy(matmul(y, kernel) + bias[None, None], targets).loss
+
+    loss, grads = jax.jit(jax.value_and_grad(lambda *a: run(*a, targets).loss, (0, 1, 2)))(
+        y, kernel, bias
+    )
+    wanted, wanted_grads = jax.value_and_grad(expected, (0, 1, 2))(y, kernel[:, :22], bias[:22])
+    np.testing.assert_allclose(loss, wanted, rtol=RELATIVE_ERROR)
+    (dy, d_kernel, d_bias), (wanted_dy, wanted_kernel, wanted_bias) = grads, wanted_grads
+    for actual, reference in (
+        (dy, wanted_dy), (d_kernel[:, :22], wanted_kernel), (d_bias[:22], wanted_bias),
+    ):  # fmt: skip
+        assert np.abs(actual - reference).max() <= RELATIVE_ERROR * np.abs(reference).max()
+    np.testing.assert_array_equal(d_kernel[:, 22:], 0.0)
+    np.testing.assert_array_equal(d_bias[22:], 0.0)
+
+
 # 256 logits of 3 rows at most, or 128 rows: one chunk, several, and a length that they do not divide.
 @pytest.mark.parametrize("shape", [(5, 4, 6, 24), (64, 8, 6, 24), (37, 20, 6, 24), (1, 300, 6, 24)])
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-6), ("bfloat16", 1e-2)])
@@ -89,10 +129,10 @@ def test_a_head_in_chunks_equals_one_at_once(shape, dtype, error):
     *arrays, targets = draw_head(*shape, dtype)
 
     def at_once(y, kernel, bias):
-        return 0.5 * cross_entropy(matmul(y, kernel) + bias[None, None], targets).nll
+        return 0.5 * cross_entropy(matmul(y, kernel) + bias[None, None], targets).loss
 
     def in_chunks(y, kernel, bias):
-        return 0.5 * linear_cross_entropy(y, kernel, bias, targets, max_logits=256).nll
+        return 0.5 * linear_cross_entropy(y, kernel, bias, targets, max_logits=256).loss
 
     expected, actual = (
         jax.jit(jax.value_and_grad(run, (0, 1, 2)))(*arrays) for run in (at_once, in_chunks)
@@ -102,15 +142,15 @@ def test_a_head_in_chunks_equals_one_at_once(shape, dtype, error):
         a, b = (np.asarray(each, np.float64) for each in (a, b))
         assert np.abs(a - b).max() <= error * np.abs(b).max()
     without_gradient = linear_cross_entropy(*arrays, targets, max_logits=256)
-    np.testing.assert_allclose(0.5 * without_gradient.nll, expected[0], rtol=1e-6)
-    assert int(without_gradient.num_targets) == np.sum(np.asarray(targets) != IGNORE)
+    np.testing.assert_allclose(0.5 * without_gradient.loss, expected[0], rtol=1e-6)
+    assert int(without_gradient.weight) == np.sum(np.asarray(targets) != IGNORE)
 
 
 def test_logits_of_all_time_steps_are_never_held():
     *arrays, targets = draw_head(64, 8, 6, 1000, "float32")
 
     def loss(y, kernel, bias):
-        return linear_cross_entropy(y, kernel, bias, targets, max_logits=1).nll
+        return linear_cross_entropy(y, kernel, bias, targets, max_logits=1).loss
 
     text = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(*arrays).compile().as_text()
     shapes = (map(int, found.split(",")) for found in re.findall(r"\[([0-9,]+)\]", text))

@@ -5,34 +5,34 @@ import gzip
 import json
 import re
 
+import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from jaxpar import ArrayBatches, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.__main__ import main
 from jaxpar.analysis.measured import MeasuredStep, Span
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
 
+TASK = LM(num_layers=4, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)
 
-def config_of(mesh, head="sharded", **pipeline):
-    return Config(
-        mesh=mesh,
-        model=ModelConfig(num_layers=4, hidden_size=8, embed_size=8, vocab_size=32),
-        pipeline=PipelineConfig(head=head, **pipeline),
-        data=DataConfig(batch_size=8, seq_len=4),
-    )
+
+def parallel_of(mesh, **pipeline):
+    return Parallel(mesh, PipelineConfig(**pipeline))
 
 
 @pytest.fixture(scope="module")
 def measured():
-    config = config_of(
+    parallel = parallel_of(
         MeshConfig(data=2, stage=2, tensor=2), num_microbatches=2, num_chunks=2, head="last"
     )
-    return jaxpar.measure_step(config, num_steps=1)
+    return jaxpar.measure_step(TASK, parallel, num_steps=1)
 
 
 def times(measured):
@@ -79,14 +79,73 @@ def test_units_run_when_what_they_need_is_there(measured):
 
 
 def test_an_interleaved_pipeline_with_a_split_head_is_measured():
-    config = config_of(
+    parallel = parallel_of(
         MeshConfig(stage=2, devices=(3, 1)),
-        schedule="interleaved", num_groups=2, num_microbatches=2, num_chunks=1,
+        schedule="interleaved", num_groups=2, num_microbatches=2,
     )  # fmt: skip
-    measured = jaxpar.measure_step(config, num_steps=1)
+    measured = jaxpar.measure_step(TASK, parallel, num_steps=1)
     check_order(measured)
     heads = [span.stage for span in measured.spans if span.part == HEAD]
     assert sorted(heads) == [0, 0, 1, 1]
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, carry, x, at):
+        return carry, jnp.tanh(self.linear(x))
+
+
+class Summing(nnx.Module):
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, 4))
+
+    def __call__(self, carry, x, at):
+        y = carry[None] + jnp.cumsum(x, axis=0)
+        return y[-1], y
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones(4))
+        self.layers = Stack([Dense, lambda rngs: Summing(), Dense], rngs=rngs)
+
+    def first(self, batch, at):
+        return batch["x"] * self.scale[...][None, None]
+
+    def last(self, y, batch, at):
+        return Sums(jnp.sum(y**2), jnp.sum(batch["weight"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(jaxpar.Task):
+    """A task of two kinds of layers, one without parameters, and a batch that is a dict."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    frozen = nnx.PathContains("scale")
+    parallel = Parallel(MeshConfig(stage=3, devices=(0, 1, 2)), PipelineConfig(num_microbatches=2))
+
+    def make_model(self, rngs):
+        return Model(rngs)
+
+    def make_batches(self, split, seed=None):
+        return ArrayBatches({"x": np.ones((8, 3, 4), np.float32)}, 4, seed)
+
+
+def test_a_task_of_ones_own_is_measured_on_its_own_layout():
+    measured = jaxpar.measure_step(Own(), num_steps=1)
+    check_order(measured)
+    heads = [span.stage for span in measured.spans if span.part == HEAD]
+    assert heads == [2, 2]  # the model has no `last_part`
+
+
+def test_a_group_with_fewer_microbatches_waits_for_the_others():
+    # Three microbatches for the second group, one for the first, which is shown.
+    parallel = Parallel(MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)), shares=(1, 3))
+    measured = jaxpar.measure_step(TASK, parallel, num_steps=1)
+    check_order(measured)
+    assert measured.schedule.num_microbatches == 1
 
 
 def test_busy_and_idle_time_are_all_of_the_loop(measured):
@@ -128,12 +187,12 @@ def test_what_runs_as_predicted_is_shown_so():
     assert measured.busy_seconds == (21, 21)
     assert measured.bubble == pytest.approx(measured.predicted_bubble)
     assert measured.predicted_bubble == pytest.approx(1 / 4)
-    rows = measured.rows()
-    assert [name for name, _, _ in rows[:2]] == ["stage 0 predicted", "measured"]
-    for (_, end, predicted), (_, measured_end, blocks) in zip(rows[::2], rows[1::2], strict=True):
-        assert end == measured_end == 28_000
-        backward = [(b.start + 1000, b.label) for b in predicted if not b.is_forward]
-        assert backward == [(b.start, b.label) for b in blocks if not b.is_forward]
+    rows = measured.chart().rows
+    assert [row.name for row in rows[:2]] == ["stage 0 predicted", "measured"]
+    for predicted, found in zip(rows[::2], rows[1::2], strict=True):
+        assert list(predicted.spans) == list(found.spans) == [(0, 28_000)]
+        backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.is_backward]
+        assert backward == [(b.start, b.label) for b in found.blocks if b.is_backward]
     svg = measured.to_svg()
     widths = {
         label: float(width)
@@ -146,29 +205,26 @@ def test_what_runs_as_predicted_is_shown_so():
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("mesh", "others", "message"),
     [
-        (config_of(MeshConfig(data=2)), "no pipeline to measure; give a mesh with stages"),
-        (
-            dataclasses.replace(config_of(MeshConfig(stage=2)), train=TrainConfig(update="host")),
-            "update='host' is not one program",
-        ),
+        ({"data": 2}, {}, "no pipeline to measure; give a mesh with stages"),
+        ({"stage": 2}, {"update": "host"}, "update='host' is not one program"),
     ],
 )
-def test_what_cannot_be_measured_is_said(config, message):
-    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, devices=(0, 1)))
+def test_what_cannot_be_measured_is_said(mesh, others, message):
     with pytest.raises(ValueError, match=message):
-        jaxpar.measure_step(config)
+        jaxpar.measure_step(TASK, Parallel(MeshConfig(**mesh, devices=(0, 1)), **others))
 
 
 def test_the_command_draws_a_measured_step(tmp_path, capsys):
     path = tmp_path / "timeline.png"
-    small = ["--model.num-layers", "2", "--model.hidden-size", "8", "--model.embed-size", "8"]
-    small += ["--model.vocab-size", "32", "--data.batch-size", "8", "--data.seq-len", "4"]
+    small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
+    small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
     flags = ["--mesh", "pp2dp4", "--pipeline.num-chunks", "2"]
-    assert main(["plot", "timeline", *flags, *small, "-o", str(path)]) == 0
+    assert main(["plot", "timeline", "lm", *flags, *small, "-o", str(path)]) == 0
     pixels = (matplotlib.image.imread(path)[..., :3] * 255).astype(np.uint8)
-    assert (pixels == (0x00, 0x72, 0xB2)).all(-1).sum() > 1000  # microbatch 0
+    microbatch_0 = (pixels == (0x00, 0x72, 0xB2)).all(-1)
+    assert microbatch_0[: len(pixels) // 2].any()  # above the legend; how wide is the clock's
 
 
 def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
@@ -178,9 +234,10 @@ def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
         (text / f"{split}.txt").write_text("the cat sat on the mat\n" * 100)
     out = tmp_path / "run"
     flags = [
-        "train", "--profile", "--mesh", "pp2", "--mesh.devices", "0", "1", "--data.corpus", str(text),
-        "--data.batch-size", "8", "--data.seq-len", "4", "--model.num-layers", "2",
-        "--model.hidden-size", "8", "--model.embed-size", "8", "--train.out-dir", str(out),
+        "train", "lm", "--profile", "--mesh", "pp2", "--devices", "0", "1", "--corpus", str(text),
+        "--batch-size", "8", "--seq-len", "4", "--num-layers", "2",
+        "--hidden-size", "8", "--embed-size", "8", "--train.out-dir", str(out),
+        "--optimizer.warmup-steps", "0",
     ]  # fmt: skip
     assert main([*flags, "--train.num-steps", "4"]) == 2
     assert "a profile is of steps 3 to 5; take 5 or more" in capsys.readouterr().err

@@ -1,13 +1,19 @@
 """Layers against independent ones, and dropout against its definition."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, Position, dropout, lstm_layer, named_param
+from jaxpar.at import At
+from jaxpar.model import Stack, values
+from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, dropout, extend, lstm_layer, named_param
 from jaxpar.nn.linear import matmul
+from jaxpar.pipeline.placement import make_slots
+from jaxpar.sharding import RULES, is_variable
 
 # float32 sums in another order.
 RELATIVE_ERROR = 1e-5
@@ -21,11 +27,24 @@ def assert_close(actual, expected, bound=RELATIVE_ERROR):
     assert np.linalg.norm(actual - expected) <= bound * np.linalg.norm(expected)
 
 
-def random_inputs(lstm, num_steps=T, num_rows=B):
+def lstms(width, num_layers, seed=1, **options):
+    """Layers of one width in a stack."""
+    return Stack([lambda rngs: LSTM(width, rngs=rngs, **options)] * num_layers, rngs=nnx.Rngs(seed))
+
+
+def run(stack, carry, x):
+    """The stack as a function of arrays: carry, an `LSTMCarry` [layers, B, H], and inputs [T, B, H]."""
+    variables = stack.initial_carry(x.shape[1])["lstm"]
+    given = jax.tree.map(lambda v, a: v.replace(a), variables, carry, is_leaf=is_variable)
+    after, y = stack({"lstm": given}, x, At(0, 0, 0))
+    return values(after["lstm"]), y
+
+
+def random_inputs(inputs, hidden, num_layers, num_steps=T, num_rows=B):
     keys = jax.random.split(jax.random.key(7), 3)
-    shape = (lstm.num_layers, num_rows, lstm.hidden_size)
+    shape = (num_layers, num_rows, hidden)
     carry = LSTMCarry(jax.random.normal(keys[1], shape), jax.random.normal(keys[2], shape))
-    return jax.random.normal(keys[0], (num_steps, num_rows, lstm.input_size)), carry
+    return jax.random.normal(keys[0], (num_steps, num_rows, inputs)), carry
 
 
 def loss_of(after, y):
@@ -34,16 +53,16 @@ def loss_of(after, y):
     return jnp.sum(y * weights) + jnp.sum(after.h_BH**2) + jnp.sum(after.c_BH**3)
 
 
-def flax_lstm(lstm):
+def flax_lstm(stack, inputs, hidden):
     """The same weights in Flax's own layers, whose gates stand in the order i, f, g, o too."""
     layers = []
-    for number in range(lstm.num_layers):
-        size = lstm.input_size if number == 0 else lstm.hidden_size
-        cell = nnx.OptimizedLSTMCell(size, lstm.hidden_size, rngs=nnx.Rngs(0))
-        w_x, w_h, b = (leaf[number] for leaf in lstm.params)
-        cell.dense_i.kernel[...] = w_x[:size].reshape(size, -1)
-        cell.dense_h.kernel[...] = w_h.reshape(lstm.hidden_size, -1)
-        cell.dense_h.bias[...] = b.reshape(-1)
+    for number in range(len(stack)):
+        size = inputs if number == 0 else hidden
+        cell = nnx.OptimizedLSTMCell(size, hidden, rngs=nnx.Rngs(0))
+        ours = stack.layer(number)
+        cell.dense_i.kernel[...] = ours.w_x[:size].reshape(size, -1)
+        cell.dense_h.kernel[...] = ours.w_h[...].reshape(hidden, -1)
+        cell.dense_h.bias[...] = ours.b[...].reshape(-1)
         layers.append(nnx.RNN(cell, time_major=True, return_carry=True, rngs=nnx.Rngs(0)))
     return nnx.List(layers)
 
@@ -54,13 +73,13 @@ SIZES = [(8, 8, 1, T, B), (8, 8, 3, T, B), (4, 8, 2, T, B), (7, 7, 2, 1, 1), (3,
 @pytest.mark.law
 @pytest.mark.parametrize(("inputs", "hidden", "layers", "num_steps", "num_rows"), SIZES)
 def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, num_rows):
-    lstm = LSTM(inputs, hidden, layers, rngs=nnx.Rngs(1))
-    x, carry = random_inputs(lstm, num_steps, num_rows)
-    graphdef, params = nnx.split(lstm)
-    flax_graphdef, flax_params, rest = nnx.split(flax_lstm(lstm), nnx.Param, ...)
+    stack = lstms(hidden, layers)
+    x, carry = random_inputs(inputs, hidden, layers, num_steps, num_rows)
+    graphdef, params = nnx.split(stack)
+    flax_graphdef, flax_params, rest = nnx.split(flax_lstm(stack, inputs, hidden), nnx.Param, ...)
 
     def ours(params, x):
-        after, y = nnx.merge(graphdef, params)(x, carry)
+        after, y = run(nnx.merge(graphdef, params), carry, extend(x, hidden))
         return loss_of(after, y), (after, y)
 
     def theirs(params, x):
@@ -73,9 +92,10 @@ def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, nu
 
     (loss, out), (grads, dx) = jax.value_and_grad(ours, (0, 1), has_aux=True)(params, x)
     with jax.numpy_rank_promotion("allow"):  # Flax adds its bias so
-        run = jax.value_and_grad(theirs, (0, 1), has_aux=True)
-        (expected_loss, expected_out), (expected_grads, expected_dx) = run(flax_params, x)
+        both = jax.value_and_grad(theirs, (0, 1), has_aux=True)
+        (expected_loss, expected_out), (expected_grads, expected_dx) = both(flax_params, x)
     jax.tree.map(assert_close, (loss, out, dx), (expected_loss, expected_out, expected_dx))
+    grads = grads["lstm"]
     for number, layer in nnx.to_pure_dict(expected_grads).items():
         size = inputs if number == 0 else hidden
         d_x, d_h = layer["cell"]["dense_i"]["kernel"], layer["cell"]["dense_h"]
@@ -87,40 +107,44 @@ def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, nu
 
 
 def test_two_windows_equal_one():
-    lstm = LSTM(8, 8, 3, rngs=nnx.Rngs(1))
-    x, carry = random_inputs(lstm, num_steps=6)
-    after, y = lstm(x, carry)
-    middle, first = lstm(x[:2], carry)
-    end, second = lstm(x[2:], middle)
+    stack = lstms(8, 3)
+    x, carry = random_inputs(8, 8, 3, num_steps=6)
+    after, y = run(stack, carry, x)
+    middle, first = run(stack, carry, x[:2])
+    end, second = run(stack, middle, x[2:])
     jax.tree.map(assert_close, (end, jnp.concatenate([first, second])), (after, y))
 
 
 def test_empty_slots_change_nothing():
-    full = LSTM(8, 8, 3, rngs=nnx.Rngs(1))
-    slotted = LSTM(8, 8, 3, rngs=nnx.Rngs(1), layer_ids=(0, -1, 1, 2))
-    x, _ = random_inputs(full)
-    np.testing.assert_array_equal(full(x)[1], slotted(x)[1])
-    np.testing.assert_array_equal(slotted.params.w_h_H4H[0], full.params.w_h_H4H[0])
-    assert not np.any(slotted.params.w_h_H4H[1])
+    full, slotted = lstms(8, 3), lstms(8, 3)
+    slotted.place(make_slots((1, 2)))
+    assert slotted.slots.layers == (0, -1, 1, 2)
+    x, _ = random_inputs(8, 8, 3)
+    outputs = [stack(stack.initial_carry(B), x, At(0, 0, 0))[1] for stack in (full, slotted)]
+    np.testing.assert_array_equal(*outputs)
+    for name, weights in nnx.state(full.lstm).items():
+        placed = getattr(slotted.lstm, name)
+        np.testing.assert_array_equal(placed[jnp.array([0, 2, 3])], weights[...])
+        assert not np.any(placed[1])
 
 
 def test_a_layer_is_born_the_same_among_however_many():
-    few, many = (LSTM(8, 8, count, rngs=nnx.Rngs(3)).params for count in (2, 5))
+    few, many = (nnx.state(lstms(8, count, seed=3)) for count in (2, 5))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:2]), few, many)
 
 
 def test_forget_bias_is_the_second_gates():
-    bias = LSTM(4, 4, 2, rngs=nnx.Rngs(0), forget_bias=1.5).b[...]
+    bias = lstms(4, 2, forget_bias=1.5).lstm.b[...]
     np.testing.assert_array_equal(bias, np.broadcast_to([[0], [1.5], [0], [0]], (2, 4, 4)))
 
 
 def test_bfloat16_is_near_float32_and_keeps_its_parameters_float32():
-    lstm = LSTM(16, 16, 2, rngs=nnx.Rngs(1))
-    x, carry = random_inputs(lstm)
-    graphdef, params = nnx.split(lstm)
+    stack = lstms(16, 2)
+    x, carry = random_inputs(16, 16, 2)
+    graphdef, params = nnx.split(stack)
 
     def loss(params, x):
-        after, y = nnx.merge(graphdef, params)(x, carry)
+        after, y = run(nnx.merge(graphdef, params), carry, x)
         assert after.c_BH.dtype == jnp.float32
         return loss_of(after, y.astype(jnp.float32)), y
 
@@ -148,37 +172,50 @@ def test_a_float32_gradient_of_a_narrower_matmul_is_rounded_nowhere():
     assert_close(dkernel, rounded_x.T @ dy, 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("slots", "found"),
+    [
+        (make_slots((1, 1)), r"\[\[0, 1\]\]"),
+        (make_slots((1, 3)), r"\[\[0, 1, 2, 3\]\]"),
+        (dataclasses.replace(make_slots((3,)), rows=((0, 0, 2),)), r"\[\[0, 0, 2\]\]"),
+        (make_slots((3,), kind_of=(0, 1, 0)), r"\[\[0, 2\], \[1\]\]"),
+    ],
+)
+def test_slots_that_do_not_hold_each_layer_once_are_refused(slots, found):
+    message = rf"slots with layers {found} in .* the stack has \[\[0, 1, 2\]\].*kind_of=\(0, 0, 0\)"
+    with pytest.raises(ValueError, match=message):
+        lstms(8, 3).place(slots)
+
+
 def test_wrong_sizes_are_refused():
-    with pytest.raises(ValueError, match="input_size=9 is larger than hidden_size=8"):
-        LSTM(9, 8, 1, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"layer_ids=\(0, 0\) must hold each of the 2 layers"):
-        LSTM(8, 8, 2, rngs=nnx.Rngs(0), layer_ids=(0, 0))
+    with pytest.raises(ValueError, match="width 9 are wider than width=8; use width=9 or more"):
+        extend(jnp.zeros((T, B, 9)), 8)
     with pytest.raises(ValueError, match=r"names 1 dims, the array has shape \(2, 3\)"):
         named_param(jnp.zeros((2, 3)), ("hidden",))
-    with pytest.raises(ValueError, match="unknown dim name 'hiden'"):
-        named_param(jnp.zeros(2), ("hiden",))
+    with pytest.raises(ValueError, match="unknown dim name 'hiden': there is no rule for it"):
+        RULES.spec(named_param(jnp.zeros(2), ("hiden",)).out_sharding)
 
 
-def mask(key, position, shape=(6, 8, 32), rate=0.25):
-    return np.asarray(dropout(jnp.ones(shape), rate, key, position))
+def mask(key, at, shape=(6, 8, 32), rate=0.25):
+    return np.asarray(dropout(jnp.ones(shape), rate, at._replace(key=key)))
 
 
 @pytest.mark.law
 def test_a_blocks_dropout_mask_is_part_of_the_wholes():
     key = jax.random.key(5)
-    whole = mask(key, Position(3, 0, 0))
-    block = mask(key, Position(3, 2, 4), shape=(3, 4, 32))
+    whole = mask(key, At(3, 0, 0))
+    block = mask(key, At(3, 2, 4), shape=(3, 4, 32))
     np.testing.assert_array_equal(block, whole[2:5, 4:8])
 
 
 def test_dropout_has_its_rate_keeps_the_mean_and_differs_by_layer_and_step():
-    whole = mask(jax.random.key(5), Position(3, 0, 0), shape=(16, 16, 256))
+    whole = mask(jax.random.key(5), At(3, 0, 0), shape=(16, 16, 256))
     assert set(np.unique(whole)) == {0.0, np.float32(1 / 0.75)}
     # 65,536 draws: a standard deviation of 0.0017.
     assert abs(np.mean(whole == 0) - 0.25) < 0.01
     for other in (
-        mask(jax.random.key(5), Position(4, 0, 0), shape=(16, 16, 256)),
-        mask(jax.random.key(6), Position(3, 0, 0), shape=(16, 16, 256)),
+        mask(jax.random.key(5), At(4, 0, 0), shape=(16, 16, 256)),
+        mask(jax.random.key(6), At(3, 0, 0), shape=(16, 16, 256)),
     ):
         agree = np.mean((other == 0) == (whole == 0))
         assert abs(agree - (0.25**2 + 0.75**2)) < 0.01
@@ -186,15 +223,16 @@ def test_dropout_has_its_rate_keeps_the_mean_and_differs_by_layer_and_step():
 
 def test_no_key_or_no_rate_means_no_dropout():
     x = jnp.ones((2, 2, 4))
-    assert dropout(x, 0.5, None, Position(0, 0, 0)) is x
-    assert dropout(x, 0.0, jax.random.key(0), Position(0, 0, 0)) is x
+    assert dropout(x, 0.5, At(0, 0, 0)) is x
+    assert dropout(x, 0.0, At(0, 0, 0, jax.random.key(0))) is x
 
 
 def test_residuals_hold_no_weights():
     """What a layer saves for its backward pass is activations; its weights are taken again."""
-    lstm = LSTM(8, 8, 1, rngs=nnx.Rngs(1))
-    x, carry = random_inputs(lstm)
-    params, carry = jax.tree.map(lambda a: a[0], (lstm.params, carry))
+    lstm = LSTM(8, rngs=nnx.Rngs(1))
+    params = LSTMParams(lstm.w_x[...], lstm.w_h[...], lstm.b[...])
+    x, carry = random_inputs(8, 8, 1)
+    carry = jax.tree.map(lambda a: a[0], carry)
     _, vjp = jax.vjp(lambda params: lstm_layer(params, carry, x), params)
     weights = {id(leaf) for leaf in jax.tree.leaves(params)}
     shapes = [leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in weights]

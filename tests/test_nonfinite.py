@@ -5,83 +5,89 @@ import functools
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
 from jaxpar.axes import STAGE
-from jaxpar.config import (
-    Config,
-    ConvNetConfig,
-    DataConfig,
-    ImageConfig,
-    ImageDataConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainConfig,
-)
-from jaxpar.data.images import ImageBatch
-from jaxpar.data.streams import Batch
+from jaxpar.batches import put_batch
 from jaxpar.mesh import MeshConfig
+from jaxpar.nn import Stateless, named_param
 from jaxpar.state import audit, init_state, release
 from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.tasks.images.task import Images
+from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.task import LM
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import fit
 from jaxpar.training.nonfinite import find_origin
-from jaxpar.training.run_folder import RunFolder, load_data
-from jaxpar.training.tasks import make_task
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.settings import Settings, TrainConfig
 
-MODEL = ModelConfig(num_layers=4, hidden_size=8, embed_size=8, vocab_size=24, dropout=0.2)
 RARE = 23  # a word that only bad batches have
 ROWS, STEPS = 8, 4
+RATE = OptimizerConfig(warmup_steps=0)
+TASK = LM(
+    num_layers=4, hidden_size=8, embed_size=8, vocab_size=24, dropout=0.2, batch_size=ROWS, seq_len=STEPS,
+    optimizer=RATE,
+)  # fmt: skip
 
 
-def make_config(data=1, stage=1, tensor=1, shares=None, pipeline=None, **train):
-    return Config(
-        MeshConfig(data, stage, tensor, devices=tuple(range(data * stage * tensor))),
-        MODEL,
-        PipelineConfig(**{"num_chunks": 2, **(pipeline or {})}),
-        DataConfig(batch_size=ROWS, seq_len=STEPS, shares=shares),
-        TrainConfig(warmup_steps=0, **{"nonfinite": "skip", "max_skipped": 1, **train}),
+def make_settings(data=1, stage=1, tensor=1, pipeline=None, optimizer=RATE, **layout):
+    mesh = MeshConfig(data, stage, tensor, devices=tuple(range(data * stage * tensor)))
+    return Settings(
+        dataclasses.replace(TASK, optimizer=optimizer),
+        Parallel(mesh, PipelineConfig(**{"num_chunks": 2, **(pipeline or {})}), **layout),
+        TrainConfig(nonfinite="skip", max_skipped=1),
     )
 
 
 INTERLEAVED = {"schedule": "interleaved", "num_groups": 2, "num_microbatches": 2, "remat": True}
-CONFIGS = {
-    "one device": make_config(),
-    "data, tensor, fsdp": make_config(2, 1, 2, fsdp=True),
-    "shares, gradient accumulation": make_config(2, shares=(3, 1), update="sharded"),
-    "all axes, sharded update": make_config(
-        2, 2, 2, pipeline={"num_microbatches": 2}, update="sharded", optimizer="adamw"
+SETTINGS = {
+    "one device": make_settings(),
+    "data, tensor, fsdp": make_settings(2, 1, 2, fsdp=True),
+    "shares, gradient accumulation": make_settings(2, shares=(3, 1), update="sharded"),
+    "all axes, sharded update": make_settings(
+        2, 2, 2, {"num_microbatches": 2}, OptimizerConfig("adamw", warmup_steps=0), update="sharded"
     ),
-    "uneven stages, update on the host": make_config(
+    "uneven stages, update on the host": make_settings(
         2, 2, pipeline={"placement": (1, 3), "head": "last"}, update="host"
     ),
-    "interleaved": make_config(1, 2, pipeline=INTERLEAVED, optimizer="sgd", momentum=0.9),
+    "interleaved": make_settings(
+        1, 2, 1, INTERLEAVED, OptimizerConfig("sgd", warmup_steps=0, momentum=0.9)
+    ),
 }
 
 
-def batch_of(config, mesh, number, rare_rows=(), length=STEPS):
+def place(batch, settings, mesh):
+    return put_batch(batch, batch_sharding(settings.task, settings.parallel, mesh))
+
+
+def batch_of(settings, mesh, number, rare_rows=(), length=STEPS):
     tokens = np.random.default_rng(number).integers(0, RARE, (2, ROWS, length), np.int32)
     tokens[0, list(rare_rows), -1] = RARE
-    return Batch(*jax.device_put(tuple(tokens), batch_sharding(mesh, config)), starts=number == 0)
+    return place(Batch(*tokens, starts=number == 0), settings, mesh)
 
 
-def change(state, config, name, function):
+def change(state, settings, name, function):
     """The state with another array of parameters, named and shaped as it is stored."""
+    task, parallel, _ = settings
     params = {
         key.removeprefix("params/"): np.array(array)
-        for key, array in by_layer(state, config).items()
+        for key, array in by_layer(state, task, parallel).items()
         if key.startswith("params/")
     }
     function(params[name])
-    return with_parameters(state, config, params)
+    return with_parameters(state, task, parallel, params)
 
 
-def poison(state, config, word=RARE):
+def poison(state, settings, word=RARE):
     def put_infinity(table_VE):
         table_VE[word] = np.inf
 
-    return change(state, config, "embedding/table", put_infinity)
+    return change(state, settings, "embedding/table", put_infinity)
 
 
 def arrays_of(state):
@@ -93,20 +99,20 @@ def assert_same(state, expected):
         np.testing.assert_array_equal(actual, array)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=SETTINGS)
 def setup(request):
-    config = CONFIGS[request.param]
-    mesh = config.mesh.build()
-    return config, mesh, make_train_step(config, mesh)
+    settings = SETTINGS[request.param]
+    mesh = settings.parallel.mesh.build()
+    return settings, mesh, make_train_step(*settings, mesh)
 
 
 @pytest.mark.law
 def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
-    config, mesh, step = setup
-    batch = functools.partial(batch_of, config, mesh)
+    settings, mesh, step = setup
+    batch = functools.partial(batch_of, settings, mesh)
 
     def begin():
-        return step(poison(init_state(config, mesh), config), batch(0))[0]
+        return step(poison(init_state(*settings[:2], mesh), settings), batch(0))[0]
 
     # What is to come out: the second step leaves no trace but in the counts and the carry.
     state = begin()
@@ -128,12 +134,12 @@ def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
     assert not np.isfinite([reported[0].loss, reported[2].loss]).any()
     assert float(reported[1].loss) == good_losses
     audit(state)
-    state = release(state, config)
+    state = release(state, settings.train.allowed_skips)
     assert int(state.step) == 3
     assert_same(state, expected)
 
-    origin = find_origin(config, mesh, state, batch(3, (5, 7)))
-    assert str(origin) == "the output of embedding, in rows 5, 7"
+    origin = find_origin(settings, mesh, state, batch(3, (5, 7)))
+    assert str(origin) == "the output of first, in rows 5, 7"
     assert_same(state, expected)
     state, metrics = step(state, batch(4))
     assert (int(state.step), np.isfinite(metrics.loss)) == (4, True)
@@ -151,21 +157,21 @@ def scale(array):
 
 
 ORIGINS = {
-    "first layer": ("lstm/w_h", put_nan((0, 3, 1, 5)), "the output of lstm layer 0"),
-    "middle layer": ("lstm/w_x", put_nan((2, 7, 0, 2)), "the output of lstm layer 2"),
-    "last layer": ("lstm/b", put_nan((3, 2, 4)), "the output of lstm layer 3"),
-    "head": ("head/bias", put_nan(5), "the output of head"),
+    "first layer": ("layers/lstm/w_h", put_nan((0, 3, 1, 5)), "the output of layer 0 (lstm)"),
+    "middle layer": ("layers/lstm/w_x", put_nan((2, 7, 0, 2)), "the output of layer 2 (lstm)"),
+    "last layer": ("layers/lstm/b", put_nan((3, 2, 4)), "the output of layer 3 (lstm)"),
+    "head": ("head/bias", put_nan(5), "the output of last"),
     # Logits and their loss are finite; so are the head's gradients, but not those of what is below.
-    "on the way back": ("head/kernel", scale, "the gradient of lstm layer 3"),
+    "on the way back": ("head/kernel", scale, "the gradient of layer 3 (lstm)"),
 }
 
 
 def test_the_first_module_is_named(setup):
-    config, mesh, step = setup
-    batch = batch_of(config, mesh, 0)
+    settings, mesh, step = setup
+    batch = batch_of(settings, mesh, 0)
     for parameter, function, place in ORIGINS.values():
-        state = change(init_state(config, mesh), config, parameter, function)
-        origin = find_origin(config, mesh, state, batch)
+        state = change(init_state(*settings[:2], mesh), settings, parameter, function)
+        origin = find_origin(settings, mesh, state, batch)
         assert origin.place == place
         if "lstm" in place and "output" in place:
             assert origin.rows == tuple(range(ROWS))
@@ -174,35 +180,114 @@ def test_the_first_module_is_named(setup):
         assert int(metrics.skipped) == 1
         assert np.isfinite(metrics.loss) == ("gradient" in place)
     if mesh.shape[STAGE] > 1:  # a bucket's batch may be shorter
-        state = poison(init_state(config, mesh), config)
-        batch = batch_of(config, mesh, 0, rare_rows=(2,), length=STEPS // 2)
-        assert str(find_origin(config, mesh, state, batch)) == "the output of embedding, in row 2"
+        task = dataclasses.replace(settings.task, num_buckets=2, bucket_multiple=STEPS // 2)
+        settings = settings._replace(task=task)
+        state = poison(init_state(*settings[:2], mesh), settings)
+        batch = batch_of(settings, mesh, 0, rare_rows=(2,), length=STEPS // 2)
+        assert str(find_origin(settings, mesh, state, batch)) == "the output of first, in row 2"
 
 
 @pytest.mark.parametrize("strategy", ["data", "hybrid"])
 def test_a_network_for_images_is_halted_too(strategy):
-    model = ConvNetConfig(channels=(4, 4), hidden_sizes=(8,), strategy=strategy)
-    mesh_config = MeshConfig(2, devices=(0, 1))
-    train = TrainConfig(warmup_steps=0)
-    config = ImageConfig(mesh_config, model, ImageDataConfig(batch_size=8), train)
-    mesh = config.mesh.build()
-    step = make_train_step(config, mesh)
+    task = Images(
+        channels=(4, 4), hidden_sizes=(8,), strategy=strategy, batch_size=8, optimizer=RATE
+    )
+    settings = Settings(task, Parallel(MeshConfig(2, devices=(0, 1))), TrainConfig())
+    mesh = settings.parallel.mesh.build()
+    step = make_train_step(*settings, mesh)
     rng = np.random.default_rng(0)
     images, labels = rng.random((8, 8, 8, 1), np.float32), rng.integers(0, 10, 8, np.int32)
-    batch = ImageBatch(*jax.device_put((images, labels), batch_sharding(mesh, config)))
-    for parameter, place in (("convs/1/bias", "convs.1"), ("dense/0/kernel", "dense.0")):
-        state = change(init_state(config, mesh), config, parameter, put_nan(...))
+    batch = {"image": images, "label": labels, "weight": np.ones(8, np.float32)}
+    batch = place(batch, settings, mesh)
+    for parameter, where in (("convs/1/bias", "convs.1"), ("dense/0/kernel", "dense.0")):
+        state = change(init_state(*settings[:2], mesh), settings, parameter, put_nan(...))
         before = arrays_of(state)
-        assert str(find_origin(config, mesh, state, batch)) == f"the parameters of {place}"
+        assert str(find_origin(settings, mesh, state, batch)) == f"the parameters of {where}"
         for _ in range(2):
             state, metrics = step(state, batch)
         assert int(metrics.skipped) == 1
-        assert_same(release(state, config), before)
+        assert_same(release(state, settings.train.allowed_skips), before)
+
+
+# ---- a task of one's own: two kinds of layers, no time, one of them without parameters ----
+
+
+class Dense(nnx.Module):
+    def __init__(self, *, rngs):
+        self.kernel = named_param(0.5 * rngs.params.normal((4, 4)), ("input", "hidden"))
+
+    def __call__(self, x):
+        return x @ self.kernel[...]
+
+
+class Root(nnx.Module):
+    """Not finite where its inputs are negative, or their gradients where they are zero."""
+
+    def __call__(self, carry, x, at):
+        return carry, jnp.sqrt(x)
+
+
+class Rooted(nnx.Module):
+    time_major = False
+
+    def __init__(self, *, rngs):
+        self.scale = named_param(jnp.ones(4), ("hidden",))
+        dense = lambda rngs: Stateless(Dense(rngs=rngs))  # noqa: E731
+        self.layers = Stack([dense, lambda rngs: Root(), dense, dense], rngs=rngs)
+        self.shift = named_param(jnp.zeros(4), ("hidden",))
+        self.gain = named_param(jnp.ones(4), ("hidden",))
+
+    def first(self, batch, at):
+        return batch["x"] * self.scale[...][None]
+
+    def last(self, y, batch, at):
+        y = y + (self.gain[...] * self.shift[...])[None]
+        return Sums(jnp.sum(jnp.square(y)), jnp.float32(y.shape[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Roots(Task):
+    optimizer: OptimizerConfig = RATE
+
+    def make_model(self, rngs):
+        return Rooted(rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        return ArrayBatches({"x": np.full((16, 4), 0.5, np.float32)}, 8, seed)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1), (2, 1), (2, 2), (1, 4)])
+def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
+    num_devices = mesh[0] * mesh[1]
+    layout = Parallel(MeshConfig(*mesh, devices=tuple(range(num_devices))))
+    settings = Settings(Roots(), layout, TrainConfig())
+    devices = layout.mesh.build()
+    state = init_state(*settings[:2], devices)
+
+    def identity(kernel):
+        kernel[:] = np.eye(4)
+
+    state = change(state, settings, "layers/stateless/module/kernel", identity)
+
+    def origin(x=0.5, rows=(), state=state):
+        x_B4 = np.full((8, 4), 0.5, np.float32)
+        x_B4[list(rows)] = x
+        batch = place({"x": x_B4, "weight": np.ones(8, np.float32)}, settings, devices)
+        return str(find_origin(settings, devices, state, batch))
+
+    assert origin() == "the norm of all gradients, each of which is finite"
+    assert origin(np.nan, (6,)) == "the output of first, in row 6"
+    assert origin(-1.0, (0, 5)) == "the output of layer 1 (root), in rows 0, 5"
+    assert origin(0.0, (3,)) == "the gradient of layer 0 (stateless)"
+    shifted = change(state, settings, "shift", put_nan(2))
+    assert origin(state=shifted) == "the output of last"
+    steep = change(state, settings, "gain", lambda a: a.fill(1e20))
+    assert origin(state=steep) == "the gradient of shift"
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory):
-    """A run after its first step, in which one word has gone bad; its config, and the steps that read it."""
+    """Settings of a run after its first step, in which one word has gone bad, and the steps that read it."""
     text, out_dir = tmp_path_factory.mktemp("text"), tmp_path_factory.mktemp("runs") / "run"
     lines = ["the cat sat on the mat", "a dog ran to the cat"] * 60
     (text / "valid.txt").write_text("\n".join(lines[:10]))
@@ -210,50 +295,59 @@ def poisoned(tmp_path_factory):
     for number in (33, 57, 71):
         lines[number] = "the zebra ran"
     (text / "train.txt").write_text("\n".join(lines))
-    train = {"warmup_steps": 0, "lr_schedule": "constant", "log_every": 5, "checkpoint_every": 0}
-    config = Config(
-        MeshConfig(devices=(0,)),
-        dataclasses.replace(MODEL, num_layers=2, vocab_size=None),
-        data=DataConfig(corpus=str(text), batch_size=4, seq_len=8),
-        train=TrainConfig(num_steps=1, out_dir=str(out_dir), **train),
+    optimizer = OptimizerConfig(warmup_steps=0, lr_schedule="constant")
+    task = dataclasses.replace(
+        TASK,
+        num_layers=2,
+        vocab_size=None,
+        corpus=str(text),
+        batch_size=4,
+        seq_len=8,
+        optimizer=optimizer,
     )
-    result, folder = fit(config), RunFolder(out_dir)
-    word = folder.vocabulary().words.index("zebra")
+    train = TrainConfig(num_steps=1, out_dir=str(out_dir), log_every=5, checkpoint_every=0)
+    result, folder = fit(task, Parallel(MeshConfig(devices=(0,))), train), RunFolder(out_dir)
+    settings = Settings(result.task, result.parallel, result.train)
+    word = task.read_text().vocabulary.words.index("zebra")
     shutil.rmtree(folder.checkpoints_path)
-    with folder.checkpoints(result.config) as checkpoints:
-        checkpoints.save(poison(result.state, result.config, word), result.config)
-    batches = make_task(result.config, result.mesh, load_data(result.config)).batches()
+    with folder.checkpoints(settings) as checkpoints:
+        checkpoints.save(poison(result.state, settings, word))
+    batches = result.task.make_batches("train", train.seed)
     bad = [step for step in range(1, 21) if (batches.batch(step).inputs_BT == word).any()]
     assert len(bad) > 1
     assert bad[-1] < 19
     assert all(step % 5 for step in bad)  # steps are under way before the host looks
-    return config, bad
+    return settings, bad
 
 
-def go_on(config, out_dir, num_steps, **train):
+def go_on(settings, out_dir, num_steps, learning_rate=None, **train):
+    task, parallel, before = settings
     if not out_dir.exists():
-        shutil.copytree(config.train.out_dir, out_dir)
-    train = dataclasses.replace(config.train, num_steps=num_steps, out_dir=str(out_dir), **train)
-    return fit(dataclasses.replace(config, train=train), resume=True)
+        shutil.copytree(before.out_dir, out_dir)
+    if learning_rate is not None:
+        optimizer = dataclasses.replace(task.optimizer, learning_rate=learning_rate)
+        task = dataclasses.replace(task, optimizer=optimizer)
+    train = dataclasses.replace(before, num_steps=num_steps, out_dir=str(out_dir), **train)
+    return fit(task, parallel, train, resume=True)
 
 
 @pytest.mark.usefixtures("compile_once")
 def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_path):
-    config, bad = poisoned
+    settings, bad = poisoned
     folder = RunFolder(tmp_path / "run")
     message = (
         rf"the loss of step {bad[0] + 1} is not finite \(batch {bad[0]} of \d+ in epoch 0, from 0\); the "
-        r"first number that is not finite is in the output of embedding, in row \d\. .*--train\.out-dir "
-        rf"{folder} and a --train\.learning-rate below 0\.005, .*, or --train\.nonfinite skip$"
+        r"first number that is not finite is in the output of first, in row \d\. .*--train\.out-dir "
+        rf"{folder} and a lower learning rate, .*, or --train\.nonfinite skip$"
     )
     for _ in range(2):  # again the same batch
         with pytest.raises(FloatingPointError, match=message):
-            go_on(config, folder.path, 20)
-    assert folder.checkpoints(config).steps() == [1, bad[0]]
+            go_on(settings, folder.path, 20)
+    assert folder.checkpoints(settings).steps() == [1, bad[0]]
     _, _, state = folder.restore()
-    assert_same(state, arrays_of(go_on(config, tmp_path / "before", bad[0]).state))
+    assert_same(state, arrays_of(go_on(settings, tmp_path / "before", bad[0]).state))
 
-    result = go_on(config, folder.path, 20, nonfinite="skip", learning_rate=0.01)
+    result = go_on(settings, folder.path, 20, nonfinite="skip", learning_rate=0.01)
     assert np.flatnonzero(~np.isfinite(result.losses)).tolist() == [n - bad[0] for n in bad]
     assert (int(result.state.step), int(result.state.skipped)) == (20, len(bad))
     lines = [line for line in folder.metrics() if line["split"] == "skipped"]
@@ -264,8 +358,8 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
         FloatingPointError,
         match=rf"step {bad[-1] + 1} is not .* larger --train\.max-skipped \(now {len(bad) - 1}\)$",
     ):
-        go_on(config, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
-    assert RunFolder(tmp_path / "limit").checkpoints(config).latest_step() == bad[-1]
+        go_on(settings, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
+    assert RunFolder(tmp_path / "limit").checkpoints(settings).latest_step() == bad[-1]
 
     # What has been skipped does not stop a run that may skip no more.
-    assert int(go_on(config, folder.path, 21).state.step) == 21
+    assert int(go_on(settings, folder.path, 21).state.step) == 21

@@ -15,8 +15,8 @@ from run import execute, sources  # noqa: E402
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
 
 
-def test_there_are_five():
-    assert [path.name[0] for path in sources()] == list("12345")
+def test_there_are_six():
+    assert [path.name[0] for path in sources()] == list("123456")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)

@@ -16,21 +16,23 @@ from test_equivalence import (
     by_layer,
     loss_and_grads,
     make_batch,
-    make_config,
+    make_settings,
     plain,
 )
 
 import jaxpar.step
 from jaxpar.analysis import inspect_step
-from jaxpar.config import DataConfig, ModelConfig
+from jaxpar.at import At
 from jaxpar.mesh import MeshConfig
-from jaxpar.nn import LSTM, Position, run_layers
+from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
-from jaxpar.pipeline.gpipe import run_pipeline
+from jaxpar.pipeline.layers import SlotArrays, run_layers
+from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.pipeline.ticks import make_plan
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
+from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [
     {"schedule": "gpipe", "head": "last"},
@@ -47,8 +49,8 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_schedule_and_option_equals_plain(options, tied):
-    model = dataclasses.replace(MODEL, tie_embedding=tied)
-    assert_same_as_plain(make_config((1, 4, 2), (2, 2), model=model, **options))
+    task = dataclasses.replace(MODEL, tie_embedding=tied)
+    assert_same_as_plain(make_settings((1, 4, 2), (2, 2), task, **options))
 
 
 @pytest.mark.law
@@ -61,8 +63,8 @@ def test_every_schedule_and_option_equals_plain(options, tied):
     ],
 )
 def test_uneven_placements_equal_plain(stages, options):
-    model = dataclasses.replace(MODEL, num_layers=7)
-    assert_same_as_plain(make_config((2, stages, 1), (2, 4), model=model, **options))
+    task = dataclasses.replace(MODEL, num_layers=7)
+    assert_same_as_plain(make_settings((2, stages, 1), (2, 4), task, **options))
 
 
 @pytest.mark.law
@@ -70,7 +72,7 @@ def test_uneven_placements_equal_plain(stages, options):
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
     monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
-    assert_same_as_plain(make_config((2, 4, 1), (2, 4), **options))
+    assert_same_as_plain(make_settings((2, 4, 1), (2, 4), **options))
 
 
 @pytest.mark.law
@@ -81,10 +83,10 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
     def distance(tree, exact):
         return {name: np.linalg.norm(tree[name] - exact[name]) for name in exact}
 
-    model = dataclasses.replace(MODEL, dtype="bfloat16")
+    task = dataclasses.replace(MODEL, dtype="bfloat16")
     exact_loss, exact, exact_carry = plain()
-    plain_loss, plain_grads, plain_carry = plain(model)
-    loss, grads, carry = loss_and_grads(make_config((2, 4, 1), (2, 2), model=model, **options))
+    plain_loss, plain_grads, plain_carry = plain(task)
+    loss, grads, carry = loss_and_grads(make_settings((2, 4, 1), (2, 2), task, **options))
     assert abs(loss - exact_loss) <= 2 * abs(plain_loss - exact_loss) + 1e-3 * exact_loss
     for ours, plain_one, exact_one in (
         (grads, plain_grads, exact),
@@ -97,34 +99,46 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
 
 
 @pytest.mark.law
-def test_five_lengths_are_one_program_and_equal_plain():
-    def train(config, lengths):
-        mesh = config.mesh.build()
-        state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
+@pytest.mark.parametrize(
+    ("mesh", "units", "lengths", "programs"),
+    [((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1), ((2, 1, 1), (2, 1), (10, 4), 2)],
+)
+def test_all_lengths_are_one_program_on_stages_and_equal_plain(mesh, units, lengths, programs):
+    def train(settings, lengths):
+        mesh = settings.parallel.mesh.build()
+        state, losses = init_state(settings.task, settings.parallel, mesh), []
+        step = make_train_step(*settings, mesh)
         for length in lengths:
-            sizes = dataclasses.replace(config.data, seq_len=length)
-            batch = make_batch(dataclasses.replace(config, data=sizes), mesh, seed=length)
+            batch = make_batch(settings, mesh, seed=length, length=length)
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
-        return losses, by_layer(state.params, config), step.num_programs
+        return losses, by_layer(state.params, settings), step.num_programs
 
-    data = DataConfig(batch_size=16, seq_len=10)
-    lengths = (10, 2, 6, 8, 4)
-    expected_losses, expected, _ = train(make_config(data=data), lengths)
-    losses, params, num_programs = train(make_config((2, 4, 1), (2, 5), data=data), lengths)
-    assert num_programs == 1
+    task = dataclasses.replace(MODEL, batch_size=16, seq_len=10, num_buckets=5, bucket_multiple=2)
+    expected_losses, expected, _ = train(make_settings(task=task), lengths)
+    losses, params, num_programs = train(make_settings(mesh, units, task), lengths)
+    assert num_programs == programs
     np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
     assert_close(params, expected)
 
 
-@pytest.mark.parametrize("length", [3, 12])
-def test_other_lengths_are_refused(length):
-    config = make_config((2, 4, 1), (2, 4))
-    mesh = config.mesh.build()
-    sizes = dataclasses.replace(config.data, seq_len=length)
-    batch = make_batch(dataclasses.replace(config, data=sizes), mesh)
-    with pytest.raises(ValueError, match=f"{length} time steps is not made of 1 to 4 chunks of 2"):
-        make_train_step(config, mesh)(init_state(config, mesh), batch)
+@pytest.mark.parametrize(
+    ("length", "num_buckets", "message"),
+    [
+        (3, 4, "3 time steps is not made of 1 to 4 chunks of 2"),
+        (12, 4, "12 time steps, those of task LM have 8 at most"),
+        (12, 0, "12 time steps, those of task LM have 8; give a batch of that length"),
+        (4, 0, "4 time steps, those of task LM have 8; give a batch of that length"),
+    ],
+)
+def test_other_lengths_are_refused(length, num_buckets, message):
+    task = dataclasses.replace(MODEL, num_buckets=num_buckets, bucket_multiple=2)
+    settings = make_settings((2, 4, 1), (2, 4), task)
+    mesh = settings.parallel.mesh.build()
+    batch = make_batch(settings, mesh, length=length)
+    state = init_state(settings.task, settings.parallel, mesh)
+    with pytest.raises(ValueError, match=message):
+        make_train_step(*settings, mesh)(state, batch)
 
 
 # ---- the engine by itself, with other people's layers ----
@@ -154,12 +168,12 @@ class TransformerLayer(nnx.Module):
         return carry, x_BTW.swapaxes(0, 1)
 
 
-def stack(kind, num_layers):
+def stack(kind, numbers):
     """(one layer as a function, parameters of all)."""
-    layers = [nnx.split(kind(nnx.Rngs(n)), nnx.Param, ...) for n in range(num_layers)]
+    layers = [nnx.split(kind(nnx.Rngs(n)), nnx.Param, ...) for n in numbers]
     graphdef, _, rest = layers[0]
 
-    def layer(params, carry, x, position):
+    def layer(params, frozen, carry, x, at):
         with jax.numpy_rank_promotion("allow"):  # Flax adds its biases so
             return nnx.merge(graphdef, params, rest)(carry, x)
 
@@ -167,32 +181,85 @@ def stack(kind, num_layers):
     return layer, jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
 
 
-def first(weights, x, position):
-    return x * jnp.expand_dims(weights, (0, 1))
+def lstm(params, frozen, carry, x, at):
+    return lstm_layer(params, carry, x)
 
 
-def last(weights, y, targets, position):
+def lstms(num_layers):
+    """Parameters of LSTM layers, stacked."""
+    keys = jax.random.split(jax.random.key(5), 2)
+    w_x, w_h = (jax.random.normal(key, (num_layers, 8, 4, 8)) / 8**0.5 for key in keys)
+    return LSTMParams(w_x, w_h, jnp.zeros((num_layers, 4, 8)).at[:, 1].set(1.0))
+
+
+def lstm_carry(num_layers, rows):
+    return LSTMCarry(*(jnp.zeros((num_layers, rows, 8)),) * 2)
+
+
+def into_rows(tree, rows):
+    """Stacked layers in the rows of a placement, zeros in empty ones."""
+    order = sorted(layer for layer in rows if layer >= 0)
+    places = np.array([order.index(layer) if layer >= 0 else -1 for layer in rows])
+    return jax.tree.map(lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])])[places], tree)
+
+
+def from_rows(tree, rows):
+    """The layers of such rows, in their order."""
+    places = np.array([rows.index(layer) for layer in sorted(rows) if layer >= 0])
+    return jax.tree.map(lambda a: a[places], tree)
+
+
+def one_by_one(layers, kind_of, params, carry, x, batch):
+    """All layers in plain Python; params and carry by kind, stacked in the order of the layers."""
+    carry = list(carry)
+    for number, kind in enumerate(kind_of):
+        row = kind_of[:number].count(kind)
+        own, before = jax.tree.map(lambda a, row=row: a[row], (params[kind], carry[kind]))
+        after, x = layers[kind](own, (), before, x, At(number, 0, 0, batch=batch))
+        carry[kind] = jax.tree.map(lambda a, b, row=row: a.at[row].set(b), carry[kind], after)
+    return tuple(carry), x
+
+
+def first(weights, frozen, at):
+    return at.batch["x"] * jnp.expand_dims(weights, (0, 1))
+
+
+def last(weights, frozen, y, at):
     """A sum whose terms have one sign: what cancels has no relative error to speak of."""
-    return jnp.sum(jnp.square(jnp.sin(y * jnp.expand_dims(weights, (0, 1))) - targets))
+    weights = jnp.expand_dims(weights, (0, 1))
+    return (jnp.sum(jnp.square(jnp.sin(y * weights) - at.batch["targets"])),)
 
 
 @pytest.mark.law
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize(("kind", "num_chunks"), [(GRULayer, 2), (TransformerLayer, 1)])
-def test_any_layers_and_what_is_outside_of_the_pipeline(kind, num_chunks, remat):
-    layer, layers = stack(kind, 5)
+@pytest.mark.parametrize(
+    ("kinds", "kind_of", "num_chunks"),
+    [
+        ((GRULayer,), (0, 0, 0, 0, 0), 2),
+        ((TransformerLayer,), (0, 0, 0, 0, 0), 1),
+        ((TransformerLayer, GRULayer), (1, 0, 1, 1, 0), 1),
+    ],
+)
+def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chunks, remat):
+    numbers = [[n for n, k in enumerate(kind_of) if k == kind] for kind in range(len(kinds))]
+    stacks = [stack(kind, own) for kind, own in zip(kinds, numbers, strict=True)]
+    layers, weights = zip(*stacks, strict=True)
     keys = jax.random.split(jax.random.key(0), 4)
-    x, targets = (jax.random.normal(key, (4, 12, 8)) for key in keys[:2])
-    params = PipelineParams(*(jax.random.normal(key, (8,)) for key in keys[2:]), None)
-    params = PipelineParams(params.first, layers, params.layers)
-    carry = jnp.zeros((5, 12, 8))
-    ids = (0, 1, 2, 3, 4, -1)
+    batch = {
+        name: jax.random.normal(key, (4, 12, 8))
+        for name, key in zip(("x", "targets"), keys[:2], strict=True)
+    }
+    ends = [jax.random.normal(key, (8,)) for key in keys[2:]]
+    params = PipelineParams(ends[0], weights, ends[1])
+    carry = tuple(jnp.zeros((len(own), 12, 8)) for own in numbers)
+    slots = make_slots((3, 2), kind_of=kind_of)
+    assert slots.has_empty_slots
     pipeline = Pipeline(
-        layer=layer,
+        layers=layers,
         first=first,
         last=last,
         mesh=MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)).build(),
-        layer_ids=ids,
+        slots=slots,
         chunk_len=4 // num_chunks,
         microbatch_rows=2,
         remat=remat,
@@ -204,29 +271,25 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kind, num_chunks, remat)
 
     def ours(params):
         params = squashed(params)
-        pad = functools.partial(jax.tree.map, lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])]))
-        slotted = params._replace(layers=pad(params.layers))
-        loss, after, _ = pipeline.loss(slotted, pad(carry), x, targets, plan)
-        return loss**2, after[:5]
+        slotted, start = (
+            tuple(map(into_rows, tree, slots.rows)) for tree in (params.layers, carry)
+        )
+        (loss,), after, _ = pipeline.sums(params._replace(layers=slotted), start, batch, plan)
+        return loss**2, tuple(map(from_rows, after, slots.rows))
 
     def theirs(params):
-        params = squashed(params)
-        h = first(params.first, x, None)
-        after, y = run_layers(
-            layer,
-            params.layers,
-            carry,
-            h,
-            Position(0, 0, 0),
-            np.arange(5),
-            has_empty_slots=False,
-        )
-        return last(params.last, y, targets, None) ** 2, after
+        params, at = squashed(params), At(0, 0, 0, batch=batch)
+        x = first(params.first, (), at)
+        after, y = one_by_one(layers, kind_of, params.layers, carry, x, batch)
+        return last(params.last, (), y, at)[0] ** 2, after
 
     (loss, after), grads = jax.jit(jax.value_and_grad(ours, has_aux=True))(params)
-    (expected, expected_after), expected_grads = jax.value_and_grad(theirs, has_aux=True)(params)
+    (expected, expected_after), expected_grads = jax.jit(jax.value_and_grad(theirs, has_aux=True))(
+        params
+    )
     np.testing.assert_allclose(loss, expected, rtol=RELATIVE_ERROR)
-    np.testing.assert_allclose(after, expected_after, rtol=RELATIVE_ERROR, atol=RELATIVE_ERROR)
+    for actual, wanted in zip(after, expected_after, strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=RELATIVE_ERROR, atol=RELATIVE_ERROR)
     named = [
         {
             jax.tree_util.keystr(path): np.asarray(leaf)
@@ -238,15 +301,14 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kind, num_chunks, remat)
 
 
 def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, capacity=None):
-    """A pipeline over floats, one row a microbatch; (loss function, x, targets, stats)."""
-    lstm = LSTM(8, 8, num_stages * groups, rngs=nnx.Rngs(0))
-    num_data = len(microbatches)
+    """A pipeline over floats, one row a microbatch; (loss function, params, batch)."""
+    num_data, num_layers = len(microbatches), num_stages * groups
     pipeline = Pipeline(
-        layer=lstm.layer(),
+        layers=(lstm,),
         first=first,
         last=last,
         mesh=MeshConfig(num_data, num_stages, devices=tuple(range(num_data * num_stages))).build(),
-        layer_ids=lstm.layer_ids,
+        slots=make_slots((1,) * num_layers, groups),
         chunk_len=1,
         microbatch_rows=1,
     )
@@ -256,13 +318,16 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, c
     rows = num_data * max(microbatches)
     keys = jax.random.split(jax.random.key(0), 2)
     x, targets = (jax.random.normal(key, (num_chunks, rows, 8)) for key in keys)
-    params = PipelineParams(jnp.ones(8), lstm.params, jnp.ones(8))
+    layers = into_rows(lstms(num_layers), pipeline.slots.rows[0])
+    params = PipelineParams(jnp.ones(8), (layers,), jnp.ones(8))
 
-    def loss(params, x, targets):
-        loss, _, stats = pipeline.loss(params, lstm.initial_carry(rows), x, targets, plan)
+    def loss(params, batch):
+        carry = (lstm_carry(num_layers, rows),)
+        (loss,), _, stats = pipeline.sums(params, carry, batch, plan)
         return loss, stats
 
-    return jax.jit(jax.value_and_grad(loss, has_aux=True)), lstm, params, x, targets
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    return run, params, {"x": x, "targets": targets}
 
 
 @pytest.mark.parametrize(
@@ -270,8 +335,8 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, c
     [("1f1b", 1, 1, 27.3), ("1f1b", 8, 1, 4.5), ("gpipe", 1, 1, 27.3), ("interleaved", 1, 2, 15.8)],
 )
 def test_idle_time_counted_by_the_loop_is_the_schedules_bubble(kind, num_chunks, groups, percent):
-    run, _, params, x, targets = lstm_pipeline(4, [8], num_chunks, kind, groups)
-    stats = jax.tree.map(np.asarray, run(params, x, targets)[0][1])
+    run, params, batch = lstm_pipeline(4, [8], num_chunks, kind, groups)
+    stats = jax.tree.map(np.asarray, run(params, batch)[0][1])
     forward, backward = 1.0, 2.0
     elapsed = forward * stats.forward_ticks + backward * stats.backward_ticks
     busy = forward * stats.forward_units + backward * stats.backward_units
@@ -282,22 +347,26 @@ def test_idle_time_counted_by_the_loop_is_the_schedules_bubble(kind, num_chunks,
 
 @pytest.mark.law
 def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
-    run, lstm, params, x, targets = lstm_pipeline(2, [3, 1], 2)
+    run, params, batch = lstm_pipeline(2, [3, 1], 2)
     # Rows 4 and 5 belong to no unit: what is not a number there must not be touched.
-    (loss, stats), grads = run(params, x.at[:, 4:].set(jnp.nan), targets)
+    poisoned = {**batch, "x": batch["x"].at[:, 4:].set(jnp.nan)}
+    (loss, stats), grads = run(params, poisoned)
     np.testing.assert_array_equal(stats.forward_units, [[6, 6], [2, 2]])
 
     def plain(params):
+        at = At(0, 0, 0, batch=jax.tree.map(lambda a: a[:, :4], batch))
+        numbers = jnp.arange(2)
         _, y = run_layers(
-            lstm.layer(),
+            (lstm,),
             params.layers,
-            lstm.initial_carry(4),
-            first(params.first, x[:, :4], None),
-            Position(0, 0, 0),
-            np.arange(2),
+            ((),),
+            (lstm_carry(2, 4),),
+            first(params.first, (), at),
+            at,
+            SlotArrays(numbers, jnp.zeros_like(numbers), numbers),
             has_empty_slots=False,
         )
-        return last(params.last, y, targets[:, :4], None)
+        return last(params.last, (), y, at)[0]
 
     expected, expected_grads = jax.value_and_grad(plain)(params)
     np.testing.assert_allclose(loss, expected, rtol=RELATIVE_ERROR)
@@ -306,37 +375,47 @@ def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
 
 
 @pytest.mark.law
-def test_autodiff_through_the_forward_executor_equals_plain():
-    lstm = LSTM(8, 8, 5, rngs=nnx.Rngs(0), layer_ids=(0, 1, 2, 3, 4, -1))
-    mesh = MeshConfig(data=2, stage=2, tensor=2).build()
-    x = jax.random.normal(jax.random.key(1), (4, 8, 8))
-    carry = jax.tree.map(lambda a: a + 0.5, lstm.initial_carry(8))
-
-    def loss(run):
-        def f(params, carry, x):
-            after, y = run(params, carry, x)
-            return jnp.sum(jnp.sin(y)) + jnp.sum(after.h_BH[:5] ** 2), (after, y)
-
-        return jax.jit(jax.value_and_grad(f, (0, 1, 2), has_aux=True))(lstm.params, carry, x)
-
-    def plain(params, carry, x):
-        ids, at = np.asarray(lstm.layer_ids), Position(0, 0, 0)
-        return run_layers(lstm.layer(), params, carry, x, at, ids, has_empty_slots=True)
-
-    piped = functools.partial(
-        run_pipeline,
-        lstm.layer(),
-        mesh=mesh,
-        layer_ids=lstm.layer_ids,
-        num_microbatches=2,
-        num_chunks=2,
+def test_autodiff_through_the_forward_loop_equals_plain():
+    slots = make_slots((3, 2))
+    pipeline = Pipeline(
+        layers=(lstm,),
+        first=first,
+        last=last,
+        mesh=MeshConfig(data=2, stage=2, tensor=2).build(),
+        slots=slots,
+        chunk_len=2,
+        microbatch_rows=2,
     )
-    for actual, wanted in zip(
-        jax.tree.leaves(loss(piped)), jax.tree.leaves(loss(plain)), strict=True
-    ):
-        assert np.linalg.norm(actual - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
-    with pytest.raises(ValueError, match="4 steps and 8 rows do not divide by num_chunks=3"):
-        run_pipeline(lstm.layer(), lstm.params, carry, x, **piped.keywords | {"num_chunks": 3})
+    plan = make_plan([make_schedule("gpipe", 2, 2, 2, backward=False)] * 2)
+    keys = jax.random.split(jax.random.key(1), 4)
+    x, targets = (jax.random.normal(key, (4, 8, 8)) for key in keys[:2])
+    ends = [jax.random.normal(key, (8,)) for key in keys[2:]]
+    params = PipelineParams(ends[0], (lstms(5),), ends[1])
+    carry = jax.tree.map(lambda a: a + 0.5, lstm_carry(5, 8))
+
+    def piped(params, carry, batch):
+        [rows] = slots.rows
+        params = params._replace(layers=(into_rows(params.layers[0], rows),))
+        (loss,), (after,), _ = pipeline.forward(params, (into_rows(carry, rows),), batch, plan)
+        return loss, from_rows(after, rows)
+
+    def plain(params, carry, batch):
+        at = At(0, 0, 0, batch=batch)
+        x = first(params.first, (), at)
+        (after,), y = one_by_one((lstm,), [0] * 5, params.layers, (carry,), x, batch)
+        return last(params.last, (), y, at)[0], after
+
+    def results(run):
+        def loss(params, carry, x):
+            loss, after = run(params, carry, {"x": x, "targets": targets})
+            return loss + jnp.sum(after.h_BH**2), after
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(params, carry, x)
+
+    actual, expected = jax.tree.leaves(results(piped)), jax.tree.leaves(results(plain))
+    for ours, wanted in zip(actual, expected, strict=True):
+        assert np.linalg.norm(wanted) > 0
+        assert np.linalg.norm(ours - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
 
 
 # ---- the compiled program ----
@@ -354,8 +433,8 @@ HLO_CASES = [
 def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes, options):
     options = dict(options)
     tied = options.pop("tied", False)
-    model = dataclasses.replace(MODEL, tie_embedding=tied, embed_size=16 if tied else 8)
-    report = inspect_step(make_config(sizes, (2, 2), model=model, **options))
+    task = dataclasses.replace(MODEL, tie_embedding=tied, embed_size=16 if tied else 8)
+    report = inspect_step(*make_settings(sizes, (2, 2), task, **options))
     looped = [c for c in report.collectives if c.in_loop]
     # Gradients are summed over data once, after the loop.
     assert not [c for c in looped if "data" in c.axes]
@@ -368,33 +447,133 @@ def test_loops_of_the_compiled_step_hold_the_collectives_that_they_should(sizes,
     assert bool(of_the_head) == (options["head"] == "sharded")
 
 
+def lowered(settings):
+    """Loss and gradients of a step, as a program that is not compiled yet."""
+    task, parallel, _ = settings
+    mesh = parallel.mesh.build()
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    return run.lower(init_state(task, parallel, mesh), make_batch(settings, mesh))
+
+
 def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():
     def lines_of(num_layers, units):
-        model = dataclasses.replace(MODEL, num_layers=num_layers)
-        data = DataConfig(batch_size=units[0] * 2, seq_len=units[1])
-        config = make_config((2, 4, 1), units, model=model, data=data)
-        mesh = config.mesh.build()
-        run = jax.jit(make_loss_and_grad(config, mesh))
-        state = init_state(config, mesh)
-        text = run.lower(state.params, state.carry, make_batch(config, mesh), state.step).as_text()
-        return len(text.splitlines())
+        sizes = {"num_layers": num_layers, "batch_size": units[0] * 2, "seq_len": units[1]}
+        settings = make_settings((2, 4, 1), units, dataclasses.replace(MODEL, **sizes))
+        return len(lowered(settings).as_text().splitlines())
 
     assert lines_of(64, (32, 16)) == lines_of(8, (4, 4))
 
 
 def test_memory_does_not_grow_with_microbatches():
     def temporary(num_microbatches):
-        data = DataConfig(batch_size=8 * num_microbatches, seq_len=32)
-        model = ModelConfig(num_layers=4, hidden_size=128, embed_size=128, vocab_size=96)
-        config = make_config((1, 4, 1), (num_microbatches, 4), model=model, data=data)
-        mesh = config.mesh.build()
-        run = jax.jit(make_loss_and_grad(config, mesh))
-        state = init_state(config, mesh)
-        lowered = run.lower(state.params, state.carry, make_batch(config, mesh), state.step)
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+        task = LM(
+            num_layers=4,
+            hidden_size=128,
+            embed_size=128,
+            vocab_size=96,
+            batch_size=8 * num_microbatches,
+            seq_len=32,
+        )
+        settings = make_settings((1, 4, 1), (num_microbatches, 4), task)
+        return lowered(settings).compile().memory_analysis().temp_size_in_bytes
 
     sizes = [temporary(num_microbatches) for num_microbatches in (4, 8, 16, 32)]
     assert max(sizes) <= 1.02 * min(sizes), sizes
+
+
+def make_pipeline(**changes):
+    """Six LSTM layers on two stages: 16 rows in two microbatches of 8, 16 steps in four chunks of 4."""
+    options = {
+        "layers": (lstm,),
+        "mesh": MeshConfig(stage=2, devices=(0, 1)).build(),
+        "slots": make_slots((3, 3)),
+        "chunk_len": 4,
+        "microbatch_rows": 8,
+    }
+    return Pipeline(first=first, last=last, **{**options, **changes})
+
+
+def run_pipeline(pipeline, schedules=(), *, num_layers=6, rows=16, num_steps=16, **more):
+    """The loss of random inputs, and its gradients."""
+    plan = make_plan(schedules or [make_schedule("1f1b", 2, 2, 4)])
+    keys = jax.random.split(jax.random.key(1), 2)
+    x, targets = (jax.random.normal(key, (num_steps, rows, 8)) for key in keys)
+    params = PipelineParams(jnp.ones(8), (lstms(num_layers),), jnp.ones(8))
+    carry = (lstm_carry(num_layers, more.pop("carry_rows", rows)),)
+
+    def loss(params):
+        return pipeline.sums(params, carry, {"x": x, "targets": targets, **more}, plan)[0][0]
+
+    return jax.value_and_grad(loss)(params)
+
+
+MISTAKES = [
+    (
+        {"chunk_len": 8}, {},
+        "an array of 16 time steps for 4 chunks of chunk_len=8; use chunk_len=4, or batches of 32 steps",
+    ),
+    (
+        {"microbatch_rows": 16}, {},
+        "16 rows for data=1 x 2 microbatches of microbatch_rows=16; use microbatch_rows=8, or batches of 32",
+    ),
+    (
+        {"microbatch_rows": 4}, {},
+        "16 rows for data=1 x 2 microbatches of microbatch_rows=4; use microbatch_rows=8, or batches of 8",
+    ),
+    (
+        {}, {"schedules": [make_schedule("1f1b", 4, 2, 4)]},
+        "the plan is for data=1 x stage=4, the mesh has data=1 x stage=2; make a schedule of num_stages=2",
+    ),
+    (
+        {}, {"schedules": [make_schedule("interleaved", 2, 2, 4, 3)]},
+        "num_groups=3 groups of layers on each of 2 stages, the slots 2 groups in all; make slots of a "
+        "placement of 6 numbers with num_groups=3",
+    ),
+    (  # those of six stages
+        {"slots": make_slots((1,) * 6)}, {"schedules": [make_schedule("interleaved", 2, 2, 4, 3)]},
+        r"layers \(0, 1, 2, 3, 4, 5\), .* needs \(0, 2, 4, 1, 3, 5\); make slots .* with num_groups=3",
+    ),
+    (
+        {"slots": make_slots((1,) * 6, 3), "mesh": MeshConfig(stage=6, devices=tuple(range(6))).build()},
+        {"schedules": [make_schedule("1f1b", 6, 2, 4)]},
+        r"layers \(0, 2, 4, 1, 3, 5\), .* needs \(0, 1, 2, 3, 4, 5\); make slots .* with num_groups=1",
+    ),
+    (
+        {}, {"schedules": [make_schedule("1f1b", 2, 2, 4)] * 2},
+        "the plan is for data=2 x stage=2, the mesh has data=1 x stage=2; .* a plan of 1 of them",
+    ),
+    (
+        {}, {"schedules": [make_schedule("1f1b", 2, 2, 3)]},
+        "16 time steps for 3 chunks of chunk_len=4; use batches of 12 steps",
+    ),
+    ({}, {"num_steps": 1}, "1 time steps for 4 chunks of chunk_len=4; use batches of 16 steps"),
+    ({"chunk_len": None}, {}, "4 chunks of time in the plan, but no chunk_len"),
+    ({}, {"rows": 20}, "20 rows for data=1 x 2 microbatches of microbatch_rows=8; use microbatch_rows=10,"),
+    ({}, {"rows": 15}, "15 rows for data=1 x 2 microbatches of microbatch_rows=8; use batches of 16 rows"),
+    ({}, {"label": jnp.ones(8)}, "an array of 8 rows for data=1"),
+    ({}, {"carry_rows": 8}, r"a carry of shape \(6, 8, 8\) for batches of 16 rows"),
+    ({}, {"num_layers": 5}, r"params of shape \(5, 8, 4, 8\) in a stack of 6 rows"),
+    ({"layers": (lstm, lstm)}, {}, "slots of 1 kinds of layers for 2 functions; make slots with kind_of"),
+    ({"first_rows": (0, 8)}, {}, r"first_rows=\(0, 8\) are 2 numbers for data=1"),
+    (
+        {}, {"schedules": [make_schedule("1f1b", 2, 2, 4, backward=False)]},
+        "gradients of a plan without a backward pass; make its schedules with backward=True",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pipeline", "run", "message"), MISTAKES)
+def test_what_would_give_another_number_without_a_word_is_refused(pipeline, run, message):
+    with pytest.raises(ValueError, match=message):
+        run_pipeline(make_pipeline(**pipeline), **run)
+
+
+def test_what_the_mistakes_are_made_of_is_right():
+    loss, grads = run_pipeline(make_pipeline())
+    whole = make_pipeline(chunk_len=16, microbatch_rows=16)
+    expected = run_pipeline(whole, [make_schedule("1f1b", 2, 1)])
+    for ours, wanted in zip(jax.tree.leaves((loss, grads)), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(ours - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
 
 
 def test_plans_that_do_not_fit_are_refused():

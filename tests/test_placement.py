@@ -1,15 +1,22 @@
 """Placements: every layer on one stage, as evenly as can be, in slots that split evenly."""
 
+import dataclasses
 import itertools
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from test_equivalence import make_config
+from test_equivalence import MODEL, make_settings
 
-from jaxpar.config import ModelConfig
-from jaxpar.pipeline.placement import balance, balance_ticks, resolve_placement, slots, tick_cost
+from jaxpar.layout import lay_out
+from jaxpar.pipeline.placement import (
+    balance,
+    balance_ticks,
+    make_slots,
+    resolve_placement,
+    tick_cost,
+)
 from jaxpar.training.summary import describe_balance
 
 
@@ -102,30 +109,46 @@ def test_a_head_takes_layers_off_the_last_stage():
     # With one layer more on each of three stages, the fourth has three forward passes less.
     assert resolve_placement("balanced", 16, 4, 1, 2.0) == (5, 5, 5, 1)
     # V = 14 H: a head is 14 H^2 multiply-adds, a layer 8 H^2.
-    model = ModelConfig(num_layers=16, hidden_size=16, embed_size=16, vocab_size=14 * 16)
-    last = make_config((1, 4, 1), model=model, head="last")
+    last = laid_out(num_layers=16, vocab_size=14 * 16, stages=4, head="last")
     assert (last.last_cost, last.placement) == (1.75, (5, 5, 5, 1))
-    sharded = make_config((1, 4, 1), model=model, head="sharded")
+    sharded = laid_out(num_layers=16, vocab_size=14 * 16, stages=4, head="sharded")
     assert (sharded.last_cost, sharded.placement) == (0.0, (4, 4, 4, 4))
 
 
+def laid_out(num_layers, vocab_size, stages, **pipeline):
+    task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=vocab_size)
+    settings = make_settings((1, stages, 1), task=task, **pipeline)
+    return lay_out(settings.task, settings.parallel)
+
+
+def test_layers_that_cost_more_stand_with_fewer_others():
+    costs = [1.0, 1.0, 1.0, 3.0, 3.0]
+    assert resolve_placement("balanced", 5, 2, costs=costs) == (4, 1)
+    assert resolve_placement("balanced", 5, 3, costs=costs) == (3, 1, 1)
+    # A head of a mean layer, 1.8, on the last stage.
+    assert resolve_placement("balanced", 5, 2, 1, 1.0, [3.0, 3.0, 1.0, 1.0, 1.0]) == (2, 3)
+
+
 def test_what_training_says_of_the_balance():
-    model = ModelConfig(num_layers=8, hidden_size=16, embed_size=16, vocab_size=32 * 16)
-    said = dict(describe_balance(make_config((1, 2, 1), model=model, head="last")))
-    assert said == {"work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers"}
-    by_hand = make_config((1, 2, 1), model=model, head="last", placement=(2, 6))
-    assert dict(describe_balance(by_hand)) == {
+    def said(mesh, num_layers=8, **pipeline):
+        task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=32 * 16)
+        settings = make_settings(mesh, task=task, **pipeline)
+        return describe_balance(settings.task, settings.parallel)
+
+    assert dict(said((1, 2, 1), head="last")) == {
+        "work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers"
+    }
+    assert dict(said((1, 2, 1), head="last", placement=(2, 6))) == {
         "work": "stage 0: 17%, stage 1: 83%; the head is that of 4.0 layers",
         "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as 10.0 layers, of "
         "placement=(4, 4) as 8.0; a step would be up to 1.25 times as fast",
     }
     # A stage has the work of all its groups.
     groups = {"schedule": "interleaved", "num_groups": 2, "placement": (1, 2, 3, 2)}
-    by_hand = make_config((1, 2, 1), model=model, **groups)
-    said = describe_balance(by_hand)
-    assert said[0] == ("work", "stage 0: 50%, stage 1: 50%")
-    assert "stages wait for each other" in said[1][1]
-    assert describe_balance(make_config((2, 1, 4), model=model, head="last")) == []
+    work, warning = said((1, 2, 1), **groups)
+    assert work == ("work", "stage 0: 50%, stage 1: 50%")
+    assert "stages wait for each other" in warning[1]
+    assert said((2, 1, 4), head="last") == []
 
 
 @pytest.mark.parametrize(
@@ -171,8 +194,9 @@ def test_even_shares_are_the_balanced_ones_where_the_layers_divide(sizes):
 @hypothesis.given(case=placements())
 def test_every_layer_stands_in_one_slot_and_every_stage_has_as_many(case):
     placement, num_groups = case
-    layer_ids = slots(placement, num_groups)
-    num_stages = len(placement) // num_groups
+    slots = make_slots(placement, num_groups)
+    layer_ids, num_stages = slots.layers, len(placement) // num_groups
+    assert slots.has_empty_slots == (-1 in layer_ids)
     assert len(layer_ids) == len(placement) * max(placement)
     assert sorted(layer for layer in layer_ids if layer >= 0) == list(range(sum(placement)))
     # Read back: group v of stage s holds the layers of place v S + s, in their order.
@@ -196,7 +220,37 @@ def test_every_layer_stands_in_one_slot_and_every_stage_has_as_many(case):
     ],
 )
 def test_slots_by_example(placement, num_groups, layer_ids):
-    assert slots(placement, num_groups) == layer_ids
+    slots = make_slots(placement, num_groups)
+    assert slots.layers == layer_ids
+    # With one kind of layer its stack is the slots themselves.
+    assert slots.rows == (layer_ids,)
+
+
+@hypothesis.given(case=placements(), data=st.data())
+def test_every_kind_has_as_many_rows_in_every_group_and_slots_point_at_their_layers(case, data):
+    placement, num_groups = case
+    num_layers = sum(placement)
+    kind_of = data.draw(st.lists(st.integers(0, 2), min_size=num_layers, max_size=num_layers))
+    kind_of[:] = [sorted({*kind_of}).index(kind) for kind in kind_of]  # numbered without gaps
+    slots = make_slots(placement, num_groups, kind_of)
+    assert slots.num_kinds == max(kind_of) + 1
+    for kind, rows in enumerate(slots.rows):
+        assert len(rows) % len(placement) == 0
+        held = [layer for layer in rows if layer >= 0]
+        assert sorted(held) == [n for n in range(num_layers) if kind_of[n] == kind]
+        # As few as the group with the most of them needs.
+        of_group = np.reshape(rows, (len(placement), -1)) >= 0
+        assert of_group.sum(1).max() == of_group.shape[1]
+    width = max(placement)
+    for slot, (layer, kind, place) in enumerate(
+        zip(slots.layers, slots.kinds, slots.places, strict=True)
+    ):
+        if layer >= 0:
+            assert kind == kind_of[layer]
+            room = len(slots.rows[kind]) // len(placement)
+            assert slots.rows[kind][slot // width * room + place] == layer
+        else:
+            assert (kind, place) == (0, 0)
 
 
 def test_numbers_are_taken_as_they_are():

@@ -1,5 +1,6 @@
 """Figures: what they draw is what is, nothing is cut, and the command writes them."""
 
+import dataclasses
 import re
 import struct
 
@@ -7,18 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-import jaxpar
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, make_schedule
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, inspect_step
 from jaxpar.__main__ import main
+from jaxpar.analysis import inspect_function
 from jaxpar.config_file import write_config
 from jaxpar.pictures import figures
+from jaxpar.pictures.timeline import Timeline
+from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import abstract_state
+from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.settings import Settings
+
+TASK = LM(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)
 
 
 def texts(figure):
@@ -52,14 +60,15 @@ def texts(figure):
 )
 def test_a_figure_of_a_schedule_has_every_unit_and_its_bubble(args):
     schedule = make_schedule(*args)
-    figure = figures.draw_schedule(schedule)
+    figure = figures.draw_chart(Timeline(schedule).chart())
     written = texts(figure)
     [axes] = figure.axes
-    units = [p for p in axes.patches if p.get_height() > 0.9]
-    idle = sum(
-        p.get_width() for p in units if p.get_facecolor()[:3] == pytest.approx(IDLE, abs=0.01)
-    )
-    assert idle / sum(p.get_width() for p in units) == pytest.approx(schedule.bubble)
+    area = {True: 0.0, False: 0.0}
+    for patch in axes.patches:
+        if patch.get_height() > 0.9:
+            is_idle = patch.get_facecolor()[:3] == pytest.approx(IDLE, abs=0.01)
+            area[is_idle] += patch.get_width()
+    assert 1 - area[False] / area[True] == pytest.approx(schedule.bubble)
     assert any(f"bubble {schedule.bubble:.1%}" in text for text in written)
     labels = [text for text in written if re.fullmatch(r"[FB]\d[\d./]*", text)]
     expected = 2 * schedule.num_stages * schedule.num_groups * schedule.num_units
@@ -80,13 +89,8 @@ def test_a_figure_of_bubbles_is_of_schedules():
 
 
 def test_figures_of_memory_and_bytes_add_up():
-    config = Config(
-        mesh=MeshConfig(data=2, tensor=4),
-        model=ModelConfig(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32),
-        data=DataConfig(batch_size=8, seq_len=4),
-    )
-    mesh = config.mesh.build()
-    report, state = jaxpar.inspect_step(config, mesh), abstract_state(config, mesh)
+    parallel = Parallel(MeshConfig(data=2, tensor=4))
+    report, state = inspect_step(TASK, parallel), abstract_state(TASK, parallel)
     memory = figures.memory_by_kind(report, state)
     assert sum(memory.values()) == report.memory.total
     # Two arrays of token numbers [4, 4] on a device, a flag, and what pads arguments.
@@ -105,6 +109,25 @@ def test_figures_of_memory_and_bytes_add_up():
     assert "sent by a device in a step (kB)" in " ".join(texts(figure))
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen(LM):
+    frozen = nnx.PathContains("embedding")
+
+
+def test_frozen_parameters_are_a_kind_of_memory():
+    parallel, options = Parallel(MeshConfig(devices=(0,))), {"num_layers": 1, "vocab_size": 32}
+    options |= {"hidden_size": 8, "embed_size": 8, "batch_size": 8, "seq_len": 4}
+    found = {}
+    for make in (LM, Frozen):
+        task = make(**options, optimizer=OptimizerConfig(name="sgd"))
+        report, state = inspect_step(task, parallel), abstract_state(task, parallel)
+        found[make] = figures.memory_by_kind(report, state)
+    assert found[LM]["frozen parameters"] == 0
+    assert found[Frozen]["frozen parameters"] == 4 * 32 * 8
+    sums = [kinds["parameters"] + kinds["frozen parameters"] for kinds in found.values()]
+    assert sums[0] == sums[1]
+
+
 def test_collectives_that_are_not_counted_are_named():
     mesh = MeshConfig(data=8).build()
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
@@ -120,11 +143,11 @@ def test_collectives_that_are_not_counted_are_named():
             (jnp.int32(0), x),
         )
 
-    report = jaxpar.inspect_function(loop, x, n)
+    report = inspect_function(loop, x, n)
     assert report.totals[0].unknown == 1
     written = texts(figures.draw_bytes({"dp8": report}))
     assert any(
-        "1 collectives that run as often as data says are left out" in text for text in written
+        "not counted: 1 collective in loops as long as data says" in text for text in written
     )
 
 
@@ -141,7 +164,7 @@ def test_a_figure_of_curves_leaves_out_the_speed_of_compiling():
     train = [[1, 4.9], [10, 4.0], [20, 3.0]]
     assert curves == [train, [[20, 4.0]], train]
     assert np.asarray(speeds.get_lines()[0].get_xydata()).tolist() == [[10, 1e4], [20, 2e4]]
-    assert {"loss (nats)", "tokens/s", "runs/0001, valid"} <= set(texts(figure))
+    assert {"loss", "tokens/s", "runs/0001, valid"} <= set(texts(figure))
     images = [{"split": "train", "step": 1, "loss": 1.0, "images_per_second": 3.0}]
     with pytest.raises(
         ValueError, match="b counts images_per_second, the run before it tokens_per"
@@ -155,7 +178,7 @@ def test_a_figure_of_curves_leaves_out_the_speed_of_compiling():
 def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
     path = tmp_path / f"schedule.{suffix}"
     flags = ["--mesh", "pp3", "--pipeline.num-microbatches", "2", "--pipeline.num-chunks", "1"]
-    assert main(["plot", "schedule", *flags, "-o", str(path)]) == 0
+    assert main(["plot", "schedule", "lm", *flags, "-o", str(path)]) == 0
     assert capsys.readouterr().out.split() == [str(path)]
     if suffix == "png":
         head = path.read_bytes()[:24]
@@ -172,13 +195,13 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(["plot", "strategies"]) == 0
     assert "pipeline parallelism" in (tmp_path / "strategies.html").read_text()
-    small = ["--model.num-layers", "2", "--model.hidden-size", "8", "--model.embed-size", "8"]
-    small += ["--model.vocab-size", "32", "--data.batch-size", "8", "--data.seq-len", "4"]
-    assert main(["plot", "memory", "--simulate", "8", "--meshes", "dp8", *small]) == 0
+    small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
+    small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
+    assert main(["plot", "memory", "lm", "--simulate", "8", "--meshes", "dp8", *small]) == 0
     assert (tmp_path / "memory.png").stat().st_size > 5000
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    write_config(Config(), folder.config_path)
+    write_config(Settings(TASK, LM.parallel, LM.train), folder.config_path)
     for line in LINES:
         folder.append_metrics(line)
     assert main(["plot", "curves", "run", "-o", "curves.svg"]) == 0
@@ -189,19 +212,18 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     ("flags", "message"),
     [
         (
-            ["schedule", "-o", "a.gif"],
+            ["schedule", "lm", "-o", "a.gif"],
             "cannot draw into 'a.gif'; end its name in .png, .svg, .html",
         ),
         (["strategies", "-o", "a.png"], "strategies move, and 'a.png' cannot"),
         (["curves"], "curves of what? Name folders of runs"),
+        (["bubble", "lm", "--mesh", "dp8"], "a mesh of stage=1 has no bubble"),
         (
-            ["schedule", "--mesh", "pp8", "--pipeline.num-microbatches", "50", "-o", "a.svg"],
-            "217 ticks are too many for one picture; use 200 or fewer",
+            ["schedule", "images", "--mesh", "pp2"],
+            "use stage=1, and data and tensor for all devices",
         ),
-        (["bubble", "--mesh", "dp8"], "a mesh of stage=1 has no bubble"),
-        (["schedule", "--model", "hybrid"], "the model 'hybrid' has no pipeline"),
         (["curves", "nowhere"], "nowhere"),
-        (["memory", "--meshes", "dp3x"], "cannot read 'dp3x'"),
+        (["memory", "lm", "--meshes", "dp3x"], "cannot read 'dp3x'"),
     ],
 )
 def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monkeypatch, capsys):
@@ -216,8 +238,8 @@ def test_a_picture_that_cannot_be_is_one_message(flags, message, tmp_path, monke
 def test_matplotlib_is_asked_for_by_the_name_of_the_extra(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["plot", "bubble", "--mesh", "pp4"]) == 2
+    assert main(["plot", "bubble", "lm", "--mesh", "pp4"]) == 2
     assert "pip install 'jaxpar[plot]'" in capsys.readouterr().err
     for flags in ([], ["-o", "schedule.html"]):
-        assert main(["plot", "schedule", "--mesh", "pp4", *flags]) == 0
+        assert main(["plot", "schedule", "lm", "--mesh", "pp4", *flags]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"schedule.svg", "schedule.html"}

@@ -7,7 +7,6 @@ with them; a seed draws others:
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -19,11 +18,14 @@ import numpy as np
 import pytest
 from test_equivalence import nonzero_carry
 
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.data.streams import Batch
+from jaxpar.batches import put_batch
 from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.task import LM
 from jaxpar.training.by_layer import by_layer
 
 pytestmark = pytest.mark.law
@@ -41,10 +43,13 @@ SETTINGS = hypothesis.settings(
     derandomize=not THOROUGH,
 )
 
+# The state of the optimizer is the gradient, at such a momentum.
+SGD = OptimizerConfig(name="sgd", momentum=0.9, learning_rate=1.0, warmup_steps=0)
+
 
 @st.composite
 def configs(draw):
-    """A config, and the time steps of its batch: a pipeline's may be shorter than `seq_len`."""
+    """A task, how devices share it, and the time steps of its batch: it may be shorter than `seq_len`."""
 
     def pick(*options):
         return draw(st.sampled_from(options))
@@ -60,9 +65,12 @@ def configs(draw):
     shares = draw(st.lists(st.integers(1, 3), min_size=num_data, max_size=num_data))
     shares = pick(None, tuple(shares))
     fsdp, update = pick(False, True), pick("replicated", "sharded", "host")
-    parts = tensor * num_data if fsdp or update != "replicated" else tensor
+    # What `data` splits as well need not divide: then another dim is split, or none.
+    over_data = num_data if fsdp or update != "replicated" else 1
+    parts = tensor * pick(over_data, over_data, 1)
     tied, hidden = pick(False, True), parts * pick(4, 6)
-    model = ModelConfig(
+    length = pick(1, 2, 3)  # of a chunk
+    task = LM(
         num_layers=sum(layers),
         hidden_size=hidden,
         embed_size=hidden if tied else parts * pick(2, 4),
@@ -70,13 +78,14 @@ def configs(draw):
         dropout=pick(0.0, 0.5),
         tie_embedding=tied,
         dtype=pick(*["float32"] * 5, "bfloat16"),
+        batch_size=sum(shares or (1,) * num_data) * microbatches * pick(1, 2),
+        seq_len=chunks * length,
+        num_buckets=chunks,
+        bucket_multiple=length,
+        optimizer=SGD,
     )
-    length = pick(1, 2, 3)  # of a chunk
-    rows = sum(shares or (1,) * num_data) * microbatches * pick(1, 2)
-    num_devices = num_data * stages * tensor
-    config = Config(
-        MeshConfig(num_data, stages, tensor, devices=tuple(range(num_devices))),
-        model,
+    parallel = Parallel(
+        MeshConfig(num_data, stages, tensor, devices=tuple(range(num_data * stages * tensor))),
         PipelineConfig(
             schedule=schedule,
             num_microbatches=microbatches,
@@ -86,48 +95,34 @@ def configs(draw):
             head=pick("last", "sharded"),
             remat=pick(False, True),
         ),
-        DataConfig(batch_size=rows, seq_len=chunks * length, num_buckets=chunks, shares=shares),
-        TrainConfig(
-            optimizer="sgd",
-            momentum=0.9,  # the state of the optimizer is the gradient then
-            learning_rate=1.0,
-            warmup_steps=0,
-            fsdp=fsdp,
-            update=update,
-        ),
+        shares=shares,
+        fsdp=fsdp,
+        update=update,
     )
-    return config.check(), draw(st.integers(1, chunks)) * length
+    return task, parallel, draw(st.integers(1, chunks)) * length
 
 
-def plain(config):
-    """The same model, batch and update on one device, at once."""
-    return dataclasses.replace(
-        config,
-        mesh=MeshConfig(devices=(0,)),
-        pipeline=PipelineConfig(),
-        data=dataclasses.replace(config.data, shares=None),
-        train=dataclasses.replace(config.train, fsdp=False, update="replicated"),
-    )
+# The same model, batch and update on one device, at once.
+PLAIN = Parallel(MeshConfig(devices=(0,)))
 
 
-def train_once(config, length):
+def train_once(task, parallel, length):
     """The loss, and all arrays of the state after a step from a state that is not zero."""
-    mesh = config.mesh.build()
-    state = init_state(config, mesh)
+    mesh = parallel.mesh.build()
+    state = init_state(task, parallel, mesh)
     audit(state)
 
     state = dataclasses.replace(state, carry=nonzero_carry(state))
     rng = np.random.default_rng(length)
-    shape = (2, config.data.batch_size, length)
-    inputs, targets = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    shape = (2, task.batch_size, length)
+    inputs, targets = rng.integers(0, task.vocab_size, shape, dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = -1
     targets[0, 0] = 0  # one at least
-    place = functools.partial(jax.device_put, device=batch_sharding(mesh, config))
-    batch = Batch(place(inputs), place(targets), starts=False)
-    state, metrics = make_train_step(config, mesh)(state, batch)
+    batch = put_batch(Batch(inputs, targets, starts=False), batch_sharding(task, parallel, mesh))
+    state, metrics = make_train_step(task, parallel, mesh=mesh)(state, batch)
     audit(state)
-    arrays = {name: np.asarray(array) for name, array in by_layer(state, config).items()}
-    return float(metrics.loss), arrays
+    stored = by_layer(state, task, parallel)
+    return float(metrics.loss), {name: np.asarray(array) for name, array in stored.items()}
 
 
 def distance(actual, expected):
@@ -153,29 +148,31 @@ def compile_quickly():
 
 
 def small(shares=None, **pipeline):
-    model = ModelConfig(num_layers=4, hidden_size=8, embed_size=8, vocab_size=24)
+    task = LM(
+        num_layers=4, hidden_size=8, embed_size=8, vocab_size=24, batch_size=18, seq_len=4,
+        num_buckets=2, bucket_multiple=4 // pipeline["num_chunks"], optimizer=SGD,
+    )  # fmt: skip
     mesh = MeshConfig(data=len(shares or (1,)), stage=2, devices=tuple(range(4 if shares else 2)))
-    data = DataConfig(batch_size=18, seq_len=4, shares=shares)
-    train = TrainConfig(optimizer="sgd", momentum=0.9, learning_rate=1.0, warmup_steps=0)
-    return Config(mesh, model, PipelineConfig(**pipeline), data, train)
+    return task, Parallel(mesh, PipelineConfig(**pipeline), shares)
 
 
 # What the search has found.
 SHORTER_NEEDS_MORE_BUFFERS = (
-    small(schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=2), 2,
+    *small(schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=2), 2,
 )  # fmt: skip
 SMALLER_SHARE_NEEDS_MORE_BUFFERS = (
-    small((1, 2), schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=1), 4,
+    *small((1, 2), schedule="interleaved", num_groups=2, num_microbatches=3, num_chunks=1), 4,
 )  # fmt: skip
 
 # Each stage rounded its part of the cotangent that a sharded head makes, before the parts were added.
 ROUNDED_PARTS_OF_A_SUM = (
-    Config(
+    LM(
+        36, hidden_size=4, embed_size=4, vocab_size=48, dropout=0.5, dtype="bfloat16", batch_size=4,
+        seq_len=1, num_buckets=1, optimizer=SGD,
+    ),
+    Parallel(
         MeshConfig(stage=8, devices=tuple(range(8))),
-        ModelConfig(36, hidden_size=4, embed_size=4, vocab_size=48, dropout=0.5, dtype="bfloat16"),
         PipelineConfig("interleaved", 2, num_chunks=1, num_groups=2, head="sharded"),
-        DataConfig(batch_size=4, seq_len=1, num_buckets=1),
-        TrainConfig(optimizer="sgd", momentum=0.9, learning_rate=1.0, warmup_steps=0),
     ), 1,
 )  # fmt: skip
 
@@ -186,19 +183,17 @@ ROUNDED_PARTS_OF_A_SUM = (
 @hypothesis.example(drawn=SMALLER_SHARE_NEEDS_MORE_BUFFERS)
 @hypothesis.example(drawn=ROUNDED_PARTS_OF_A_SUM)
 def test_random_configs_train_as_the_plain_model_does(drawn):
-    config, length = drawn
-    loss, arrays = train_once(config, length)
-    reference = plain(config)
-    expected_loss, expected = train_once(reference, length)
-    if config.model.dtype == "float32":
+    task, parallel, length = drawn
+    loss, arrays = train_once(task, parallel, length)
+    expected_loss, expected = train_once(task, PLAIN, length)
+    if task.dtype == "float32":
         assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
         for name, value in expected.items():
             error, scale = np.linalg.norm(arrays[name] - value), np.linalg.norm(value)
             assert error <= RELATIVE_ERROR * scale, f"{name}: error {error:.1e} of {scale:.1e}"
     else:  # rounding in another order is other rounding; its size is what can be compared
-        exact_model = dataclasses.replace(config.model, dtype="float32")
-        exact_config = dataclasses.replace(reference, model=exact_model)
-        exact_loss, exact = train_once(exact_config, length)
+        exact_task = dataclasses.replace(task, dtype="float32")
+        exact_loss, exact = train_once(exact_task, PLAIN, length)
         assert abs(loss - exact_loss) <= 2 * abs(expected_loss - exact_loss) + 1e-2 * exact_loss
         allowed = distance(expected, exact)
         for kind, error in distance(arrays, exact).items():

@@ -9,26 +9,28 @@ import jax
 import numpy as np
 import pytest
 from test_equivalence import (
-    DATA,
     MODEL,
     RELATIVE_ERROR,
     assert_same_as_plain,
     by_layer,
     make_batch,
-    make_config,
 )
+from test_equivalence import make_settings as make_any_settings
 
 import jaxpar.planning.shares
-from jaxpar.config import TrainConfig
-from jaxpar.planning.shares import measure_groups, propose_shares
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.planning.shares import make_stepper, measure_groups, propose_shares
 from jaxpar.state import audit, init_state
-from jaxpar.step import make_train_step
+from jaxpar.step import _full_plan, make_train_step
+from jaxpar.tasks.images import Images
+from jaxpar.training.settings import TrainConfig
 
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)
 
 
-def shared(shares, batch_size=16):
-    return dataclasses.replace(DATA, batch_size=batch_size, shares=shares)
+def make_settings(mesh, units=(1, 1), task=MODEL, *, shares=None, update="replicated", **options):
+    layout = {"shares": shares, "update": update}
+    return make_any_settings(mesh, units, task, layout=layout, **options)
 
 
 @pytest.mark.law
@@ -46,14 +48,14 @@ def shared(shares, batch_size=16):
     ],
 )
 def test_any_shares_give_the_gradients_of_one_device(mesh, units, shares, options):
-    assert_same_as_plain(make_config(mesh, units, data=shared(shares), **options))
+    assert_same_as_plain(make_settings(mesh, units, shares=shares, **options))
 
 
 @pytest.mark.law
 @pytest.mark.parametrize("num_microbatches", [2, 4])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 1, 2), (1, 1, 8)])
 def test_accumulation_equals_the_big_batch(mesh, num_microbatches):
-    assert_same_as_plain(make_config(mesh, (num_microbatches, 1)))
+    assert_same_as_plain(make_settings(mesh, (num_microbatches, 1)))
 
 
 @pytest.mark.law
@@ -64,9 +66,9 @@ def test_accumulation_equals_the_big_batch(mesh, num_microbatches):
     num_microbatches=st.integers(1, 2),
 )
 def test_random_shares_equal_plain(shares, stages, num_microbatches):
-    data = shared(shares, batch_size=2 * num_microbatches * sum(shares))
+    task = dataclasses.replace(MODEL_4, batch_size=2 * num_microbatches * sum(shares))
     mesh = (len(shares), stages, 1)
-    assert_same_as_plain(make_config(mesh, (num_microbatches, 2), MODEL_4, data))
+    assert_same_as_plain(make_settings(mesh, (num_microbatches, 2), task, shares=shares))
 
 
 TRAINED = [
@@ -78,27 +80,30 @@ TRAINED = [
 ]
 
 
-def train(mesh, units, shares, update):
+def train_20_steps(mesh, units, shares, update):
     """Losses and parameters of 20 steps with a clipped optimizer, the state carried along."""
-    settings = TrainConfig(
-        optimizer="adam", learning_rate=0.01, warmup_steps=0, clip_norm=0.05, update=update
-    )
-    config = make_config(mesh, units, MODEL_4, shared(shares), settings)
-    mesh = config.mesh.build()
-    state, step, losses = init_state(config, mesh), make_train_step(config, mesh), []
+    adam = OptimizerConfig("adam", learning_rate=0.01, warmup_steps=0)
+    task = dataclasses.replace(MODEL_4, optimizer=adam)
+    train = TrainConfig(clip_norm=0.05)
+    settings = make_settings(mesh, units, task, train=train, shares=shares, update=update)
+    task, parallel, _ = settings
+    mesh = parallel.mesh.build()
+    state, losses = init_state(task, parallel, mesh), []
+    step = make_train_step(*settings, mesh)
     for number in range(20):
-        state, metrics = step(state, make_batch(config, mesh, number, starts=number % 7 == 0))
+        starts = number % 7 == 0
+        state, metrics = step(state, make_batch(settings, mesh, number, starts=starts))
         losses.append(float(metrics.loss))
-        assert metrics.grad_norm > settings.clip_norm
+        assert metrics.grad_norm > train.clip_norm
     audit(state)
-    return losses, by_layer(state.carry, config)
+    return losses, by_layer(state.carry, settings)
 
 
 @pytest.mark.law
 def test_20_clipped_steps_give_the_losses_of_one_device():
-    expected_losses, expected_carry = train((1, 1, 1), (1, 1), None, "replicated")
+    expected_losses, expected_carry = train_20_steps((1, 1, 1), (1, 1), None, "replicated")
     for case in TRAINED:
-        losses, carry = train(*case)
+        losses, carry = train_20_steps(*case)
         np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
         # Twenty steps of Adam divide by small second moments: the state drifts more than the loss.
         for name, value in expected_carry.items():
@@ -106,9 +111,7 @@ def test_20_clipped_steps_give_the_losses_of_one_device():
 
 
 def test_a_smaller_share_runs_fewer_units():
-    from jaxpar.step import _full_plan
-
-    plan = _full_plan(make_config((2, 2, 1), (2, 2), data=shared((3, 1))), backward=True)
+    plan = _full_plan(make_settings((2, 2, 1), (2, 2), shares=(3, 1)).parallel, backward=True)
     units = [(np.asarray(plan.forward.unit[group]) >= 0).sum(0).tolist() for group in (0, 1)]
     assert units == [[12, 12], [4, 4]]  # share x microbatches x chunks, on both stages
 
@@ -129,7 +132,7 @@ def test_a_smaller_share_runs_fewer_units():
 )
 def test_bad_shares_are_refused(shares, mesh, message):
     with pytest.raises(ValueError, match=message):
-        make_config(mesh, data=shared(shares)).check()
+        make_settings(mesh, shares=shares).parallel.check(MODEL.batch_size, MODEL.seq_len)
 
 
 @pytest.mark.parametrize(
@@ -146,37 +149,74 @@ def test_proposed_shares_are_as_the_speeds(seconds, shares):
     assert propose_shares(seconds) == shares
 
 
-@pytest.mark.parametrize("seconds", [(), (1.0, 0.0), (1.0, -2.0)])
+@pytest.mark.parametrize(
+    "seconds",
+    [
+        (),
+        (1.0, 0.0),
+        (1.0, -2.0),
+        (1, float("nan")),
+        (float("nan"), 1),
+        (1, float("inf")),
+        (float("-inf"), 1),
+    ],
+)
 def test_times_that_are_none_are_refused(seconds):
     with pytest.raises(ValueError, match=r"seconds=\(.*give a time above 0 for every group"):
         propose_shares(seconds)
 
 
+@pytest.mark.parametrize("seconds", [(1e-310, 1e-310), (1e308, 1.5e308), (1e-300, 1e300)])
+def test_shares_of_extreme_times_are_shares(seconds):
+    first, second = propose_shares(seconds)
+    assert 8 >= first >= second >= 1
+
+
+def test_counts_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="max_parts=0: must be positive"):
+        propose_shares((1, 2), max_parts=0)
+    with pytest.raises(ValueError, match="num_steps=0: must be positive"):
+        measure_groups(*make_settings((2, 1, 1)), num_steps=0)
+
+
 def test_groups_are_measured_on_their_own_devices(monkeypatch):
-    """The second group sleeps: the first gets the larger share."""
-    seen = []
+    """The second group takes longer, on a clock of its own: the first gets the larger share."""
+    seen, clock = [], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
-    def slow(config, mesh):
-        step, devices = make_train_step(config, mesh), config.mesh.devices
-        seen.append((devices, [device.id for device in mesh.devices.flat], config.data.batch_size))
+    def slow(task, parallel, train, mesh):
+        step, devices = make_train_step(task, parallel, train, mesh), parallel.mesh.devices
+        rows = parallel.microbatch_rows(task.batch_size)
+        seen.append((devices, [device.id for device in mesh.devices.flat], rows))
 
-        def run(state, batch):
-            time.sleep(0.0 if devices == (0, 1) else 1.0)
-            return step(state, batch)
+        class Slow:
+            def run(self, state, batch):
+                clock[0] += 1.0 if devices == (0, 1) else 3.0
+                return step.run(state, batch)
 
-        return run
+        return Slow()
 
     monkeypatch.setattr(jaxpar.planning.shares, "make_train_step", slow)
-    config = make_config((2, 2, 1), (2, 2), MODEL_4)
-    seconds = measure_groups(config, config.mesh.build(), num_steps=1)
-    assert seen == [((0, 1), [0, 1], 8), ((2, 3), [2, 3], 8)]
-    assert seconds[1] >= 1.0 > seconds[0]
-    assert propose_shares(seconds)[0] > propose_shares(seconds)[1]
+    settings = make_settings((2, 2, 1), (2, 2), MODEL_4)
+    seconds = measure_groups(*settings, num_steps=1)
+    rows = settings.parallel.microbatch_rows(MODEL_4.batch_size)
+    assert seen == [((0, 1), [0, 1], rows), ((2, 3), [2, 3], rows)]
+    assert seconds == [1.0, 3.0]
+    assert propose_shares(seconds) == (3, 1)
+
+
+def test_any_task_can_be_stepped():
+    step = make_stepper(Images(channels=(4,), hidden_sizes=(8,), batch_size=16), "dp2tp4")
+    losses = [float(step().loss) for _ in range(3)]
+    assert losses[2] < losses[0]
 
 
 def test_batch_and_carry_keep_the_order_of_the_user():
-    config = make_config((2, 1, 1), (1, 1), data=shared((3, 1)))
-    state = init_state(config)
-    assert state.carry["h"].get_value().shape == (8, 16, 16)
-    assert state.carry["h"].get_value().sharding.is_fully_replicated
-    assert jax.tree.leaves(make_batch(config, config.mesh.build()))[0].shape == (16, 8)
+    settings = make_settings((2, 1, 1), shares=(3, 1))
+    state = init_state(settings.task, settings.parallel)
+    for leaf in jax.tree.leaves(state.carry):
+        assert leaf.shape == (8, 16, 16)
+        assert leaf.sharding.is_fully_replicated
+    batch = make_batch(settings, settings.parallel.mesh.build())
+    assert batch.inputs_BT.shape == (16, 8)
+    assert batch.inputs_BT.sharding.is_fully_replicated

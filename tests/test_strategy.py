@@ -7,11 +7,10 @@ from flax import nnx
 
 from jaxpar import nn
 from jaxpar.analysis.strategy import inspect_split, strategy_for
-from jaxpar.axes import FEATURES, UNITS
 from jaxpar.mesh import MeshConfig
 
-DENSE = functools.partial(nn.Linear, 32, 16, dims=(FEATURES, UNITS))
-CONV = functools.partial(nn.Conv, 8, 16, (3, 3), dims=(None, None, FEATURES, UNITS))
+DENSE = functools.partial(nn.Linear, 32, 16, dims=(None, None))
+CONV = functools.partial(nn.Conv, 8, 16, (3, 3), dims=(None,) * 4)
 LAYERS = {"dense": (DENSE, (64, 32)), "convolution": (CONV, (8, 6, 6, 8))}
 
 

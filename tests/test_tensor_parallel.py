@@ -12,10 +12,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import nn
 from jaxpar.analysis import inspect_function
-from jaxpar.axes import BATCH, CHANNELS, FEATURES, INPUT, TENSOR, UNITS
-from jaxpar.axes import DATA as DATA_AXIS
+from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
 from jaxpar.mesh import MeshConfig
-from jaxpar.sharding import Layout, Rules, shardings
+from jaxpar.sharding import RULES, Layout, Rules, shardings
+
+# Dims of these models.
+CHANNELS, FEATURES, UNITS = "channels", "features", "units"
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5
@@ -23,7 +25,7 @@ RELATIVE_ERROR = 1e-5
 MESHES = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 4), (4, 2)]  # data, tensor
 ROWS, WIDTH = 8, 16
 
-BY_DATA = {BATCH: DATA_AXIS}
+BY_DATA = {BATCH: DATA, INPUT: None}
 
 
 def make_layout(mesh, table):
@@ -73,7 +75,7 @@ class ColumnRow(nnx.Module):
         self.down = linear(2 * WIDTH, WIDTH, (UNITS, None))
 
     def __call__(self, x_BI, layout):
-        y_BU = layout(nn.relu(self.up(layout(x_BI, BATCH, None))), BATCH, UNITS)
+        y_BU = layout(nnx.relu(self.up(layout(x_BI, BATCH, None))), BATCH, UNITS)
         return layout(self.down(y_BU), BATCH, None)
 
 
@@ -85,7 +87,7 @@ class Convs(nnx.Module):
         self.second = nn.Conv(16, 4, (3, 3), dims=(None, None, CHANNELS, None), rngs=rngs)
 
     def __call__(self, x_BHWC, layout):
-        y_BHWC = nn.max_pool(nn.relu(self.first(x_BHWC)), (2, 2), (2, 2))
+        y_BHWC = nnx.max_pool(nnx.relu(self.first(x_BHWC)), (2, 2), (2, 2))
         y_BHWC = layout(y_BHWC, BATCH, None, None, CHANNELS)
         return layout(self.second(y_BHWC), BATCH, None, None, None)
 
@@ -118,7 +120,7 @@ def compiled(name, layout):
     params = nnx.state(make(nnx.Rngs(0)))
     params = jax.device_put(params, shardings(params, layout.mesh, layout.rules))
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    return jax.jit(run), (params, jax.device_put(x, NamedSharding(layout.mesh, P(DATA_AXIS))))
+    return jax.jit(run), (params, jax.device_put(x, NamedSharding(layout.mesh, P(DATA))))
 
 
 @functools.cache
@@ -176,8 +178,11 @@ def test_a_layout_refuses_what_does_not_divide():
         layout(jnp.zeros((8, 6)), BATCH)
     with pytest.raises(ValueError, match=r"names 3 dims, the array has shape \(3, 3, 1, 8\)"):
         nn.Conv(1, 8, (3, 3), dims=(None, INPUT, CHANNELS), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="unknown dim name 'chanels'"):
-        nn.Conv(1, 8, (3, 3), dims=(None, None, INPUT, "chanels"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="unknown dim name 'chanels': there is no rule for it"):
+        layout(jnp.zeros((8, 8)), BATCH, "chanels")
+    conv = nn.Conv(1, 8, (3, 3), dims=(None, None, INPUT, "chanels"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="unknown dim name 'chanels': there is no rule for it"):
+        shardings(nnx.state(conv), layout.mesh, RULES)
 
 
 def test_a_convolution_without_bias_has_none():

@@ -1,36 +1,42 @@
 """The laws of the loop: losses fall, are the same on every mesh, and survive a stop."""
 
 import dataclasses
-import functools
+import io
 import itertools
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import threading
 import time
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from rich.console import Console
 
-from jaxpar.config import (
-    VOCAB_MULTIPLE,
-    Config,
-    DataConfig,
-    ModelConfig,
-    PipelineConfig,
-    TrainConfig,
-)
-from jaxpar.data.corpus import load_corpus
+from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig
+from jaxpar.batches import SeriesBatches
+from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
-from jaxpar.state import make_model
-from jaxpar.training.evaluate import Evaluator
+from jaxpar.nn import named_param
+from jaxpar.state import abstract_state, init_state
+from jaxpar.task import find_task
+from jaxpar.tasks.lm.corpus import load_corpus
+from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.training.console import ConsoleReport
+from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.report import Report
+from jaxpar.training.report import Report, format_number
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.sample import sample, sample_tokens
+from jaxpar.training.settings import Settings
+from jaxpar.training.summary import describe_plan
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -51,26 +57,42 @@ def text(tmp_path_factory):
     return folder
 
 
-def make_config(text, out_dir, mesh=(1, 1, 1), units=(1, 1), **train):
+def make_layout(mesh=(1, 1, 1), units=(1, 1)):
     num_devices = math.prod(mesh)
     devices = None if num_devices == jax.device_count() else tuple(range(num_devices))
-    return Config(
-        mesh=MeshConfig(*mesh, devices=devices),
-        model=ModelConfig(num_layers=2, hidden_size=8, embed_size=8, dropout=0.2),
-        pipeline=PipelineConfig(num_microbatches=units[0], num_chunks=units[1]),
-        data=DataConfig(corpus=str(text), batch_size=8, seq_len=4),
-        train=TrainConfig(
-            **{
-                "num_steps": 20, "learning_rate": 0.02, "warmup_steps": 2, "log_every": 5,
-                "out_dir": str(out_dir), **train,
-            }
-        ),
+    pipeline = PipelineConfig(num_microbatches=units[0], num_chunks=units[1])
+    return Parallel(MeshConfig(*mesh, devices=devices), pipeline)
+
+
+def make_train(out_dir, **train):
+    return TrainConfig(**{"num_steps": 20, "log_every": 5, "out_dir": str(out_dir), **train})
+
+
+def make_run(text, out_dir, mesh=(1, 1, 1), units=(1, 1), optimizer=None, **train):
+    rate = {"learning_rate": 0.1, "warmup_steps": 2, **(optimizer or {})}
+    task = LM(
+        num_layers=2, hidden_size=8, embed_size=8, dropout=0.2, corpus=str(text), batch_size=8, seq_len=4,
+        optimizer=OptimizerConfig(**rate),
     )  # fmt: skip
+    if train.get("num_steps", 20) < 2:
+        task = dataclasses.replace(
+            task, optimizer=dataclasses.replace(task.optimizer, warmup_steps=0)
+        )
+    return Settings(task, make_layout(mesh, units), make_train(out_dir, **train))
 
 
-def load_model(result):
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(result.config)))
-    return nnx.merge(graphdef, result.state.params)
+def perplexity_of(result, split):
+    return result.evaluations[split].metrics["perplexity"]
+
+
+def log_probabilities(result, tokens):
+    """Of every next token, by the model applied to all tokens at once: float64 [tokens, words]."""
+    layout = lay_out(
+        result.task, dataclasses.replace(result.parallel, mesh=MeshConfig(devices=(0,)))
+    )
+    model = layout.merge(result.state.params, result.state.frozen)
+    logits = np.asarray(model(tokens[None])[0], np.float64)[:, : result.task.num_words]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 class Recorder(Report):
@@ -79,7 +101,7 @@ class Recorder(Report):
     def __init__(self, at_step=None, action=lambda: None):
         self.told, self.at_step, self.action = [], at_step, action
 
-    def plan(self, config, mesh, corpus, state):
+    def plan(self, settings, mesh, state):
         assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         self.told.append("plan")
 
@@ -106,15 +128,17 @@ def whole_run(text, tmp_path_factory):
     """20 undisturbed steps on one device."""
     recorder = Recorder()
     out_dir = tmp_path_factory.mktemp("runs") / "whole"
-    return fit(make_config(text, out_dir, eval_every=10), report=recorder), recorder
+    return fit(*make_run(text, out_dir, eval_every=10), report=recorder), recorder
 
 
 def test_losses_fall_and_everything_is_reported(whole_run):
     result, recorder = whole_run
     assert len(result.losses) == 20
     assert np.mean(result.losses[-3:]) < 0.8 * result.losses[0]
-    assert result.config.model.vocab_size == VOCAB_MULTIPLE
-    assert result.valid_perplexity < VOCAB_MULTIPLE / 4
+    assert result.task.vocab_size == VOCAB_MULTIPLE
+    assert (
+        perplexity_of(result, "valid") < result.evaluations["valid"].baseline["unigram perplexity"]
+    )
     assert recorder.told == [
         "plan", "begin 0/20", 1, 5, 10, "valid 10", 15, 20, "end 20", "valid 20", "test 20", "finish",
     ]  # fmt: skip
@@ -133,8 +157,11 @@ def test_metrics_are_json_lines(whole_run):
         assert line["grad_norm"] > 0
         assert line["tokens_per_second"] > 0
     assert train[1]["seconds"] < train[2]["seconds"]
-    assert train[0]["learning_rate"] == pytest.approx(0.01)  # the first of 2 steps of warm-up
-    evaluations = [(line["step"], line["split"]) for line in lines if line["split"] != "train"]
+    assert train[0]["learning_rate"] == pytest.approx(0.05)  # the first of 2 steps of warm-up
+    of_splits = [line for line in lines if line["split"] != "train"]
+    evaluations = [(line["step"], line["split"]) for line in of_splits]
+    assert all(line["perplexity"] == math.exp(line["loss"]) for line in of_splits)
+    assert of_splits[0]["unigram_perplexity"] == of_splits[1]["unigram_perplexity"] > 1
     assert evaluations == [(10, "valid"), (20, "valid"), (20, "test")]
 
 
@@ -142,15 +169,19 @@ def test_metrics_are_json_lines(whole_run):
 def mesh_run(text, tmp_path_factory):
     """The same on 8 devices."""
     out_dir = tmp_path_factory.mktemp("runs") / "mesh"
-    return fit(make_config(text, out_dir, mesh=(2, 2, 2), units=(2, 2)))
+    return fit(*make_run(text, out_dir, mesh=(2, 2, 2), units=(2, 2)))
 
 
 @pytest.mark.law
 def test_losses_and_perplexities_are_the_same_on_another_mesh(whole_run, mesh_run):
     expected, result = whole_run[0], mesh_run
     np.testing.assert_allclose(result.losses, expected.losses, rtol=RELATIVE_ERROR)
-    assert result.valid_perplexity == pytest.approx(expected.valid_perplexity, rel=RELATIVE_ERROR)
-    assert result.test_perplexity == pytest.approx(expected.test_perplexity, rel=RELATIVE_ERROR)
+    assert perplexity_of(result, "valid") == pytest.approx(
+        perplexity_of(expected, "valid"), rel=RELATIVE_ERROR
+    )
+    assert perplexity_of(result, "test") == pytest.approx(
+        perplexity_of(expected, "test"), rel=RELATIVE_ERROR
+    )
 
 
 @pytest.mark.parametrize(("mesh", "units"), [((1, 1, 1), (1, 1)), ((2, 2, 2), (2, 2))])
@@ -160,40 +191,40 @@ def test_a_stopped_run_resumes_with_the_same_losses(
     undisturbed = whole_run[0] if units == (1, 1) else mesh_run
     stop = Recorder(at_step=5, action=lambda: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    config = make_config(text, tmp_path / "run", mesh, units)
-    first = fit(config, report=stop)
+    run = make_run(text, tmp_path / "run", mesh, units)
+    first = fit(*run, report=stop)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert first.stopped_by is signal.SIGTERM
     assert len(first.losses) == 5
-    assert first.valid_perplexity is None
+    assert first.evaluations == {}
     assert stop.told[-2:] == ["end 5", "finish"]
 
     recorder = Recorder()
-    second = fit(config, resume=True, report=recorder)
+    second = fit(*run, resume=True, report=recorder)
     assert recorder.told[1] == "begin 5/20"
     assert (second.first_step, len(second.losses)) == (5, 15)
     assert first.losses + second.losses == undisturbed.losses
-    assert second.test_perplexity == undisturbed.test_perplexity
+    assert second.evaluations == undisturbed.evaluations
 
 
 def test_a_finished_run_is_only_evaluated_again(text, tmp_path):
-    config = make_config(text, tmp_path / "run", num_steps=1)
-    first, again = fit(config), fit(config, resume=True)
+    run = make_run(text, tmp_path / "run", num_steps=1)
+    first, again = fit(*run), fit(*run, resume=True)
     assert again.losses == []
     assert again.evaluations == first.evaluations
 
 
 def test_resuming_an_earlier_state_keeps_the_metrics_of_the_later_one(text, tmp_path):
-    config = make_config(text, tmp_path / "run", num_steps=8, log_every=2, checkpoint_every=4)
+    run = make_run(text, tmp_path / "run", num_steps=8, log_every=2, checkpoint_every=4)
     folder = RunFolder(tmp_path / "run")
-    whole = fit(config)
+    whole = fit(*run)
     written = folder.metrics_path.read_text()
     # As if the process had been killed between step 4 and step 8.
     for path in sorted(folder.checkpoints_path.glob("8/**/*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     (folder.checkpoints_path / "8").rmdir()
 
-    again = fit(config, resume=True)
+    again = fit(*run, resume=True)
     assert again.losses == whole.losses[4:]
     assert (folder.path / "metrics.before-1.jsonl").read_text() == written
     steps = [line["step"] for line in folder.metrics() if line["split"] == "train"]
@@ -201,37 +232,42 @@ def test_resuming_an_earlier_state_keeps_the_metrics_of_the_later_one(text, tmp_
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, whole_run, caplog):
-    config = make_config(text, tmp_path / "run", checkpoint_every=5)
+    run = make_run(text, tmp_path / "run", checkpoint_every=5)
     killed = Recorder(at_step=1, action=lambda: os.kill(os.getpid(), signal.SIGINT))
-    fit(config, report=killed)
+    fit(*run, report=killed)
     (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
     saved.rename(saved.with_name("1.orbax-checkpoint-tmp"))  # as if it had still been written
-    assert fit(config, resume=True).losses == whole_run[0].losses
+    assert fit(*run, resume=True).losses == whole_run[0].losses
     assert "has no checkpoint yet: the run begins again" in caplog.text
 
 
+# A rate that rises until the losses do.
+RESTLESS = {"learning_rate": 5.0, "lr_schedule": "constant", "warmup_steps": 8}
+
+
 def test_the_best_state_is_saved_and_kept(text, tmp_path):
-    # So high a rate that the validation loss goes up and down.
-    options = {"learning_rate": 0.3, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
+    options = {"optimizer": RESTLESS, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
     recorder = Recorder(at_step=7, action=lambda: os.kill(os.getpid(), signal.SIGINT))
-    config = make_config(text, tmp_path / "run", num_steps=12, keep_checkpoints=1, **options)
-    fit(config, report=recorder)
-    fit(config, resume=True)
+    run = make_run(text, tmp_path / "run", num_steps=12, keep_checkpoints=1, **options)
+    fit(*run, report=recorder)
+    fit(*run, resume=True)
     folder = RunFolder(tmp_path / "run")
     losses = folder.valid_losses()
     assert sorted(losses) == list(range(1, 13))
     best = min(losses, key=losses.get)
     assert best < 12
-    assert folder.checkpoints(config).steps() == [best, 12]
+    assert folder.checkpoints(run).steps() == [best, 12]
     assert evaluate_run(folder, best=True)[0].loss == losses[best]
     assert evaluate_run(folder)[0].loss == losses[12]
 
 
 def test_without_keep_best_the_newest_are_kept(text, tmp_path):
-    options = {"learning_rate": 0.3, "eval_every": 1, "checkpoint_every": 4, "keep_best": False}
-    config = make_config(text, tmp_path / "run", num_steps=8, keep_checkpoints=1, **options)
-    fit(config)
-    assert RunFolder(tmp_path / "run").checkpoints(config).steps() == [8]
+    options = {"optimizer": RESTLESS, "eval_every": 1, "checkpoint_every": 4}
+    run = make_run(
+        text, tmp_path / "run", num_steps=8, keep_checkpoints=1, keep_best=False, **options
+    )
+    fit(*run)
+    assert RunFolder(tmp_path / "run").checkpoints(run).steps() == [8]
 
 
 class Obstacle:
@@ -253,31 +289,31 @@ class Obstacle:
 
 def test_a_state_that_cannot_be_saved_goes_to_the_fallback(text, tmp_path, whole_run):
     options = {"checkpoint_every": 5, "fallback_dir": str(tmp_path / "other" / "disk")}
-    config = make_config(text, tmp_path / "run", **options)
+    run = make_run(text, tmp_path / "run", **options)
     obstacle = Obstacle(tmp_path / "run")
     with pytest.raises(
         OSError,
         match=r"of step 10 could not be written in .*run/checkpoints: .*; the state of step 10 is "
         r"saved in .*other/disk/run-step-10: go on with --resume --train\.out-dir .*run-step-10$",
     ):
-        fit(config, report=Recorder(at_step=10, action=obstacle.put))
-    resumed = fit(make_config(text, tmp_path / "other/disk/run-step-10", **options), resume=True)
+        fit(*run, report=Recorder(at_step=10, action=obstacle.put))
+    resumed = fit(*make_run(text, tmp_path / "other/disk/run-step-10", **options), resume=True)
     assert resumed.losses == whole_run[0].losses[10:]
     lines = RunFolder(resumed.out_dir).metrics()
     assert [line["step"] for line in lines if line["split"] == "train"] == [1, 5, 10, 11, 15, 20]
     obstacle.remove()
-    assert RunFolder(tmp_path / "run").checkpoints(config).steps() == [5]
+    assert RunFolder(tmp_path / "run").checkpoints(run).steps() == [5]
 
 
 def test_without_a_fallback_the_newest_checkpoint_is_named(text, tmp_path):
-    config = make_config(text, tmp_path / "run", checkpoint_every=5)
+    run = make_run(text, tmp_path / "run", checkpoint_every=5)
     obstacle = Obstacle(tmp_path / "run")
     with pytest.raises(OSError, match=r"step 10 could not be written .*; free .*fallback-dir\)$"):
-        fit(config, report=Recorder(at_step=10, action=obstacle.put))
+        fit(*run, report=Recorder(at_step=10, action=obstacle.put))
 
 
 def test_metrics_that_cannot_be_written_end_the_run_with_its_state_saved(text, tmp_path, whole_run):
-    config = make_config(text, tmp_path / "run")
+    run = make_run(text, tmp_path / "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
 
     def fill():
@@ -288,25 +324,25 @@ def test_metrics_that_cannot_be_written_end_the_run_with_its_state_saved(text, t
         OSError,
         match=r"cannot write .*metrics\.jsonl: No space .*; the state of step 10 is saved in",
     ):
-        fit(config, report=Recorder(at_step=5, action=fill))
+        fit(*run, report=Recorder(at_step=5, action=fill))
     metrics.unlink()
-    assert fit(config, resume=True).losses == whole_run[0].losses[10:]
+    assert fit(*run, resume=True).losses == whole_run[0].losses[10:]
 
 
 @pytest.mark.law
 def test_a_run_can_be_stopped_and_resumed_on_another_mesh(text, tmp_path, whole_run):
-    config = make_config(text, tmp_path / "run")
+    run = make_run(text, tmp_path / "run")
     stop = Recorder(at_step=5, action=lambda: os.kill(os.getpid(), signal.SIGINT))
-    losses = fit(config, report=stop).losses
-    config = make_config(text, tmp_path / "run", (2, 2, 2), (2, 2))
-    losses += fit(config, resume=True).losses
+    losses = fit(*run, report=stop).losses
+    run = make_run(text, tmp_path / "run", (2, 2, 2), (2, 2))
+    losses += fit(*run, resume=True).losses
     np.testing.assert_allclose(losses, whole_run[0].losses, rtol=RELATIVE_ERROR)
 
 
 def test_fit_runs_outside_the_main_thread(text, tmp_path):
     results = []
-    config = make_config(text, tmp_path / "run", num_steps=2)
-    thread = threading.Thread(target=lambda: results.append(fit(config)))
+    run = make_run(text, tmp_path / "run", num_steps=2)
+    thread = threading.Thread(target=lambda: results.append(fit(*run)))
     thread.start()
     thread.join()
     assert len(results[0].losses) == 2
@@ -317,113 +353,106 @@ def test_evaluating_a_run_gives_the_perplexities_of_fit(whole_run):
     folder = RunFolder(result.out_dir)
     assert evaluate_run(folder) == list(result.evaluations.values())
     elsewhere = evaluate_run(folder, MeshConfig(data=2, stage=2, tensor=2))
-    assert elsewhere[0].perplexity == pytest.approx(result.valid_perplexity, rel=RELATIVE_ERROR)
+    assert elsewhere[0].loss == pytest.approx(result.evaluations["valid"].loss, rel=RELATIVE_ERROR)
+
+
+def loss_of(result, tokens, separator=None, **changes):
+    """Of any text, with the parameters of a run."""
+    task = dataclasses.replace(result.task, **changes)
+    batches = task.batches_of(tokens, separator)
+    return mean_of(sum_batches(task, result.parallel, result.state, batches, result.mesh))[0]
 
 
 def test_evaluation_is_exact(whole_run, text):
     """Against the model applied to each stream at once."""
     result, _ = whole_run
     tokens = load_corpus(text).valid[:68]
-    loss = Evaluator(result.config, result.mesh).loss(result.state.params, tokens)
-    rows = result.config.data.batch_size
+    loss, rows, nll = loss_of(result, tokens), result.task.batch_size, 0.0
     bounds = np.arange(rows + 1) * 67 // rows
     assert len({*np.diff(bounds)}) == 2  # streams of unequal length
-    model, nll = load_model(result), 0.0
     for start, stop in itertools.pairwise(bounds):
-        logits = np.asarray(model(tokens[None, start:stop])[0], np.float64)
-        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        log_probs = log_probabilities(result, tokens[start:stop])
         nll -= log_probs[np.arange(stop - start), tokens[start + 1 : stop + 1]].sum()
     assert loss == pytest.approx(nll / 67, rel=RELATIVE_ERROR)
 
 
 def test_a_text_shorter_than_the_batch_is_read_in_fewer_streams(whole_run):
     result, _ = whole_run
-    loss = Evaluator(result.config, result.mesh).loss(result.state.params, np.arange(6))
-    assert loss > 0
-    with pytest.raises(ValueError, match=r"1 tokens are too few for batch_size=1"):
-        Evaluator(result.config, result.mesh).loss(result.state.params, np.arange(1))
+    tokens = np.arange(6)
+    nll = [-log_probabilities(result, tokens[n : n + 1])[0, n + 1] for n in range(5)]
+    assert loss_of(result, tokens) == pytest.approx(np.mean(nll), rel=RELATIVE_ERROR)
+    with pytest.raises(ValueError, match="1 tokens have no target"):
+        loss_of(result, np.arange(1))
 
 
 def test_a_changed_text_is_not_resumed(text, tmp_path):
     own = tmp_path / "text"
-    own.mkdir()
-    for path in text.iterdir():
-        (own / path.name).write_text(path.read_text())
-    config = make_config(own, tmp_path / "run", num_steps=1)
-    fit(config)
+    shutil.copytree(text, own)
+    run = make_run(own, tmp_path / "run", num_steps=1)
+    fit(*run)
     (own / "train.txt").write_text((own / "train.txt").read_text() + "the cat ran\n")
     with pytest.raises(
-        ValueError, match=r"not the text that the run .* 4 train|bring the text back"
+        ValueError,
+        match=r"data are not those that the run .* began with: data\.train\.tokens was \d+, is \d+; .*bring",
     ):
-        fit(config, resume=True)
+        fit(*run, resume=True)
+
+
+def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
+    own = tmp_path / "text"
+    shutil.copytree(text, own)
+    run, folder = make_run(own, tmp_path / "run", num_steps=1), RunFolder(tmp_path / "run")
+    result = fit(*run)
+    shutil.rmtree(own)
+    settings, _, state = folder.restore()
+    assert settings.task.num_words == result.task.num_words
+    for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(result.state), strict=True):
+        np.testing.assert_array_equal(np.array(actual), np.array(expected))
+    words = (folder.path / "vocabulary.json").read_text()
+    (folder.path / "vocabulary.json").write_text(words.replace("cat", "cow"))
+    with pytest.raises(ValueError, match=r"with another vocabulary\.json: .*cat.* is now .*cow"):
+        folder.restore()
+    (folder.path / "data.json").write_text("{")
+    with pytest.raises(ValueError, match=r"data\.json is damaged: .*; bring it back from a copy"):
+        folder.restore()
 
 
 def test_a_run_is_not_overwritten_unless_asked_to(text, tmp_path):
-    config = make_config(text, tmp_path / "run", num_steps=1)
-    fit(config)
+    run = make_run(text, tmp_path / "run", num_steps=1)
+    fit(*run)
     (tmp_path / "run" / "notes.txt").write_text("mine")
     written = (tmp_path / "run" / "metrics.jsonl").read_text()
     with pytest.raises(FileExistsError, match=r"run' holds a run already; .*--resume"):
-        fit(config)
+        fit(*run)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == written
-    fit(config, overwrite=True)
+    fit(*run, overwrite=True)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
 def test_runs_without_a_folder_are_numbered(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = make_config(text, "elsewhere", num_steps=1)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, out_dir=None))
-    assert [str(fit(config).out_dir) for _ in range(2)] == ["runs/0001", "runs/0002"]
-    assert str(fit(config, resume=True).out_dir) == "runs/0002"
-
-
-def test_sample_is_deterministic_in_the_seed(whole_run):
-    out_dir = whole_run[0].out_dir
-    first, again, other = (sample(out_dir, "the cat", length=30, seed=n) for n in (0, 0, 1))
-    assert first == again != other
-    assert first.startswith("the cat")
-    assert sample(out_dir, "the", length=5, temperature=0) == sample(
-        out_dir, "the", length=5, temperature=0, seed=3
-    )
-
-
-def test_sample_follows_the_carried_state(whole_run):
-    """Greedy tokens are those of the model applied to the whole text so far."""
-    result, _ = whole_run
-    # Large random weights, so that the likeliest token depends on all that came before.
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda array: rng.normal(0, 2, array.shape).astype(np.float32), result.state.params
-    )
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(result.config)))
-    greedy = functools.partial(
-        sample_tokens, result.config, params, num_words=12, length=3, temperature=0
-    )
-    drawn = set()
-    for prompt in rng.integers(12, size=(6, 5), dtype=np.int32):
-        tokens = greedy(prompt)
-        text = np.concatenate([prompt, tokens])
-        logits = np.asarray(nnx.merge(graphdef, params)(text[None])[0, :, :12])
-        np.testing.assert_array_equal(tokens, logits.argmax(-1)[len(prompt) - 1 : -1])
-        drawn |= set(tokens.tolist())
-    assert len(drawn) > 1
+    run = make_run(text, "elsewhere", num_steps=1)
+    run = run._replace(train=dataclasses.replace(run.train, out_dir=None))
+    assert [str(fit(*run).out_dir) for _ in range(2)] == ["runs/0001", "runs/0002"]
+    assert str(fit(*run, resume=True).out_dir) == "runs/0002"
 
 
 def test_lines_in_buckets_train_alike_on_any_mesh_and_resume_in_mid_epoch(text, tmp_path):
-    def config(name, mesh, **train):
-        made = make_config(text, tmp_path / name, mesh, lr_schedule="constant", **train)
-        data = dataclasses.replace(made.data, num_buckets=3)
-        return dataclasses.replace(made, data=data)
+    def run(name, mesh, num_steps):
+        rate = {"lr_schedule": "constant"}
+        made = make_run(text, tmp_path / name, mesh, (1, 4), num_steps=num_steps, optimizer=rate)
+        return made._replace(task=dataclasses.replace(made.task, num_buckets=3))
 
-    whole = fit(config("whole", (1, 1, 1), num_steps=12))
-    split = fit(config("split", (2, 2, 1), num_steps=12))
-    fit(config("resumed", (2, 2, 1), num_steps=5))
-    resumed = fit(config("resumed", (1, 2, 2), num_steps=12), resume=True)
+    whole = fit(*run("whole", (1, 1, 1), 12))
+    split = fit(*run("split", (2, 2, 1), 12))
+    fit(*run("resumed", (2, 2, 1), 5))
+    resumed = fit(*run("resumed", (1, 2, 2), 12), resume=True)
     assert split.losses == pytest.approx(whole.losses, rel=RELATIVE_ERROR)
     assert resumed.losses == pytest.approx(whole.losses[5:], rel=RELATIVE_ERROR)
-    assert split.valid_perplexity == pytest.approx(whole.valid_perplexity, rel=RELATIVE_ERROR)
+    assert split.evaluations["valid"].loss == pytest.approx(
+        whole.evaluations["valid"].loss, rel=RELATIVE_ERROR
+    )
 
 
 def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
@@ -431,17 +460,293 @@ def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
     result, _ = whole_run
     corpus = load_corpus(text)
     tokens, eos = corpus.valid, corpus.vocabulary.separator
-    data = dataclasses.replace(result.config.data, num_buckets=3)
-    config = dataclasses.replace(result.config, data=data)
-    loss = Evaluator(config, result.mesh, eos).loss(result.state.params, tokens)
-    model, nll = load_model(result), 0.0
+    loss, nll = loss_of(result, tokens, eos, num_buckets=3), 0.0
     ends = np.unique([0, *np.flatnonzero(tokens == eos), len(tokens) - 1])
     for start, end in itertools.pairwise(ends):
-        for first in range(start, end, data.seq_len):  # longer lines are cut
-            last = min(first + data.seq_len, end)
-            logits = np.asarray(model(tokens[None, first:last])[0], np.float64)
-            log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for first in range(start, end, result.task.seq_len):  # longer lines are cut
+            last = min(first + result.task.seq_len, end)
+            log_probs = log_probabilities(result, tokens[first:last])
             nll -= log_probs[np.arange(last - first), tokens[first + 1 : last + 1]].sum()
     assert loss == pytest.approx(nll / (len(tokens) - 1), rel=RELATIVE_ERROR)
-    with pytest.raises(ValueError, match="num_buckets=3 needs the token that ends a line"):
-        Evaluator(config, result.mesh).loss(result.state.params, tokens)
+
+
+# A task of one's own, whose layers carry state of two kinds and whose batches are a dict.
+
+
+class Filter(nnx.Module):
+    """A leaky sum of its inputs; its state is a dict."""
+
+    def __init__(self, width, *, rngs):
+        self.mix = named_param(0.5 * rngs.params.normal((width, width)), ("input", "hidden"))
+
+    def initial_carry(self, rows):
+        return {"h": jnp.ones((rows, self.mix.shape[0])), "count": jnp.zeros((rows, 1))}
+
+    def __call__(self, carry, x, at):
+        def step(h, x):
+            h = 0.9 * h + jnp.tanh(x @ self.mix[...])
+            return h, h
+
+        h, y = jax.lax.scan(step, carry["h"], x)
+        return {"h": h, "count": carry["count"] + x.shape[0]}, x + 0.1 * y
+
+
+class Dense(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.kernel = named_param(0.5 * rngs.params.normal((width, width)), ("input", "hidden"))
+
+    def __call__(self, carry, x, at):
+        return carry, x + 0.1 * jnp.tanh(x @ self.kernel[...])
+
+
+class Walker(nnx.Module):
+    """Filters and dense layers in turn, between an embedding that is not trained and a head."""
+
+    def __init__(self, width, *, rngs):
+        self.embed, self.out = nnx.Linear(1, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
+        makers = [lambda rngs: Filter(width, rngs=rngs), lambda rngs: Dense(width, rngs=rngs)]
+        self.layers = Stack(makers * 3, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["x"][..., None])
+
+    def last(self, y, batch, at):
+        error = (self.out(y)[..., 0] - batch["y"]) * batch["weight"]
+        return Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum(abs(error))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk(Task):
+    width: int = 4
+    rate: float = dataclasses.field(default=0.03, metadata={"free": True})
+    note: str | None = "one"
+
+    unit: ClassVar[str] = "steps"
+    frozen: ClassVar = nnx.PathContains("embed")
+
+    def make_model(self, rngs):
+        return Walker(self.width, rngs=rngs)
+
+    def make_optimizer(self, num_steps):
+        return optax.chain(optax.scale_by_adam(), optax.scale(-self.rate))
+
+    def make_batches(self, split, seed=None):
+        size, phase = {"train": (900, 0), "valid": (200, 1), "test": (150, 2)}[split]
+        series = np.sin(np.arange(size + 1) / 5 + phase).astype(np.float32)
+        return SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 8, seed)
+
+    def metrics(self, loss, means):
+        return {"rmse": loss**0.5, "mean error": means["mae"]}
+
+    def describe(self):
+        return [("series", "a sine [of one wave]")]
+
+    def fingerprint(self):
+        return {"series": self.note}
+
+    def files(self):
+        return {"notes.txt": "Grüße"}
+
+
+LAYOUTS = [((1, 1, 1), (1, 1)), ((2, 1, 1), (1, 1)), ((2, 2, 2), (2, 2)), ((1, 4, 1), (1, 4))]
+
+
+@pytest.fixture(scope="module")
+def whole_walk(tmp_path_factory):
+    return fit(Walk(), make_layout(), make_train(tmp_path_factory.mktemp("walk") / "run"))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("seed", range(3))
+def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path, whole_walk, seed):
+    rng = np.random.default_rng(seed)
+    step, (before, after) = int(rng.integers(1, 20)), rng.permutation(len(LAYOUTS))[:2]
+    train = make_train(tmp_path / "run", log_every=1, eval_every=7)
+    stop = Recorder(at_step=step, action=lambda: os.kill(os.getpid(), signal.SIGINT))
+    first = fit(Walk(), make_layout(*LAYOUTS[before]), train, report=stop)
+    assert len(first.losses) == step
+    second = fit(Walk(rate=0.03), make_layout(*LAYOUTS[after]), train, resume=True)
+    np.testing.assert_allclose(first.losses + second.losses, whole_walk.losses, rtol=RELATIVE_ERROR)
+    for split, expected in whole_walk.evaluations.items():
+        numbers = second.evaluations[split].metrics
+        assert numbers == pytest.approx(expected.metrics, rel=RELATIVE_ERROR)
+
+
+def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
+    assert np.mean(whole_walk.losses[-3:]) < 0.5 * whole_walk.losses[0]
+    folder = RunFolder(whole_walk.out_dir)
+    line = folder.metrics()[1]
+    assert list(line) == [
+        "split", "step", "loss", "grad_norm", "learning_rate", "seconds", "steps_per_second", "rmse",
+        "mean_error",
+    ]  # fmt: skip
+    assert line["rmse"] == line["loss"] ** 0.5
+    assert line["learning_rate"] is None
+    assert list(folder.metrics()[-1]) == ["split", "step", "loss", "rmse", "mean_error"]
+    assert evaluate_run(folder, MeshConfig(data=2, devices=(3, 4)))[1].loss == pytest.approx(
+        whole_walk.evaluations["test"].loss, rel=RELATIVE_ERROR
+    )
+
+
+def test_what_is_frozen_stays_as_it_was(whole_walk):
+    before = init_state(whole_walk.task, whole_walk.parallel, whole_walk.mesh)
+    changed = jax.tree.map(
+        lambda a, b: bool(np.any(a != b)),
+        (before.params, before.frozen),
+        (whole_walk.state.params, whole_walk.state.frozen),
+    )
+    assert [any(jax.tree.leaves(part)) for part in changed] == [True, False]
+
+
+def test_a_plan_says_what_is_known_of_any_task():
+    layout = make_layout((2, 4, 1), (2, 2))
+    rows = dict(
+        describe_plan(Settings(Walk(), layout, TrainConfig(num_steps=1)), layout.mesh.build())
+    )
+    assert rows["layers"] == (
+        "3 filter, 3 dense (stage 0: 2, stage 1: 2, stage 2: 1, stage 3: 1); "
+        "2 microbatches x 2 chunks of time"
+    )
+    assert rows["work"].startswith("stage 0: 3")
+    assert rows["series"] == "a sine [of one wave]"
+    assert rows["training"] == "1 step"
+    console = Console(width=100, file=io.StringIO())
+    ConsoleReport(console).plan(
+        Settings(Walk(), layout, TrainConfig()), layout.mesh.build(), abstract_state(Walk(), layout)
+    )
+    printed = console.file.getvalue()
+    assert "a sine [of one wave]" in printed
+    assert re.search(
+        r"^layers\.filter\.mix +4x4x4 +layers/stage, input, hidden +1x4x4 +64 B", printed, re.M
+    )
+    assert re.search(r"^embed\.kernel +1x4 +-, -, replicated", printed, re.M)
+    assert "141 parameters, 564 B; per device: parameters 148 B, frozen 32 B, optimizer" in printed
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (92.23, "92.2"), (5.6284, "5.628"), (0.9344, "0.934"), (0.00921, "0.00921"), (0.0, "0.000"),
+        (-3.5, "-3.500"), (1234.56, "1234.6"), (3.2e8, "3.2e+08"), (math.inf, "inf"), (9.2e-6, "9.2e-06"),
+    ],
+)  # fmt: skip
+def test_numbers_have_the_digits_that_say_something(value, text):
+    assert format_number(value) == text
+
+
+# ---- what is kept of a task's file ----
+
+
+@pytest.fixture
+def own_file(tmp_path):
+    """A file of a task, and a run of it."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import dataclasses\nfrom jaxpar.tasks.lm.task import LM\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
+    )
+    folder = RunFolder(tmp_path / "run")
+    task = find_task(f"{file}:Own")
+    start = Settings(task(), Parallel(), make_train(folder.path))
+    folder.start(start)
+    return file, folder, start
+
+
+def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
+    file, folder, start = own_file
+    assert folder.settings() == start
+    assert (folder.path / "task.py").read_text() == file.read_text()
+    assert not caplog.messages
+
+    file.write_text(file.read_text() + "# another line\n")
+    again = folder.settings()
+    assert dataclasses.asdict(again.task) == dataclasses.asdict(start.task)
+    (said,) = caplog.messages
+    assert re.search(
+        r"own\.py has changed since .*run/config\.toml was written.*run/task\.py", said
+    )
+
+    file.unlink()
+    message = r"the run in .*run is in .*own\.py, which is not there any more; .*run/task\.py is as"
+    with pytest.raises(FileNotFoundError, match=message):
+        folder.settings()
+
+
+def test_a_run_of_an_older_version_is_named(tmp_path):
+    (tmp_path / "config.toml").write_text('[model]\nname = "lstm"\n')
+    for use in (
+        RunFolder(tmp_path).settings,
+        lambda: fit(Walk(), resume=True, train=make_train(tmp_path)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"names no task: the run in .* is one of jaxpar 0\.1; go on"
+        ):
+            use()
+
+
+def test_what_a_task_keeps_may_not_take_the_names_of_the_run(tmp_path):
+    class Bad(Walk):
+        def files(self):
+            return {"config.toml": ""}
+
+    with pytest.raises(
+        ValueError, match=r"keeps a file 'config\.toml', which is a name of the run's own"
+    ):
+        fit(Bad(), make_layout(), make_train(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_no_file_can_hold_are_refused_before_a_file_is_written(tmp_path):
+    task = Walk(note=None)
+    with pytest.raises(ValueError, match="note=None"):
+        fit(task, make_layout(), make_train(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_overwriting_takes_away_what_the_task_before_kept(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    fit(Walk(), make_layout(), make_train(folder.path, num_steps=1))
+    assert (folder.path / "notes.txt").read_text(encoding="utf-8") == "Grüße"
+
+    folder.clear()
+    assert list(folder.path.iterdir()) == []
+
+
+# ---- what is refused ----
+
+
+def test_a_value_that_the_task_refuses_ends_the_run_before_it_begins(tmp_path):
+    class Checked(Walk):
+        def check_batch(self, batch):
+            if batch["x"].min() < -0.99:
+                raise ValueError(f"x={batch['x'].min():.3f} is too low")
+
+    with pytest.raises(ValueError, match=r"x=-\S+ is too low"):
+        fit(Checked(), make_layout(), make_train(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
+    state, mesh, parallel = whole_walk.state, whole_walk.mesh, whole_walk.parallel
+
+    class Late(Walk):
+        def make_batches(self, split, seed=None):
+            batches = super().make_batches(split, seed)
+            whole = batches.batch
+            batches.batch = lambda step, rows=slice(None): {**whole(step, rows), "starts": False}
+            return batches
+
+    with pytest.raises(ValueError, match="first batch says starts=False: it would go on with"):
+        evaluate(Late(), parallel, state, "valid", mesh)
+
+    class Nothing(Walk):
+        def make_batches(self, split, seed=None):
+            batches = super().make_batches(split, seed)
+            whole = batches.batch
+            batches.batch = lambda step, rows=slice(None): {
+                **whole(step, rows), "weight": np.zeros((8, 8), np.float32)[rows]
+            }  # fmt: skip
+            return batches
+
+    with pytest.raises(ValueError, match=r"nothing in the split 'valid' counts: .* 0\.0"):
+        evaluate(Nothing(), parallel, state, "valid", mesh)

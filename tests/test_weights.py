@@ -10,14 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax import nnx
 
-from jaxpar.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
-from jaxpar.mesh import MeshConfig
-from jaxpar.state import make_model
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.layout import lay_out
+from jaxpar.tasks.lm.corpus import Vocabulary
+from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.tasks.lm.weights import export_weights, import_weights, read_weights
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import export_weights, import_weights, read_weights
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -25,13 +25,15 @@ pytestmark = pytest.mark.usefixtures("compile_once")
 RELATIVE_ERROR = 1e-5
 
 LINES = ["the cat sat on the mat", "a dog ran to the cat", "the mat ran", "a cat sat on a dog"]
-TRAIN = TrainConfig(num_steps=3, warmup_steps=0, learning_rate=0.05, log_every=3)
-DATA = DataConfig(batch_size=8, seq_len=4)
-ONE = MeshConfig(devices=(0,))
-MODEL = ModelConfig(num_layers=3, hidden_size=8, embed_size=6, dropout=0.0)
-MODELS = {
-    "narrow": MODEL,
-    "tied": dataclasses.replace(MODEL, num_layers=2, embed_size=8, tie_embedding=True),
+RATE = OptimizerConfig(learning_rate=0.05, warmup_steps=0)
+ONE = Parallel(MeshConfig(devices=(0,)))
+SIZES = ("num_layers", "hidden_size", "embed_size", "vocab_size", "num_words", "tie_embedding")
+TASK = LM(
+    num_layers=3, hidden_size=8, embed_size=6, dropout=0.0, batch_size=8, seq_len=4, optimizer=RATE
+)
+TASKS = {
+    "narrow": TASK,
+    "tied": dataclasses.replace(TASK, num_layers=2, embed_size=8, tie_embedding=True),
 }
 
 
@@ -45,26 +47,33 @@ def text(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=TASKS)
 def run(request, text, tmp_path_factory):
     """A run of three steps, and its weights in a file."""
     out_dir = tmp_path_factory.mktemp("runs") / request.param
-    train = dataclasses.replace(TRAIN, out_dir=str(out_dir))
-    data = dataclasses.replace(DATA, corpus=str(text))
-    result = fit(Config(ONE, MODELS[request.param], data=data, train=train))
+    task = dataclasses.replace(TASKS[request.param], corpus=str(text))
+    result = fit(task, ONE, make_train(out_dir))
     export_weights(out_dir, out_dir / "model.safetensors")
     return result
 
 
-def new_config(text, **train):
-    data = dataclasses.replace(DATA, corpus=str(text))
-    return Config(mesh=ONE, data=data, train=dataclasses.replace(TRAIN, **train))
+def make_train(out_dir):
+    return TrainConfig(num_steps=3, log_every=3, out_dir=str(out_dir))
+
+
+def new_task(text):
+    return LM(batch_size=8, seq_len=4, corpus=str(text), optimizer=RATE)
+
+
+def import_to(path, run_dir, text, **options):
+    return import_weights(path, run_dir, new_task(text), ONE, make_train("elsewhere"), **options)
 
 
 def logits_of(run_dir, tokens_BT):
-    config, _, state = RunFolder(run_dir).restore()
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
-    return np.asarray(nnx.merge(graphdef, state.params)(tokens_BT))
+    """Of the words that a run knows."""
+    (task, parallel, _), _, state = RunFolder(run_dir).restore()
+    model = lay_out(task, parallel).merge(state.params, state.frozen)
+    return np.asarray(model(tokens_BT))[..., : task.num_words]
 
 
 def torch_logits(tensors, tokens_BT, names=("embedding", "lstm", "head")):
@@ -99,7 +108,11 @@ def tokens_of(run):
 
 
 def words_of(run):
-    return RunFolder(run.out_dir).vocabulary().words
+    return words_in(run.out_dir)
+
+
+def words_in(run_dir):
+    return Vocabulary.load(run_dir / "vocabulary.json").words
 
 
 @pytest.mark.law
@@ -114,8 +127,9 @@ def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
 def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
     export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=num_biases)
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    model = run.config.model
-    V, E, H, L = model.vocab_size, model.embed_size, model.hidden_size, model.num_layers
+    task = run.task
+    V, E, H, L = len(words_of(run)), task.embed_size, task.hidden_size, task.num_layers
+    assert V == task.num_words < task.vocab_size == VOCAB_MULTIPLE
     expected = {"embedding.weight": (V, E), "head.weight": (V, H), "head.bias": (V,)}
     for layer in range(L):
         expected[f"lstm.weight_ih_l{layer}"] = (4 * H, H if layer else E)
@@ -128,30 +142,31 @@ def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
 
 @pytest.mark.law
 def test_imported_weights_are_the_exported_ones(run, text, tmp_path):
-    import_weights(run.out_dir / "model.safetensors", tmp_path / "run", new_config(text))
+    import_to(run.out_dir / "model.safetensors", tmp_path / "run", text)
     tokens = tokens_of(run)
     np.testing.assert_array_equal(
         logits_of(tmp_path / "run", tokens), logits_of(run.out_dir, tokens)
     )
     assert evaluate_run(RunFolder(tmp_path / "run")) == list(run.evaluations.values())
-    assert RunFolder(tmp_path / "run").config().model == dataclasses.replace(
-        ModelConfig(), **{name: getattr(run.config.model, name) for name in ("num_layers",
-        "hidden_size", "embed_size", "vocab_size", "tie_embedding")}
-    )  # fmt: skip
+    sizes = {name: getattr(run.task, name) for name in SIZES}
+    settings = RunFolder(tmp_path / "run").settings()
+    assert settings.task == dataclasses.replace(new_task(text), **sizes)
+    assert settings.train == make_train(tmp_path / "run")
 
 
 @pytest.mark.law
 @pytest.mark.parametrize("run", ["narrow"], indirect=True)
 def test_an_imported_run_trains_on_any_mesh(run, text, tmp_path):
     losses = []
-    for mesh, placement in ((ONE, "balanced"), (MeshConfig(2, 2, devices=(0, 1, 2, 3)), (2, 1))):
-        config = new_config(text)
+    for mesh, placement in (
+        (ONE.mesh, "balanced"),
+        (MeshConfig(2, 2, devices=(0, 1, 2, 3)), (2, 1)),
+    ):
         folder = tmp_path / f"{mesh.num_devices}"
-        import_weights(run.out_dir / "model.safetensors", folder, config)
-        config = RunFolder(folder).config()
+        import_to(run.out_dir / "model.safetensors", folder, text)
+        task, _, train = RunFolder(folder).settings()
         pipeline = PipelineConfig(num_chunks=2, placement=placement)
-        config = dataclasses.replace(config, mesh=mesh, pipeline=pipeline)
-        losses.append(fit(config, resume=True).losses)
+        losses.append(fit(task, Parallel(mesh, pipeline), train, resume=True).losses)
     assert len(losses[0]) == 3
     np.testing.assert_allclose(losses[1], losses[0], rtol=RELATIVE_ERROR)
     assert losses[0][0] < run.losses[0]  # it goes on from trained weights
@@ -187,21 +202,21 @@ def test_a_foreign_model_gives_its_logits_whatever_the_order_of_its_words(
     tensors = foreign(names=names, num_biases=num_biases)
     save(tmp_path / "model.safetensors", tensors)
     (tmp_path / "words.txt").write_text("\n".join(WORDS) + "\n")
-    import_weights(
+    import_to(
         tmp_path / "model.safetensors",
         tmp_path / "run",
-        new_config(text),
+        text,
         names=names,
         vocabulary=tmp_path / "words.txt",
     )
-    ours = RunFolder(tmp_path / "run").vocabulary().words
+    ours = words_in(tmp_path / "run")
     assert ours != tuple(WORDS[:11])
     theirs_of_ours = np.array([WORDS.index(word) for word in ours])
     tokens = np.random.default_rng(1).integers(len(ours), size=(4, 9))
-    expected = torch_logits(tensors, theirs_of_ours[tokens], names)
+    expected = torch_logits(tensors, theirs_of_ours[tokens], names)[..., : len(WORDS)]
     actual = logits_of(tmp_path / "run", tokens)
     assert_close(actual[..., : len(ours)], expected[..., theirs_of_ours])
-    # Words that the corpus does not have stay in the softmax.
+    # Words that the corpus does not have stay in the softmax; rows without a word do not.
     np.testing.assert_allclose(np.sort(actual), np.sort(expected), atol=1e-4)
 
 
@@ -253,23 +268,23 @@ def test_files_of_another_model_are_refused(name, text, tmp_path):
     change, message = FILES[name]
     save(tmp_path / "model.safetensors", change(foreign()), WORDS)
     with pytest.raises(ValueError, match=message):
-        import_weights(tmp_path / "model.safetensors", tmp_path / "run", new_config(text))
+        import_to(tmp_path / "model.safetensors", tmp_path / "run", text)
     assert not (tmp_path / "run").exists()
 
 
 def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
-    path, config = tmp_path / "model.safetensors", new_config(text)
+    path = tmp_path / "model.safetensors"
     save(path, foreign())
     with pytest.raises(ValueError, match=r"does not tell the words .* give them with --vocabulary"):
-        import_weights(path, tmp_path / "run", config)
+        import_to(path, tmp_path / "run", text)
     save(path, foreign(), [*WORDS[:2], "hat", *WORDS[3:]])
     with pytest.raises(
         ValueError, match=r"1 of the 11 words of the corpus .*, such as 'cat'; give"
     ):
-        import_weights(path, tmp_path / "run", config)
+        import_to(path, tmp_path / "run", text)
     save(path, foreign(), [*WORDS, "a"])
     with pytest.raises(ValueError, match=r"13 words, 12 different ones"):
-        import_weights(path, tmp_path / "run", config)
+        import_to(path, tmp_path / "run", text)
     assert not (tmp_path / "run").exists()
 
 
@@ -286,7 +301,7 @@ def test_broken_files_are_refused(tmp_path):
 def test_a_run_is_not_overwritten(run, text):
     path = run.out_dir / "model.safetensors"
     with pytest.raises(FileExistsError, match="holds a run already"):
-        import_weights(path, run.out_dir, new_config(text))
+        import_to(path, run.out_dir, text)
 
 
 def test_other_numbers_of_biases_are_refused(run, tmp_path):
@@ -330,8 +345,8 @@ def torch_python():
     return python
 
 
-def run_torch(python, path, tokens, folder, model):
-    sizes = model.vocab_size, model.embed_size, model.hidden_size, model.num_layers
+def run_torch(python, path, tokens, folder, task):
+    sizes = task.num_words, task.embed_size, task.hidden_size, task.num_layers
     save(folder / "tokens.safetensors", {"tokens": tokens.astype(np.int64)})
     arguments = [str(folder / name) for name in ("tokens.safetensors", "logits.safetensors")]
     subprocess.run(
@@ -344,7 +359,7 @@ def test_torch_gives_the_same_logits(torch_python, run, tmp_path):
     tokens = tokens_of(run)
     expected = logits_of(run.out_dir, tokens)
     path = run.out_dir / "model.safetensors"
-    assert_close(run_torch(torch_python, path, tokens, tmp_path, run.config.model), expected)
+    assert_close(run_torch(torch_python, path, tokens, tmp_path, run.task), expected)
 
 
 def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path):
@@ -352,11 +367,11 @@ def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path):
     path, run_dir, vocabulary = (
         tmp_path / name for name in ("drawn.safetensors", "run", "words.txt")
     )
-    model = dataclasses.replace(MODEL, vocab_size=12)
+    task = dataclasses.replace(TASK, num_words=12)
     tokens = np.random.default_rng(1).integers(11, size=(4, 9))
-    expected = run_torch(torch_python, path, tokens, tmp_path, model)
-    import_weights(path, run_dir, new_config(text), vocabulary=vocabulary)
-    ours = RunFolder(run_dir).vocabulary().words
+    expected = run_torch(torch_python, path, tokens, tmp_path, task)
+    import_to(path, run_dir, text, vocabulary=vocabulary)
+    ours = words_in(run_dir)
     actual = logits_of(run_dir, np.array([ours.index(word) for word in WORDS[:11]])[tokens])
     order = [[*ours, "zebra"].index(word) for word in WORDS]
     assert_close(actual[..., order], expected)

@@ -14,10 +14,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import jaxpar
-from jaxpar import ConvNetConfig, ImageConfig, MeshConfig
+from jaxpar import MeshConfig, Rules
 from jaxpar.analysis import Collective, inspect_function, inspect_split, inspect_step
-from jaxpar.axes import BATCH, FEATURES, TENSOR, UNITS
-from jaxpar.sharding import STRATEGIES, Layout, Rules
+from jaxpar.axes import TENSOR
+from jaxpar.sharding import Layout
+from jaxpar.tasks.images import STRATEGIES, Images
 
 BATCH_SIZE, IN_SIZE, OUT_SIZE = 128, 1000, 500
 SPLITS = {"data": "data", "row": "first dim", "column": "second dim"}
@@ -30,6 +31,9 @@ POST = {
     ("column", "forward"): ("128x250", 32_000),
     ("column", "backward"): ("128x1000", 128_000),
 }
+
+# Dims of the two layers one after the other.
+ROWS, OUTER, INNER = "rows", "outer", "inner"
 
 Row = tuple[object, ...]
 
@@ -57,14 +61,14 @@ def dense_layer() -> Iterator[Row]:
 def chained_layers() -> Iterator[Row]:
     """The layer and one that leads back to 1000, each by itself and one after the other."""
     mesh = make_mesh(2)
-    layout = Layout(mesh, Rules.make({UNITS: TENSOR}))
+    layout = Layout(mesh, Rules.make({ROWS: None, OUTER: None, INNER: TENSOR}))
     up, down = (
         jax.ShapeDtypeStruct(
             shape, jnp.float32, sharding=NamedSharding(mesh, layout.rules.spec(dims))
         )
         for shape, dims in (
-            ((IN_SIZE, OUT_SIZE), (FEATURES, UNITS)),
-            ((OUT_SIZE, IN_SIZE), (UNITS, FEATURES)),
+            ((IN_SIZE, OUT_SIZE), (OUTER, INNER)),
+            ((OUT_SIZE, IN_SIZE), (INNER, OUTER)),
         )
     )
     x = jax.ShapeDtypeStruct(
@@ -73,9 +77,9 @@ def chained_layers() -> Iterator[Row]:
 
     def step(between: str | None):
         def forward(up, down, x):
-            h = layout(layout(x, BATCH, FEATURES) @ up, BATCH, UNITS)
-            h = layout(nnx.relu(layout(h, BATCH, between)), BATCH, UNITS)
-            return layout(h @ down, BATCH, FEATURES)
+            h = layout(layout(x, ROWS, OUTER) @ up, ROWS, INNER)
+            h = layout(nnx.relu(layout(h, ROWS, between)), ROWS, INNER)
+            return layout(h @ down, ROWS, OUTER)
 
         def run(up, down, x, dy):
             y, backward = jax.vjp(forward, up, down, x)
@@ -83,7 +87,7 @@ def chained_layers() -> Iterator[Row]:
 
         return inspect_function(run, up, down, x, x, mesh=mesh).collectives
 
-    for name, between in (("gathered", None), ("kept split", UNITS)):
+    for name, between in (("gathered", None), ("kept split", INNER)):
         for c in (collectives := step(between)):
             yield name, c.phase, *exchanged(c)
         yield name, "**both**", "", "", *totals(collectives)
@@ -92,8 +96,7 @@ def chained_layers() -> Iterator[Row]:
 def networks() -> Iterator[Row]:
     """The whole training step of the small AlexNet by each strategy."""
     for strategy in STRATEGIES:
-        config = ImageConfig(mesh=MeshConfig(data=8), model=ConvNetConfig(strategy=strategy))
-        collectives = inspect_step(config).collectives
+        collectives = inspect_step(Images(strategy=strategy), "dp8").collectives
         for c in sorted(collectives, key=lambda c: -c.sent_bytes):
             if c.sent_bytes >= 1000:  # not the labels, norms and the like
                 yield strategy, c.phase, *exchanged(c), f"{c.sent_bytes:,}"

@@ -10,9 +10,9 @@ import json
 
 import jax
 
-import jaxpar
 from benchmarks.sides import Measured, Side, measure, table
 from benchmarks.work import WORKS
+from jaxpar.pipeline.schedule import make_schedule
 
 BOTH = ((0, 1),)
 # Microbatches and chunks that are tried.
@@ -111,7 +111,7 @@ def main() -> None:
     print(table(results, WORKS[args.work].tokens), "\n")
     plain, copies, _, one_core, pipe, full, idle, none, *_ = results
     executor = (idle.median - none.median) / full.median
-    bubble = jaxpar.make_schedule("1f1b", 2, *cut).bubble
+    bubble = make_schedule("1f1b", 2, *cut).bubble
     print(explain(plain, copies, one_core, pipe, bubble, executor))
 
 

@@ -12,12 +12,12 @@ import sys
 import jax
 
 import jaxpar
-from benchmarks.jaxpar_side import initial_state, make_config
+from benchmarks.jaxpar_side import initial_state, make_batch, make_task
 from benchmarks.sides import serve
 from benchmarks.work import WORKS
-from jaxpar import Batch, MeshConfig, PipelineConfig, make_schedule
+from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.pipeline.ticks import Plan, make_idle, make_plan
-from jaxpar.step import make_loss_and_grad
+from jaxpar.step import make_loss_and_grad, step_schedule
 
 
 def emptied(plan: Plan, ticks: str) -> Plan:
@@ -29,23 +29,17 @@ def emptied(plan: Plan, ticks: str) -> Plan:
 
 def main() -> None:
     """Serves steps."""
-    work, pipeline, ticks = (
-        WORKS[sys.argv[1]],
-        PipelineConfig(**json.loads(sys.argv[2])),
-        sys.argv[3],
-    )
+    work, ticks = WORKS[sys.argv[1]], sys.argv[3]
+    parallel = Parallel(MeshConfig(stage=2), PipelineConfig(**json.loads(sys.argv[2])))
     jaxpar.simulate_devices(2)
-    config = make_config(work, MeshConfig(stage=2), pipeline)
-    mesh = config.mesh.build()
-    state, run = initial_state(work, config, mesh), jax.jit(make_loss_and_grad(config, mesh))
-    batch = Batch(*(jax.device_put(a, jaxpar.batch_sharding(mesh)) for a in work.text()), True)
-    schedule = make_schedule(
-        pipeline.schedule, 2, pipeline.num_microbatches, pipeline.num_chunks, pipeline.num_groups
-    )
-    plan = emptied(make_plan([schedule]), ticks)
+    task, mesh = make_task(work), parallel.mesh.build()
+    state = initial_state(work, task, parallel, mesh)
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    batch = make_batch(work, task, parallel, mesh)
+    plan = emptied(make_plan([step_schedule(parallel)]), ticks)
 
     def step() -> float:
-        (loss, _), grads = run(state.params, state.carry, batch, 0, plan)
+        (loss, _), grads = run(state, batch, plan)
         jax.block_until_ready(grads)
         return float(loss)
 

@@ -8,8 +8,12 @@ import dataclasses
 import statistics
 
 import jaxpar
-from benchmarks.planner.measure import stepper
-from jaxpar import Config, DataConfig, MeshConfig, ModelConfig, PipelineConfig, TrainConfig
+from benchmarks.planner.measure import SGD, STEPS, TRAIN
+from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.layout import lay_out
+from jaxpar.planning.shares import make_stepper
+from jaxpar.tasks.lm import LM
+from jaxpar.timing import take_turns
 
 ROUNDS = 25
 
@@ -24,26 +28,24 @@ def main() -> None:
     options = parser.parse_args()
     jaxpar.simulate_devices(2)
     hidden = options.hidden
-    config = Config(
-        mesh=MeshConfig(stage=2),
-        model=ModelConfig(options.layers, hidden, hidden, options.vocabulary, dropout=0.0),
-        pipeline=PipelineConfig(num_chunks=4, head=options.head),
-        data=DataConfig(batch_size=16, seq_len=32),
-        train=TrainConfig(optimizer="sgd", clip_norm=0.0),
-    )
-    balanced = config.placement
+    task = LM(
+        options.layers, hidden, hidden, options.vocabulary, dropout=0.0, batch_size=16, seq_len=32,
+        optimizer=SGD,
+    )  # fmt: skip
+    parallel = Parallel(MeshConfig(stage=2), PipelineConfig(num_chunks=4, head=options.head))
+    layout = lay_out(task, parallel)
+    balanced = layout.placement
     others = [(n, options.layers - n) for n in range(1, options.layers)]
     placements = [balanced, *(p for p in others if p != balanced)]
+    pipelines = [dataclasses.replace(parallel.pipeline, placement=p) for p in placements]
     runs = [
-        stepper(
-            dataclasses.replace(config, pipeline=dataclasses.replace(config.pipeline, placement=p))
-        )
-        for p in placements
+        make_stepper(task, dataclasses.replace(parallel, pipeline=pipeline), TRAIN)
+        for pipeline in pipelines
     ]
-    rounds = [[run() for run in runs] for _ in range(ROUNDS)]
+    rounds = list(zip(*take_turns(runs, ROUNDS, times=STEPS), strict=True))
     print(
         f"{options.layers} layers of {hidden}, {options.vocabulary:,} words, head={options.head}: a head of "
-        f"{config.last_cost:.2f} layers\n\n"
+        f"{layout.last_cost:.2f} layers\n\n"
         "| placement | ms a step | times as long as balanced (quartiles) |\n|---|---:|---:|"
     )
     for number, placement in enumerate(placements):

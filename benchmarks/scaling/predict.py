@@ -7,14 +7,12 @@ import argparse
 import importlib.util
 from collections.abc import Sequence
 
-from jaxpar.config import Config, DataConfig, ModelConfig
 from jaxpar.planning import Cost, find_machine, plan
 from jaxpar.planning.planner import describe
+from jaxpar.planning.shape import lstm_sizes
+from jaxpar.tasks.lm import LM
 
 DEVICES = [2**n for n in range(11)]
-MODEL = ModelConfig(
-    num_layers=16, hidden_size=4096, embed_size=4096, vocab_size=384 * 84, dropout=0.0
-)
 ROWS_STRONG, ROWS_A_DEVICE, STEPS = 2048, 16, 256
 
 
@@ -22,8 +20,10 @@ def curve(machine: str, rows: Sequence[int]) -> list[Cost | None]:
     """The best for every number of devices, with so many rows in the batch; None if nothing fits."""
     hardware, best = find_machine(machine), []
     for num_devices, batch_size in zip(DEVICES, rows, strict=True):
-        config = Config(model=MODEL, data=DataConfig(batch_size=batch_size, seq_len=STEPS))
-        ranking = plan(config, num_devices, hardware)
+        task = LM(
+            16, 4096, 4096, vocab_size=384 * 84, dropout=0.0, batch_size=batch_size, seq_len=STEPS
+        )
+        ranking = plan(task, num_devices=num_devices, hardware=hardware)
         best.append(ranking.best if ranking.costs else None)
     return best
 
@@ -43,10 +43,10 @@ def table(costs: Sequence[Cost | None]) -> str:
         if cost is None or cost.seconds is None:
             lines.append(f"| {num_devices:,} | nothing fits | | | | | | | |")
             continue
-        s, axes = cost.seconds, {a for a, size in cost.config.mesh.sizes.items() if size > 1}
+        s, axes = cost.seconds, {a for a, size in cost.parallel.mesh.sizes.items() if size > 1}
         star, before = " *" if before and axes != before else "", axes
         lines.append(
-            f"| {num_devices:,} | {describe(cost.config)}{star} | {s.total * 1e3:,.0f} ms "
+            f"| {num_devices:,} | {describe(cost.parallel)}{star} | {s.total * 1e3:,.0f} ms "
             f"| {_tokens_per_second(cost):,.0f} | {rate / max(rates):.0%} "
             f"| {(s.layers + s.head) / s.total:.0%} | {s.bubble / s.total:.0%} "
             f"| {s.sending / s.total:.0%} | {cost.memory.total / 1e9:.1f} GB |"
@@ -71,7 +71,7 @@ def draw(curves: dict[str, Sequence[Cost | None]], path: str) -> None:
 
 def _tokens_per_second(cost: Cost) -> float:
     assert cost.seconds is not None
-    return cost.config.data.batch_size * cost.config.data.seq_len / cost.seconds.total
+    return lstm_sizes(cost.settings.task).tokens / cost.seconds.total
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ The slow device runs every unit three times over and keeps one result, so that b
 """
 
 import argparse
-import dataclasses
 import json
 
 import jax
@@ -14,35 +13,38 @@ from jax import lax
 
 import jaxpar
 import jaxpar.pipeline.engine
-from benchmarks.jaxpar_side import initial_state, make_config
 from benchmarks.sides import Side, measure, serve, table
-from benchmarks.work import WORKS
-from jaxpar import Batch, MeshConfig, PipelineConfig
+from benchmarks.work import LEARNING_RATE, WORKS
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.axes import DATA
-from jaxpar.nn.stack import SavingLayers
+from jaxpar.pipeline.layers import SplitLayers
+from jaxpar.planning.shares import make_stepper
+from jaxpar.tasks.lm import LM
+from jaxpar.training.settings import TrainConfig
 
 TIMES = 3
+WORK = WORKS["A"]
 
 
-class SlowedLayers(SavingLayers):
+class SlowedLayers(SplitLayers):
     """Layers that the last data-parallel device runs three times."""
 
-    def forward(self, params, carry, x_TBW, position, layer_ids):
-        """As of `SavingLayers`."""
+    def forward(self, params, frozen, carry, x, at, slots):
+        """As of `SplitLayers`."""
 
-        def run(x_TBW):
-            return SavingLayers.forward(self, params, carry, x_TBW, position, layer_ids)
+        def run(x):
+            return SplitLayers.forward(self, params, frozen, carry, x, at, slots)
 
         # What is added is zero, and the compiler does not know it.
-        return _again(lambda out: run(x_TBW + 0 * out[1]), run(x_TBW))
+        return _again(lambda out: run(x + 0 * out[1]), run(x))
 
-    def backward(self, params, saved, d_carry, dy_TBW, grads, layer_ids):
-        """As of `SavingLayers`."""
+    def backward(self, params, frozen, saved, d_carry, dy, grads, slots):
+        """As of `SplitLayers`."""
 
-        def run(dy_TBW):
-            return SavingLayers.backward(self, params, saved, d_carry, dy_TBW, grads, layer_ids)
+        def run(dy):
+            return SplitLayers.backward(self, params, frozen, saved, d_carry, dy, grads, slots)
 
-        return _again(lambda out: run(dy_TBW + 0 * out[2]), run(dy_TBW))
+        return _again(lambda out: run(dy + 0 * out[2]), run(dy))
 
 
 def _again(run, out):
@@ -52,25 +54,22 @@ def _again(run, out):
 
 def serve_side(shares: tuple[int, ...], num_microbatches: int) -> None:
     """The process of one side."""
-    jaxpar.pipeline.engine.SavingLayers = SlowedLayers
-    # A small vocabulary: the head is not slowed.
-    work = dataclasses.replace(WORKS["A"], vocab_size=384)
+    jaxpar.pipeline.engine.SplitLayers = SlowedLayers
     jaxpar.simulate_devices(2)
+    task = LM(
+        WORK.num_layers,
+        WORK.hidden_size,
+        WORK.embed_size,
+        vocab_size=384,  # small: the head is not slowed
+        dropout=0.0,
+        batch_size=WORK.batch_size,
+        seq_len=WORK.seq_len,
+        optimizer=OptimizerConfig("sgd", LEARNING_RATE, lr_schedule="constant", warmup_steps=0),
+    )
     pipeline = PipelineConfig(num_microbatches=num_microbatches)
-    config = make_config(work, MeshConfig(data=2), pipeline)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, shares=shares))
-    mesh = config.mesh.build()
-    state, train_step = initial_state(work, config, mesh), jaxpar.make_train_step(config, mesh)
-    layout = jaxpar.batch_sharding(mesh, config)
-    batch = Batch(*(jax.device_put(a, layout) for a in work.text()), True)
-
-    def step() -> float:
-        nonlocal state
-        state, metrics = train_step(state, batch)
-        jax.block_until_ready(state)
-        return float(metrics.loss)
-
-    serve(step)
+    parallel = Parallel(MeshConfig(data=2), pipeline, tuple(shares))
+    step = make_stepper(task, parallel, TrainConfig(clip_norm=0.0))
+    serve(lambda: float(step().loss))
 
 
 def main() -> None:
@@ -89,7 +88,7 @@ def main() -> None:
         )
         for shares, M in (((1, 1), 2), ((3, 1), 1))
     ]
-    print(table(measure(sides, num_rounds=args.rounds, num_steps=2), WORKS["A"].tokens))
+    print(table(measure(sides, num_rounds=args.rounds, num_steps=2), WORK.tokens))
 
 
 if __name__ == "__main__":

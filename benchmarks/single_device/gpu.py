@@ -35,8 +35,8 @@ def sides_of(work: str, numbers: str, torch_python: str | None) -> list[Side]:
         return Side(f"torch.nn.LSTM, {numbers}", arguments, cores, torch_python or "")
 
     def jaxpar_side(kernel: str) -> Side:
-        model = {"kernel": kernel, "dtype": "bfloat16" if numbers == "bfloat16" else "float32"}
-        settings = ('{"devices": [0]}', "{}", json.dumps(model))
+        options = {"kernel": kernel, "dtype": "bfloat16" if numbers == "bfloat16" else "float32"}
+        settings = ('{"devices": [0]}', "{}", json.dumps(options))
         arguments = ("-m", "benchmarks.jaxpar_side", work, *settings)
         return Side(f"jaxpar, {numbers}, {kernel}", arguments, cores, env=env)
 

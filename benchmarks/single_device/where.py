@@ -17,10 +17,12 @@ import jax
 import jax.numpy as jnp
 
 import jaxpar
-from benchmarks.jaxpar_side import initial_state, make_config
+from benchmarks.jaxpar_side import TRAIN, initial_state, make_batch, make_task
 from benchmarks.work import WORKS, Work
-from jaxpar import Batch, MeshConfig, PipelineConfig
+from jaxpar import Parallel
 from jaxpar.analysis.hlo import Module, Visit
+from jaxpar.step import make_train_step
+from jaxpar.timing import take_turns
 from jaxpar.training.profiler import Operation, read_trace, trace
 
 PARTS = (
@@ -55,8 +57,8 @@ def counted(work: Work, num_params: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def part_of(visit: Visit, module: Module) -> str:
-    """The part of the step that an instruction belongs to."""
+def part_of(visit: Visit, module: Module, num_steps: int) -> str:
+    """The part of the step that an instruction belongs to; loops over time have `num_steps` turns."""
     inside = [visit.instruction, *module.fused(visit.instruction)]
     names = " ".join(each.op_name for each in inside)
     multiplies = any(each.opcode == "dot" for each in inside)
@@ -66,7 +68,7 @@ def part_of(visit: Visit, module: Module) -> str:
         return "embedding"
     if "update" in names:
         return "update"
-    over_time = len(visit.trip_counts) > 1
+    over_time = num_steps in visit.trip_counts
     if multiplies:
         return "recurrent matmuls" if over_time else "other matmuls of the layers"
     return "gates" if over_time else "residuals, transposes, other copies"
@@ -97,15 +99,9 @@ def ceilings() -> tuple[float, float]:
     big = jnp.ones(2**27)
     multiply, copy = jax.jit(lambda a: a @ a), jax.jit(lambda a: a + 1)
 
-    def seconds(run) -> float:
-        times = []
-        for _ in range(7):
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times.append(time.perf_counter() - start)
-        return statistics.median(times[2:])
-
-    return 2 * 2048**3 / seconds(lambda: multiply(a)), 2 * big.nbytes / seconds(lambda: copy(big))
+    seconds = take_turns([lambda: multiply(a), lambda: copy(big)], 6)
+    of_product, of_copy = (statistics.median(times[1:]) for times in seconds)
+    return 2 * 2048**3 / of_product, 2 * big.nbytes / of_copy
 
 
 def main() -> None:
@@ -117,21 +113,24 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     work = WORKS[args.work]
     jaxpar.simulate_devices(1)
-    config = make_config(work, MeshConfig(), PipelineConfig())
-    mesh = config.mesh.build()
-    state, step = initial_state(work, config, mesh), jaxpar.make_train_step(config, mesh)
-    batch = Batch(*(jax.device_put(a, jaxpar.batch_sharding(mesh)) for a in work.text()), True)
+    task, parallel = make_task(work), Parallel()
+    mesh = parallel.mesh.build()
+    state = initial_state(work, task, parallel, mesh)
+    step = make_train_step(task, parallel, TRAIN, mesh)
+    batch = make_batch(work, task, parallel, mesh)
     module = Module(step.lower(state, batch).compile().as_text())
-    parts = {visit.instruction.name: part_of(visit, module) for visit in module.visits()}
+    parts = {
+        visit.instruction.name: part_of(visit, module, work.seq_len) for visit in module.visits()
+    }
 
     for _ in range(2):
-        state, _ = step(state, batch)
+        state, _ = step.run(state, batch)
         jax.block_until_ready(state)
     with tempfile.TemporaryDirectory() as folder:
         with trace(folder):
             start = time.perf_counter()
             for _ in range(args.steps):
-                state, _ = step(state, batch)
+                state, _ = step.run(state, batch)
                 jax.block_until_ready(state)
             total = (time.perf_counter() - start) * 1e3 / args.steps
         milliseconds = own_milliseconds(read_trace(folder))

@@ -29,8 +29,9 @@ def seconds_to_first_step(options: tuple[str, ...], folder: str) -> tuple[float,
       RuntimeError: it ends before its first step.
     """
     run_dir = tempfile.mkdtemp(dir=folder)
+    command = ["train", "lm", *options, "--train.out-dir", f"{run_dir}/run"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxpar", "train", *options, "--train.out-dir", f"{run_dir}/run"],
+        [sys.executable, "-m", "jaxpar", *command],
         stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"XDG_CACHE_HOME": folder, "PYTHONUNBUFFERED": "1"},
@@ -43,7 +44,7 @@ def seconds_to_first_step(options: tuple[str, ...], folder: str) -> tuple[float,
     _, code, usage = os.wait4(process.pid, 0)
     if not has_stepped:
         raise RuntimeError(
-            f"train {' '.join(options)} ended with code {code} before its first step"
+            f"train lm {' '.join(options)} ended with code {code} before its first step"
         )
     return seconds, usage.ru_utime + usage.ru_stime
 

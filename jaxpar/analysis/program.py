@@ -11,13 +11,17 @@ from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
-from jaxpar.config import RunConfig
 from jaxpar.display import format_bytes, format_shape
+from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
+from jaxpar.task import Task
+from jaxpar.training.settings import Settings, TrainConfig
+
+_SCOPE = re.compile(r"[^/, ]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Total:
     unknown: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ProgramReport(Tables):
     """What one device does when a compiled program runs once. `print` it, or read it.
 
@@ -80,17 +84,15 @@ class ProgramReport(Tables):
         """Sums for each set of axes that collectives run along, the most bytes first."""
         totals = []
         for axes in dict.fromkeys(c.axes for c in self.collectives):
-            along = [c for c in self.collectives if c.axes == axes]
-            runs = [(c.count, c) for c in along]
-            known = [(count, c) for count, c in runs if count is not None]
+            along = [(c.count or 0, c) for c in self.collectives if c.axes == axes]
             totals.append(
                 Total(
                     axes=axes,
                     collectives=len(along),
-                    count=sum(count for count, _ in known),
-                    bytes=sum(count * c.bytes for count, c in known),
-                    sent_bytes=sum(count * c.sent_bytes for count, c in known),
-                    unknown=len(along) - len(known),
+                    count=sum(count for count, _ in along),
+                    bytes=sum(count * c.bytes for count, c in along),
+                    sent_bytes=sum(count * c.sent_bytes for count, c in along),
+                    unknown=sum(c.count is None for _, c in along),
                 )
             )
         return tuple(sorted(totals, key=lambda total: -total.sent_bytes))
@@ -132,32 +134,47 @@ class ProgramReport(Tables):
             facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
         yield facts
 
-    # A dataclass would make one of its own.
-    __repr__ = Tables.__repr__
 
-
-def inspect_step(config: RunConfig, mesh: Mesh | None = None) -> ProgramReport:
-    """The report of a config's training step, compiled for shapes: no array is made.
+def inspect_step(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+) -> ProgramReport:
+    """The report of a task's training step, compiled for shapes: no array is made.
 
     The length of a pipeline's loop over ticks is data. It is filled in for a batch of full length: what
     runs at every tick counts once a tick, what a unit needs once for every unit of the busiest device.
 
     Args:
-      config: with `model.vocab_size` set. With `update="host"`, the optimizer is no part of the program.
-      mesh: None builds `config.mesh`.
+      task, parallel, train: as `fit` takes them. With `update="host"`, the optimizer is no part of the
+        program.
+      mesh: of `parallel.mesh`; None builds it.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    config.check()
-    mesh = config.mesh.build() if mesh is None else mesh
-    step = make_train_step(config, mesh)
-    arguments = abstract_state(config, mesh), abstract_batch(config, mesh)
+    (task, parallel, train), mesh = settle(task, parallel, train, mesh)
+    step = make_train_step(task, parallel, train, mesh)
+    state = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
+    arguments = state, abstract_batch(task, parallel, mesh)
     report = inspect_compiled(step.lower(*arguments).compile(), mesh)
     plan = step.full_plan
     if plan is None:
         return report
     collectives = tuple(_planned(collective, plan) for collective in report.collectives)
     return dataclasses.replace(report, collectives=collectives)
+
+
+def settle(
+    task: Task, parallel: Parallel | str | None, train: TrainConfig | None, mesh: Mesh | None
+) -> tuple[Settings, Mesh]:
+    """What `inspect_step` is given, with everything that was left open filled in."""
+    parallel = Parallel.of(parallel, task.parallel)
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel = parallel.resolve(mesh.size)
+    task = task.resolve(parallel, mesh)
+    task.check(parallel, mesh)
+    return Settings(task, parallel, train or task.train), mesh
 
 
 def inspect_function(
@@ -227,18 +244,17 @@ def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
 
 
 def _planned(collective: Collective, plan: Plan) -> Collective:
-    """A collective of the pipeline's loop with the loop's length, by what of a tick it belongs to."""
-    length = int(plan.num_ticks)
-    if collective.conditional:
-        units = {
-            FORWARD: np.asarray(plan.forward.unit) >= 0,  # [data, ticks, stage]
-            BACKWARD: np.asarray(plan.backward.unit) >= 0,
-            HEAD: np.asarray(plan.head)[..., :1] >= 0,
-        }
-        [part] = set(units) & set(re.split("[/, ]+", collective.module))
-        length = int(units[part].sum(1).max())
-    trips = tuple(length if count is None else count for count in collective.trip_counts)
-    return dataclasses.replace(collective, trip_counts=trips)
+    """A collective of the loop over ticks with the loop's length, by what of a tick it belongs to."""
+    units = {
+        FORWARD: np.asarray(plan.forward.unit) >= 0,  # [data, ticks, stage]
+        BACKWARD: np.asarray(plan.backward.unit) >= 0,
+        HEAD: np.asarray(plan.head)[..., :1] >= 0,
+    }
+    part = next((scope for scope in _SCOPE.findall(collective.module) if scope in units), None)
+    if part is None or collective.trip_counts[:1] != (None,):
+        return collective
+    length = int(units[part].sum(1).max() if collective.conditional else plan.num_ticks)
+    return dataclasses.replace(collective, trip_counts=(length, *collective.trip_counts[1:]))
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:

@@ -10,12 +10,15 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.analysis.program import ProgramReport, inspect_function
-from jaxpar.axes import BATCH, FEATURES, STAGE, UNITS
+from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.mesh import MeshConfig
-from jaxpar.sharding import ALL_DEVICES, Layout, Rules
+from jaxpar.sharding import Layout, Rules
+
+ALL_DEVICES = (DATA, TENSOR)
 
 # The dim that each split cuts: rows of the batch, columns or rows of a kernel [..., in, out].
-SPLITS = {"data": BATCH, "column": UNITS, "row": FEATURES}
+IN, OUT = "in", "out"
+SPLITS = {"data": BATCH, "column": OUT, "row": IN}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Advice:
     layer: str
     batch: int
     num_devices: int
-    costs: tuple[SplitCost, SplitCost, SplitCost]
+    costs: tuple[SplitCost, ...]
     flip_batch: int
 
     @property
@@ -114,8 +117,7 @@ def strategy_for(
       ValueError: the layer has no kernel, the shape does not fit it, the mesh has stages or a single
         device, or no size can be split.
     """
-    num_devices = _num_devices(mesh)
-    shape = _input_shape(layer, batch)
+    num_devices, shape = _num_devices(mesh), _input_shape(layer, batch)
     graphdef, params = nnx.split(layer)
     kernel = params["kernel"]
     in_size, out_size = kernel.shape[-2:]
@@ -124,25 +126,15 @@ def strategy_for(
     P = sum(_bytes(leaf) for leaf in jax.tree.leaves(params))
     X, Y, part = (0 if is_first else _bytes(x)), _bytes(y), (num_devices - 1) / num_devices
 
-    def obstacle(name: str, size: int) -> str:
-        return f"{name}={size} does not divide by {num_devices}" if size % num_devices else ""
+    def cost(split: str, forward: int, backward: int, exchanged: str, name: str, size: int):
+        obstacle = f"{name}={size} does not divide by {num_devices}" if size % num_devices else ""
+        exchanged = exchanged.partition(", ")[0] if is_first else exchanged
+        return SplitCost(split, forward * part, backward * part, exchanged, obstacle)
 
     costs = (
-        SplitCost("data", 0.0, 2 * P * part, "gradients added", obstacle("batch", shape[0])),
-        SplitCost(
-            "column",
-            Y * part,
-            2 * X * part,
-            "outputs stacked" + ", gradients of inputs added" * (not is_first),
-            obstacle("out", out_size),
-        ),
-        SplitCost(
-            "row",
-            2 * Y * part,
-            X * part,
-            "outputs added" + ", gradients of inputs stacked" * (not is_first),
-            obstacle("in", in_size),
-        ),
+        cost("data", 0, 2 * P, "gradients added", "batch", shape[0]),
+        cost("column", Y, 2 * X, "outputs stacked, gradients of inputs added", "out", out_size),
+        cost("row", 2 * Y, X, "outputs added, gradients of inputs stacked", "in", in_size),
     )
     if all(cost.obstacle for cost in costs):
         raise ValueError(f"no split: {', '.join(cost.obstacle for cost in costs)}")
@@ -176,7 +168,8 @@ def inspect_split(
     """
     _num_devices(mesh)
     shape = _input_shape(layer, batch)
-    layout = Layout(mesh, Rules.make({SPLITS[split]: ALL_DEVICES}))
+    rules = {dim: ALL_DEVICES if dim == SPLITS[split] else None for dim in SPLITS.values()}
+    layout = Layout(mesh, Rules.make(rules))
     rows = (BATCH, *[None] * (len(shape) - 1))
     graphdef, params = nnx.split(layer)
 
@@ -185,11 +178,11 @@ def inspect_split(
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
     def names(param: Any) -> tuple[str | None, ...]:
-        return (*[None] * (param.ndim - 2), FEATURES, UNITS)[-param.ndim :]
+        return (*[None] * (param.ndim - 2), IN, OUT)[-param.ndim :]
 
     def forward(params, x):
-        x = layout(layout(x, *rows), *rows[:-1], FEATURES)
-        y = layout(nnx.merge(graphdef, params)(x), *rows[:-1], UNITS)
+        x = layout(layout(x, *rows), *rows[:-1], IN)
+        y = layout(nnx.merge(graphdef, params)(x), *rows[:-1], OUT)
         return layout(y, *rows)
 
     def run(params, x, dy):
@@ -222,12 +215,10 @@ def _input_shape(layer: nnx.Module, batch: int | tuple[int, ...]) -> tuple[int, 
 
 def _num_devices(mesh: Mesh | MeshConfig | int) -> int:
     if isinstance(mesh, MeshConfig):
-        mesh = mesh.resolve(mesh.num_devices) if -1 not in mesh.sizes.values() else mesh.resolve()
-        stages, num_devices = mesh.stage, mesh.num_devices
-    elif isinstance(mesh, Mesh):
-        stages, num_devices = mesh.shape.get(STAGE, 1), mesh.size
+        sizes = (mesh.resolve() if -1 in mesh.sizes.values() else mesh).sizes
     else:
-        stages, num_devices = 1, mesh
+        sizes = {DATA: mesh} if isinstance(mesh, int) else dict(mesh.shape)
+    stages, num_devices = sizes.get(STAGE, 1), math.prod(sizes.values())
     if stages > 1 or num_devices < 2:
         raise ValueError(
             f"{num_devices} devices in {stages} stages: give a mesh of 2 devices or more, and stage=1; a "

@@ -1,6 +1,6 @@
 """Starts several processes of `python -m jaxpar` here, or prints a script that does so on a cluster.
 
-    python -m jaxpar launch --processes 2 --devices-per-process 4 -- train --mesh dp2pp2tp2
+    python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
 Each process has simulated devices of its own and reaches the others over the network, as on
 several machines. When one fails, all end, with its exit code.
@@ -263,7 +263,7 @@ def _check(command: Sequence[str], num_processes: int, devices_per_process: int)
         given = repr(command[0]) if command else "nothing"
         raise ValueError(
             f"launch was given {given} to start; write {' or '.join(COMMANDS)} and its arguments "
-            f"after --, such as: launch --processes 2 -- train --mesh dp2"
+            f"after --, such as: launch --processes 2 -- train lm --mesh dp2"
         )
 
 

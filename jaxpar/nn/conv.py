@@ -31,7 +31,7 @@ class Conv(nnx.Conv):
           dims: the names of the kernel's dims.
           options: those of `nnx.Conv`, such as strides and padding.
         Raises:
-          ValueError: as many names as dims are not given, or a name is not one of `axes.DIMS`.
+          ValueError: as many names as dims are not given.
         """
         super().__init__(in_size, out_size, kernel_size, rngs=rngs, **options)
         self.kernel = named_param(self.kernel[...], dims)

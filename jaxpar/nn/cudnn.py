@@ -1,26 +1,25 @@
 """The LSTM layer by NVIDIA's cuDNN, behind the interface of `nn.lstm`.
 
-Legend of the dim suffixes: T time, B batch, I input, H hidden, 4 the gates i f g o, L layers.
+Legend of the dim suffixes: T time, B batch, I input, H hidden, 4 the gates i f g o, 1 the layer.
 
 cuDNN computes the equations of `nn.lstm`, its gates in the same order (cudnnRNNMode_t). What differs is how
-it takes things: batch before time, kernels [4, H, I], two biases a layer, and all weights in one flat array
-(`jax.experimental.rnn`):
-
-    W_x W_h of the first layer, W_x W_h of the next, ..., b_x b_h of the first, b_x b_h of the next, ...
+it takes things: batch before time, kernels [4, H, I], two biases, and all weights in one flat array, W_x W_h
+b_x b_h (`jax.experimental.rnn`). It could run several layers in one call; here each is a layer of its own,
+between which there may be dropout or a link.
 
 Our one bias is the first of the two, the second is zero. JAX has cuDNN's LSTM in float32 alone; its matmuls
 round to TF32, as those of XLA on such a GPU do, unless `jax_default_matmul_precision` asks for more.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import rnn
 
 from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams
-from jaxpar.nn.stack import vary_like
+from jaxpar.trees import vary_like
 
 
 def is_cudnn_installed() -> bool:
@@ -31,17 +30,16 @@ def is_cudnn_installed() -> bool:
 def cudnn_lstm(
     params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array
 ) -> tuple[LSTMCarry, jax.Array]:
-    """`lstm_layer` by cuDNN: one layer, or stacked ones, one after the other in one call.
+    """`lstm_layer` by cuDNN.
 
     For whole layers: H must not be sharded. Its residuals are x, the state, the outputs, and what cuDNN
     reserves for its backward pass, for which JAX allocates four times what cuDNN asks for (it takes its bytes
     for elements). Differentiable once.
 
     Args:
-      params: of one layer, or stacked [L, ...] with I = H.
-      carry: (h, c) before the first step, [B, H] or [L, B, H].
+      carry: (h, c) before the first step, [B, H].
     Returns:
-      (h, c) after the last step and the outputs of the last layer [T, B, H].
+      (h, c) after the last step and the outputs [T, B, H].
     Raises:
       ValueError: x is not float32.
     """
@@ -56,28 +54,24 @@ def _lstm(params, carry, x_TBI):
 
 
 def _forward(params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array):
-    h_LBH, c_LBH = (a.reshape(-1, *a.shape[-2:]) for a in carry)
-    (y_BTH, *after), (*_, reserve) = rnn.lstm_fwd(
-        x_TBI.swapaxes(0, 1), h_LBH, c_LBH, pack(params), _lengths(x_TBI), **_settings(params)
+    (y_BTH, h_1BH, c_1BH), (*_, reserve) = rnn.lstm_fwd(
+        x_TBI.swapaxes(0, 1), *_of_layer(carry), pack(params), _lengths(x_TBI), **_settings(params)
     )
-    y_BTH, after, reserve = vary_like((y_BTH, after, reserve), x_TBI)
-    carry_after = LSTMCarry(*(a.reshape(carry.h_BH.shape) for a in after))
+    y_BTH, after, reserve = vary_like((y_BTH, LSTMCarry(h_1BH[0], c_1BH[0]), reserve), x_TBI)
     # The weights themselves, not their packed copy: the pipeline keeps no leaf of the parameters.
-    return (carry_after, y_BTH.swapaxes(0, 1)), (params, carry, x_TBI, y_BTH, reserve)
+    return (after, y_BTH.swapaxes(0, 1)), (params, carry, x_TBI, y_BTH, reserve)
 
 
 def _backward(saved, cotangents):
     params, carry, x_TBI, y_BTH, reserve = saved
     d_carry, dy_TBH = cotangents
-    h_LBH, c_LBH, dh_LBH, dc_LBH = (a.reshape(-1, *a.shape[-2:]) for a in (*carry, *d_carry))
-    weights, lengths = pack(params), _lengths(x_TBI)
-    residuals = (x_TBI.swapaxes(0, 1), h_LBH, c_LBH, weights, lengths, y_BTH, reserve)
-    dx_BTI, *d_start, d_weights, _ = rnn.lstm_bwd(
+    x_BTI, lengths = x_TBI.swapaxes(0, 1), _lengths(x_TBI)
+    dx_BTI, dh_1BH, dc_1BH, d_weights, _ = rnn.lstm_bwd(
         **_settings(params),
-        residuals=residuals,
-        gradients=(dy_TBH.swapaxes(0, 1), dh_LBH, dc_LBH),
+        residuals=(x_BTI, *_of_layer(carry), pack(params), lengths, y_BTH, reserve),
+        gradients=(dy_TBH.swapaxes(0, 1), *_of_layer(d_carry)),
     )
-    d_start = LSTMCarry(*(a.reshape(carry.h_BH.shape) for a in d_start))
+    d_start = LSTMCarry(dh_1BH[0], dc_1BH[0])
     return vary_like((unpack(d_weights, params), d_start, dx_BTI.swapaxes(0, 1)), x_TBI)
 
 
@@ -85,34 +79,27 @@ _lstm.defvjp(_forward, _backward)
 
 
 def pack(params: LSTMParams) -> jax.Array:
-    """The weights of one layer, or of several stacked, as cuDNN's flat array."""
-    num_layers = _num_layers(params)
-
-    def flat(kernel):
-        return jnp.moveaxis(kernel, -3, -1).reshape(num_layers, -1)
-
-    b = params.b_4H.reshape(num_layers, -1)
-    kernels = jnp.concatenate([flat(params.w_x_I4H), flat(params.w_h_H4H)], axis=1)
-    biases = jnp.concatenate([b, jnp.zeros_like(b)], axis=1)
-    return jnp.concatenate([kernels.reshape(-1), biases.reshape(-1)])
+    """The weights as cuDNN's flat array."""
+    kernels = (jnp.moveaxis(kernel, 0, -1).ravel() for kernel in params[:2])
+    b = params.b_4H.ravel()
+    return jnp.concatenate([*kernels, b, jnp.zeros_like(b)])
 
 
 def unpack(weights: jax.Array, like: LSTMParams) -> LSTMParams:
-    """The other way round, with the first bias of each layer: the second is none of ours."""
-    num_layers = _num_layers(like)
-    num_kernels = like.w_x_I4H.size + like.w_h_H4H.size
-    kernels = weights[:num_kernels].reshape(num_layers, -1)
-    biases = weights[num_kernels:].reshape(num_layers, -1)
-    num_inputs = like.w_x_I4H.size // num_layers
-
-    def kernel(flat, shape):
-        return jnp.moveaxis(flat.reshape(*shape[:-3], *shape[-2:], shape[-3]), -1, -3)
-
+    """The other way round, with the first of the biases: the second is none of ours."""
+    I, _, H = like.w_x_I4H.shape  # noqa: E741
+    sizes = (4 * H * I, 4 * H * H, 4 * H)
+    w_x, w_h, b, _ = jnp.split(weights, np.cumsum(sizes))
     return LSTMParams(
-        kernel(kernels[:, :num_inputs], like.w_x_I4H.shape),
-        kernel(kernels[:, num_inputs:], like.w_h_H4H.shape),
-        biases[:, : biases.shape[1] // 2].reshape(like.b_4H.shape),
+        jnp.moveaxis(w_x.reshape(4, H, I), -1, 0),
+        jnp.moveaxis(w_h.reshape(4, H, H), -1, 0),
+        b.reshape(4, H),
     )
+
+
+def _of_layer(carry: LSTMCarry) -> tuple[jax.Array, jax.Array]:
+    """h and c with a dim of layers, of which there is one."""
+    return carry.h_BH[None], carry.c_BH[None]
 
 
 def _lengths(x_TBI: jax.Array) -> jax.Array:
@@ -121,23 +108,12 @@ def _lengths(x_TBI: jax.Array) -> jax.Array:
 
 
 def _settings(params: LSTMParams) -> dict[str, Any]:
-    I, _, H = params.w_x_I4H.shape[-3:]  # noqa: E741
-    sizes = {"input_size": I, "hidden_size": H, "num_layers": _num_layers(params)}
+    I, _, H = params.w_x_I4H.shape  # noqa: E741
+    sizes = {"input_size": I, "hidden_size": H, "num_layers": 1}
     return {**sizes, "dropout": 0.0, "bidirectional": False, "precision": None}
 
 
-def _num_layers(params: LSTMParams) -> int:
-    return math.prod(params.b_4H.shape[:-2])
-
-
 class CuDNNLSTM(LSTM):
-    """`LSTM` on cuDNN: all layers in one call, or one layer at a time with dropout or empty slots between."""
+    """`LSTM` on cuDNN."""
 
     kernel = staticmethod(cudnn_lstm)
-
-    def run_all(self, carry, x_TBH, dropout_key, first_row):
-        """See `LSTM.run_all`."""
-        is_one_call = self.dropout == 0.0 or dropout_key is None
-        if not is_one_call or -1 in self.layer_ids:
-            return super().run_all(carry, x_TBH, dropout_key, first_row)
-        return cudnn_lstm(self.params, carry, x_TBH)

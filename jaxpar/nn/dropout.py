@@ -1,41 +1,41 @@
 """Dropout whose mask does not depend on how the computation is laid out."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
-
-class Position(NamedTuple):
-    """Where a block [T, B, ...] of activations lies in the whole computation. int32 scalars."""
-
-    layer: jax.Array | int
-    time: jax.Array | int  # of its first time step, within the window
-    row: jax.Array | int  # of its first row, within the global batch
+from jaxpar.at import At
 
 
-def dropout(x_TBH: jax.Array, rate: float, key: jax.Array | None, position: Position) -> jax.Array:
+def dropout(x: jax.Array, rate: float, at: At, *, number: int = 0) -> jax.Array:
     """Zeroes each element with probability `rate` and scales the others by 1 / (1 - rate).
 
-    The mask of an element is a function of (key, layer, time, row, unit) alone: any mesh, microbatching
-    or chunking of time draws the same one (Srivastava et al. 2014; for recurrent networks, on the
-    connections between layers only, Zaremba et al. 2014).
+    The mask of an element is a function of (key, number, layer, time, row, place in the rest) alone: any
+    mesh, microbatching or chunking of time draws the same one (Srivastava et al. 2014; for recurrent
+    networks, on the connections between layers only, Zaremba et al. 2014).
 
     Args:
-      key: the key of this training step; None means evaluation, and x is returned as it is.
-      position: of `x_TBH[0, 0]`.
+      x: [T, B, ...], or [B, ...] of a model that is not `time_major`.
+      at: of `x`; without a key, in evaluation, x is returned as it is.
+      number: tells several dropouts of one layer apart.
     """
-    if rate == 0.0 or key is None:
-        return x_TBH
-    num_times, num_rows, width = x_TBH.shape
-    key = jax.random.fold_in(key, position.layer)
+    if rate == 0.0 or at.key is None:
+        return x
+    key = at.key if number == 0 else jax.random.fold_in(at.key, 2**31 + number)
+    key = jax.random.fold_in(key, at.layer)
+    rows = at.row + jnp.arange(x.shape[1 if at.time_major else 0], dtype=jnp.int32)
 
-    def keep(time, row):
-        element_key = jax.random.fold_in(jax.random.fold_in(key, time), row)
-        return jax.random.bernoulli(element_key, 1.0 - rate, (width,))
+    def keep(key, row, shape):
+        return jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, shape)
 
-    times = position.time + jnp.arange(num_times, dtype=jnp.int32)
-    rows = position.row + jnp.arange(num_rows, dtype=jnp.int32)
-    keep_TBH = jax.vmap(jax.vmap(keep, (None, 0)), (0, None))(times, rows)
-    scaled = (x_TBH.astype(jnp.float32) / (1.0 - rate)).astype(x_TBH.dtype)
-    return jnp.where(keep_TBH, scaled, jnp.zeros((), x_TBH.dtype))
+    if at.time_major:
+        times = at.time + jnp.arange(x.shape[0], dtype=jnp.int32)
+
+        def of_time(time):
+            step_key = jax.random.fold_in(key, time)
+            return jax.vmap(lambda row: keep(step_key, row, x.shape[2:]))(rows)
+
+        is_kept = jax.vmap(of_time)(times)
+    else:
+        is_kept = jax.vmap(lambda row: keep(key, row, x.shape[1:]))(rows)
+    scaled = (x.astype(jnp.float32) / (1.0 - rate)).astype(x.dtype)
+    return jnp.where(is_kept, scaled, jnp.zeros((), x.dtype))

@@ -1,6 +1,6 @@
-"""Deep LSTM: one layer as a pair (forward, backward), and stacked layers as an NNX module.
+"""An LSTM layer as a pair (forward, backward), and as an NNX module.
 
-Legend of the dim suffixes: T time, B batch, I input, H hidden, 4 the gates i f g o, L layers.
+Legend of the dim suffixes: T time, B batch, I input, H hidden, 4 the gates i f g o.
 
     z_t = x_t W_x + h_{t-1} W_h + b        i, f, o = sigmoid(z_i, z_f, z_o)    g = tanh(z_g)
     c_t = f * c_{t-1} + i * g              h_t = o * tanh(c_t)
@@ -11,19 +11,17 @@ produces dz_t only. Autodiff of a scan would add an outer product into dW_h at e
 under data parallelism all-reduce it there.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxpar.axes import GATES, HIDDEN, INPUT, LAYERS
-from jaxpar.nn.dropout import Position, dropout
-from jaxpar.nn.param import lecun_uniform, named_param, stacked
-from jaxpar.nn.stack import Layer, run_layers
+from jaxpar.at import At
+from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.nn.dropout import dropout
+from jaxpar.nn.param import lecun_uniform, named_param
 
 
 class LSTMParams(NamedTuple):
@@ -162,130 +160,57 @@ def _sum_of_outer_products(a_TBI: jax.Array, b_TB4H: jax.Array) -> jax.Array:
 
 
 class LSTM(nnx.Module):
-    """Stacked LSTM layers; the weights of all layers share three arrays.
+    """One LSTM layer.
 
     Attributes:
-      kernel: what computes a layer, called as `lstm_layer`.
-      w_x: [slots, H, 4, H]; an input narrower than H is zero-extended.
-      w_h: [slots, H, 4, H].
-      b: [slots, 4, H].
+      kernel: what computes it, called as `lstm_layer`.
+      carry_dims: of its state.
+      w_x, w_h: [H, 4, H]; an input narrower than H is zero-extended by the caller (`extend`).
+      b: [4, H].
     """
 
     kernel = staticmethod(lstm_layer)
+    kind_name: ClassVar[str] = "lstm"  # whatever computes it
+    carry_dims: ClassVar[Any] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int,
-        *,
-        rngs: nnx.Rngs,
-        forget_bias: float = 1.0,
-        dropout: float = 0.0,
-        layer_ids: Sequence[int] | None = None,
+        self, width: int, *, rngs: nnx.Rngs, forget_bias: float = 1.0, dropout: float = 0.0
     ):
-        """Draws weights with variance 1 / hidden_size; biases are 0 but for the forget gate's.
+        """Draws weights with variance 1 / width; biases are 0 but for the forget gate's.
 
         Args:
+          width: H, of inputs, state and outputs.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
-          dropout: rate on the input of every layer; see `nn.dropout`.
-          layer_ids: the layer in each slot of the stacked arrays, -1 for an empty slot; by default the
-            layers in their order.
-        Raises:
-          ValueError: the input is wider than the layers, or `layer_ids` misses a layer.
+          dropout: rate on the inputs; see `nn.dropout`.
         """
-        if input_size > hidden_size:
-            raise ValueError(
-                f"input_size={input_size} is larger than hidden_size={hidden_size}; what moves between "
-                f"stacked layers has one width, so use input_size <= hidden_size"
-            )
-        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
-        self.dropout = dropout
-        self.layer_ids = tuple(range(num_layers) if layer_ids is None else layer_ids)
-        if sorted(layer for layer in self.layer_ids if layer >= 0) != list(range(num_layers)):
-            raise ValueError(
-                f"layer_ids={self.layer_ids} must hold each of the {num_layers} layers exactly once"
-            )
-        init = lecun_uniform(hidden_size)
-        b_4H = jnp.zeros((4, hidden_size)).at[1].set(forget_bias)
-        w_x = stacked(init, rngs.params(), self.layer_ids, (hidden_size, 4, hidden_size))
-        w_h = stacked(init, rngs.params(), self.layer_ids, (hidden_size, 4, hidden_size))
-        b = stacked(lambda *_: b_4H, rngs.params(), self.layer_ids, b_4H.shape)
-        self.w_x = named_param(w_x, (LAYERS, INPUT, GATES, HIDDEN))
-        self.w_h = named_param(w_h, (LAYERS, INPUT, GATES, HIDDEN))
-        self.b = named_param(b, (LAYERS, GATES, HIDDEN))
+        self.width, self.dropout = width, dropout
+        draw, kernel, dtype = lecun_uniform(width), (width, 4, width), jnp.dtype(jnp.float32)
+        self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
 
-    @property
-    def params(self) -> LSTMParams:
-        """The stacked weights."""
-        return LSTMParams(self.w_x[...], self.w_h[...], self.b[...])
-
-    def initial_carry(self, batch_size: int) -> LSTMCarry:
-        """The zero state, [slots, B, H]."""
-        zeros = jnp.zeros((len(self.layer_ids), batch_size, self.hidden_size), jnp.float32)
+    def initial_carry(self, rows: int) -> LSTMCarry:
+        """Zeros, [rows, H]."""
+        zeros = jnp.zeros((rows, self.width), jnp.float32)
         return LSTMCarry(zeros, zeros)
 
-    def layer(self, dropout_key: jax.Array | None = None) -> Layer:
-        """One layer as a function, for `nn.run_layers` or a pipeline: dropout, then the LSTM."""
-
-        @jax.named_scope("lstm")
-        def run(params, carry, x_TBH, position):
-            x_TBH = dropout(x_TBH, self.dropout, dropout_key, position)
-            return self.kernel(params, carry, x_TBH)
-
-        return run
-
     @jax.named_scope("lstm")
-    def __call__(
-        self,
-        x_TBI: jax.Array,
-        carry: LSTMCarry | None = None,
-        *,
-        dropout_key: jax.Array | None = None,
-        first_row: jax.Array | int = 0,
-    ) -> tuple[LSTMCarry, jax.Array]:
-        """All layers over a window of time.
-
-        Args:
-          x_TBI: [T, B, input_size]; B may be sharded over `data`.
-          carry: state before the window, [slots, B, H]; None starts from zeros.
-          dropout_key: None means no dropout.
-          first_row: where these rows begin in the whole batch.
-        Returns:
-          the state after the window and the outputs of the last layer, [T, B, hidden_size].
-        Raises:
-          ValueError: the inputs have another width.
-        """
-        if x_TBI.shape[-1] != self.input_size:
-            raise ValueError(
-                f"inputs of shape {x_TBI.shape} are {x_TBI.shape[-1]} wide, this LSTM was made for "
-                f"input_size={self.input_size}; give it inputs of that width"
-            )
-        if carry is None:
-            carry = self.initial_carry(x_TBI.shape[1])
-        return self.run_all(carry, extend(x_TBI, self.hidden_size), dropout_key, first_row)
-
-    def run_all(
-        self,
-        carry: LSTMCarry,
-        x_TBH: jax.Array,
-        dropout_key: jax.Array | None,
-        first_row: jax.Array | int,
-    ) -> tuple[LSTMCarry, jax.Array]:
-        """All layers over inputs that are as wide as they are."""
-        return run_layers(
-            self.layer(dropout_key),
-            self.params,
-            carry,
-            x_TBH,
-            Position(0, 0, first_row),
-            np.asarray(self.layer_ids, np.int32),
-            has_empty_slots=-1 in self.layer_ids,
-        )
+    def __call__(self, carry: LSTMCarry, x_TBH: jax.Array, at: At) -> tuple[LSTMCarry, jax.Array]:
+        """Dropout, then the layer over a window of time; see `lstm_layer`."""
+        params = LSTMParams(self.w_x[...], self.w_h[...], self.b[...])
+        return self.kernel(params, carry, dropout(x_TBH, self.dropout, at))
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:
-    """x with its last dim zero-extended to `width`."""
+    """x with its last dim zero-extended to `width`.
+
+    Raises:
+      ValueError: it is wider.
+    """
     if x.shape[-1] == width:
         return x
+    if x.shape[-1] > width:
+        raise ValueError(
+            f"inputs of width {x.shape[-1]} are wider than width={width}; use width={x.shape[-1]} or more"
+        )
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])

@@ -4,13 +4,12 @@ import html
 import json
 from typing import NamedTuple
 
-from jaxpar.pictures.blocks import IDLE, Block, block_svg, legend_html
+from jaxpar.pictures.chart import IDLE, ROW, Block, Chart, Row, draw, draw_legend
 from jaxpar.pictures.picture import STYLE, color_of, make_page
 from jaxpar.pictures.timeline import blocks_of
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.schedule import Schedule, make_schedule
 
-ROW, LEFT, WIDTH = 30, 118, 696  # pixels: of a device's row, before the timeline, of it
-ICON = 40
+WIDTH, NAME = 640, 32  # pixels of the longest step; letters before it
 
 
 class Strategy(NamedTuple):
@@ -18,16 +17,14 @@ class Strategy(NamedTuple):
 
     Attributes:
       name, words: title, and what is sent.
-      blocks: `stage` is the device; in units of the forward pass of one layer.
-      holds: device -> parts of the weights: (layer, first column, last column), columns from 0 to 1.
-      stripes: units are of the whole batch.
+      holds: which weights, of each device.
+      blocks: `stage` is the device; time 1 is the forward pass of one layer.
     """
 
     name: str
     words: str
+    holds: list[str]
     blocks: list[Block]
-    holds: list[list[tuple[int, float, float]]]
-    stripes: bool
 
     @property
     def end(self) -> float:
@@ -37,8 +34,7 @@ class Strategy(NamedTuple):
     @property
     def busy(self) -> float:
         """Share of the time of all devices, until the end, in which they work."""
-        work = sum(block.cost for block in self.blocks if block.label)
-        return work / (self.end * len(self.holds))
+        return sum(block.cost for block in self.blocks) / (self.end * len(self.holds))
 
 
 def make_strategies(num_devices: int = 4, num_chunks: int = 2) -> list[Strategy]:
@@ -52,41 +48,43 @@ def make_strategies(num_devices: int = 4, num_chunks: int = 2) -> list[Strategy]
       ValueError: a number is below 1.
     """
     n, devices = num_devices, range(num_devices)
-    one_layer = [[(layer, 0.0, 1.0)] for layer in devices]
-    alone = blocks_of(make_schedule("gpipe", 1, 1))  # all layers, a part of the work each
-    on_each = [block._replace(stage=device) for device in devices for block in alone]
-    whole = blocks_of(make_schedule("gpipe", n, 1))
-    units = n * num_chunks
-    pipeline = blocks_of(make_schedule("1f1b", n, n, num_chunks), 1 / units, 2 / units)
+    colors = tuple(map(color_of, devices))
+
+    def units(schedule: Schedule) -> list[Block]:
+        cost = 1 / schedule.num_units
+        return [block._replace(label="") for block in blocks_of(schedule, cost, 2 * cost)]
+
+    def on_each(*colors_of: tuple[str, ...]) -> list[Block]:
+        """All layers, a part of the work on each device."""
+        alone = units(make_schedule("gpipe", 1, 1))
+        return [b._replace(stage=d, colors=c) for d, c in enumerate(colors_of) for b in alone]
+
+    a_layer = [f"layer {device}" for device in devices]
     return [
         Strategy(
             "model parallelism",
             "A layer on each device; activations go to the neighbour. One works, the others wait.",
-            whole,
-            one_layer,
-            True,
+            a_layer,
+            [block._replace(colors=colors) for block in units(make_schedule("gpipe", n, 1))],
         ),
         Strategy(
             "tensor parallelism",
             "A part of every layer on each device; all exchange at every time step of every layer.",
-            on_each,
-            [[(layer, d / n, (d + 1) / n) for layer in devices] for d in devices],
-            True,
+            [f"part {device} of all layers" for device in devices],
+            on_each(*[colors] * n),
         ),
         Strategy(
             "data parallelism",
             "All layers on every device, for its rows of the batch; gradients are summed at the end.",
-            [block._replace(color=color_of(block.stage)) for block in on_each],
-            [[(layer, 0.0, 1.0) for layer in devices] for _ in devices],
-            False,
+            ["all layers"] * n,
+            on_each(*((color,) for color in colors)),
         ),
         Strategy(
             "pipeline parallelism",
             f"A layer on each device, the batch in {n} parts, their sentences in {num_chunks}; pieces go to "
             f"the neighbour.",
-            pipeline,
-            one_layer,
-            False,
+            a_layer,
+            units(make_schedule("1f1b", n, n, num_chunks)),
         ),
     ]
 
@@ -99,21 +97,24 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
     """
     strategies = make_strategies(num_devices, num_chunks)
     last = max(strategy.end for strategy in strategies)
-    colors = tuple(map(color_of, range(num_devices)))
-    legend = legend_html(
+    legend, height = draw_legend(
         (
-            (colors, "rows of the batch; stripes: all of them at once"),
+            (
+                tuple(map(color_of, range(num_devices))),
+                "rows of the batch; stripes: all of them at once",
+            ),
             ((), "paler: later in the sentences"),
-            ((), "dark foot: backward pass, twice the work"),
+            ((), "dark foot: backward, twice the work"),
             ((IDLE,), "idle"),
-            ((), "left: the part of the weights that a device holds"),
-        )
+        ),
+        "",
+        WIDTH + 230,
     )
-    panels = "".join(_panel(i, s, last) for i, s in enumerate(strategies))
+    panels = "".join(_panel(strategy, last) for strategy in strategies)
     body = (
         f'<div class="jaxpar"><style>{STYLE}\n{_STYLE}</style>'
         f"<h1>One training step, {num_devices} layers, {num_devices} devices, four ways to share it</h1>"
-        f"{legend}"
+        f'<svg width="{WIDTH + 230}" viewBox="0 0 {WIDTH + 230} {height:g}">{legend}</svg>'
         f'<p class="controls"><button type="button">pause</button> <input type="range" min="0" '
         f'max="{last:g}" step="any" value="{last:g}" aria-label="time"> <output></output></p>{panels}'
         f"<p>Time: 1 is the forward pass of one layer over the whole batch. Devices of a pipeline keep step. "
@@ -122,85 +123,45 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
     return make_page("Four ways to share a training step", body)
 
 
-def _panel(number: int, strategy: Strategy, last: float) -> str:
-    n, unit, width = len(strategy.holds), WIDTH / last, LEFT + WIDTH + 16
-    stripes = tuple(map(color_of, range(n))) if strategy.stripes else ()
-    bars = "".join(
-        block_svg(
-            block,
-            LEFT + block.start * unit,
-            ROW * block.stage,
-            block.cost * unit,
-            ROW,
-            labelled=False,
-            stripes=stripes,
-        )
-        for block in strategy.blocks
+def _panel(strategy: Strategy, last: float) -> str:
+    n, end = len(strategy.holds), strategy.end
+    own = [[block for block in strategy.blocks if block.stage == d] for d in range(n)]
+    chart = Chart(
+        title=strategy.name,
+        rows=[
+            Row(f"device {d}: {holds}", d, [(0, end)], own[d])
+            for d, holds in enumerate(strategy.holds)
+        ],
+        marks=[(t, str(t)) for t in range(int(end) + 1)],
+        unit="time",
+        width=WIDTH * end / last,
+        name_letters=NAME,  # time begins at one place in all pictures
     )
-    devices = "".join(
-        f'<g class="light" transform="translate(0 {ROW * d})">'
-        f'<text x="0" y="{ROW / 2 + 4:g}">device {d}</text>'
-        f"{_icon(strategy.holds[d], n)}</g>"
-        for d in range(n)
-    )
-    height, end = ROW * n, LEFT + strategy.end * unit
-    ticks = "".join(
-        f'<path class="tick" d="M{(x := LEFT + t * unit):g} {height}v4"/>'
-        f'<text class="dim" x="{x:g}" y="{height + 15}" text-anchor="middle">{t}</text>'
-        for t in range(int(last) + 1)
-    )
-    work = [
-        [[b.start, b.start + b.cost] for b in strategy.blocks if b.stage == d and b.label]
-        for d in range(n)
-    ]
-    data = html.escape(json.dumps({"end": strategy.end, "unit": unit, "work": work}))
+    drawing, _, height = draw(chart)
+    width, unit = chart.left + WIDTH + 16, WIDTH / last
+    work = [[[b.start, b.start + b.cost] for b in blocks] for blocks in own]
+    data = {"end": end, "left": chart.left, "unit": unit, "work": work}
+    says = f"busy {strategy.busy:.0%}, done at {end:.1f}"
     return (
-        f'<section data-strategy="{data}"><h2>{strategy.name} <output>{_numbers(strategy)}</output></h2>'
-        f'<p>{strategy.words}</p><svg width="{width}" viewBox="0 0 {width} {height + 20}" role="img" '
-        f'aria-label="{strategy.name}: {_numbers(strategy)}">'
-        f'<defs><g id="bars{number}">{bars}</g><clipPath id="past{number}">'
-        f'<rect class="past" x="{LEFT}" y="0" width="{WIDTH}" height="{height}"/></clipPath></defs>'
-        f'{devices}{ticks}<use href="#bars{number}" opacity=".2"/>'
-        f'<use href="#bars{number}" clip-path="url(#past{number})"/>'
-        f'<path class="end" d="M{end:g} 0v{height}"/>'
-        f'<path class="now" d="M{LEFT} 0v{height}"/></svg></section>'
+        f'<section data-strategy="{html.escape(json.dumps(data))}"><h2>{strategy.name} <output>{says}'
+        f'</output></h2><p>{strategy.words}</p><svg width="{width:g}" viewBox="0 0 {width:g} {height:g}" '
+        f'role="img" aria-label="{strategy.name}: {says}">{drawing}<rect class="future" y="0" width="0" '
+        f'height="{ROW * n}"/><path class="now" d="M{chart.left:g} 0v{ROW * n}"/></svg></section>'
     )
-
-
-def _icon(parts: list[tuple[int, float, float]], num_layers: int) -> str:
-    """The layers, the first at the bottom, and what of them a device holds."""
-    high = (ROW - 6) / num_layers
-    x0 = LEFT - ICON - 14
-    frame = "".join(
-        f'<rect class="layer" x="{x0}" y="{3 + i * high:.1f}" width="{ICON}" height="{high - 2:.1f}"/>'
-        for i in range(num_layers)
-    )
-    return frame + "".join(
-        f'<rect class="held" x="{x0 + ICON * start:.1f}" y="{3 + (num_layers - 1 - layer) * high:.1f}" '
-        f'width="{ICON * (stop - start):.1f}" height="{high - 2:.1f}"/>'
-        for layer, start, stop in parts
-    )
-
-
-def _numbers(strategy: Strategy) -> str:
-    return f"busy {strategy.busy:.0%}, done at {strategy.end:.1f}"
 
 
 _STYLE = """\
 .jaxpar{max-width:900px;margin:auto}
-.jaxpar svg{max-width:100%;height:auto}
+.jaxpar svg{max-width:100%}
 .jaxpar h1{font-size:20px;margin:4px 0 8px}
 .jaxpar h2{font-size:15px;margin:16px 0 0}
 .jaxpar h2 output{font-weight:400;color:var(--axis);margin-left:10px;font-variant-numeric:tabular-nums}
 .jaxpar .controls{display:flex;gap:10px;align-items:center;color:var(--fg)}
 .jaxpar .controls button{width:64px}
 .jaxpar .controls input{flex:1;max-width:560px}
-.jaxpar .layer{fill:none;stroke:var(--line)}
-.jaxpar .held{fill:var(--dim)}
-.jaxpar .busy .held{fill:var(--axis)}
-.jaxpar .light text{fill:var(--dim)}
-.jaxpar .light.busy text{fill:var(--axis);font-weight:700}
-.jaxpar .end{stroke:var(--fg);stroke-width:1.5}
+.jaxpar svg .row{fill:var(--dim)}
+.jaxpar svg .row.busy{fill:var(--axis);font-weight:700}
+.jaxpar .future{fill:var(--bg);fill-opacity:.8}
 .jaxpar .now{stroke:var(--warn);stroke-width:2}"""
 
 # Without it, or with motion switched off, the page shows the whole step.
@@ -209,8 +170,9 @@ const root = document.querySelector(".jaxpar");
 const [button, slider, clock] = root.querySelector(".controls").children;
 const last = +slider.max, rest = 1.5;  // seconds a unit of time, and at the end
 const panels = [...root.querySelectorAll("section")].map(node => ({
-  ...JSON.parse(node.dataset.strategy), node, says: node.querySelector("output"),
-  past: node.querySelector(".past"), now: node.querySelector(".now"), lights: node.querySelectorAll(".light"),
+  ...JSON.parse(node.dataset.strategy), says: node.querySelector("output"),
+  future: node.querySelector(".future"), now: node.querySelector(".now"),
+  names: node.querySelectorAll(".row"),
 }));
 function draw(t) {
   slider.value = t;
@@ -220,12 +182,13 @@ function draw(t) {
     let worked = 0;
     p.work.forEach((spans, device) => {
       worked += spans.reduce((sum, [a, b]) => sum + Math.max(0, Math.min(until, b) - a), 0);
-      p.lights[device].classList.toggle("busy", spans.some(([a, b]) => a <= t && t < b));
+      p.names[device].classList.toggle("busy", spans.some(([a, b]) => a <= t && t < b));
     });
     const share = until ? worked / (until * p.work.length) : 0;
     p.says.textContent = `busy ${Math.round(100 * share)}%` +
       (t >= p.end ? `, done at ${p.end.toFixed(1)}` : "");
-    p.past.setAttribute("width", until * p.unit);
+    p.future.setAttribute("x", p.left + until * p.unit);
+    p.future.setAttribute("width", (p.end - until) * p.unit);
     p.now.setAttribute("transform", `translate(${until * p.unit} 0)`);
   }
 }

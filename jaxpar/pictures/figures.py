@@ -9,18 +9,19 @@ from typing import Any
 import jax
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch, Rectangle
-from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+from matplotlib.ticker import StrMethodFormatter
 
-from jaxpar.analysis.measured import REST, MeasuredStep
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.pictures.blocks import Block
+from jaxpar.display import format_count
+from jaxpar.pictures.chart import IDLE, Chart
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
-from jaxpar.pictures.timeline import MAX_TICKS, blocks_of
-from jaxpar.pipeline.schedule import Schedule, make_schedule
+from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import TrainState
 
 GREY = "#e4e8ec"  # idle
+PIXELS = 95  # of a chart, in an inch
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -37,66 +38,36 @@ def save_figure(figure: Figure, path: Path) -> None:
     )
 
 
-def draw_schedule(schedule: Schedule) -> Figure:
-    """A row a stage, units coloured by microbatch; the share of grey is the bubble.
-
-    Raises:
-      ValueError: the schedule is too long for a figure.
-    """
-    if schedule.num_ticks > MAX_TICKS:
-        raise ValueError(
-            f"{schedule.num_ticks} ticks are too many for a figure; use {MAX_TICKS} or fewer, or .html, "
-            f"which leaves some out"
-        )
-    blocks = blocks_of(schedule)
-    end = blocks[-1].start + blocks[-1].cost
-    width = 1.2 + 0.3 * end
-    figure, [axes] = _figure(
-        12 if width > 18 else max(7.0, width), 1.5 + 0.36 * schedule.num_stages
-    )
-    # Inches that a label needs, and those that a forward unit has.
-    labelled = 0.065 * max(len(b.label) for b in blocks) < (figure.get_figwidth() - 1.2) / end
-    for block in blocks:
-        _draw_block(axes, block, block.stage, 0.92, labelled=labelled)
-    axes.set_xlim(0, end)
-    axes.set_ylim(schedule.num_stages - 0.5, -0.5)
-    axes.set_yticks(range(schedule.num_stages), [f"stage {s}" for s in range(schedule.num_stages)])
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("time (1: a forward unit)")
-    live = " ".join(map(str, schedule.live_units))
-    axes.set_title(
-        f"{schedule.kind}: bubble {schedule.bubble:.1%}"
-        + (f", live units by stage {live}" if schedule.num_slots else ""),
-        fontsize=10,
-    )
-    _legend_below(figure, _legend(schedule))
-    return figure
-
-
-def draw_measured(measured: MeasuredStep) -> Figure:
-    """A measured step: two rows a stage, what its schedule predicts and what was."""
-    rows = measured.rows()
-    last = max(end for _, end, _ in rows)
-    figure, [axes] = _figure(12.0, 1.9 + 0.3 * len(rows))
-    inches = (figure.get_figwidth() - 1.8) / last
-    places = [1.1 * i + 0.5 * (i // 2) for i in range(len(rows))]
-    for y, (_, end, blocks) in zip(places, rows, strict=True):
-        axes.add_patch(Rectangle((0, y - 0.5), end, 1, fc=GREY, lw=0))
-        for block in blocks:
-            fits = 0.065 * len(block.label) < block.cost * inches
-            _draw_block(axes, block, y, 1.0, labelled=fits)
-    axes.set_xlim(0, 1.01 * last)
-    axes.set_ylim(places[-1] + 0.7, -0.7)
-    axes.set_yticks(places, [name for name, _, _ in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("time (ms)")
-    axes.set_title(
-        f"{measured.schedule.kind}: idle {measured.bubble:.1%}, predicted "
-        f"{measured.predicted_bubble:.1%}",
-        fontsize=10,
-    )
-    head = Patch(fc=REST, label="the head: softmax and loss")
-    _legend_below(figure, [*_legend(measured.schedule), head])
+def draw_chart(chart: Chart) -> Figure:
+    """A schedule, or a measured step."""
+    inches = min(12.0, max(7.0, 1.6 + chart.width / PIXELS))
+    figure, [axes] = _figure(inches, 1.5 + 0.36 * chart.height)
+    width = PIXELS * (inches - 1.6)
+    for row in chart.rows:
+        for start, end in row.spans:
+            axes.add_patch(Rectangle((start, row.top), end - start, 0.92, fc=GREY, lw=0))
+        for block in row.blocks:
+            corner, [color] = (block.start, row.top), block.colors
+            edge: Any = {"ec": "white", "lw": min(0.8, 0.1 * block.cost * width / chart.end)}
+            axes.add_patch(Rectangle(corner, block.cost, 0.92, fc=color, **edge))
+            if block.is_backward:
+                foot = (block.start, row.top + 0.74)
+                axes.add_patch(Rectangle(foot, block.cost, 0.18, fc="black", alpha=0.45, lw=0))
+            if chart.fits(block.label, block.cost, width):
+                style: Any = {"ha": "center", "va": "center", "fontsize": 7}
+                middle = (block.start + block.cost / 2, row.top + 0.46)
+                axes.text(*middle, block.label, color=text_color_on(color), **style)
+    axes.set_xlim(0, chart.end)
+    axes.set_ylim(chart.height, -0.1)
+    axes.set_yticks([row.top + 0.46 for row in chart.rows], [row.name for row in chart.rows])
+    axes.set_xticks(*zip(*chart.marks_with_room(width), strict=True), fontsize=8)
+    axes.set_xlabel(f"time ({chart.unit})")
+    axes.set_title(chart.title, fontsize=10)
+    handles = [
+        tuple(Patch(fc=GREY if color == IDLE else color) for color in colors)
+        for colors, _ in chart.legend
+    ]
+    _legend_below(figure, handles, [text for _, text in chart.legend])
     return figure
 
 
@@ -113,7 +84,7 @@ def draw_bubble(
         bubbles = [
             100 * make_schedule(kind, num_stages, M, K, num_groups).bubble for M in microbatches
         ]
-        label = f"K = {K} chunk{'s' * (K > 1)} of time"
+        label = f"K = {format_count(K, 'chunk')} of time"
         axes.plot(microbatches, bubbles, marker="os^Dvp*"[i % 7], color=color_of(i), label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(microbatches, list(map(str, microbatches)))
@@ -141,6 +112,7 @@ def memory_by_kind(report: ProgramReport, state: TrainState) -> dict[str, int]:
         raise ValueError("XLA does not tell the memory of a program on this backend; use the CPU's")
     kinds = {
         "parameters": _device_bytes(state.params),
+        "frozen parameters": _device_bytes(state.frozen),
         "optimizer state": 0 if state.opt_memory else _device_bytes(state.opt_state),
         "carried state": _device_bytes(state.carry),
     }
@@ -164,8 +136,8 @@ def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:
         for name, report in reports.items()
     }
     unknown = sum(total.unknown for report in reports.values() for total in report.totals)
-    note = f"; {unknown} collectives that run as often as data says are left out" if unknown else ""
-    return _draw_bars(sent, f"sent by a device in a step{note}", "along ")
+    note = f"; not counted: {format_count(unknown, 'collective')} in loops as long as data says"
+    return _draw_bars(sent, f"sent by a device in a step{note * bool(unknown)}", "along ")
 
 
 def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
@@ -180,30 +152,20 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         train = [line for line in lines if line["split"] == "train"]
         if not train:
             raise ValueError(f"{name} has no line of training in its metrics.jsonl; train it first")
-        keys = [key for key in train[0] if key.endswith("_per_second")]
-        if unit and keys != [unit]:
-            raise ValueError(f"{name} counts {keys[0]}, the run before it {unit}; plot them apart")
-        [unit] = keys
+        before, unit = unit, next(key for key in train[0] if key.endswith("_per_second"))
+        if before not in ("", unit):
+            raise ValueError(f"{name} counts {unit}, the run before it {before}; plot them apart")
         steps = [line["step"] for line in train]
         dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
-        losses.plot(
-            steps,
-            [line["loss"] for line in train],
-            color=color_of(i),
-            label=f"{name}, train",
-            **dots,
-        )
+        style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}
+        losses.plot(steps, [line["loss"] for line in train], **style)
+        # The first line counts compilation.
+        speeds.plot(steps[1:], [line[unit] for line in train[1:]], **style | {"label": name})
         valid = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
         if valid:
-            style: Any = {"marker": "D", "linestyle": "--", "markeredgecolor": "black"}
-            losses.plot(
-                *zip(*valid, strict=True), color=color_of(i), label=f"{name}, valid", **style
-            )
-        # The first line counts compilation.
-        speeds.plot(
-            steps[1:], [line[unit] for line in train][1:], color=color_of(i), label=name, **dots
-        )
-    losses.set_ylabel("loss (nats)")
+            style |= {"marker": "D", "linestyle": "--", "markeredgecolor": "black"}
+            losses.plot(*zip(*valid, strict=True), **style | {"label": f"{name}, valid"})
+    losses.set_ylabel("loss")
     losses.legend(frameon=False)
     speeds.set_ylabel(unit.replace("_per_second", "/s"))
     speeds.set_ylim(bottom=0)
@@ -214,31 +176,6 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     return figure
 
 
-def _draw_block(axes: Any, block: Block, y: float, height: float, *, labelled: bool) -> None:
-    color = block.color or GREY
-    corner = (block.start, y - height / 2)
-    axes.add_patch(Rectangle(corner, block.cost, height, fc=color, ec="white", lw=0.8))
-    if block.label and not block.is_forward:
-        foot = (block.start, y + height / 2 - 0.2)
-        axes.add_patch(Rectangle(foot, block.cost, 0.18, fc="black", alpha=0.45, lw=0))
-    if labelled:
-        style: Any = {"ha": "center", "va": "center", "fontsize": 7}
-        middle = block.start + block.cost / 2
-        axes.text(middle, y, block.label, color=text_color_on(color), **style)
-
-
-def _legend(schedule: Schedule) -> list[Patch]:
-    names = [f"microbatch {m}" for m in range(min(schedule.num_microbatches, len(PALETTE)))]
-    patches = [Patch(fc=color_of(m), label=name) for m, name in enumerate(names)]
-    if schedule.num_microbatches > len(PALETTE):
-        patches[-1].set_label(f"{names[-1]}, then from the first colour")
-    if schedule.num_chunks > 1:
-        patches.append(Patch(fc=color_of(0, 0.65), label="paler: later chunks of time"))
-    if schedule.num_slots:
-        patches.append(Patch(fc="#777777", label="dark foot: backward"))
-    return [*patches, Patch(fc=GREY, label="idle")]
-
-
 def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "") -> Figure:
     kinds = dict.fromkeys(kind for parts in bars.values() for kind in parts)
     most = max(sum(parts.values()) for parts in bars.values())
@@ -246,20 +183,13 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     figure, [axes] = _figure(height=1.9 + 0.42 * len(bars))
     left = [0.0] * len(bars)
     seen = [kind for kind in kinds if max(p.get(kind, 0) for p in bars.values()) > most / 400]
-    unseen = ", ".join(kind for kind in kinds if kind not in seen)
+    some = {kind for parts in bars.values() for kind, size in parts.items() if size}
+    unseen = ", ".join(kind for kind in kinds if kind in some and kind not in seen)
     for i, kind in enumerate(seen):
         sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
         # Where colours come round again, hatches tell.
-        hatch = "" if i < len(PALETTE) else "//"
-        axes.barh(
-            list(bars),
-            sizes,
-            left=left,
-            color=color_of(i),
-            hatch=hatch,
-            ec="white",
-            label=before + kind,
-        )
+        style: Any = {"color": color_of(i), "hatch": "//" * (i >= len(PALETTE)), "ec": "white"}
+        axes.barh(list(bars), sizes, left=left, label=before + kind, **style)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for y, (end, parts) in enumerate(zip(left, bars.values(), strict=True)):
         axes.text(end, y, f" {sum(parts.values()) / 1000**power:.3g}", va="center", fontsize=9)
@@ -267,7 +197,7 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     axes.invert_yaxis()
     unit = ("B", "kB", "MB", "GB", "TB")[power]
     axes.set_xlabel(f"{what} ({unit})" + f"\ntoo little to be seen: {unseen}" * bool(unseen))
-    _legend_below(figure, axes.get_legend_handles_labels()[0])
+    _legend_below(figure, *axes.get_legend_handles_labels())
     return figure
 
 
@@ -279,10 +209,16 @@ def _figure(width: float = 7.0, height: float = 4.0, rows: int = 1) -> tuple[Fig
     return figure, axes
 
 
-def _legend_below(figure: Figure, handles: Sequence[Any]) -> None:
+def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     columns = max(1, int(figure.get_figwidth() / 2.2))
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+        [handle or Patch(alpha=0) for handle in handles],
+        labels,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8,
     )
 
 

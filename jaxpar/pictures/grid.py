@@ -4,7 +4,7 @@ import html
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,118 +17,61 @@ from rich.text import Text
 
 from jaxpar.display import format_bytes, format_count, format_shape, show
 from jaxpar.mesh import MeshConfig
-from jaxpar.pictures.picture import Picture, color_of, text_color_on
+from jaxpar.pictures.picture import HEAD, Picture, color_of, table_html, text_color_on
+from jaxpar.sharding import dims_of
 
-MAX_COLUMNS = 16
+HTML_WIDTH = 150  # letters of a table in a notebook
 MAX_CHIPS = 8  # more devices in one place are written as ranges
-
-
-class Side(NamedTuple):
-    """A dim of the table: its name, and a label for each place along it."""
-
-    name: str
-    labels: tuple[str, ...]
 
 
 class Grid(Picture):
     """Devices in a table whose rows and columns run over any number of dims."""
 
-    def __init__(
-        self, caption: str, sides: tuple[Side, ...], devices: dict[tuple[int, ...], list[int]]
-    ):
+    def __init__(self, caption: str, devices: dict[tuple[str, ...], list[int]]):
         """What is where.
 
         Args:
-          sides: outermost first.
-          devices: place along every side -> numbers of the devices there.
+          devices: labels of a place along every dim, the outermost first -> numbers of the devices there.
         """
-        self.caption, self.sides, self.devices = caption, sides, devices
+        self.caption, self.devices = caption, devices
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        # As many sides to the right as the console has room for, the others downwards.
-        unlimited = console.options.update(max_width=10_000)
-        num_rows = len(self.sides) // 2
-        table = self._table(num_rows)
-        while (
-            num_rows < len(self.sides)
-            and console.measure(table, options=unlimited).maximum > options.max_width
-        ):
-            num_rows += 1
-            table = self._table(num_rows)
         yield Text(self.caption)
-        yield table
+        yield self._table(options.max_width)
 
     def to_html(self) -> str:
-        """A table, with a header for each side."""
-        num_rows = len(self.sides) // 2
-        while math.prod(len(side.labels) for side in self.sides[num_rows:]) > MAX_COLUMNS:
-            num_rows += 1
-        lines, across = [], 1
-        for side in self.sides[num_rows:]:
-            span = (
-                math.prod(len(s.labels) for s in self.sides[num_rows:])
-                // across
-                // len(side.labels)
-            )
-            name = f'<th colspan="{max(1, num_rows)}">{html.escape(side.name)}</th>'
-            cells = [
-                f'<th colspan="{span}">{html.escape(label)}</th>' for label in side.labels * across
-            ]
-            lines.append(f"<tr>{name}{''.join(cells)}</tr>")
-            across *= len(side.labels)
-        for place in self._places(0, num_rows):
-            heads = "".join(self._row_heads(place)) or "<th>devices</th>"
-            cells = (self._chips(place + rest) for rest in self._places(num_rows, len(self.sides)))
-            lines.append(f"<tr>{heads}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-        return (
-            f'<p><b>{html.escape(self.caption)}</b></p><table class="grid">{"".join(lines)}</table>'
-        )
+        """The same."""
+        table = table_html(self._table(HTML_WIDTH))
+        return f"<p><b>{html.escape(self.caption)}</b></p>{table}"
 
-    def _row_heads(self, place: tuple[int, ...]) -> Iterator[str]:
-        """Headers of the sides that begin a new label in this row."""
-        for i, (index, side) in enumerate(zip(place, self.sides, strict=False)):
-            if not any(place[i + 1 :]):
-                span = math.prod(len(s.labels) for s in self.sides[i + 1 : len(place)])
-                yield f'<th rowspan="{span}">{html.escape(f"{side.name} {side.labels[index]}")}</th>'
+    def _table(self, max_width: int) -> Table:
+        """As many dims to the right as there is room for, the others downwards."""
+        dims = [list(dict.fromkeys(labels)) for labels in zip(*self.devices, strict=True)]
+        half = len(dims) // 2
+        tables = [self._table_of(dims[:n], dims[n:]) for n in range(half, len(dims) + 1)]
+        console = Console(width=10_000)
+        fit = (table for table in tables if console.measure(table).maximum <= max_width)
+        return next(fit, tables[-1])
 
-    def _chips(self, place: tuple[int, ...]) -> str:
-        devices = self.devices[place]
-        if len(devices) > MAX_CHIPS:
-            return html.escape(_ranges(devices))
-        chips = []
-        for d in devices:
-            color = color_of(d)
-            style = f"background:{color};color:{text_color_on(color)}"
-            chips.append(f'<span class="device" style="{style}">{d}</span>')
-        return " ".join(chips)
-
-    def _table(self, num_rows: int) -> Table:
-        table = Table(box=rich.box.SQUARE, show_lines=True, show_header=num_rows < len(self.sides))
-        for _ in range(max(1, num_rows)):
-            table.add_column("", style="dim", overflow="fold")
-        for place in self._places(num_rows, len(self.sides)):
-            sides = zip(self.sides[num_rows:], place, strict=True)
-            head = "\n".join(f"{side.name} {side.labels[index]}" for side, index in sides)
-            table.add_column(head, justify="center", overflow="fold")
-        for place in self._places(0, num_rows):
-            sides = zip(self.sides[:num_rows], place, strict=True)
-            heads = [f"{side.name} {side.labels[index]}" for side, index in sides] or ["devices"]
-            cells = (self._text(place + rest) for rest in self._places(num_rows, len(self.sides)))
-            table.add_row(*heads, *cells)
+    def _table_of(self, down: list[list[str]], right: list[list[str]]) -> Table:
+        table = Table(box=rich.box.SQUARE, show_lines=True, show_header=bool(right))
+        columns = list(itertools.product(*right))
+        for _ in down or ["devices"]:
+            table.add_column("", style=HEAD, overflow="fold")
+        for column in columns:
+            table.add_column("\n".join(column), justify="center", overflow="fold")
+        for row in itertools.product(*down):
+            chips = (_chips(self.devices[row + column]) for column in columns)
+            table.add_row(*(row or ["devices"]), *chips)
         return table
 
-    def _text(self, place: tuple[int, ...]) -> Text:
-        devices = self.devices[place]
-        if len(devices) > MAX_CHIPS:
-            return Text(_ranges(devices))
-        chips = []
-        for d in devices:
-            color = color_of(d)
-            chips.append(Text(f" {d} ", style=f"bold {text_color_on(color)} on {color}"))
-        return Text(" ").join(chips)
 
-    def _places(self, start: int, stop: int) -> Iterator[tuple[int, ...]]:
-        return itertools.product(*(range(len(side.labels)) for side in self.sides[start:stop]))
+def _chips(devices: list[int]) -> Text:
+    if len(devices) > MAX_CHIPS:
+        return Text(_ranges(devices))
+    colors = {d: color_of(d) for d in devices}
+    styles = {d: f"bold {text_color_on(color)} on {color}" for d, color in colors.items()}
+    return Text(" ").join(Text(f" {d} ", style=style) for d, style in styles.items())
 
 
 @show.register
@@ -155,7 +98,7 @@ def show_mesh(mesh: Mesh) -> Grid:
 @show.register(nnx.Variable)
 def show_variable(variable: nnx.Variable) -> Grid:
     """The shards of a parameter, its dims by name."""
-    return array_grid(variable.get_value(), variable.get_metadata("out_sharding", None) or ())
+    return array_grid(variable.get_value(), dims_of(variable))
 
 
 @show.register(jax.Array)
@@ -184,21 +127,17 @@ def array_grid(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
         device.id: tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
     }
-    pieces = [sorted(set(ranges)) for ranges in zip(*bounds.values(), strict=True)]
-    split = [dim for dim, ranges in enumerate(pieces) if len(ranges) > 1]
+    split = [d for d, ranges in enumerate(zip(*bounds.values(), strict=True)) if len({*ranges}) > 1]
     spec = (*sharding.spec, *[None] * len(shape)) if isinstance(sharding, NamedSharding) else ()
-    sides = []
+    heads = {}
     for dim in split:
         axes = spec[dim] if spec else ()
-        axes = (axes,) if isinstance(axes, str) else axes
-        name = " ".join(["dim", str(dim), names[dim] or "" if names else ""]).strip()
-        labels = tuple(f"[{start}:{stop}]" for start, stop in pieces[dim])
-        sides.append(Side("/".join([name, *(axes or ())]), labels))
-    devices: dict[tuple[int, ...], list[int]] = {}
-    for device, ranges in sorted(bounds.items()):
-        devices.setdefault(tuple(pieces[dim].index(ranges[dim]) for dim in split), []).append(
-            device
-        )
+        axes = (axes,) if isinstance(axes, str) else axes or ()
+        heads[dim] = "/".join([f"dim {dim} {(names[dim] if names else '') or ''}".strip(), *axes])
+    devices: dict[tuple[str, ...], list[int]] = {}
+    for device, ranges in sorted(bounds.items(), key=lambda item: item[::-1]):
+        place = tuple(f"{heads[dim]} [{ranges[dim][0]}:{ranges[dim][1]}]" for dim in split)
+        devices.setdefault(place, []).append(device)
     shard = sharding.shard_shape(shape)
     copies = len(bounds) // len(devices)
     each = f", each on {copies} devices" if copies > 1 else ""
@@ -209,23 +148,17 @@ def array_grid(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     )
     size = format_bytes(math.prod(shard) * array.dtype.itemsize)
     layout = f", {sharding.spec}".replace("PartitionSpec", "P") if spec else ""
-    return Grid(
-        f"{array.dtype} {format_shape(shape)}{layout}: {held}; {size} a device",
-        tuple(sides),
-        dict(sorted(devices.items())),
-    )
+    return Grid(f"{array.dtype} {format_shape(shape)}{layout}: {held}; {size} a device", devices)
 
 
 def _mesh_grid(ids: np.ndarray, axes: tuple[str, ...], note: str) -> Grid:
     sizes = dict(zip(axes, ids.shape, strict=True))
-    sides = tuple(Side(a, tuple(map(str, range(size)))) for a, size in sizes.items() if size > 1)
-    by_place = {tuple(map(int, place)): [int(ids[place])] for place in np.ndindex(ids.shape)}
-    devices = {
-        tuple(p for p, size in zip(place, ids.shape, strict=True) if size > 1): numbers
-        for place, numbers in by_place.items()
-    }
+    devices = {}
+    for place in np.ndindex(ids.shape):
+        labels = (f"{axis} {p}" for axis, p in zip(axes, place, strict=True) if sizes[axis] > 1)
+        devices[tuple(labels)] = [int(ids[place])]
     shape = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    return Grid(f"mesh {shape}: {format_count(ids.size, 'device')}{note}", sides, devices)
+    return Grid(f"mesh {shape}: {format_count(ids.size, 'device')}{note}", devices)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 from rich.table import Table
 
@@ -13,20 +14,24 @@ from jaxpar.training.summary import describe_bytes, parameter_table
 
 
 class Params(Tables):
-    """A table of parameters, and a line about them."""
+    """Tables of parameters, and a line about them."""
 
-    def __init__(self, params: Any, note: str = ""):
-        self._parts = (parameter_table(params), *([f"\n{note}"] if note else []))
+    def __init__(self, params: Any, frozen: Any = (), note: str = ""):
+        self._parts: list[Table | str] = [parameter_table(params)]
+        if jax.tree.leaves(frozen):
+            self._parts += ["", parameter_table(frozen, "frozen")]
+        if note:
+            self._parts.append(f"\n{note}")
 
     def parts(self) -> Iterator[Table | str]:
-        """The table, then the line."""
+        """What is trained, what is not, and the line."""
         yield from self._parts
 
 
 @show.register
 def show_train_state(state: TrainState) -> Params:
     """The parameters of a run, and the bytes of all of its state."""
-    return Params(state.params, describe_bytes(state).strip())
+    return Params(state.params, state.frozen, describe_bytes(state).strip())
 
 
 @show.register(nnx.State)

@@ -2,13 +2,12 @@
 
 import html
 import io
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import rich.box
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxpar.display import WIDTH, show
@@ -34,13 +33,13 @@ padding:10px 12px;border-radius:6px;overflow-x:auto}
 .jaxpar .axis{color:var(--axis);font-weight:600}
 .jaxpar .warn{color:var(--warn);font-weight:600}
 .jaxpar .grid th,.jaxpar .grid td{border:1px solid var(--line);text-align:center;vertical-align:middle}
-.jaxpar .device{display:inline-block;min-width:20px;margin:1px 2px;padding:0 4px;border-radius:4px;
-text-align:center;font-weight:600}
-.jaxpar svg{display:block}
+.jaxpar .device{padding:2px 2px;border-radius:4px;font-weight:600;white-space:pre}
+.jaxpar svg{display:block;height:auto}
 .jaxpar svg text{font:11px system-ui,sans-serif;fill:var(--fg)}
 .jaxpar svg .dim{fill:var(--dim)}
-.jaxpar .nowrap{white-space:nowrap}
 .jaxpar svg .tick{stroke:var(--line)}"""
+
+HEAD = "dim"  # style of a column whose cells are headers of their rows
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}
@@ -84,7 +83,7 @@ def show_picture(picture: Picture) -> Picture:
 
 
 class Tables(Picture):
-    """Tables and lines of text, from `parts`."""
+    """Tables and lines of text, from `parts`. A dataclass that is one is declared with `repr=False`."""
 
     def parts(self) -> Iterator[Table | str]:
         """From top to bottom."""
@@ -96,7 +95,7 @@ class Tables(Picture):
     def to_html(self) -> str:
         """The same."""
         return "".join(
-            _table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
+            table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
             for part in self.parts()
             if isinstance(part, Table) or part.strip()
         )
@@ -113,6 +112,20 @@ def make_table(*columns: str) -> Table:
             min_width=9 if column == "module" else None,
         )
     return table
+
+
+def table_html(table: Table) -> str:
+    """A table of HTML; one with lines between its rows has them here too."""
+
+    def row(cells: list[RenderableType], *, is_head: bool = False) -> str:
+        return "<tr>" + "".join(
+            _cell_html(column, cell, "th" if is_head or column.style == HEAD else "td")
+            for column, cell in zip(table.columns, cells, strict=True)
+        )
+
+    rows = [row([column.header for column in table.columns], is_head=True)] * table.show_header
+    rows += [row(list(cells)) for cells in zip(*(c.cells for c in table.columns), strict=True)]
+    return f'<table class="{"grid" * table.show_lines}">{"".join(rows)}</table>'
 
 
 def make_page(title: str, body: str) -> str:
@@ -143,24 +156,14 @@ def text_color_on(color: str) -> str:
     return "#000000" if luminance > 0.179 else "#ffffff"
 
 
-def _table_html(table: Table) -> str:
-    def row(tag: str, cells: list[RenderableType]) -> str:
-        return "<tr>" + "".join(
-            f'<{tag} class="{column.justify}">{_cell_html(cell)}</{tag}>'
-            for column, cell in zip(table.columns, cells, strict=True)
-        )
-
-    head = row("th", [column.header for column in table.columns]) if table.show_header else ""
-    body = zip(*(column.cells for column in table.columns), strict=True)
-    return f"<table>{head}{''.join(row('td', list(cells)) for cells in body)}</table>"
-
-
-def _cell_html(cell: RenderableType) -> str:
+def _cell_html(column: Column, cell: RenderableType, tag: str) -> str:
     text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
     parts = []
     for piece, style, _ in text.render(Console(file=io.StringIO(), force_jupyter=False)):
-        color = style.color.name if style and style.color else ""
-        inner = html.escape(piece)
-        known = _CLASSES.get(color)
-        parts.append(f'<span class="{known}">{inner}</span>' if known else inner)
-    return re.sub("\n", "<br>", "".join(parts))
+        inner = html.escape(piece).replace("\n", "<br>")
+        if style and style.bgcolor:
+            inner = f'<span class="device" style="{style.get_html_style()}">{inner}</span>'
+        elif style and style.color and style.color.name in _CLASSES:
+            inner = f'<span class="{_CLASSES[style.color.name]}">{inner}</span>'
+        parts.append(inner)
+    return f'<{tag} class="{column.justify}">{"".join(parts)}</{tag}>'

@@ -6,16 +6,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpar.analysis.measured import MeasuredStep, measure_step
-from jaxpar.analysis.program import inspect_step
-from jaxpar.config import Config, RunConfig
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpar.analysis.measured import measure_step
+from jaxpar.analysis.program import inspect_step, settle
+from jaxpar.layout import lay_out
+from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.animation import make_animation
+from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.timeline import Timeline
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.tasks import complete
+from jaxpar.training.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,8 +33,8 @@ DEFAULTS = {"strategies": ".html", "schedule": ".svg", "timeline": ".svg"}  # ne
 
 def plot(
     kind: str,
-    config: RunConfig,
-    configs: Mapping[str, RunConfig] | None = None,
+    settings: Settings | None = None,
+    meshes: Mapping[str, MeshConfig] | None = None,
     runs: Sequence[str] = (),
     output: str | Path | None = None,
 ) -> Path:
@@ -36,17 +42,19 @@ def plot(
 
     Args:
       kind: one of `KINDS`.
-      config: whose schedule, timeline, bubble, memory or bytes are drawn.
-      configs: in its place, several by name, for memory and bytes.
+      settings: of the step whose schedule, timeline, bubble, memory or bytes are drawn.
+      meshes: several by name, for memory and bytes; without them, that of the settings.
       runs: folders of runs, for curves.
       output: ends in .png, .svg or .html; None is KIND and what suits it, in this folder.
     Returns:
       Where the picture is.
     Raises:
-      ValueError: the config has no such picture, or the file cannot be written so.
+      ValueError: the settings have no such picture, or the file cannot be written so.
       OSError: no such run or folder.
     """
     path = Path(output or kind + DEFAULTS.get(kind, ".png"))
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind!r} is no picture; use one of {', '.join(KINDS)}")
     if path.suffix not in SUFFIXES:
         raise ValueError(f"cannot draw into {str(path)!r}; end its name in {', '.join(SUFFIXES)}")
     if kind == "strategies":
@@ -54,64 +62,75 @@ def plot(
             raise ValueError(f"strategies move, and {str(path)!r} cannot; end its name in .html")
         path.write_text(make_animation())
     elif kind in ("schedule", "timeline") and path.suffix != ".png":
-        schedule = _schedule(config)
-        picture = Timeline(schedule) if kind == "schedule" else _measured(config)
+        picture = _drawing(kind, settings)
         path.write_text(picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
     else:
-        figure = _figure(kind, config, configs or {str(config.mesh): config}, runs)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError(
+                "this picture needs matplotlib; pip install 'jaxpar[plot]', in a clone -e '.[plot]'"
+            )
+        # An extra: what else is here works without.
         from jaxpar.pictures.figures import save_figure
 
-        save_figure(figure, path)
+        save_figure(_figure(kind, settings, meshes, runs), path)
     return path
 
 
 def _figure(
-    kind: str, config: RunConfig, configs: Mapping[str, RunConfig], runs: Sequence[str]
+    kind: str,
+    settings: Settings | None,
+    meshes: Mapping[str, MeshConfig] | None,
+    runs: Sequence[str],
 ) -> "Figure":
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "this picture needs matplotlib; pip install 'jaxpar[plot]', in a clone -e '.[plot]'"
-        )
-    # An extra: what else is here works without.
     from jaxpar.pictures import figures
 
-    if kind == "schedule":
-        return figures.draw_schedule(_schedule(config))
-    if kind == "timeline":
-        return figures.draw_measured(_measured(config))
-    if kind == "bubble":
-        schedule = _schedule(config)
-        if schedule.num_stages == 1:
-            raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
-        return figures.draw_bubble(schedule.kind, schedule.num_stages, schedule.num_groups)
     if kind == "curves":
         if not runs:
             raise ValueError("curves of what? Name folders of runs, such as runs/0001")
         return figures.draw_curves({str(run): _metrics(RunFolder(run)) for run in runs})
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is no picture; use one of {', '.join(KINDS)}")
+    if kind in ("schedule", "timeline"):
+        return figures.draw_chart(_drawing(kind, settings).chart())
+    if kind == "bubble":
+        schedule = _schedule(settings)
+        if schedule.num_stages == 1:
+            raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
+        return figures.draw_bubble(schedule.kind, schedule.num_stages, schedule.num_groups)
+    task, parallel, train = _of(settings)
     reports, memory = {}, {}
-    for name, each in configs.items():
-        mesh = each.mesh.build()
-        whole = complete(each, mesh)
-        reports[name] = inspect_step(whole, mesh)
+    for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
+        on_shape = dataclasses.replace(parallel, mesh=shape)
+        (own, on_shape, _), mesh = settle(task, on_shape, train, None)
+        reports[name] = inspect_step(own, on_shape, train, mesh)
         if kind == "memory":
-            memory[name] = figures.memory_by_kind(reports[name], abstract_state(whole, mesh))
+            state = abstract_state(own, on_shape, mesh, num_steps=train.num_steps)
+            memory[name] = figures.memory_by_kind(reports[name], state)
     return figures.draw_memory(memory) if kind == "memory" else figures.draw_bytes(reports)
 
 
-def _schedule(config: RunConfig) -> Schedule:
-    if not isinstance(config, Config):
-        raise ValueError(f"the model {config.model.name!r} has no pipeline; leave --model away")
-    mesh = config.mesh if config.mesh.stage > 0 else config.mesh.resolve()
-    return step_schedule(dataclasses.replace(config, mesh=mesh))
+def _drawing(kind: str, settings: Settings | None) -> Drawing:
+    return Timeline(_schedule(settings)) if kind == "schedule" else measure_step(*_of(settings))
 
 
-def _measured(config: RunConfig) -> MeasuredStep:
-    mesh = config.mesh.build()
-    return measure_step(complete(config, mesh), mesh)
+def _schedule(settings: Settings | None) -> Schedule:
+    """Of a step that can be: the devices need not be there, their kind is taken from the first one here."""
+    task, parallel, _ = _of(settings)
+    shape = parallel.mesh if parallel.mesh.stage > 0 else parallel.mesh.resolve()
+    sizes = {axis: max(size, 1) for axis, size in shape.sizes.items()}
+    shape = dataclasses.replace(shape, **sizes, devices=None)
+    parallel = dataclasses.replace(parallel, mesh=shape)
+    mesh = Mesh(np.full(list(sizes.values()), jax.devices()[0]), tuple(sizes))
+    task = task.resolve(parallel, mesh)
+    task.check(parallel, mesh)
+    lay_out(task, parallel)
+    return step_schedule(parallel)
+
+
+def _of(settings: Settings | None) -> Settings:
+    if settings is None:
+        raise ValueError("a picture of which task? Give the settings of its step")
+    return settings
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, object]]:
-    folder.config()  # is there a run?
+    folder.check()
     return folder.metrics()

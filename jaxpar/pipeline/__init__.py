@@ -1,5 +1,22 @@
 """Layers on stages: which layer stands where, what runs when, and the engine that runs it.
 
-`schedule` and `placement` are plain Python and NumPy; `ticks` makes arrays of a schedule, `engine` runs them
-in one loop. `gpipe` is a pipeline without all that: one to read first, and differentiated by autodiff.
+`schedule` and `placement` are plain Python and NumPy; `ticks` makes arrays of a schedule, `layers` takes
+layers apart into forward and backward, `engine` runs both in one loop. It can be used alone: `Pipeline`
+takes functions, a mesh and arrays.
 """
+
+from jaxpar.pipeline.engine import Pipeline, PipelineParams
+from jaxpar.pipeline.placement import Slots, balance, make_slots
+from jaxpar.pipeline.schedule import Schedule, make_schedule
+from jaxpar.pipeline.ticks import make_plan
+
+__all__ = [
+    "Pipeline",
+    "PipelineParams",
+    "Schedule",
+    "Slots",
+    "balance",
+    "make_plan",
+    "make_schedule",
+    "make_slots",
+]

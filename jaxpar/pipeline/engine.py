@@ -9,9 +9,9 @@
 The schedule is data: the loop looks up what this stage does at this tick, and in which slots things
 lie, and it runs as many ticks as it is told. So one program serves any number of microbatches and
 chunks that its slots hold. The state of a layer and its cotangent stay on their stage between the
-chunks of a sequence; activations [t, b, W] are all that crosses a link.
+chunks of a sequence; activations [t, b, ...] are all that crosses a link.
 
-Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch, W width of activations.
+Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch.
 """
 
 import dataclasses
@@ -26,32 +26,34 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from jaxpar.at import At, anywhere
 from jaxpar.axes import DATA, STAGE
-from jaxpar.nn.dropout import Position
-from jaxpar.nn.stack import Layer, SavingLayers, add, run_layers, vary_like, zeros
+from jaxpar.pipeline.layers import Layer, SlotArrays, SplitLayers, run_layers
+from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.pipeline.schedule import Lane
 from jaxpar.pipeline.ticks import Plan
+from jaxpar.trees import add, vary_like, zeros
 
 Head = Literal["last", "sharded"]
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
 
-# Before the first layer: (its parameters, inputs [t, b, ...], where they lie) -> x [t, b, W].
-First = Callable[[Any, Any, Position], jax.Array]
-# After the last layer: (its parameters, y [t, b, W], targets [t, b, ...], where they lie) -> loss,
-# a float32 scalar that is summed over all units. y is float32 if the head is sharded.
-Last = Callable[[Any, jax.Array, Any, Position], jax.Array]
-# Adds what `first` contributes: (gradients so far, parameters, inputs, where they lie, dx) -> gradients.
-FirstGradient = Callable[[Any, Any, Any, Position, jax.Array], Any]
+# Before the first layer: (its parameters, what of them is frozen, where the unit lies) -> x.
+First = Callable[[Any, Any, At], Any]
+# After the last layer: (its parameters, what of them is frozen, y, where the unit lies) -> sums, a tree of
+# float32 scalars whose first leaf is the loss. y is float32 if the head is sharded.
+Last = Callable[[Any, Any, Any, At], Any]
+# Adds what `first` contributes: (gradients so far, parameters, frozen, where the unit lies, dx) -> gradients.
+FirstGradient = Callable[[Any, Any, Any, At, Any], Any]
 
 
 class PipelineParams(NamedTuple):
-    """Parameters of what a pipeline runs; any pytrees of float32 arrays.
+    """Parameters of what a pipeline runs; any pytrees of floating-point arrays.
 
     Attributes:
       first: of the function before the layers; replicated over `stage`.
-      layers: every leaf stacked, [slots, ...], slots sharded over `stage`.
+      layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`.
       last: of the function after the layers.
     """
 
@@ -76,91 +78,153 @@ class Stats(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Functions, a mesh, and how the work is cut; `loss` runs it.
+    """Functions, a mesh, and how the work is cut; `sums` runs it.
 
     Attributes:
-      layer: one layer, see `nn.Layer`; it must not use collectives of its own over `stage` or `data`.
+      layers: a function for every kind of layer, see `layers.Layer`; none may use collectives of its own
+        over `stage` or `data`.
       first, last: before the first and after the last layer; see `First` and `Last`.
-      layer_ids: the layer in each slot, -1 for an empty slot (`placement.slots`).
-      chunk_len: t, time steps of a chunk.
+      slots: where each layer lies (`placement.make_slots`).
+      chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
       microbatch_rows: b, rows of a microbatch on one data-parallel device.
       head: "last" runs `last` on the last stage only; with "sharded" every stage runs it on its part of
         the parameters, and `last` combines the parts by collectives over `stage`.
-      last_specs: partition specs of `params.last` over `stage`; for "sharded" only.
+      last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
       remat: keep a unit's input and state instead of its residuals, and run it again before its backward.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
-      first_rows: where each data-parallel group's rows begin in the batch, for `Position`; None if all
+      first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
+      layout: for `At`.
       buffer_fill: initial value of all buffers; a test fills them with NaN.
     """
 
-    layer: Layer
+    layers: tuple[Layer, ...]
     first: First
     last: Last
     mesh: Mesh
-    layer_ids: tuple[int, ...]
-    chunk_len: int
+    slots: Slots
+    chunk_len: int | None
     microbatch_rows: int
     head: Head = "last"
-    last_specs: Any = None
+    last_specs: tuple[Any, Any] = (P(), P())
     remat: bool = False
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
+    layout: Callable[..., Any] = anywhere
     buffer_fill: float = 0.0
 
-    def loss(
-        self, params: PipelineParams, carry: Any, inputs: Any, targets: Any, plan: Plan
-    ) -> tuple[jax.Array, Any, Stats]:
-        """The loss summed over all units; differentiable with respect to `params`.
+    @property
+    def rows_dim(self) -> int:
+        """Which dim of a batch's arrays are its rows."""
+        return 0 if self.chunk_len is None else 1
 
-        Its gradients are computed by the schedule, together with the loss; the evaluation of the loss
+    def sums(
+        self,
+        params: PipelineParams,
+        carry: Any,
+        batch: Any,
+        plan: Plan,
+        *,
+        frozen: PipelineParams | None = None,
+        key: jax.Array | None = None,
+    ) -> tuple[Any, Any, Stats]:
+        """What `last` gives, summed over all units; the loss is differentiable with respect to `params`.
+
+        Its gradients are computed by the schedule, together with the loss; the evaluation of the sums
         alone runs the forward units only. The carry is not differentiated (truncated backpropagation).
 
         Args:
-          carry: leaves [slots, B, ...], sharded over `stage` and `data`.
-          inputs, targets: leaves [T, B, ...], sharded over `data` on B. The units of data-parallel group
-            d are cut from its own part of B; what no unit covers is not computed.
+          carry: a tree for every kind of layer, leaves [rows, B, ...], sharded over `stage` and `data`.
+          batch: leaves [T, B, ...], sharded over `data` on B; [B] without time, [1, B, ...] the same for all
+            chunks, and scalars, whole for every unit. Without a `chunk_len`, leaves [B, ...]. The units of
+            data-parallel group d are cut from its own part of B; what no unit covers is not computed.
           plan: what runs when.
+          frozen: as `params`, of which no gradient is wanted.
+          key: of this step's dropout, for `At`.
         Returns:
-          the loss, float32; the carry after the window; what the loop counted.
+          the sums; the carry after the window; what the loop counted.
+        Raises:
+          ValueError: plan, mesh, slots, chunks, rows and shapes do not fit each other; or a gradient is asked
+            for, and the plan has no backward pass.
         """
+        frozen = PipelineParams((), ((),) * len(self.layers), ()) if frozen is None else frozen
         carry = lax.stop_gradient(carry)
+        self._check(params, frozen, carry, batch, plan)
+        rest = (frozen, carry, batch, plan, key)
         dtypes = jax.tree.map(lambda param: param.dtype, params)
 
         @jax.custom_vjp
         def run(params):
-            return self._run(params, carry, inputs, targets, plan, with_gradients=False)[:3]
+            return self._run(params, *rest, with_gradients=False)[:3]
 
         def run_forward(params):
-            *out, grads = self._run(params, carry, inputs, targets, plan, with_gradients=True)
+            if not plan.num_slots:
+                raise ValueError(
+                    "gradients of a plan without a backward pass; make its schedules with backward=True"
+                )
+            *out, grads = self._run(params, *rest, with_gradients=True)
             return tuple(out), grads
 
         def run_backward(grads, cotangents):
-            d_loss = cotangents[0]
+            d_loss = jax.tree.leaves(cotangents[0])[0]
             return (jax.tree.map(lambda g, dtype: (g * d_loss).astype(dtype), grads, dtypes),)
 
         run.defvjp(run_forward, run_backward)
         return run(params)
 
-    def _run(self, params, carry, inputs, targets, plan, *, with_gradients: bool):
-        specs = PipelineParams(P(), P(STAGE), self.last_specs if self.head == "sharded" else P())
-        rows, lanes = P(None, DATA), P(DATA, None, STAGE)
+    def forward(
+        self,
+        params: PipelineParams,
+        carry: Any,
+        batch: Any,
+        plan: Plan,
+        *,
+        frozen: PipelineParams | None = None,
+        key: jax.Array | None = None,
+    ) -> tuple[Any, Any, Stats]:
+        """`sums` without gradients of its own: autodiff takes the loop apart, and keeps every residual.
+
+        The GPipe schedule, as one gets it for nothing: an oracle for tests, and what benchmarks compare
+        with. Arguments as of `sums`; the plan is one without a backward pass, its values known.
+        """
+        frozen = PipelineParams((), ((),) * len(self.layers), ()) if frozen is None else frozen
+        self._check(params, frozen, carry, batch, plan)
+        return self._run(params, frozen, carry, batch, plan, key, with_gradients=False)[:3]
+
+    def _run(self, params, frozen, carry, batch, plan, key, *, with_gradients: bool):
+        layers = (P(STAGE),) * len(self.layers)
+        of_last = self.last_specs if self.head == "sharded" else (P(), P())
+        specs = PipelineParams(P(), layers, of_last[0])
+        lanes = P(DATA, None, STAGE)
         arguments = (
             (params, specs),
+            (frozen, PipelineParams(P(), layers, of_last[1])),
             (carry, P(STAGE, DATA)),
-            (inputs, rows),
-            (targets, rows),
-            (jnp.asarray(self.layer_ids, jnp.int32), P(STAGE)),
+            (batch, jax.tree.map(self._batch_spec, batch)),
+            (
+                SlotArrays(
+                    *(
+                        jnp.asarray(part, jnp.int32)
+                        for part in (self.slots.layers, self.slots.kinds, self.slots.places)
+                    )
+                ),
+                P(STAGE),
+            ),
             (
                 jax.tree.map(jnp.asarray, plan),
                 dataclasses.replace(
                     plan, forward=lanes, backward=lanes, head=P(DATA), num_ticks=P(), num_chunks=P()
                 ),
             ),
+            (key, P()),
         )
+        # Known where autodiff shall take the loop apart.
+        num_ticks = plan.num_ticks if isinstance(plan.num_ticks, jax.Array) else int(plan.num_ticks)
         results = (P(), P(STAGE, DATA), P(DATA, STAGE), *([specs] if with_gradients else []))
         return jax.shard_map(
-            lambda *parts: _Device(self, *parts).run(with_gradients),
+            lambda *parts: _Device(self, *parts).run(
+                with_gradients, None if isinstance(num_ticks, jax.Array) else num_ticks
+            ),
             mesh=self.mesh,
             axis_names={DATA, STAGE},
             in_specs=tuple(spec for _, spec in arguments),
@@ -170,6 +234,110 @@ class Pipeline:
             check_vma=self.mesh.shape[DATA] * self.mesh.shape[STAGE] > 1,
         )(*(argument for argument, _ in arguments))
 
+    def _batch_spec(self, leaf: Any) -> P:
+        if not jnp.ndim(leaf):
+            return P()
+        return P(None, DATA) if self.rows_dim and jnp.ndim(leaf) > 1 else P(DATA)
+
+    def _check(self, params, frozen, carry, batch, plan: Plan) -> None:
+        """Raises where sizes do not fit; otherwise they would give another number without a word."""
+        data, stages = self.mesh.shape[DATA], self.mesh.shape[STAGE]
+        of_plan = plan.forward.unit.shape[0], plan.forward.unit.shape[2]
+        if of_plan != (data, stages):
+            raise ValueError(
+                f"the plan is for data={of_plan[0]} x stage={of_plan[1]}, the mesh has data={data} x "
+                f"stage={stages}; make a schedule of num_stages={stages}, and a plan of {data} of them"
+            )
+        if self.first_rows is not None and len(self.first_rows) != data:
+            raise ValueError(
+                f"first_rows={self.first_rows} are {len(self.first_rows)} numbers for data={data}; give one "
+                f"to every data-parallel group"
+            )
+        self._check_slots(stages, plan.num_groups)
+        for what, trees in (
+            ("params", params.layers),
+            ("frozen parameters", frozen.layers),
+            ("carry", carry),
+        ):
+            if len(trees) != len(self.layers):
+                raise ValueError(
+                    f"{what} of {len(trees)} kinds of layers for {len(self.layers)} functions; give one "
+                    f"tree for each"
+                )
+            for rows, tree in zip(self.slots.rows, trees, strict=True):
+                for leaf in jax.tree.leaves(tree):
+                    if leaf.shape[:1] != (len(rows),):
+                        raise ValueError(
+                            f"{what} of shape {tuple(leaf.shape)} in a stack of {len(rows)} rows; stack "
+                            f"the layers as slots.rows gives them"
+                        )
+        num_units, b = data * plan.max_microbatches, self.microbatch_rows
+        self._check_batch(
+            [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)], plan, num_units
+        )
+        for leaf in jax.tree.leaves(carry):
+            if leaf.ndim < 2 or leaf.shape[1] != num_units * b:
+                raise ValueError(
+                    f"a carry of shape {tuple(leaf.shape)} for batches of {num_units * b} rows; its second "
+                    f"dim must be these"
+                )
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise ValueError(
+                    f"a carry of {leaf.dtype}: what layers carry must be floating-point numbers"
+                )
+
+    def _check_slots(self, stages: int, num_groups: int) -> None:
+        slots, places = self.slots, stages * num_groups
+        if len(slots.rows) != len(self.layers):
+            raise ValueError(
+                f"slots of {len(slots.rows)} kinds of layers for {len(self.layers)} functions; make slots "
+                f"with kind_of, the number of each layer's function"
+            )
+        if not self.layers:
+            return
+        if len(slots.placement) != places:
+            raise ValueError(
+                f"the plan has num_groups={num_groups} groups of layers on each of {stages} stages, the "
+                f"slots {len(slots.placement)} groups in all; make slots of a placement of {places} "
+                f"numbers with num_groups={num_groups}"
+            )
+        kinds = dict(zip(slots.layers, slots.kinds, strict=True))
+        kind_of = [kinds[layer] for layer in sorted(kinds) if layer >= 0]
+        wanted = make_slots(slots.placement, num_groups, kind_of).layers
+        if slots.layers != wanted:
+            raise ValueError(
+                f"slots with the layers {slots.layers}, a plan of num_groups={num_groups} groups on each of "
+                f"{stages} stages needs {wanted}; make slots of placement={slots.placement} with "
+                f"num_groups={num_groups}"
+            )
+
+    def _check_batch(self, sized: list[Any], plan: Plan, num_units: int) -> None:
+        K, b, t = plan.max_chunks, self.microbatch_rows, self.chunk_len
+        if not sized:
+            raise ValueError("the batch has no array with rows; give one or more")
+        for leaf in sized:
+            rows = leaf.shape[min(self.rows_dim, leaf.ndim - 1)]
+            if rows != num_units * b:
+                fits = f"microbatch_rows={rows // num_units}, or " * (rows % num_units == 0)
+                raise ValueError(
+                    f"a batch with an array of {rows} rows for data={self.mesh.shape[DATA]} x "
+                    f"{plan.max_microbatches} microbatches of microbatch_rows={b}; use {fits}batches of "
+                    f"{num_units * b} rows"
+                )
+        if K == 1:  # has all time steps, however many
+            return
+        if t is None:
+            raise ValueError(f"{K} chunks of time in the plan, but no chunk_len; give one")
+        lengths = [leaf.shape[0] for leaf in sized if leaf.ndim > 1]
+        wrong = [steps for steps in lengths if steps not in (1, K * t)]
+        if wrong or (lengths and K * t not in lengths):
+            steps = max(wrong or lengths)
+            fits = f"chunk_len={steps // K}, or " * (steps % K == 0)
+            raise ValueError(
+                f"a batch with an array of {steps} time steps for {K} chunks of chunk_len={t}; use {fits}"
+                f"batches of {K * t} steps"
+            )
+
 
 class _State(NamedTuple):
     """What the loop carries from tick to tick; the backward half is None in evaluation.
@@ -177,44 +345,53 @@ class _State(NamedTuple):
     Where a slot or buffer is numbered -1, one that nobody reads is written: there is one more than needed.
     """
 
-    carry: Any  # [slots, B, ...]
-    arrived_x: Any  # activations that wait for their tick, [buffers + 1, t, b, W]
+    carry: Any  # for every kind, [rows, B, ...]
+    arrived_x: Any  # activations that wait for their tick, [buffers + 1, t, b, ...]
     busy_T2: Any  # whether this stage ran a forward, and a backward unit at each tick
-    loss: Any = None
+    sums: Any = None
     kept: Any = None  # for the backward of a unit, leaves [residual slots + 1, ...]
-    head_dy: Any = None  # cotangents that the head made, [residual slots + 1, t, b, W]
+    head_dy: Any = None  # cotangents that the head made, [residual slots + 1, t, b, ...]
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
-    d_carry: Any = None  # of the sequence whose chunks are on their way back, [slots, b, ...]
+    d_carry: Any = None  # of the sequence whose chunks are on their way back, [rows, b, ...]
     grads: Any = None  # PipelineParams
 
 
 class _Device:
     """One device's part of everything, and what it does at a tick."""
 
-    def __init__(self, pipe: Pipeline, params, carry, inputs, targets, layer_ids, plan: Plan):
-        self.pipe, self.plan = pipe, plan
-        self.carry, self.inputs, self.targets = carry, inputs, targets
+    def __init__(self, pipe: Pipeline, params, frozen, carry, batch, slots, plan: Plan, key):
+        self.pipe, self.plan, self.key = pipe, plan, key
+        self.carry = carry
         self.stage, self.last_stage = lax.axis_index(STAGE), pipe.mesh.shape[STAGE] - 1
         # A value that differs over both axes, as everything does that is cast to be like it. Casting the
         # parameters before the loop puts the sums of their gradients over `data` and `stage` after it.
         self.here = self.stage + lax.axis_index(DATA)
         sharded_head = pipe.head == "sharded"
-        self.params = PipelineParams(
-            first=vary_like(params.first, self.here),
-            layers=vary_like(params.layers, self.here),
-            last=vary_like(params.last, lax.axis_index(DATA) if sharded_head else self.here),
-        )
-        self.layer_ids = vary_like(layer_ids, self.here)
-        num_rows = jax.tree.leaves(inputs)[0].shape[1]
+
+        def vary(parts):
+            head_like = lax.axis_index(DATA) if sharded_head else self.here
+            return PipelineParams(
+                *vary_like((parts.first, parts.layers), self.here),
+                last=vary_like(parts.last, head_like),
+            )
+
+        self.params, self.frozen = vary(params), vary(frozen)
+        # Likewise, for autodiff through `forward`; parts of a head combine what is the same on all stages.
+        self.batch = batch if sharded_head else vary_like(batch, self.here)
+        self.slots = vary_like(slots, self.here)
+        num_rows = plan.max_microbatches * pipe.microbatch_rows
         first_rows = pipe.first_rows or range(0, pipe.mesh.shape[DATA] * num_rows, num_rows)
         self.first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
-        self.layers = SavingLayers(pipe.layer, has_empty_slots=-1 in pipe.layer_ids)
 
-    def run(self, with_gradients: bool):
+    def run(self, with_gradients: bool, num_ticks: int | None):
         """The loop, and the sums after it."""
+        unit = jnp.int32(0)
+        self.x = jax.eval_shape(lambda: self.first(unit))
+        if with_gradients:
+            self.layers = self.split_layers()
         state = lax.fori_loop(
             0,
-            self.plan.num_ticks,
+            self.plan.num_ticks if num_ticks is None or with_gradients else num_ticks,
             functools.partial(self.tick, with_gradients),
             self.initial_state(with_gradients),
         )
@@ -223,7 +400,7 @@ class _Device:
         units, ticks = busy_T2.sum(0), (self.sum(busy_T2, STAGE) > 0).sum(0, dtype=jnp.int32)
         counts = (*units, *vary_like(ticks, self.here))
         stats = Stats(*(count[None, None] for count in counts))
-        out = (self.sum(state.loss, *over_head), state.carry, stats)
+        out = (self.sum(state.sums, *over_head), state.carry, stats)
         if not with_gradients:
             return out
         with jax.named_scope(BACKWARD), jax.named_scope("gradients"):
@@ -234,36 +411,52 @@ class _Device:
             )
         return (*out, grads)
 
+    def split_layers(self) -> SplitLayers:
+        """The layers as forward and backward, for a unit."""
+        zero = jnp.int32(0)
+        params, frozen, carry, _ = self.own(zero, zero)
+        return SplitLayers(
+            self.pipe.layers,
+            *(params, frozen, carry or (), vary_like(zeros(self.x), self.here), self.at(zero)),
+            has_empty_slots=self.pipe.slots.has_empty_slots,
+        )
+
     def initial_state(self, with_gradients: bool) -> _State:
-        def buffers(count, shape):
+        def buffers(count, shapes):
             """One more than `count`: where slot -1 is written."""
-            shape, dtype = (count + 1, *shape.shape), shape.dtype
-            return jnp.full(shape, self.pipe.buffer_fill).astype(dtype)
+            return jax.tree.map(
+                lambda a: jnp.full((count + 1, *a.shape), self.pipe.buffer_fill).astype(a.dtype),
+                shapes,
+            )
 
         plan, unit = self.plan, jnp.int32(0)
-        x = jax.eval_shape(lambda: self.first(unit))
         state = _State(
             carry=self.carry,
-            arrived_x=buffers(plan.num_forward_buffers, x),
+            arrived_x=buffers(plan.num_forward_buffers, self.x),
             busy_T2=jnp.zeros((plan.forward.unit.shape[1], 2), bool),
         )
         if with_gradients:
-            run = functools.partial(self.layers_forward, True, unit, jnp.int32(0))
-            carry = self.read_carry(self.carry, jnp.int32(0), jnp.int32(0))
-            kept = jax.eval_shape(lambda: run(carry, self.first(unit)))[2]
+            run = functools.partial(self.layers_forward, True, unit, unit)
+            kept = jax.eval_shape(lambda: run(vary_like(zeros(self.x), self.here)))[2]
             rows = self.pipe.microbatch_rows
             state = state._replace(
-                kept=jax.tree.map(functools.partial(buffers, plan.num_slots), kept),
-                head_dy=buffers(plan.num_slots, x),
-                arrived_dy=buffers(plan.num_backward_buffers, x),
+                kept=buffers(plan.num_slots, kept),
+                head_dy=buffers(plan.num_slots, self.x),
+                arrived_dy=buffers(plan.num_backward_buffers, self.x),
                 d_carry=jax.tree.map(
                     lambda a: jnp.full_like(a[:, :rows], self.pipe.buffer_fill), self.carry
                 ),
             )
         state = vary_like(state, self.here)
-        # A sharded head's loss is the same on all stages, and so differs over `data` alone.
+        # A sharded head's sums are the same on all stages, and so differ over `data` alone.
         head_like = lax.axis_index(DATA) if self.pipe.head == "sharded" else self.here
-        state = state._replace(loss=vary_like(jnp.zeros(()), head_like))
+
+        def last():
+            y = self.head_input(vary_like(zeros(self.x), self.here), unit)
+            return self.last(self.params.last, y, unit)
+
+        sums = jax.eval_shape(last)
+        state = state._replace(sums=vary_like(zeros(sums), head_like))
         if with_gradients:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), self.params
@@ -277,122 +470,136 @@ class _Device:
             vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), self.here)
             for lane in (self.plan.forward, self.plan.backward)
         )
-        state, y_tbW = self.forward(with_gradients, forward, state)
+        state, y = self.forward(with_gradients, forward, state)
         unit, slot = self.plan.head[0, number]
-        state = self.head(with_gradients, unit, slot, y_tbW, state)
-        arrived_x = self.exchange(y_tbW, +1, state.arrived_x, forward.arrival)
+        state = self.head(with_gradients, unit, slot, y, state)
+        arrived_x = self.exchange(y, +1, state.arrived_x, forward.arrival)
         if with_gradients:
-            state, dx_tbW = self.backward(backward, state)
-            arrived_dy = self.exchange(dx_tbW, -1, state.arrived_dy, backward.arrival)
+            state, dx = self.backward(backward, state)
+            arrived_dy = self.exchange(dx, -1, state.arrived_dy, backward.arrival)
             state = state._replace(arrived_dy=arrived_dy)
         busy_2 = jnp.stack([forward.unit >= 0, backward.unit >= 0])
         busy_T2 = lax.dynamic_update_slice_in_dim(state.busy_T2, busy_2[None], number, 0)
         return state._replace(arrived_x=arrived_x, busy_T2=busy_T2)
 
     @jax.named_scope(FORWARD)
-    def forward(self, with_gradients: bool, at: Lane, state: _State) -> tuple[_State, jax.Array]:
+    def forward(self, with_gradients: bool, at: Lane, state: _State) -> tuple[_State, Any]:
         unit, m = jnp.maximum(at.unit, 0), self.microbatch(at.unit)
-        x_tbW = lax.cond(
+        x = lax.cond(
             (at.unit >= 0) & (at.source < 0),
             lambda: self.first(unit),
             lambda: read(state.arrived_x, at.source),
         )
         before = self.read_carry(state.carry, at.group, m)
-        run = functools.partial(self.layers_forward, with_gradients, unit, at.group, before, x_tbW)
+        run = functools.partial(self.layers_forward, with_gradients, unit, at.group, x, before)
         kept = jax.eval_shape(run)[2]
-        after, y_tbW, kept = lax.cond(
+        after, y, kept = lax.cond(
             at.unit >= 0,
             lambda: vary_like(run(), self.here),
-            lambda: vary_like((before, x_tbW, zeros(kept)), self.here),
+            lambda: vary_like((before, x, zeros(kept)), self.here),
         )
         state = state._replace(carry=self.write_carry(state.carry, after, at.group, m))
         if with_gradients:
             state = state._replace(kept=write(state.kept, kept, at.slot))
-        return state, y_tbW
+        return state, y
+
+    def head_input(self, y: Any, unit: jax.Array) -> Any:
+        """What `last` takes: for a sharded head the last stage's y, on all stages."""
+        if self.pipe.head != "sharded":
+            return y
+        is_there = (self.stage == self.last_stage) & (unit >= 0)
+        # In float32, for the parts of dy are summed (the transpose of `vary_like`) before they are
+        # rounded; and XLA's CPU compiler aborts on a sum of bfloat16.
+        y = jax.tree.map(lambda a: jnp.where(is_there, a, jnp.zeros_like(a)), y)
+        return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
 
     @jax.named_scope(HEAD)
-    def head(self, with_gradients: bool, unit, slot, y_tbW: jax.Array, state: _State) -> _State:
-        """Loss and cotangent of the unit that has just left the last layer, if there is one."""
-        on_last, dtype = self.stage == self.last_stage, y_tbW.dtype
+    def head(self, with_gradients: bool, unit, slot, y: Any, state: _State) -> _State:
+        """Sums and cotangent of the unit that has just left the last layer, if there is one."""
+        on_last, dtypes = self.stage == self.last_stage, jax.tree.map(lambda a: a.dtype, y)
         if self.pipe.head == "sharded":
             active = unit >= 0
-            # In float32, for the parts of dy are summed (the transpose of `vary_like`) before they are
-            # rounded; and XLA's CPU compiler aborts on a sum of bfloat16.
-            y_tbW = jnp.where(on_last & active, y_tbW, jnp.zeros_like(y_tbW))
-            y_tbW = lax.psum(y_tbW.astype(jnp.float32), STAGE)
         else:
             unit, slot = vary_like((unit, slot), self.here)
             active = (unit >= 0) & on_last
-
-        def loss_of(params, y_tbW):
-            y_tbW = vary_like(y_tbW, self.here)
-            return self.pipe.last(params, y_tbW, self.cut(self.targets, unit), self.position(unit))
+        y = self.head_input(y, unit)
 
         if not with_gradients:
-            loss = lax.cond(
+            sums = lax.cond(
                 active,
-                lambda: vary_like(state.loss + loss_of(self.params.last, y_tbW), y_tbW),
-                lambda: state.loss,
+                lambda: vary_like(add(state.sums, self.last(self.params.last, y, unit)), y),
+                lambda: state.sums,
             )
-            return state._replace(loss=loss)
+            return state._replace(sums=sums)
+
+        def loss(params, y):
+            sums = self.last(params, y, unit)
+            return jax.tree.leaves(sums)[0], sums
 
         def run():
-            loss, (d_last, dy_tbW) = jax.value_and_grad(loss_of, (0, 1))(self.params.last, y_tbW)
-            return vary_like((state.loss + loss, dy_tbW), y_tbW), add(state.grads.last, d_last)
+            (_, sums), (d_last, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+                self.params.last, y
+            )
+            return vary_like((add(state.sums, sums), dy), y), add(state.grads.last, d_last)
 
-        (loss, dy_tbW), grads = lax.cond(
-            active, run, lambda: ((state.loss, jnp.zeros_like(y_tbW)), state.grads.last)
+        (sums, dy), grads = lax.cond(
+            active,
+            run,
+            lambda: ((state.sums, jax.tree.map(jnp.zeros_like, y)), state.grads.last),
         )
         slot = jnp.where(on_last & active, slot, -1)
+        dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, self.here), dtypes)
         return state._replace(
-            loss=loss,
+            sums=sums,
             grads=state.grads._replace(last=grads),
-            head_dy=write(state.head_dy, vary_like(dy_tbW, self.here).astype(dtype), slot),
+            head_dy=write(state.head_dy, dy, slot),
         )
 
     @jax.named_scope(BACKWARD)
-    def backward(self, at: Lane, state: _State) -> tuple[_State, jax.Array]:
+    def backward(self, at: Lane, state: _State) -> tuple[_State, Any]:
         unit = jnp.maximum(at.unit, 0)
         is_last_chunk = unit % self.plan.num_chunks == self.plan.num_chunks - 1
-        dy_tbW = jnp.where(
-            at.source < 0, read(state.head_dy, at.slot), read(state.arrived_dy, at.source)
+        dy = jax.tree.map(
+            lambda head, arrived: jnp.where(at.source < 0, head, arrived),
+            read(state.head_dy, at.slot),
+            read(state.arrived_dy, at.source),
         )
 
         def run():
-            weights, layer_ids = self.of_group((self.params.layers, self.layer_ids), at.group)
+            params, frozen, _, slots = self.own(at.group)
             d_carry = jax.tree.map(
                 lambda a: jnp.where(is_last_chunk, jnp.zeros_like(a), a),
                 self.of_group(state.d_carry, at.group),
             )
             kept = read(state.kept, at.slot)
             if self.pipe.remat:
-                position = self.position(unit)
-                carry, x_tbW = kept
-                kept = self.layers.forward(weights, carry, x_tbW, position, layer_ids)[2]
+                carry, x = kept
+                position = self.at(unit)
+                kept = self.layers.forward(params, frozen, carry, x, position, slots)[2]
             grads = self.of_group(state.grads.layers, at.group)
-            grads, d_carry, dx_tbW = self.layers.backward(
-                weights, kept, d_carry, dy_tbW, grads, layer_ids
+            grads, d_carry, dx = self.layers.backward(
+                params, frozen, kept, d_carry, dy, grads, slots
             )
             return (
                 self.into_group(state.grads.layers, grads, at.group),
                 self.into_group(state.d_carry, d_carry, at.group),
-                dx_tbW,
+                dx,
             )
 
-        layer_grads, d_carry, dx_tbW = lax.cond(
+        layer_grads, d_carry, dx = lax.cond(
             at.unit >= 0,
             lambda: vary_like(run(), self.here),
-            lambda: (state.grads.layers, state.d_carry, dy_tbW),
+            lambda: (state.grads.layers, state.d_carry, dy),
         )
         first_grads = lax.cond(
             (at.unit >= 0) & (self.stage == 0) & (at.group == 0),
-            lambda: vary_like(self.first_gradient(state.grads.first, unit, dx_tbW), self.here),
+            lambda: vary_like(self.first_gradient(state.grads.first, unit, dx), self.here),
             lambda: state.grads.first,
         )
         grads = state.grads._replace(layers=layer_grads, first=first_grads)
-        return state._replace(d_carry=d_carry, grads=grads), dx_tbW
+        return state._replace(d_carry=d_carry, grads=grads), dx
 
-    def exchange(self, a_tbW: jax.Array, step: int, arrived: jax.Array, slot: ArrayLike):
+    def exchange(self, blocks: Any, step: int, arrived: Any, slot: ArrayLike):
         """Sends to the stage above (+1) or below (-1); puts what comes from the other side into a buffer."""
         n = self.last_stage + 1
         ring = self.plan.num_groups > 1
@@ -400,7 +607,7 @@ class _Device:
             return arrived
         pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
         with jax.named_scope(FORWARD if step > 0 else BACKWARD), jax.named_scope("exchange"):
-            return write(arrived, lax.ppermute(a_tbW, STAGE, pairs), slot)
+            return write(arrived, lax.ppermute(blocks, STAGE, pairs), slot)
 
     def sum(self, tree, *axes: str):
         """The sum over devices."""
@@ -412,52 +619,69 @@ class _Device:
     def microbatch(self, unit):
         return jnp.maximum(unit, 0) // self.plan.num_chunks
 
-    def position(self, unit) -> Position:
+    def at(self, unit) -> At:
+        """Where a unit lies, and its part of the batch."""
         unit = jnp.maximum(unit, 0)
-        t, b = self.pipe.chunk_len, self.pipe.microbatch_rows
-        chunk = unit % self.plan.num_chunks
-        return Position(layer=0, time=chunk * t, row=self.first_row + self.microbatch(unit) * b)
-
-    def cut(self, tree, unit):
-        """The part of arrays [T, B, ...] that a unit has, [t, b, ...]."""
-        t, b = self.pipe.chunk_len, self.pipe.microbatch_rows
-        unit = jnp.maximum(unit, 0)
-        start = ((unit % self.plan.num_chunks) * t, self.microbatch(unit) * b)
+        t, b = self.pipe.chunk_len or 0, self.pipe.microbatch_rows
+        k, row = unit % self.plan.num_chunks, self.microbatch(unit) * b
 
         def cut(a):
-            return lax.dynamic_slice(a, (*start, *[0] * (a.ndim - 2)), (t, b, *a.shape[2:]))
+            if not jnp.ndim(a):
+                return a
+            if self.pipe.chunk_len is None or a.ndim == 1:
+                return lax.dynamic_slice_in_dim(a, row, b, 0)
+            # What has one step is the same for all chunks, and one chunk has all steps, however many.
+            steps = t if self.plan.max_chunks > 1 and a.shape[0] > 1 else a.shape[0]
+            start = k * t if steps != a.shape[0] else 0
+            return lax.dynamic_slice(a, (start, row, *[0] * (a.ndim - 2)), (steps, b, *a.shape[2:]))
 
-        return jax.tree.map(cut, tree)
+        return At(
+            layer=0,
+            time=k * t,
+            row=self.first_row + row,
+            key=self.key,
+            batch=jax.tree.map(cut, self.batch),
+            layout=self.pipe.layout,
+            time_major=self.pipe.chunk_len is not None,
+        )
 
-    def first(self, unit) -> jax.Array:
-        x = self.pipe.first(self.params.first, self.cut(self.inputs, unit), self.position(unit))
+    def first(self, unit) -> Any:
+        x = self.pipe.first(self.params.first, self.frozen.first, self.at(unit))
         return vary_like(x, self.here)
 
-    def first_gradient(self, grads, unit, dx_tbW):
-        inputs, position = self.cut(self.inputs, unit), self.position(unit)
+    def first_gradient(self, grads, unit, dx):
+        params, at = self.params.first, self.at(unit)
         if self.pipe.first_gradient is not None:
-            return self.pipe.first_gradient(grads, self.params.first, inputs, position, dx_tbW)
+            return self.pipe.first_gradient(grads, params, self.frozen.first, at, dx)
         _, vjp = jax.vjp(
-            lambda params: self.pipe.first(params, inputs, position), self.params.first
+            lambda params: vary_like(self.pipe.first(params, self.frozen.first, at), dx), params
         )
-        return add(grads, vjp(dx_tbW)[0])
+        return add(grads, vjp(dx)[0])
 
-    def layers_forward(self, with_gradients: bool, unit, group, carry, x_tbW):
+    def last(self, params, y, unit):
+        return self.pipe.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
+
+    def layers_forward(self, with_gradients: bool, unit, group, x, carry=None):
         """The layers over a unit, and what is kept for its backward."""
-        weights, layer_ids = self.of_group((self.params.layers, self.layer_ids), group)
-        position = self.position(unit)
+        params, frozen, before, slots = self.own(group, jnp.int32(0))
+        carry = before if carry is None else carry
+        assert carry is not None
         if with_gradients and not self.pipe.remat:
-            return self.layers.forward(weights, carry, x_tbW, position, layer_ids)
-        after, y_tbW = run_layers(
-            self.pipe.layer,
-            weights,
-            carry,
-            x_tbW,
-            position,
-            layer_ids,
-            has_empty_slots=-1 in self.pipe.layer_ids,
+            return self.layers.forward(params, frozen, carry, x, self.at(unit), slots)
+        after, y = run_layers(
+            self.pipe.layers,
+            *(params, frozen, carry, x, self.at(unit), slots),
+            has_empty_slots=self.pipe.slots.has_empty_slots,
         )
-        return after, y_tbW, (carry, x_tbW) if with_gradients else ()
+        return after, y, (carry, x) if with_gradients else ()
+
+    def own(self, group, m=None):
+        """Parameters, frozen ones, carry of a microbatch (of none: nothing) and slots of a group."""
+        params, frozen, slots = self.of_group(
+            (self.params.layers, self.frozen.layers, self.slots), group
+        )
+        carry = None if m is None else self.read_carry(self.carry, group, m)
+        return params, frozen, carry, slots
 
     def read_carry(self, carry, group, m):
         b = self.pipe.microbatch_rows
@@ -465,29 +689,30 @@ class _Device:
         return self.of_group(rows, group)
 
     def write_carry(self, carry, part, group, m):
-        starts = (group * self.slots_of_group, m * self.pipe.microbatch_rows)
-        return jax.tree.map(
-            lambda a, p: lax.dynamic_update_slice(a, p, (*starts, *[0] * (a.ndim - 2))), carry, part
-        )
+        row = m * self.pipe.microbatch_rows
+
+        def write(a, p):
+            start = group * (a.shape[0] // self.plan.num_groups)
+            return lax.dynamic_update_slice(a, p, (start, row, *[0] * (a.ndim - 2)))
+
+        return jax.tree.map(write, carry, part)
 
     # ---- groups of layers (interleaved schedules) ----
 
-    @property
-    def slots_of_group(self) -> int:
-        return self.layer_ids.shape[0] // self.plan.num_groups
-
     def of_group(self, tree, group):
-        if self.plan.num_groups == 1:
+        """A group's rows of every stacked array."""
+        V = self.plan.num_groups
+        if V == 1:
             return tree
-        n = self.slots_of_group
-        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, group * n, n), tree)
+        return jax.tree.map(
+            lambda a: lax.dynamic_slice_in_dim(a, group * (a.shape[0] // V), a.shape[0] // V), tree
+        )
 
     def into_group(self, tree, part, group):
         if self.plan.num_groups == 1:
             return part
-        start = group * self.slots_of_group
         return jax.tree.map(
-            lambda a, p: lax.dynamic_update_slice_in_dim(a, p, start, 0), tree, part
+            lambda a, p: lax.dynamic_update_slice_in_dim(a, p, group * p.shape[0], 0), tree, part
         )
 
 

@@ -1,5 +1,6 @@
 """Which layers stand on which pipeline stage."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -155,13 +156,15 @@ def resolve_placement(
     num_stages: int,
     num_groups: int = 1,
     last_cost: float = 0.0,
+    costs: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """The number of layers on each stage; with several groups a stage, of each group, in the layers' order.
 
     Args:
       placement: "even" (the same number everywhere), "balanced" (by `balance_ticks`), or the numbers
         themselves, e.g. (2, 3, 3).
-      last_cost: work that only the last stage has, such as a head, in layers; for "balanced".
+      last_cost: work that only the last stage has, such as a head, in (mean) layers; for "balanced".
+      costs: of each layer, in any unit, where they differ; for "balanced".
     Raises:
       ValueError: the numbers do not fit the layers and stages.
     """
@@ -175,7 +178,11 @@ def resolve_placement(
         raise ValueError(
             f"{places} is more than num_layers={num_layers}; use {fits} or fewer, or {num_places} layers"
         )
-    balanced = _balanced(num_layers, num_places, last_cost)
+    if costs is None:
+        balanced = _balanced(num_layers, num_places, last_cost)
+    else:
+        mean = sum(costs) / num_layers
+        balanced = balance(costs, num_places, last_cost=last_cost * mean)
     if placement == "even" and num_layers % num_places:
         below = num_layers // num_places * num_places
         stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
@@ -202,22 +209,76 @@ def resolve_placement(
     return tuple(placement)
 
 
-def slots(placement: Sequence[int], num_groups: int = 1) -> tuple[int, ...]:
-    """The layer in each slot of the stacked parameters, -1 in empty slots.
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Where the layers of a stack lie: a list of slots for every stage, and a stack for every kind.
 
-    Every group of layers has as many slots as the fullest needs, so that the stacked dim splits evenly
-    over the `stage` axis: (1, 2) gives (0, -1, 1, 2). With several groups on a stage, group v of stage s
-    comes at place v S + s in the order of the layers, and the groups of a stage lie side by side: four
-    layers on two stages in two groups, (1, 1, 1, 1), give (0, 2, 1, 3).
+    Every group of layers on a stage has as many slots as the fullest needs, and as many rows of each kind's
+    stack, so that both split evenly over the `stage` axis: (1, 2) layers have slots (0, -1, 1, 2). With
+    several groups on a stage, group v of stage s comes at place v S + s in the order of the layers, and the
+    groups of a stage lie side by side: four layers on two stages in two groups have slots (0, 2, 1, 3).
+
+    Attributes:
+      placement: layers of each group, in the order of the layers.
+      layers: the layer in each slot, -1 in empty ones.
+      kinds: of the layer in each slot; 0 in empty ones.
+      places: its row in the stack of its kind, counted from where the rows of its group begin.
+      rows: for every kind, the layer in each row of its stack, -1 in empty ones.
+    """
+
+    placement: tuple[int, ...]
+    layers: tuple[int, ...]
+    kinds: tuple[int, ...]
+    places: tuple[int, ...]
+    rows: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of layers."""
+        return len(self.rows)
+
+    @property
+    def has_empty_slots(self) -> bool:
+        """Whether a slot is without a layer."""
+        return -1 in self.layers
+
+
+def make_slots(
+    placement: Sequence[int], num_groups: int = 1, kind_of: Sequence[int] | None = None
+) -> Slots:
+    """The slots of a placement.
 
     Args:
       placement: layers of each group, in the order of the layers.
+      num_groups: on each stage.
+      kind_of: the kind of each layer, numbered from 0; None if all are of one.
     """
-    firsts = [sum(placement[:place]) for place in range(len(placement))]
     num_stages = len(placement) // num_groups
-    layer_ids = []
-    for stage in range(num_stages):
-        for place in range(stage, len(placement), num_stages):
-            first, count = firsts[place], placement[place]
-            layer_ids += [*range(first, first + count), *[-1] * (max(placement) - count)]
-    return tuple(layer_ids)
+    kind_of = [0] * sum(placement) if kind_of is None else list(kind_of)
+    num_kinds = max(kind_of, default=0) + 1
+    firsts = [sum(placement[:place]) for place in range(len(placement))]
+    groups = [
+        range(firsts[place], firsts[place] + placement[place])
+        for stage in range(num_stages)
+        for place in range(stage, len(placement), num_stages)
+    ]
+    room = [
+        max((sum(kind_of[layer] == kind for layer in group) for group in groups), default=0)
+        for kind in range(num_kinds)
+    ]
+    layers, kinds, places = list[int](), list[int](), list[int]()
+    rows: list[list[int]] = [[] for _ in range(num_kinds)]
+    for group in groups:
+        empty = max(placement) - len(group)
+        layers += [*group, *[-1] * empty]
+        kinds += [*(kind_of[layer] for layer in group), *[0] * empty]
+        own: list[list[int]] = [[] for _ in range(num_kinds)]
+        for layer in group:
+            places.append(len(own[kind_of[layer]]))
+            own[kind_of[layer]].append(layer)
+        places += [0] * empty
+        for kind, (all_rows, mine) in enumerate(zip(rows, own, strict=True)):
+            all_rows += [*mine, *[-1] * (room[kind] - len(mine))]
+    return Slots(
+        tuple(placement), tuple(layers), tuple(kinds), tuple(places), tuple(map(tuple, rows))
+    )

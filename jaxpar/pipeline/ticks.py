@@ -19,6 +19,7 @@ class Plan:
       head: what leaves the last layer: unit and residual slot, [data, ticks, 2]; -1 for nothing.
       num_ticks: int32 scalar, the loop's length; rows beyond it are not looked at.
       num_chunks: int32 scalar, K.
+      max_microbatches, max_chunks: M and K of the largest batch that the program holds.
     The other attributes are sizes of buffers; programs of equal sizes are one program.
     """
 
@@ -27,6 +28,8 @@ class Plan:
     head: np.ndarray | jax.Array
     num_ticks: np.ndarray | jax.Array
     num_chunks: np.ndarray | jax.Array
+    max_microbatches: int = dataclasses.field(metadata={"static": True})
+    max_chunks: int = dataclasses.field(metadata={"static": True})
     num_groups: int = dataclasses.field(metadata={"static": True})
     num_slots: int = dataclasses.field(metadata={"static": True})
     num_forward_buffers: int = dataclasses.field(metadata={"static": True})
@@ -74,6 +77,8 @@ def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -
         head=np.where(done[..., None], head, -1),
         num_ticks=np.asarray(max(schedule.num_ticks for schedule in schedules), np.int32),
         num_chunks=np.asarray(schedules[0].num_chunks, np.int32),
+        max_microbatches=max(capacity.num_microbatches, *(s.num_microbatches for s in schedules)),
+        max_chunks=max(capacity.num_chunks, schedules[0].num_chunks),
         num_groups=capacity.num_groups,
         num_slots=capacity.num_slots,
         num_forward_buffers=capacity.num_forward_buffers,

@@ -1,4 +1,4 @@
-"""What a training step will cost, from its config alone: bytes sent, memory, FLOPs, ticks and time.
+"""What a training step will cost, from its sizes alone: bytes sent, memory, FLOPs, ticks and time.
 
 Nothing is compiled and no device is needed. `python -m jaxpar inspect --compare` shows the prediction beside
 the compiled program, and tests hold the one to the other: bytes of collectives exactly, memory within 5 %
@@ -10,8 +10,9 @@ Legend: T time, B batch, t steps of a chunk, b rows of a microbatch, H hidden, V
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.table import Table
@@ -19,17 +20,20 @@ from rich.table import Table
 from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.axes import DATA, STAGE
-from jaxpar.config import Config
 from jaxpar.display import format_bytes
+from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
 from jaxpar.planning import pieces
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.hardware import Hardware, Work
 from jaxpar.planning.memory import MemoryCost, kept_bytes, step_memory
 from jaxpar.planning.pieces import WORD
-from jaxpar.planning.shape import StepShape
+from jaxpar.planning.shape import StepShape, check_known
 from jaxpar.planning.shares import make_stepper
 from jaxpar.planning.traffic import Traffic, predict_traffic, totals
+from jaxpar.task import Task
+from jaxpar.timing import quickest
+from jaxpar.training.settings import Settings, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +63,10 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Cost(Tables):
-    """What a step of a config costs each device; `print` it, or read it.
+    """What a step costs each device; `print` it, or read it.
 
     Attributes:
+      settings: task, parallel and train that the step is made from.
       traffic: the collectives.
       memory: on the fullest device.
       flops: of the matmuls of a step, on the busiest device; two for a multiply-add.
@@ -69,13 +74,18 @@ class Cost(Tables):
       seconds: on the hardware; None without one.
     """
 
-    config: Config
+    settings: Settings
     traffic: tuple[Traffic, ...]
     memory: MemoryCost
     flops: int
     num_ticks: int
     bubble: float
     seconds: Seconds | None
+
+    @property
+    def parallel(self) -> Parallel:
+        """How the step lies on devices."""
+        return self.settings.parallel
 
     @property
     def sent_bytes(self) -> float:
@@ -113,21 +123,27 @@ class Cost(Tables):
     __repr__ = Tables.__repr__
 
 
-def predict_step(config: Config, hardware: Hardware | None = None) -> Cost:
-    """The cost of a config's training step, for batches of the full length.
+def predict_step(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    hardware: Hardware | None = None,
+) -> Cost:
+    """The cost of a task's training step, for batches of the full length.
 
     Args:
-      config: with `model.vocab_size` set, and no -1 in its mesh.
+      task: one that knows its sizes: it has `lstm_sizes`, and its vocabulary is known.
+      parallel, train: with no -1 in the mesh; None takes the task's own.
       hardware: what the time is predicted for; None leaves it away.
     Raises:
-      ValueError: sizes do not fit each other, or the config has something that is not modelled (see
-        `traffic.predict_traffic`), or a dtype that the hardware has no number for.
+      ValueError: the task does not know its cost, sizes do not fit each other, something is not modelled
+        (see `traffic.predict_traffic`), or the hardware has no number for a dtype.
     """
-    step = StepShape(config, on_cpu=hardware is None or hardware.platform == "cpu")
+    step = StepShape(task, parallel, train, on_cpu=hardware is None or hardware.platform == "cpu")
     traffic = predict_traffic(step)
-    schedule = step.schedule if config.runs_in_units else None
+    schedule = step.schedule if step.parallel.runs_in_units else None
     return Cost(
-        config=config,
+        settings=step.settings,
         traffic=traffic,
         memory=step_memory(step),
         flops=_flops(step),
@@ -140,7 +156,7 @@ def predict_step(config: Config, hardware: Hardware | None = None) -> Cost:
 def compare(
     cost: Cost, report: ProgramReport, measured_seconds: float | None = None
 ) -> "Comparison":
-    """A prediction beside the report of the program that was compiled for the same config.
+    """A prediction beside the report of the program that was compiled for the same step.
 
     Args:
       measured_seconds: of a step of that program, if it ran.
@@ -151,28 +167,35 @@ def compare(
     return Comparison(cost, report, totals(cost.traffic), dict(compiled), measured_seconds)
 
 
-def compare_here(config: Config, mesh: Mesh) -> "Comparison":
+def compare_here(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+) -> "Comparison":
     """Predicted for the devices that JAX has, compiled for them, and measured on them, in this order.
 
     Of the measured steps, five at least, for two seconds at least, the quickest counts, as of what the
     prediction is made of (see `calibrate`).
 
     Args:
-      config: with `model.vocab_size` set.
-      mesh: of the config.
+      task: it need not be resolved.
+      parallel, train: None takes the task's own.
+      mesh: of `parallel`; None builds it.
     Raises:
       ValueError: as of `predict_step` and `find_machine`.
       OSError: the user's cache folder cannot be written.
     """
-    predict_step(config)  # refuses what is not modelled, before anything is measured
-    works = pieces_of(config, on_cpu=mesh.devices.flat[0].platform == "cpu").values()
-    cost = predict_step(config, measure_pieces(find_machine(HERE), works))
-    report = inspect_step(config, mesh)
-    step, seconds = make_stepper(config, mesh), list[float]()
-    step()  # compiles
-    while len(seconds) < 5 or sum(seconds) < 2:
-        seconds.append(step())
-    return compare(cost, report, min(seconds))
+    check_known(task)
+    parallel = Parallel.of(parallel, task.parallel)
+    parallel = parallel.resolve() if mesh is None else parallel
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    task = task.resolve(parallel, mesh)
+    settings = predict_step(task, parallel, train).settings  # refuses what is not modelled
+    works = pieces_of(*settings, on_cpu=mesh.devices.flat[0].platform == "cpu").values()
+    cost = predict_step(*settings, measure_pieces(find_machine(HERE), works))
+    report = inspect_step(*settings, mesh)
+    return compare(cost, report, quickest(make_stepper(*settings, mesh), 2.0, at_least=5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +257,8 @@ def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, s
 
 def _stage_layers(step: StepShape) -> list[int]:
     """On each stage, in all groups."""
-    placement = step.config.placement
-    return [sum(placement[stage :: step.sizes[STAGE]]) for stage in range(step.sizes[STAGE])]
+    stages = step.sizes[STAGE]
+    return [sum(step.placement[stage::stages]) for stage in range(stages)]
 
 
 def _head_stages(step: StepShape) -> list[bool]:
@@ -246,92 +269,91 @@ def _head_stages(step: StepShape) -> list[bool]:
 
 def _flops(step: StepShape) -> int:
     """Of the matmuls on the busiest device: two forward and four backward in a layer, three in the head."""
-    tokens = step.config.data.batch_size * step.config.data.seq_len // step.sizes[DATA]
-    matmuls = 6 + 2 * (step.config.pipeline.remat and step.config.runs_in_units)
+    tokens = step.model.tokens // step.sizes[DATA]
+    matmuls = 6 + 2 * (step.parallel.pipeline.remat and step.parallel.runs_in_units)
     layer = matmuls * 2 * tokens * step.H * 4 * step.width
-    [vocab] = step.params[-1].shard(step.compute, step.sizes)
-    head = 3 * 2 * tokens * step.H * vocab
+    head = 3 * 2 * tokens * step.H * step.vocab
     stages = zip(_stage_layers(step), _head_stages(step), strict=True)
     return max(layers * layer + has_head * head for layers, has_head in stages)
 
 
-def pieces_of(config: Config, *, on_cpu: bool = True) -> dict[str, Work]:
-    """What `calibrate` measures of a config's step: a layer over a unit, the head over one, the update.
+def pieces_of(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    *,
+    on_cpu: bool | None = None,
+) -> dict[str, Work]:
+    """What `calibrate` measures of a step: a layer over a unit, the head over one, the update.
 
+    Args:
+      task, parallel, train: as of `predict_step`.
+      on_cpu: how large a head is computed at once depends on it; None asks what JAX runs on.
     Raises:
-      ValueError: `config.model.vocab_size` is None, or sizes do not fit each other.
+      ValueError: sizes do not fit each other, or the task does not know its cost.
     """
-    step = StepShape(config, on_cpu=on_cpu)
-    t, b, H = step.t, step.b, step.H
-    [vocab] = step.params[-1].shard(step.compute, step.sizes)
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    step = StepShape(task, parallel, train, on_cpu=on_cpu)
+    layer = step.t, step.b, step.H, step.width, step.slots
+    elements = step.param_bytes(split=step.splits_update) // WORD
     works = {
-        "forward": pieces.layer_forward(t, b, H, step.width, step.slots),
-        "backward": pieces.layer_backward(t, b, H, step.width, step.slots),
-        "head": pieces.head(step.head_chunks[0] * b, H, vocab),
-        "update": pieces.update(step.param_bytes(step.updated) // WORD, config.train),
+        "forward": pieces.layer_forward(*layer),
+        "backward": pieces.layer_backward(*layer),
+        "head": pieces.head(step.head_chunks[0] * step.b, step.H, step.vocab),
+        "update": pieces.update(elements, step.optimizer, step.train.clip_norm),
     }
-    if config.model.dropout > 0:
-        works["dropout"] = pieces.dropout(t * b * step.width)
+    if step.model.dropout > 0:
+        works["dropout"] = pieces.dropout(step.t * step.b * step.width)
     return works
 
 
 def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) -> Seconds:
     """Pieces, over ticks that stages take together; see `Hardware.seconds`."""
-    num_ticks = step.schedule.num_ticks if step.config.runs_in_units else 0
+    works = pieces_of(*step.settings, on_cpu=step.on_cpu)
+    num_ticks = step.schedule.num_ticks if step.parallel.runs_in_units else 0
     return Seconds(
-        **_busy_and_waiting(step, *_unit_seconds(step, hardware)),
+        **_busy_and_waiting(step, *_unit_seconds(step, works, hardware)),
         ticks=hardware.tick_seconds * num_ticks,
         sending=sum(sending_seconds(part, hardware, step.sizes) for part in traffic),
-        update=_update_seconds(step, hardware),
+        update=_update_seconds(step, works["update"], hardware),
     )
 
 
-def _unit_seconds(step: StepShape, hardware: Hardware) -> tuple[float, float, float]:
+def _unit_seconds(
+    step: StepShape, works: Mapping[str, Work], hardware: Hardware
+) -> tuple[float, float, float]:
     """Of a unit: forward and backward of a layer, and the head; without units, of the whole step."""
-    config = step.config
-    seconds = {
-        name: hardware.seconds(work, config.model.dtype)
-        for name, work in pieces_of(config, on_cpu=step.on_cpu).items()
-    }
+    seconds = {name: hardware.seconds(work, step.model.dtype) for name, work in works.items()}
     dropout = seconds.get("dropout", 0.0)  # before every layer, and before the head
     forward, backward = seconds["forward"] + dropout, seconds["backward"]
     head = step.head_chunks[1] * seconds["head"] / step.units + dropout
-    if config.runs_in_units:
-        again = forward if config.pipeline.remat else 0.0
+    if step.parallel.runs_in_units:
+        again = forward if step.parallel.pipeline.remat else 0.0
         ring = hardware.seconds(pieces.copy(kept_bytes(step)))  # into the slots, and out of them
         forward, backward = forward + ring, backward + again + ring
     return forward, backward, head
 
 
-@dataclasses.dataclass(frozen=True)
-class StageSeconds:
-    """Of a unit: forward and backward of a layer, and what the first and the last stage have besides."""
-
-    forward: float
-    backward: float
-    first_cost: float
-    head_cost: float
-
-
-def stage_seconds(config: Config, hardware: Hardware) -> StageSeconds:
-    """What `placement.balance_ticks` takes; the embedding is on the first stage, a head on the last.
-
-    Raises:
-      ValueError: as of `predict_step`.
-    """
-    step = StepShape(config, on_cpu=hardware.platform == "cpu")
-    forward, backward, head = _unit_seconds(step, hardware)
-    embedding = hardware.seconds(pieces.copy(WORD * step.t * step.b * step.width))
-    return StageSeconds(forward, backward, embedding, 0.0 if step.shares_head else head)
+def stage_seconds(
+    task: Task, parallel: Parallel, train: TrainConfig | None, hardware: Hardware
+) -> dict[str, float]:
+    """What `placement.balance_ticks` takes; the embedding is on the first stage, a head on the last."""
+    step = StepShape(task, parallel, train, on_cpu=hardware.platform == "cpu")
+    works = pieces_of(*step.settings, on_cpu=step.on_cpu)
+    forward, backward, head = _unit_seconds(step, works, hardware)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "first_cost": hardware.seconds(pieces.copy(WORD * step.t * step.b * step.width)),
+        "head_cost": 0.0 if step.shares_head else head,
+    }
 
 
-def _update_seconds(step: StepShape, hardware: Hardware) -> float:
+def _update_seconds(step: StepShape, work: Work, hardware: Hardware) -> float:
     """Of the optimizer; on the host, whose memory is taken to be no faster than the way to it."""
-    elements = step.param_bytes(step.updated) // WORD
-    work = pieces.update(elements, step.config.train)
-    if step.config.train.update != "host":
+    if step.parallel.update != "host":
         return hardware.seconds(work)
-    moved = 2 * WORD * elements  # gradients to the host, parameters back
+    moved = 2 * step.param_bytes(split=True)  # gradients to the host, parameters back
     return (work.bytes + moved) / hardware.host_bytes_per_second
 
 
@@ -344,11 +366,11 @@ def _busy_and_waiting(
       forward, backward: of one layer and unit.
       head: of one unit.
     """
-    if not step.config.runs_in_units:
-        layers = step.config.model.num_layers * (forward + backward)
+    if not step.parallel.runs_in_units:
+        layers = step.model.num_layers * (forward + backward)
         return {"layers": layers, "head": head, "bubble": 0.0}
     schedule, S = step.schedule, step.sizes[STAGE]
-    placement = np.reshape(step.config.placement, (-1, S))  # [groups, stages]
+    placement = np.reshape(step.placement, (-1, S))  # [groups, stages]
     has_head = np.asarray(_head_stages(step))
     lanes = schedule.forward, schedule.backward
     counts_TS = [

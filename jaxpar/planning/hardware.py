@@ -35,6 +35,9 @@ class Sample:
     sizes: tuple[int, ...]
     slowness: float
 
+    def __post_init__(self):
+        _check_positive(slowness=self.slowness, **{f"size {n}": n for n in self.sizes})
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -47,6 +50,10 @@ class Link:
 
     bytes_per_second: float
     seconds: float
+
+    def __post_init__(self):
+        _check_positive(bytes_per_second=self.bytes_per_second)
+        _check_positive(0, seconds=self.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +72,8 @@ class Hardware:
       tick_seconds: that a pipeline's tick takes in which there is nothing to do or to send.
       platform: of JAX.
       samples: pieces of a step that were measured; without any, the machine reaches its peaks.
+    Raises:
+      ValueError: a number is not positive (for times: negative) or not finite; memory may be endless.
     """
 
     name: str
@@ -80,6 +89,16 @@ class Hardware:
     platform: str
     source: str
     samples: tuple[Sample, ...] = ()
+
+    def __post_init__(self):
+        rates = ("memory_bytes_per_second", "host_bytes_per_second", "devices_per_host")
+        _check_positive(
+            **{name: getattr(self, name) for name in rates},
+            **{f"flops_per_second of {d}": rate for d, rate in self.flops_per_second.items()},
+        )
+        _check_positive(0, loop_seconds=self.loop_seconds, tick_seconds=self.tick_seconds)
+        if not self.memory_bytes > 0:
+            raise ValueError(f"memory_bytes={self.memory_bytes}: must be positive, such as 16e9")
 
     def link(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Link:
         """The slowest link among devices that differ along the axes of a mesh.
@@ -162,10 +181,18 @@ class Hardware:
                 for sample in fields.pop("samples")
             )
             return cls(**fields, near=near, far=far, samples=samples)
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} describes no hardware ({error}); write it with calibrate().save(path)"
             ) from error
+
+
+def _check_positive(zero: float | None = None, **numbers: float) -> None:
+    """Raises if one of the numbers is not finite, or not above zero; with `zero` given it may be that."""
+    for name, value in numbers.items():
+        if not (0 < value < math.inf or value == zero):
+            least = "positive" if zero is None else "0 or more"
+            raise ValueError(f"{name}={value}: must be {least} and finite")
 
 
 _GPU_LOOP = 10e-6  # two or three kernels; a launch takes 3 to 5 microseconds

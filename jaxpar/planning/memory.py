@@ -1,4 +1,4 @@
-"""How much memory a training step needs on a device, from its config alone.
+"""How much memory a training step needs on a device, from its sizes alone.
 
 A step is as large as the largest of its moments: within the head, within a layer's backward pass, or after
 both, when gradients become updates. What is alive in each was read from the live ranges and the buffer
@@ -10,7 +10,6 @@ Legend: T time, B batch, t steps of a chunk, b rows of a microbatch, H hidden, V
 """
 
 import dataclasses
-import math
 
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.planning.pieces import WORD, moments
@@ -50,20 +49,20 @@ class MemoryCost:
 
 def step_memory(step: StepShape) -> MemoryCost:
     """Of a training step, on one device."""
-    config = step.config
-    host, updated = config.train.update == "host", step.param_bytes(step.updated)
+    in_units, host = step.parallel.runs_in_units, step.parallel.update == "host"
+    updated = step.param_bytes(split=step.splits_update)
     carried, activations, size = _carry_bytes(step), _activation_bytes(step), _Sizes(step)
-    in_head, in_layer, after = (_in_units if config.runs_in_units else _at_once)(step, size)
+    in_head, in_layer, after = (_in_units if in_units else _at_once)(step, size)
     if host:
         fullest = _into_results(step, size, in_head, in_layer)
     else:  # a part of the update is never as much as what was before
         fullest = max(in_head, in_layer, after if size.is_replicated else 0)
     return MemoryCost(
-        parameters=step.param_bytes(step.stored),
-        optimizer=0 if host else moments(config.train) * updated,
+        parameters=step.param_bytes(split=step.parallel.fsdp),
+        optimizer=0 if host else moments(step.optimizer) * updated,
         carried=carried,
-        batch=2 * WORD * config.data.batch_size * config.data.seq_len // step.sizes[DATA]
-        + (12 * WORD * step.schedule.num_ticks if config.runs_in_units else 0),
+        batch=2 * WORD * step.model.tokens // step.sizes[DATA]
+        + (12 * WORD * step.schedule.num_ticks if in_units else 0),
         gradients=step.gradient_bytes,
         activations=activations,
         working=round(fullest) - activations - step.gradient_bytes,
@@ -85,46 +84,45 @@ class _Sizes:
     """
 
     def __init__(self, step: StepShape):
-        train, sizes = step.config.train, step.sizes
+        parallel, sizes = step.parallel, step.sizes
         self.x = WORD * step.t * step.b * step.width
         self.all_x = self.x * sizes[TENSOR] if sizes[TENSOR] > 1 else 0
         self.kernel = WORD * step.H * 4 * step.width
-        [vocab] = step.params[-1].shard(step.compute, sizes)
-        self.logits = WORD * step.head_chunks[0] * step.b * vocab
-        self.head = step.params[-2].bytes(step.compute, sizes)
+        self.logits = WORD * step.head_chunks[0] * step.b * step.vocab
+        self.head = WORD * step.H * step.vocab
         self.gradients = step.gradient_bytes
-        self.largest = max(WORD * math.prod(step.gradient_shard(p)) for p in step.params)
-        is_split = sizes[DATA] > 1 and step.updated != step.compute
-        self.gathered = step.param_bytes(step.compute) if is_split and train.fsdp else 0
-        cuts = is_split and not train.fsdp and train.update == "sharded"
-        self.own = step.param_bytes(step.updated) if cuts else 0
+        self.largest = WORD * max(map(step.gradient_elements, step.params))
+        is_split = sizes[DATA] > 1 and step.splits_update
+        self.gathered = step.param_bytes() if is_split and parallel.fsdp else 0
+        cuts = is_split and not parallel.fsdp and parallel.update == "sharded"
+        self.own = step.param_bytes(split=True) if cuts else 0
         self.is_replicated = not is_split
 
 
 def _in_units(step: StepShape, size: _Sizes) -> tuple[float, float, float]:
     """Of a pipeline, or of microbatches: within the head, within a layer, after both."""
-    config, is_split = step.config, step.sizes[TENSOR] > 1
+    is_split, has_groups = step.sizes[TENSOR] > 1, step.parallel.num_groups > 1
     always = _activation_bytes(step) + size.gradients + size.own + size.gathered
-    if step.widens_table and config.model.embed_size < step.H:
+    if step.widens_table and step.model.embed_size < step.H:
         always += WORD * step.V * step.width
     in_head = max(3 * size.logits, 2.1 * size.logits + 0.8 * size.head) + 1.5 * size.x
     in_layer = step.slots * kept_bytes(step)  # read from their slot
-    has_groups = config.num_groups > 1  # then the weights and gradients of one are cut out of all
+    # Where a stage has several groups, the weights and gradients of one are cut out of all.
     if step.slots == 1:
         kernels, xs = 3.5 + 2 * has_groups, 3.7
     else:
         kernels, xs = 5 + 4 * has_groups * step.slots, 12.5
-    kernels += 2.1 * (-1 in config.layer_ids)  # empty slots
+    kernels += 2.1 * (min(step.placement) < step.slots)  # empty slots
     in_layer += kernels * size.kernel + (xs - 3 * is_split) * size.x + 3.4 * size.all_x
     # Sums over devices, and what is added to the parameters; clipping changes gradients in place.
-    after = 2 * size.gradients + size.largest * (config.train.clip_norm == 0)
+    after = 2 * size.gradients + size.largest * (step.train.clip_norm == 0)
     return always + in_head, always + in_layer, after
 
 
 def _at_once(step: StepShape, size: _Sizes) -> tuple[float, float, float]:
     """As `_in_units`, without units."""
-    config, is_split = step.config, step.sizes[TENSOR] > 1
-    drops, clips = config.model.dropout > 0, config.train.clip_norm > 0
+    is_split = step.sizes[TENSOR] > 1
+    drops, clips = step.model.dropout > 0, step.train.clip_norm > 0
     always = _activation_bytes(step) + size.gradients + 0.4 * size.x + 0.7 * size.gathered
     always += (0.8 if drops else 0.6) * size.own
     if step.head_chunks[1] == 1:  # its gradient is there when the logits are not
@@ -142,28 +140,29 @@ def _at_once(step: StepShape, size: _Sizes) -> tuple[float, float, float]:
 def _into_results(step: StepShape, size: _Sizes, in_head: float, in_layer: float) -> float:
     """Where gradients are results, they are added up there, and need no room of their own."""
     if step.sizes[DATA] > 1:  # results are parts of them
-        lent = (0.75 if step.config.runs_in_units else 0.6) * step.param_bytes(step.updated)
+        lent = (0.75 if step.parallel.runs_in_units else 0.6) * step.param_bytes(split=True)
         return max(max(in_head, in_layer) - lent, 1.9 * size.gradients)
-    if step.config.runs_in_units:
-        return max(max(in_head, in_layer) - size.gradients, size.gradients)
+    if step.parallel.runs_in_units:
+        lent = (1.0 if step.sizes[STAGE] > 1 else 0.75) * size.gradients
+        return max(max(in_head, in_layer) - lent, size.gradients)
     lent = 0.95 * size.gradients
     return max(in_head - size.gradients + size.head, in_layer - lent, 0.8 * size.gradients)
 
 
 def _carry_bytes(step: StepShape) -> int:
     """h and c of the slots and rows of a device."""
-    slots = len(step.config.layer_ids) // step.sizes[STAGE]
-    rows = step.config.data.batch_size // step.sizes[DATA]
+    slots = step.slots * step.parallel.num_groups
+    rows = step.model.batch_size // step.sizes[DATA]
     return 2 * WORD * slots * rows * step.width
 
 
 def _activation_bytes(step: StepShape) -> int:
     """What is kept for backward passes, and what waits to be read."""
     unit = kept_bytes(step)
-    if not step.config.runs_in_units:
-        return step.config.model.num_layers * unit
+    if not step.parallel.runs_in_units:
+        return step.model.num_layers * unit
     schedule, x = step.schedule, WORD * step.t * step.b * step.width
-    if step.config.pipeline.remat:  # the input of the stage, and the state before it
+    if step.parallel.pipeline.remat:  # the input of the stage, and the state before it
         kept = x + step.slots * 2 * WORD * step.b * step.width
     else:
         kept = step.slots * unit
@@ -176,5 +175,5 @@ def kept_bytes(step: StepShape) -> int:
 
     And the mask of dropout, a byte for each x.
     """
-    mask = step.t if step.config.model.dropout > 0 else 0
+    mask = step.t if step.model.dropout > 0 else 0
     return step.b * step.width * (WORD * (7 * step.t + 1) + mask)

@@ -7,18 +7,25 @@ Legend: t time steps, b rows, H hidden, h = H / tensor, V vocabulary (or a devic
 
 import math
 
-from jaxpar.config import TrainConfig
+from jaxpar.optimizer import OptimizerConfig
 from jaxpar.planning.hardware import Work
 
 WORD = 4  # bytes of a float32
+
+# Logits that a head without units computes at once, but those of so many rows at least. A test holds them
+# to the loss of the language model.
+MAX_LOGITS_ON_CPU = 5 * 2**19
+MAX_LOGITS = 2**27
+MIN_ROWS = 128
 
 CLIPPED, MOMENTUM = "clipped", "momentum"
 FORWARD, BACKWARD, HEAD, DROPOUT = "layer forward", "layer backward", "head", "dropout"
 
 
-def moments(config: TrainConfig) -> int:
+def moments(optimizer: OptimizerConfig) -> int:
     """Arrays of the size of the parameters that the optimizer keeps."""
-    return {"adam": 2, "adamw": 2, "rmsprop": 1, "sgd": 0}[config.optimizer] + (config.momentum > 0)
+    kept = {"adam": 2, "adamw": 2, "rmsprop": 1, "sgd": 0}[optimizer.name]
+    return kept + (optimizer.momentum > 0)
 
 
 def layer_forward(t: int, b: int, H: int, h: int, layers: int) -> Work:
@@ -67,15 +74,15 @@ def dropout(elements: int) -> Work:
     return Work(DROPOUT, (elements,), flops=0, bytes=2.25 * WORD * elements)
 
 
-def update(elements: int, config: TrainConfig) -> Work:
+def update(elements: int, optimizer: OptimizerConfig, clip_norm: float) -> Work:
     """From gradients to new parameters: norm, clipping, the optimizer's moments, the sum."""
-    clipped = config.clip_norm > 0
-    kind = [config.optimizer] + [MOMENTUM] * (config.momentum > 0) + [CLIPPED] * clipped
+    clipped = clip_norm > 0
+    kind = [optimizer.name] + [MOMENTUM] * (optimizer.momentum > 0) + [CLIPPED] * clipped
     return Work(
         " ".join(kind),
         (elements,),
         flops=0,
-        bytes=(4 + 2 * clipped + 2 * moments(config)) * WORD * elements,
+        bytes=(4 + 2 * clipped + 2 * moments(optimizer)) * WORD * elements,
     )
 
 

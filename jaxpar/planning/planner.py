@@ -1,30 +1,39 @@
-"""Which mesh, and how a step is cut on it: every config that some devices allow, ranked by predicted time.
+"""Which mesh, and how a step is cut on it: every layout that some devices allow, ranked by predicted time.
 
 Nothing is compiled and no device is needed. What saves memory at a price in time (recomputing, FSDP, an
-optimizer on the host) is looked at only where a config does not fit without it.
+optimizer on the host) is looked at only where a layout does not fit without it.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
 from rich.table import Table
 
-from jaxpar.axes import STAGE
-from jaxpar.config import Config, replace_train
 from jaxpar.display import format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel, PipelineConfig, short_name
 from jaxpar.pictures.picture import Tables, make_table
 from jaxpar.pipeline.placement import balance, balance_ticks
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
-from jaxpar.planning.cost import Cost, pieces_of, predict_step, sending_seconds, stage_seconds
+from jaxpar.planning.cost import (
+    Cost,
+    Seconds,
+    pieces_of,
+    predict_step,
+    sending_seconds,
+    stage_seconds,
+)
 from jaxpar.planning.hardware import Hardware
+from jaxpar.planning.shape import LSTMSizes, lstm_sizes
+from jaxpar.task import Task
+from jaxpar.training.settings import TrainConfig
 
 # Cuts of the batch and of time that are tried differ by this factor at least.
 _NEXT_CUT = 1.5
-# Of the best configs, so many are made of measured pieces in the end.
+# Of the best layouts, so many are made of measured pieces in the end.
 _NUM_MEASURED = 4
 # With so many units for every stage the bubble is 1/17 at most: finer cuts have little to gain.
 _UNITS_PER_STAGE = 16
@@ -36,9 +45,9 @@ class Ranking(Tables):
 
     Attributes:
       hardware, num_devices: that it is for.
-      costs: of the configs that fit, the quickest first.
+      costs: of the layouts that fit, the quickest first.
       num_configs: that were looked at.
-      smallest: of the config that needs the least memory, of those that do not fit; None if all fit.
+      smallest: of the layout that needs the least memory, of those that do not fit; None if all fit.
     """
 
     hardware: Hardware
@@ -60,8 +69,8 @@ class Ranking(Tables):
         raise ValueError(
             f"none of {self.num_configs:,} configs fits in {format_bytes(self.hardware.memory_bytes)} on "
             f"{self.num_devices} devices of {self.hardware.name}; the smallest, "
-            f"{describe(self.smallest.config)}, needs {format_bytes(self.smallest.memory.total)} on each; "
-            f"use more devices, or a smaller model or batch"
+            f"{describe(self.smallest.parallel)}, needs {format_bytes(self.smallest.memory.total)} on "
+            f"each; use more devices, or a smaller model or batch"
         )
 
     @property
@@ -69,7 +78,7 @@ class Ranking(Tables):
         """The quickest of every mesh, the quickest first."""
         first: dict[MeshConfig, Cost] = {}
         for cost in self.costs:
-            first.setdefault(cost.config.mesh, cost)
+            first.setdefault(cost.parallel.mesh, cost)
         return tuple(first.values())
 
     def explain(self) -> str:
@@ -79,16 +88,16 @@ class Ranking(Tables):
           ValueError: none fits.
         """
         best, *others = self.best_of_meshes or (self.best,)
-        config, seconds = best.config, _seconds(best)
+        seconds, tokens = _seconds(best), lstm_sizes(best.settings.task).tokens
         parts = _words(best, self.hardware)
         ordered = sorted(parts, key=lambda name: -getattr(seconds, name))
         shares = [
             f"{parts[name]} ({getattr(seconds, name) / seconds.total:.0%})" for name in ordered
         ]
-        tokens = config.data.batch_size * config.data.seq_len
         lines = [
-            f"Use {describe(config)}: {format_seconds(seconds.total)} a step, {tokens / seconds.total:,.0f} "
-            f"tokens/s, {format_bytes(best.memory.total)} of {format_bytes(self.hardware.memory_bytes)}.",
+            f"Use {describe(best.parallel)}: {format_seconds(seconds.total)} a step, "
+            f"{tokens / seconds.total:,.0f} tokens/s, {format_bytes(best.memory.total)} of "
+            f"{format_bytes(self.hardware.memory_bytes)}.",
             f"What takes most of its time: {shares[0]}; then {shares[1]}.",
         ]
         if others:
@@ -97,9 +106,9 @@ class Ranking(Tables):
             worst, better = (pick(more, key=more.__getitem__) for pick in (max, min))
             theirs = _words(others[0], self.hardware)
             line = (
-                f"The runner-up, {describe(others[0].config)}, would take {format_seconds(other.total)}, "
-                f"{other.total / seconds.total - 1:+.0%}: {format_seconds(more[worst])} more for "
-                f"{theirs[worst]}"
+                f"The runner-up, {describe(others[0].parallel)}, would take "
+                f"{format_seconds(other.total)}, {other.total / seconds.total - 1:+.0%}: "
+                f"{format_seconds(more[worst])} more for {theirs[worst]}"
             )
             if more[better] < 0:
                 line += f", {format_seconds(-more[better])} less for {theirs[better]}"
@@ -120,7 +129,7 @@ class Ranking(Tables):
         for cost in self.best_of_meshes[:12]:
             seconds = _seconds(cost)
             table.add_row(
-                describe(cost.config),
+                describe(cost.parallel),
                 format_seconds(seconds.total),
                 *(f"{getattr(seconds, name) / seconds.total:.0%}" for name in columns),
                 format_bytes(cost.memory.total),
@@ -131,33 +140,49 @@ class Ranking(Tables):
     __repr__ = Tables.__repr__
 
 
-def plan(config: Config, num_devices: int, hardware: Hardware) -> Ranking:
-    """Every way to run a config's training step on so many devices, ranked by predicted time.
+def plan(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    num_devices: int | None = None,
+    hardware: Hardware | str = HERE,
+) -> Ranking:
+    """Every way to run a task's training step on so many devices, ranked by predicted time.
 
     All shapes of the mesh, microbatches, chunks of time, and both heads are tried, with balanced placements
     and the 1F1B schedule; recomputation, FSDP and the places of the optimizer where memory asks for them, or
     where they are quicker.
 
     Args:
-      config: its model, batch and optimizer; with `model.vocab_size` set. Its mesh and pipeline are not
-        looked at, but for the devices that the mesh names.
-      num_devices: all of them are used.
+      task, train: as of `predict_step`.
+      parallel: its shares, and the devices that its mesh names, are kept; all else is what is looked for.
+      num_devices: all of them are used; None takes those, or as many as JAX has.
+      hardware: or what `find_machine` calls it.
     Raises:
-      ValueError: no mesh of so many devices fits the sizes of the model and the batch, or the config has
-        something that is not modelled (see `predict_step`).
+      ValueError: no mesh of so many devices fits the sizes of the model and the batch, the task does not
+        know its cost, or something is not modelled (see `predict_step`).
     """
+    sizes, given = lstm_sizes(task), Parallel.of(parallel, task.parallel)
+    named = given.mesh.devices
+    if num_devices is None:
+        num_devices = jax.device_count() if named is None else len(named)
     if num_devices < 1:
-        raise ValueError(f"num_devices={num_devices}: must be positive")
+        raise ValueError(f"num_devices={num_devices}: must be positive; plan for 1 device or more")
+    if named is not None and len(named) != num_devices:
+        raise ValueError(
+            f"num_devices={num_devices}, but the mesh names devices={named}; leave one of them away"
+        )
+    hardware = find_machine(hardware) if isinstance(hardware, str) else hardware
     fitting: list[Cost] = []
     smallest: Cost | None = None
     num_configs, refused = 0, None
-    for cut in _cuts_of(config, num_devices):
+    for cut in _cuts_of(sizes, given, num_devices):
         for saving in _SAVINGS:
-            saved = saving(cut)
+            saved = _saved(cut, *saving)
             if saved is None:
                 continue
             try:
-                cost = predict_step(saved, hardware)
+                cost = predict_step(task, saved, train, hardware)
             except ValueError as error:
                 refused = refused or error
                 break
@@ -169,12 +194,19 @@ def plan(config: Config, num_devices: int, hardware: Hardware) -> Ranking:
             elif smallest is None or cost.memory.total < smallest.memory.total:
                 smallest = cost
     if not num_configs:
-        raise ValueError(f"no mesh of {num_devices} devices fits: {refused}")
+        split = "num_layers={}, hidden_size={} and batch_size={} do not split over any"
+        reason = refused or split.format(sizes.num_layers, sizes.hidden_size, sizes.batch_size)
+        raise ValueError(f"no mesh of {num_devices} devices fits: {reason}; use other devices")
     fitting.sort(key=lambda cost: _seconds(cost).total)
     return Ranking(hardware, num_devices, tuple(fitting), num_configs, smallest)
 
 
-def plan_here(config: Config, memory_bytes: float | None = None) -> Ranking:
+def plan_here(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    memory_bytes: float | None = None,
+) -> Ranking:
     """`plan` for the devices that JAX has; what the best are made of is measured on them, once for all times.
 
     Args:
@@ -183,79 +215,89 @@ def plan_here(config: Config, memory_bytes: float | None = None) -> Ranking:
       ValueError: as of `plan`, or there are several processes.
       OSError: the user's cache folder cannot be written.
     """
+    lstm_sizes(task)  # refuses a task that does not know its cost, before anything is measured
     machine = find_machine(HERE, memory_bytes)
     while True:
-        ranking = plan(config, jax.device_count(), machine)
-        best = [cost.config for cost in ranking.costs[:_NUM_MEASURED]]
-        measured = measure_pieces(machine, [w for c in best for w in pieces_of(c).values()])
+        ranking = plan(task, parallel, train, hardware=machine)
+        best = [cost.settings for cost in ranking.costs[:_NUM_MEASURED]]
+        measured = measure_pieces(machine, [w for c in best for w in pieces_of(*c).values()])
         if measured is machine:
             return ranking
         machine = measured
 
 
 def place(
-    config: Config, hardware: Hardware, by: Literal["time", "memory"] = "time"
+    task: Task,
+    parallel: Parallel | str | None,
+    train: TrainConfig | None,
+    hardware: Hardware,
+    by: Literal["time", "memory"] = "time",
 ) -> tuple[int, ...]:
-    """The placement of a config's layers by the time that each takes, or by the memory that stages need.
+    """The placement of a task's layers by the time that each takes, or by the memory that stages need.
 
     Either way no device gets more layers than fit: each has room for as many as the fullest.
 
     Args:
+      task, parallel, train: as of `predict_step`.
       hardware: whose times they are; `measure_pieces` makes them those of this machine.
       by: ticks shall be the shortest, the head (on the last stage) and the embedding (on the first) included;
         or the fullest stage shall have the fewest layers.
     Raises:
       ValueError: no placement fits in the memory, or as of `predict_step`.
     """
-    num_layers, num_places = config.model.num_layers, config.mesh.stage * config.num_groups
-    if config.mesh.stage == 1:
-        return config.placement
+    if by not in ("time", "memory"):
+        raise ValueError(f'by={by!r}: use "time" or "memory"')
+    num_layers, given = lstm_sizes(task).num_layers, Parallel.of(parallel, task.parallel)
+    if given.mesh.stage == 1:
+        return (num_layers,)
+    num_places = given.mesh.stage * given.num_groups
+
+    def placed(most: int) -> Parallel:
+        """With so many layers on the first stage, and the others spread evenly."""
+        rest = balance([1.0] * (num_layers - most), num_places - 1)
+        return _change(given, placement=(most, *rest))
+
+    def fits(most: int) -> bool:
+        cost = predict_step(task, placed(most), train, hardware)
+        return cost.memory.total <= hardware.memory_bytes
+
     most = -(-num_layers // num_places)  # of an even placement, on the fullest stage
-    check_fits(_placed(config, most), hardware)
-    while most <= num_layers - num_places and _fits(_placed(config, most + 1), hardware):
+    check_fits(task, placed(most), train, hardware)
+    while most <= num_layers - num_places and fits(most + 1):
         most += 1
     costs = {"forward": 0.0}  # then the fullest stage alone counts
     if by == "time":
-        parts = stage_seconds(config, hardware)
-        costs = dataclasses.asdict(parts)
+        costs = stage_seconds(task, given, train, hardware)
     return balance_ticks(num_layers, num_places, max_layers=most, **costs)
 
 
-def _placed(config: Config, most: int) -> Config:
-    """With so many layers on the first stage, and the others spread evenly."""
-    places = config.mesh.stage * config.num_groups - 1
-    rest = balance([1.0] * (config.model.num_layers - most), places)
-    pipeline = dataclasses.replace(config.pipeline, placement=(most, *rest))
-    return dataclasses.replace(config, pipeline=pipeline)
+def check_fits(
+    task: Task, parallel: Parallel | str | None, train: TrainConfig | None, hardware: Hardware
+) -> Cost:
+    """The cost of a task's step, if a device has the memory for it.
 
-
-def _fits(config: Config, hardware: Hardware) -> bool:
-    return predict_step(config, hardware).memory.total <= hardware.memory_bytes
-
-
-def check_fits(config: Config, hardware: Hardware) -> Cost:
-    """The cost of a config's step, if a device has the memory for it.
-
+    Args:
+      task, parallel, train: as of `predict_step`.
     Raises:
       ValueError: it has not; with the three changes that cost the least time of those that make it fit.
     """
-    cost = predict_step(config, hardware)
+    cost = predict_step(task, parallel, train, hardware)
     if cost.memory.total <= hardware.memory_bytes:
         return cost
     found: list[tuple[float, str]] = []
     tried = [cost]
     fit_alone: set[str] = set()
-    changes = list(_changes(config))
+    changes = list(_changes(lstm_sizes(task), cost.parallel))
     pairs = itertools.combinations(changes, 2)
     for parts in (*((change,) for change in changes), *pairs):
         names = {name for name, _ in parts}
         if names & fit_alone:
             continue  # one is enough
-        changed = config
-        for _, change in parts:
-            changed = change(changed)
+        changed = cost.parallel
+        for _, fields in parts:
+            changed = _change(changed, **fields)
         try:
-            tried.append(predict_step(changed, hardware))
+            tried.append(predict_step(task, changed, train, hardware))
         except ValueError:
             continue
         if tried[-1].memory.total <= hardware.memory_bytes:
@@ -281,52 +323,52 @@ def check_fits(config: Config, hardware: Hardware) -> Cost:
     raise ValueError(message + "use " + ", or ".join(text for _, text in sorted(found)[:3]))
 
 
-def describe(config: Config) -> str:
-    """How a config runs, in a line: its mesh, its pipeline, and what it does to save memory."""
-    sizes, pipeline, train = config.mesh.sizes, config.pipeline, config.train
-    short = {"data": "dp", "stage": "pp", "tensor": "tp"}
-    words = ["".join(f"{short[axis]}{size}" for axis, size in sizes.items() if size > 1) or "dp1"]
-    if config.runs_in_units:
+def describe(parallel: Parallel) -> str:
+    """A layout in a line: its mesh, its pipeline, and what it does to save memory."""
+    pipeline, words = parallel.pipeline, [short_name(parallel.mesh)]
+    if parallel.runs_in_units:
         words.append(f"M={pipeline.num_microbatches}")
-    if sizes[STAGE] > 1:
-        words += [f"K={pipeline.num_chunks}", f"head={pipeline.head}"]
-        if len(set(config.placement)) > 1:
-            words.append(f"placement={','.join(map(str, config.placement))}")
-    words += ["remat"] * (pipeline.remat and config.runs_in_units) + ["fsdp"] * train.fsdp
-    return " ".join(words + [f"update={train.update}"] * (train.update != "replicated"))
+    if parallel.mesh.stage > 1:
+        head = "sharded" if pipeline.head == "auto" else pipeline.head
+        words += [f"K={pipeline.num_chunks}", f"head={head}"]
+        if not isinstance(pipeline.placement, str) and len(set(pipeline.placement)) > 1:
+            words.append(f"placement={','.join(map(str, pipeline.placement))}")
+    words += ["remat"] * (pipeline.remat and parallel.runs_in_units) + ["fsdp"] * parallel.fsdp
+    return " ".join(words + [f"update={parallel.update}"] * (parallel.update != "replicated"))
 
 
 # ---- what is tried ----
 
 
-def _cuts_of(config: Config, num_devices: int) -> Iterator[Config]:
+def _change(parallel: Parallel, **fields: Any) -> Parallel:
+    """With other fields, of itself or of its pipeline."""
+    own = {name: fields.pop(name) for name in _OWN_FIELDS & fields.keys()}
+    if fields:
+        own["pipeline"] = dataclasses.replace(parallel.pipeline, **fields)
+    return dataclasses.replace(parallel, **own)
+
+
+_OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Parallel))
+
+
+def _cuts_of(sizes: LSTMSizes, given: Parallel, num_devices: int) -> Iterator[Parallel]:
     """Meshes, and how the batch and time are cut on them; sizes may still not fit."""
-    model, data = config.model, config.data
-    for mesh in _meshes(num_devices, config.mesh.devices):
-        stages = mesh.stage
+    for mesh in _meshes(num_devices, given.mesh.devices):
+        stages, rows = mesh.stage, sizes.batch_size // mesh.data
         if (
-            stages > model.num_layers
-            or data.batch_size % mesh.data
-            or model.hidden_size % mesh.tensor
+            stages > sizes.num_layers
+            or sizes.batch_size % mesh.data
+            or sizes.hidden_size % mesh.tensor
         ):
             continue
-        for M in _cuts(data.batch_size // mesh.data):
-            for K in _cuts(data.seq_len) if stages > 1 else [1]:
-                if _UNITS_PER_STAGE * stages < M * K:
-                    continue
-                for head in ("sharded", "last") if stages > 1 else ("sharded",):
-                    pipeline = dataclasses.replace(
-                        config.pipeline,
-                        schedule="1f1b",
-                        num_groups=1,
-                        num_microbatches=M,
-                        num_chunks=K,
-                        placement="balanced",
-                        head=head,
-                        remat=False,
-                    )
-                    train = dataclasses.replace(config.train, fsdp=False, update="replicated")
-                    yield dataclasses.replace(config, mesh=mesh, pipeline=pipeline, train=train)
+        for M, K, head in itertools.product(
+            _cuts(rows),
+            _cuts(sizes.seq_len) if stages > 1 else [1],
+            ("sharded", "last") if stages > 1 else ("auto",),
+        ):
+            if _UNITS_PER_STAGE * stages >= M * K:
+                pipeline = PipelineConfig(num_microbatches=M, num_chunks=K, head=head)
+                yield Parallel(mesh, pipeline, given.shares)
 
 
 def _meshes(num_devices: int, devices: tuple[int, ...] | None) -> Iterator[MeshConfig]:
@@ -348,88 +390,75 @@ def _cuts(n: int) -> list[int]:
     return cuts
 
 
-def _saving(remat: bool, **train: Any) -> Callable[[Config], Config | None]:
-    """A config that saves memory so; None if it would save nothing."""
-
-    def save(config: Config) -> Config | None:
-        if (remat and not config.runs_in_units) or (
-            config.mesh.data == 1 and train not in ({}, {"update": "host"})
-        ):
-            return None
-        pipeline = dataclasses.replace(config.pipeline, remat=remat)
-        return replace_train(dataclasses.replace(config, pipeline=pipeline), **train)
-
-    return save
+def _saved(parallel: Parallel, remat: bool, where: dict[str, Any]) -> Parallel | None:
+    """A layout that saves memory so; None if it would save nothing."""
+    if (remat and not parallel.runs_in_units) or (
+        parallel.mesh.data == 1 and where not in ({}, {"update": "host"})
+    ):
+        return None
+    return _change(parallel, remat=remat, **where)
 
 
 # From what takes the most memory to what takes the least time to pay for more of it.
 _SAVINGS = tuple(
-    _saving(remat, **train)
-    for remat, train in itertools.product(
+    itertools.product(
         (False, True), ({}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"})
     )
 )
 
 
-def _changes(config: Config) -> Iterator[tuple[str, Callable[[Config], Config]]]:
-    """Single changes of a config that may save memory, each with its name on the command line."""
-
-    def change(part: str, **fields: Any) -> tuple[str, Callable[[Config], Config]]:
-        text = " ".join(f"{part}.{k.replace('_', '-')} {v}" for k, v in fields.items())
-        return f"--{text}", lambda config: dataclasses.replace(
-            config, **{part: dataclasses.replace(getattr(config, part), **fields)}
-        )
-
-    pipeline, data = config.pipeline, config.data
-    if not pipeline.remat and config.runs_in_units:
-        yield "--pipeline.remat", change("pipeline", remat=True)[1]
-    for M in _cuts(data.batch_size // config.mesh.data):
+def _changes(sizes: LSTMSizes, parallel: Parallel) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Single changes of a layout that may save memory, each with its name on the command line."""
+    pipeline, mesh = parallel.pipeline, parallel.mesh
+    if not pipeline.remat and parallel.runs_in_units:
+        yield "--pipeline.remat", {"remat": True}
+    for M in _cuts(sizes.batch_size // mesh.data):
         if pipeline.num_microbatches < M:
-            yield change("pipeline", num_microbatches=M)
-    if config.mesh.stage > 1:
-        for K in _cuts(data.seq_len):
+            yield f"--pipeline.num-microbatches {M}", {"num_microbatches": M}
+    if mesh.stage > 1:
+        for K in _cuts(sizes.seq_len):
             if pipeline.num_chunks < K:
-                yield change("pipeline", num_chunks=K)
+                yield f"--pipeline.num-chunks {K}", {"num_chunks": K}
         if pipeline.head == "last":
-            yield change("pipeline", head="sharded")
+            yield "--pipeline.head sharded", {"head": "sharded"}
         if pipeline.schedule == "gpipe":
-            yield change("pipeline", schedule="1f1b")
-    if config.mesh.data > 1 and config.train.update == "replicated":
-        yield change("train", update="sharded")
-    if config.mesh.data > 1 and not config.train.fsdp:
-        yield "--train.fsdp", change("train", fsdp=True)[1]
-    if config.train.update != "host":
-        yield change("train", update="host")
-    for mesh in _meshes(config.mesh.num_devices, config.mesh.devices):
-        if mesh != config.mesh:
-            yield f"--mesh {mesh}", lambda config, mesh=mesh: dataclasses.replace(config, mesh=mesh)
+            yield "--pipeline.schedule 1f1b", {"schedule": "1f1b"}
+    if mesh.data > 1 and parallel.update == "replicated":
+        yield "--update sharded", {"update": "sharded"}
+    if mesh.data > 1 and not parallel.fsdp:
+        yield "--fsdp", {"fsdp": True}
+    if parallel.update != "host":
+        yield "--update host", {"update": "host"}
+    for other in _meshes(mesh.num_devices, mesh.devices):
+        if other != mesh:
+            yield f"--mesh {short_name(other)}", {"mesh": other}
 
 
 # ---- words ----
 
 
-def _seconds(cost: Cost):
+def _seconds(cost: Cost) -> Seconds:
     assert cost.seconds is not None  # predicted for hardware
     return cost.seconds
 
 
 def _words(cost: Cost, hardware: Hardware) -> dict[str, str]:
     """What each part of `Seconds` is spent on."""
-    config = cost.config
-    work = pieces_of(config, on_cpu=hardware.platform == "cpu")["forward"]
+    sizes = lstm_sizes(cost.settings.task)
+    work = pieces_of(*cost.settings, on_cpu=hardware.platform == "cpu")["forward"]
     limit = {
         "flops": "the matmuls of the layers",
         "bytes": "the weights of the layers, read at every time step",
         "turns": "the time steps of the layers, each too small to fill a device",
-    }[hardware.limit(work, config.model.dtype)]
+    }[hardware.limit(work, sizes.dtype)]
     along: dict[tuple[str, ...], float] = {}
     for part in cost.traffic:
-        seconds = sending_seconds(part, hardware, config.mesh.sizes)
+        seconds = sending_seconds(part, hardware, cost.parallel.mesh.sizes)
         along[part.axes] = along.get(part.axes, 0.0) + seconds
     axes = max(along, key=along.__getitem__, default=())
     return {
         "layers": limit,
-        "head": f"the head over {config.model.vocab_size:,} words",
+        "head": f"the head over {sizes.vocab_size:,} words",
         "bubble": f"stages that wait for each other (bubble {cost.bubble:.0%})",
         "ticks": f"the loop over {cost.num_ticks} ticks itself",
         "sending": "sending" + f", mostly over {' and '.join(axes)}" * bool(axes),

@@ -1,18 +1,22 @@
 """Shares of a batch for devices that differ: measured on the user's own step."""
 
 import dataclasses
+import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.config import Config
-from jaxpar.data.streams import Batch
+from jaxpar.batches import put_batch
+from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.task import Task
+from jaxpar.timing import take_turns
+from jaxpar.training.settings import TrainConfig
 
 
 def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, ...]:
@@ -21,79 +25,91 @@ def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, .
     Args:
       seconds: that each data-parallel group needs for the same work.
     Raises:
-      ValueError: a time is not positive, or there is none.
+      ValueError: a time is not positive or not finite, there is none, or `max_parts` is not positive.
     """
-    if not seconds or min(seconds) <= 0:
-        raise ValueError(f"seconds={tuple(seconds)}: give a time above 0 for every group")
-    speeds = np.reciprocal(np.asarray(seconds, np.float64))
+    if not seconds or not all(0 < value < math.inf for value in seconds):
+        raise ValueError(
+            f"seconds={tuple(seconds)}: give a time above 0 for every group, and below infinity, as "
+            f"measure_groups does"
+        )
+    if max_parts < 1:
+        raise ValueError(f"max_parts={max_parts}: must be positive; 8 is usual")
+    times = np.asarray(seconds, np.float64)
 
     def wasted(shares: np.ndarray) -> float:
         """Share of the groups' time that the slowest makes them wait."""
-        ends = shares / speeds
+        ends = shares * (times / times.max())
         return 1 - float(ends.mean() / ends.max())
 
     candidates = [
-        np.maximum(np.rint(speeds / speeds.max() * most), 1).astype(int)
+        np.maximum(np.rint(times.min() / times * most), 1).astype(int)
         for most in range(1, max_parts + 1)
     ]
     return tuple(min(candidates, key=lambda shares: round(wasted(shares), 3)).tolist())
 
 
-def measure_groups(config: Config, mesh: Mesh, *, num_steps: int = 3) -> list[float]:
-    """Seconds of a training step of each data-parallel group by itself, all on as many rows.
+def measure_groups(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+    *,
+    num_steps: int = 3,
+) -> list[float]:
+    """Seconds of a training step of each data-parallel group by itself, all on the same batch.
 
-    Every group is measured with its own devices only, with random tokens and a state of its own, one
-    group after the other.
+    Every group takes the whole batch, in microbatches as large as ever, with its own devices only and a
+    state of its own, one group after the other.
 
     Args:
+      task, parallel, train, mesh: as of `make_stepper`.
       num_steps: measured after one to warm up; the median counts.
     Raises:
-      ValueError: the config does not fit the mesh.
+      ValueError: the task does not fit the mesh, or `num_steps` is not positive.
     """
-    config.check()
-    rows = config.data.batch_size // sum(config.shares)
-    data = dataclasses.replace(config.data, batch_size=rows, shares=None)
+    if num_steps < 1:
+        raise ValueError(f"num_steps={num_steps}: must be positive; 3 are usual")
+    parallel = Parallel.of(parallel, task.parallel)
+    parallel = parallel.resolve() if mesh is None else parallel
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    parts = sum(parallel.group_shares) * parallel.pipeline.num_microbatches
+    pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=parts)
     seconds = []
-    for devices in mesh.devices.reshape(config.mesh.data, -1):
+    for devices in mesh.devices.reshape(parallel.mesh.data, -1):
         ids = tuple(jax.devices().index(device) for device in devices)
-        alone = dataclasses.replace(
-            config, data=data, mesh=dataclasses.replace(config.mesh, data=1, devices=ids)
-        )
-        own_mesh = alone.mesh.build()
-        seconds.append(statistics.median(step_seconds(alone, own_mesh, num_steps)))
+        own_mesh = dataclasses.replace(parallel.mesh, data=1, devices=ids)
+        alone = dataclasses.replace(parallel, mesh=own_mesh, pipeline=pipeline, shares=None)
+        [measured] = take_turns([make_stepper(task, alone, train)], num_steps)
+        seconds.append(statistics.median(measured))
     return seconds
 
 
-def step_seconds(config: Config, mesh: Mesh, num_steps: int) -> list[float]:
-    """Of training steps on random tokens with a state of their own, after one that compiles.
+def make_stepper(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+) -> Callable[[], Any]:
+    """A function that takes a training step on the task's example, with a state of its own, and waits for it.
 
     Args:
-      config: with `model.vocab_size` set.
+      parallel, train: None takes the task's own.
+      mesh: of `parallel`; None builds it.
     Raises:
-      ValueError: the config does not fit the mesh.
+      ValueError: the task does not fit the mesh.
     """
-    step = make_stepper(config, mesh)
-    return [step() for _ in range(num_steps + 1)][1:]
+    parallel = Parallel.of(parallel, task.parallel)
+    parallel = parallel.resolve() if mesh is None else parallel
+    mesh = parallel.mesh.build() if mesh is None else mesh
+    task = task.resolve(parallel, mesh)
+    train_step = make_train_step(task, parallel, train or task.train, mesh)
+    state = init_state(task, parallel, mesh)
+    batch = put_batch(task.example_batch(), batch_sharding(task, parallel, mesh))
 
-
-def make_stepper(config: Config, mesh: Mesh) -> Callable[[], float]:
-    """A function that takes a training step on random tokens, with a state of its own; its seconds.
-
-    Args:
-      config: with `model.vocab_size` set.
-    Raises:
-      ValueError: the config does not fit the mesh.
-    """
-    state, train_step = init_state(config, mesh), make_train_step(config, mesh)
-    shape = (config.data.batch_size, config.data.seq_len)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size or 1, shape, np.int32)
-    tokens = jax.device_put(tokens, batch_sharding(mesh, config))
-
-    def step() -> float:
+    def step() -> Any:
         nonlocal state
-        start = time.perf_counter()
-        state, metrics = train_step(state, Batch(tokens, tokens, True))
-        jax.block_until_ready((state, metrics))
-        return time.perf_counter() - start
+        state, metrics = train_step.run(state, batch)
+        jax.block_until_ready(state)
+        return metrics
 
     return step

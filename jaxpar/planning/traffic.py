@@ -1,4 +1,4 @@
-"""What a training step sends, from its config alone: every collective of the program that XLA makes of it.
+"""What a training step sends, from its sizes alone: every collective of the program that XLA makes of it.
 
 Tests hold it to the compiled program, to the byte. It is what XLA's CPU compiler makes of a step in float32,
 with whole arrays summed where a GPU's may scatter them. What an embedding narrower than the layers sends is
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from jaxpar.analysis.collectives import sent_bytes
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.planning.pieces import WORD
-from jaxpar.planning.shape import Parameter, StepShape
+from jaxpar.planning.shape import StepShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +40,12 @@ def predict_traffic(step: StepShape) -> tuple[Traffic, ...]:
     """The collectives of a training step of the full length, without those of an update on the host.
 
     Raises:
-      ValueError: there is no model for the config (unequal shares, a tied embedding).
+      ValueError: what a step sends is not modelled: with unequal shares, a tied embedding, or bfloat16.
     """
-    config = step.config
     for what, wrong in (
-        ("unequal shares", not config.has_equal_shares),
-        ("tie_embedding=True", config.model.tie_embedding),
-        ('dtype="bfloat16"', config.model.dtype != "float32"),
+        ("unequal shares", not step.parallel.has_equal_shares),
+        ("tie_embedding=True", step.model.tie_embedding),
+        (f"dtype={step.model.dtype!r}", step.model.dtype != "float32"),
     ):
         if wrong:
             raise ValueError(f"{what}: what that sends is not modelled; use inspect_step")
@@ -65,23 +64,20 @@ class _Sender:
     """The parts of a step, in its order."""
 
     def __init__(self, step: StepShape):
-        self.step, self.config, self.sizes = step, step.config, step.sizes
+        self.step, self.parallel, self.sizes = step, step.parallel, step.sizes
 
     def all(self) -> Iterator[Traffic]:
-        step = self.step
-        if step.stored != step.compute:
-            for param in step.params:
-                yield from self.gather_parameter(param)
+        if self.parallel.fsdp:
+            yield from self.gather_parameters()
         yield from self.extension()
         yield from self.layers()
         yield from self.head()
-        if self.config.runs_in_units:
+        if self.parallel.runs_in_units:
             yield from self.exchange()
         yield from self.gradients()
         yield from self.norms()
-        if step.updated != step.stored and self.config.train.update == "sharded":
-            for param in step.params:
-                yield from self.gather_parameter(param)
+        if self.parallel.update == "sharded" and not self.parallel.fsdp:
+            yield from self.gather_parameters()
 
     def send(
         self, op: str, axes: tuple[str, ...], elements: int, count: int, what: str
@@ -96,18 +92,20 @@ class _Sender:
             sent = sent_bytes(op, num_bytes, size)
             yield Traffic(op, real, num_bytes, sent, count, what)
 
-    def gather_parameter(self, param: Parameter) -> Iterator[Traffic]:
-        elements = math.prod(param.shard(self.step.compute, self.sizes))
-        yield from self.send("all-gather", (DATA,), elements, 1, f"parameter {param.name}")
+    def gather_parameters(self) -> Iterator[Traffic]:
+        for param in self.step.params:
+            if param.split != param.computed:
+                elements, what = param.computed.elements, f"parameter {param.name}"
+                yield from self.send("all-gather", (DATA,), elements, 1, what)
 
     def extension(self) -> Iterator[Traffic]:
         """An embedding narrower than the layers is widened; its parts move to where the wider ones lie.
 
         In a pipeline that is the table, before the loop; else the embedded tokens.
         """
-        n, own = self.sizes[TENSOR], self.config.model.embed_size // self.sizes[TENSOR]
+        n, own = self.sizes[TENSOR], self.step.model.embed_size // self.sizes[TENSOR]
         step = self.step
-        rows = step.V if self.config.runs_in_units else step.t * step.b
+        rows = step.V if self.parallel.runs_in_units else step.t * step.b
         if n > 2 and step.width > 2 * own:  # too far for neighbours
             what = "embedding"
             yield from self.send("all-gather", (TENSOR,), rows * n * own, 1, what)
@@ -125,12 +123,17 @@ class _Sender:
     def layers(self) -> Iterator[Traffic]:
         """Layers split over `tensor`: h is gathered at every step, what is multiplied by weights once."""
         step = self.step
-        runs = step.units * self.config.num_groups * step.slots
+        runs = step.units * self.parallel.num_groups * step.slots
         x, h = step.t * step.b * step.H, step.b * step.H
-        repeat = 2 if self.config.pipeline.remat and self.config.runs_in_units else 1
+        repeat = 1 + (self.parallel.pipeline.remat and self.parallel.runs_in_units)
         yield from self.send("all-gather", (TENSOR,), x, repeat * runs, "inputs of layers")
         yield from self.send("all-gather", (TENSOR,), h, repeat * runs * step.t, "h of every step")
-        yield from self.send("all-gather", (TENSOR,), x, 2 * runs, "x and h for weight gradients")
+        # A single layer, in no loop and in no shard_map, still has the x that was gathered for it.
+        is_plain = not self.parallel.runs_in_units and self.sizes[DATA] == 1
+        both = 1 if is_plain and step.model.num_layers == 1 else 2
+        yield from self.send(
+            "all-gather", (TENSOR,), x, both * runs, "x and h for weight gradients"
+        )
         yield from self.send("all-reduce", (TENSOR,), h, runs * step.t, "dh of every step")
         yield from self.send("all-reduce", (TENSOR,), x, runs, "dx of layers")
 
@@ -140,8 +143,8 @@ class _Sender:
         y, tokens = steps * self.step.b * self.step.H, steps * self.step.b
         yield from self.send("all-gather", (TENSOR,), y, runs, "inputs of the head")
         yield from self.send("all-reduce", (TENSOR,), y, runs, "dy of the head")
-        [part] = self.step.params[-1].shard(self.step.compute, self.sizes)  # of the bias, [V]
-        if self.config.runs_in_units and part < self.step.width:
+        part = self.step.vocab
+        if self.parallel.runs_in_units and part < self.step.width:
             # Then it is less to gather dlogits than y, and to exchange the parts of the kernel's gradient.
             whole = tokens * part * self.sizes[TENSOR]
             yield from self.send("all-gather", (TENSOR,), whole, runs, "dlogits")
@@ -162,21 +165,22 @@ class _Sender:
 
     def gradients(self) -> Iterator[Traffic]:
         """Their sums over `data`, and over the stages if all of them have a parameter."""
-        in_units = self.config.runs_in_units
+        in_units = self.parallel.runs_in_units
         over = {"first": (DATA, STAGE), "layers": (DATA,), "last": (DATA, STAGE)}
         if self.step.shares_head:
             over["last"] = (DATA,)
         for param in self.step.params:
-            shard = self.step.gradient_shard(param)
-            axes = over[param.part] if in_units else (DATA,)
-            yield from self.send("all-reduce", axes, math.prod(shard), 1, f"gradient {param.name}")
+            axes, elements = (
+                over[param.part] if in_units else (DATA,),
+                self.step.gradient_elements(param),
+            )
+            yield from self.send("all-reduce", axes, elements, 1, f"gradient {param.name}")
         loss = over["last"] if in_units else (DATA,)
-        yield from self.send("all-reduce", loss, 1, 1, "loss")
-        yield from self.send("all-reduce", (DATA,), 1, 1, "number of targets")
+        yield from self.send("all-reduce", loss, 2, 1, "loss and number of targets")
 
     def norms(self) -> Iterator[Traffic]:
         """Of the gradients, once to report it and once to clip: a sum over each split dim in its turn."""
-        count = 1 + (self.config.train.clip_norm > 0)
+        count = 1 + (self.step.train.clip_norm > 0)
         for param in self.step.params:
-            for axes in param.split(self.step.updated):
+            for axes in (param.split if self.step.splits_update else param.computed).axes:
                 yield from self.send("all-reduce", axes, 1, count, "norm of gradients")

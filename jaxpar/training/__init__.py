@@ -1,5 +1,5 @@
-"""A run, from its config to its result.
+"""A run, from its settings to its result, for any task.
 
-`fit` begins and ends it, `loop` takes its steps; `tasks` knows what is learned, a text or images. A run
-lives in a `run_folder` with its `checkpoint`s; `report` is what it tells of itself, `console` shows that.
+`fit` begins and ends it, `loop` takes its steps. A run lives in a `run_folder` with its `checkpoint`s;
+`report` is what it tells of itself, `console` shows that.
 """

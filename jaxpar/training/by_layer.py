@@ -3,8 +3,8 @@
     slots of (1, 2)             by layer            slots of (3,)
     0  -  |  1  2       -->     0  1  2     -->     0  1  2
 
-The names are as `params/lstm/w_x`; stacked arrays are `[num_layers, ...]`, without the empty slots that a
-placement needs.
+The names are as `params/layers/gru/w_x`; stacked arrays are `[layers of the kind, ...]`, without the empty
+rows that a placement needs.
 """
 
 import dataclasses
@@ -20,95 +20,135 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import LAYERS
-from jaxpar.config import RunConfig
-from jaxpar.sharding import is_variable, named_leaves
+from jaxpar.layout import lay_out
+from jaxpar.parallel import Parallel
+from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
+from jaxpar.task import Task
+
+Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
 
 
-def by_layer(state: TrainState, config: RunConfig) -> dict[str, jax.Array]:
+def by_layer(state: TrainState, task: Task, parallel: Parallel) -> dict[str, jax.Array]:
     """The arrays of a state as they are stored: by name, stacked layers in the order of the layers.
 
     They stay sharded; where layers change their places, over another dim than that of the layers.
 
     Args:
-      config: the one that the state was made with.
+      task, parallel: those that the state was made with.
     Raises:
-      ValueError: the state has another number of slots than the config's placement.
+      ValueError: the state has other rows than the placement.
     """
-    layer_ids = config.layer_ids
-    order = tuple(layer_ids.index(layer) for layer in sorted(layer_ids) if layer >= 0)
-    arrays = {}
+    rows_of, arrays = _rows_of_kinds(task, parallel), {}
     for name, leaf in named_leaves(state, "/"):
-        array, dim = _array(leaf), _layers_dim(leaf)
-        if dim is not None and array.shape[dim] != len(layer_ids):
-            raise ValueError(
-                f"{name} has {array.shape[dim]} slots for layers, the placement layer_ids={layer_ids} "
-                f"needs {len(layer_ids)}; give the config that the state was made with"
-            )
-        if dim is not None and _is_reordered(config):
+        array, rows = array_of(leaf), _rows(name, leaf, rows_of)
+        if rows is not None:
+            order = tuple(rows.index(layer) for layer in sorted(rows) if layer >= 0)
             array = jax.device_put(array, array.sharding.with_memory_kind("device"))
-            array = _take_layers(array, dim, order, _without_layers(array, dim))
+            array = _take_layers(array, order, _without_layers(array))
         arrays[name] = array
     return arrays
 
 
-def abstract_by_layer(target: TrainState, config: RunConfig) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_by_layer(
+    target: TrainState, task: Task, parallel: Parallel
+) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read for an abstract state: the arrays of `by_layer`, sharded over its mesh."""
-    return {name: _stored_form(leaf, config) for name, leaf in named_leaves(target, "/")}
+    rows_of, arrays = _rows_of_kinds(task, parallel), {}
+    for name, leaf in named_leaves(target, "/"):
+        array, rows = array_of(leaf), _rows(name, leaf, rows_of)
+        if rows is not None:
+            shape = (sum(layer >= 0 for layer in rows), *array.shape[1:])
+            sharding = _without_layers(array)
+            array = jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+        arrays[name] = array
+    return arrays
 
 
 def from_layers(
-    target: TrainState, config: RunConfig, arrays: Mapping[str, jax.Array]
+    target: TrainState, task: Task, parallel: Parallel, arrays: Mapping[str, jax.Array]
 ) -> TrainState:
     """The state of an abstract one with these values, as `abstract_by_layer` describes them."""
-    leaves = []
+    rows_of, leaves = _rows_of_kinds(task, parallel), []
     for name, leaf in named_leaves(target, "/"):
-        value, dim = arrays[name], _layers_dim(leaf)
-        if dim is not None and _is_reordered(config):
-            value = _take_layers(value, dim, config.layer_ids, value.sharding)
-            value = jax.device_put(value, _array(leaf).sharding)
+        value, rows = arrays[name], _rows(name, leaf, rows_of)
+        if rows is not None:
+            value = _take_layers(value, _places_in_order(rows), value.sharding)
+            value = jax.device_put(value, array_of(leaf).sharding)
         leaves.append(leaf.replace(value) if is_variable(leaf) else value)
     return jax.tree.unflatten(jax.tree.structure(target, is_leaf=is_variable), leaves)
 
 
 def with_parameters(
-    state: TrainState, config: RunConfig, arrays: Mapping[str, np.ndarray]
+    state: TrainState, task: Task, parallel: Parallel, arrays: Mapping[str, np.ndarray]
 ) -> TrainState:
     """The state with other values of its parameters.
 
     Args:
-      config: the one that the state was made with.
+      task, parallel: those that the state was made with.
       arrays: on the host, named (without "params/") and shaped as `by_layer` gives them.
     """
-    layer_ids, leaves = np.array(config.layer_ids), []
+    rows_of, leaves = _rows_of_kinds(task, parallel), []
     for name, leaf in named_leaves(state.params, "/"):
-        value, dim = arrays[name], _layers_dim(leaf)
-        if dim is not None:
-            empty = np.zeros_like(np.take(value, [0], dim))
-            value = np.take(np.concatenate([value, empty], dim), layer_ids, dim)  # -1 is the last
+        value, rows = arrays[name], _rows(name, leaf, rows_of)
+        if rows is not None:
+            empty = np.zeros_like(value[:1])
+            value = np.concatenate([value, empty])[list(_places_in_order(rows))]  # -1 is the last
         assert value.shape == leaf.shape, (name, value.shape, leaf.shape)
-        leaves.append(leaf.replace(jax.device_put(value, _array(leaf).sharding)))
+        leaves.append(leaf.replace(jax.device_put(value, array_of(leaf).sharding)))
     structure = jax.tree.structure(state.params, is_leaf=is_variable)
     return dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
 
 
-def _stored_form(leaf: Any, config: RunConfig) -> jax.ShapeDtypeStruct:
-    """The array to read for a leaf of the abstract state, sharded over this mesh."""
-    array, dim = _array(leaf), _layers_dim(leaf)
-    if dim is None or not _is_reordered(config):
-        return array
-    num_layers = max(config.layer_ids) + 1
-    shape = (*array.shape[:dim], num_layers, *array.shape[dim + 1 :])
-    return jax.ShapeDtypeStruct(shape, array.dtype, sharding=_without_layers(array, dim))
+def array_of(leaf: Any) -> Any:
+    """The array of a variable, or the array itself."""
+    return leaf.get_value() if is_variable(leaf) else leaf
 
 
-def _is_reordered(config: RunConfig) -> bool:
-    """Whether the slots are anything but the layers in their order."""
-    return config.layer_ids != tuple(range(len(config.layer_ids)))
+def kind_of(leaf: Any) -> str | None:
+    """The kind of layers that are stacked in a variable; None if it is of no layer."""
+    return leaf.get_metadata("kind", None) if is_variable(leaf) else None
 
 
-def _without_layers(array: Any, dim: int) -> NamedSharding:
-    """The array's sharding, the axes that split `dim` moved to the first other dim they divide.
+def _rows_of_kinds(task: Task, parallel: Parallel) -> dict[str, Rows]:
+    layout = lay_out(task, parallel)
+    return dict(zip(layout.kinds, layout.slots.rows, strict=True))
+
+
+def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
+    """What lies in the rows of a stacked array; None if they are not stacked, or the layers in order.
+
+    Raises:
+      ValueError: the array has not as many rows, or not the dims of its parameter.
+    """
+    kind = kind_of(leaf)
+    if kind is None:
+        return None
+    rows, is_stacked = rows_of[kind], LAYERS in dims_of(leaf)
+    if is_stacked and leaf.shape[0] != len(rows):
+        raise ValueError(
+            f"{name} has {leaf.shape[0]} rows of layers, the placement with layers {rows} in them needs "
+            f"{len(rows)}; give the task and the placement that the state was made with"
+        )
+    if -1 not in rows and list(rows) == sorted(rows):
+        return None
+    if not is_stacked:
+        raise ValueError(
+            f"{name} has the shape {leaf.shape}: optimizer state of other dims than its parameter cannot be "
+            f"stored by layer, as placement and schedule ask for with layers {rows}; place as many layers "
+            f"on every stage, in one group, or use another optimizer"
+        )
+    return rows
+
+
+def _places_in_order(rows: Rows) -> Rows:
+    """For each row the place of its layer among the layers of its kind; -1 in empty ones."""
+    in_order = sorted(layer for layer in rows if layer >= 0)
+    return tuple(in_order.index(layer) if layer >= 0 else -1 for layer in rows)
+
+
+def _without_layers(array: Any) -> NamedSharding:
+    """The array's sharding, the axes that split the layers moved to the first other dim they divide.
 
     Every device can then pick layers in any order, and none holds more than its share. If there is
     no such dim (a bias of odd size), the axes are dropped. It is in the devices' own memory, where
@@ -119,33 +159,21 @@ def _without_layers(array: Any, dim: int) -> NamedSharding:
         (axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in array.sharding.spec
     ]
     split += [()] * (array.ndim - len(split))
-    moved, split[dim] = split[dim], ()
+    moved, split[0] = split[0], ()
     for other, size in enumerate(array.shape):
         axes = split[other] + moved
-        if other != dim and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
+        if other and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
             split[other] = axes
             break
     return NamedSharding(mesh, P(*(axes[0] if len(axes) == 1 else axes or None for axes in split)))
 
 
-@functools.partial(jax.jit, static_argnames=("dim", "index", "sharding"))
-def _take_layers(
-    array: jax.Array, dim: int, index: tuple[int, ...], sharding: NamedSharding
-) -> jax.Array:
-    """The slices `index` of a dim that `sharding` leaves whole; zeros where the index is -1."""
+@functools.partial(jax.jit, static_argnames=("index", "sharding"))
+def _take_layers(array: jax.Array, index: Rows, sharding: NamedSharding) -> jax.Array:
+    """The rows `index` of an array that `sharding` leaves whole along them; zeros where it is -1."""
     array = jax.lax.with_sharding_constraint(array, sharding)
-    taken = jnp.take(array, np.array(index, np.int32), axis=dim, mode="clip")
-    others = tuple(other for other in range(array.ndim) if other != dim)
-    wanted = np.expand_dims(np.array(index) >= 0, others)
+    taken = jnp.take(array, np.array(index, np.int32), axis=0, mode="clip")
+    wanted = np.expand_dims(np.array(index) >= 0, tuple(range(1, array.ndim)))
     return jax.lax.with_sharding_constraint(
         jnp.where(wanted, taken, jnp.zeros_like(taken)), sharding
     )
-
-
-def _array(leaf: Any) -> Any:
-    return leaf.get_value() if is_variable(leaf) else leaf
-
-
-def _layers_dim(leaf: Any) -> int | None:
-    dims = leaf.get_metadata("out_sharding", None) if is_variable(leaf) else None
-    return dims.index(LAYERS) if dims and LAYERS in dims else None

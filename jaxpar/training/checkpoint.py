@@ -3,12 +3,13 @@
 A checkpoint does not know the mesh that wrote it: it holds the arrays of `by_layer`. A restore puts
 each array where the mesh of the new run wants it.
 
-Masks of dropout and batches of text are functions of the seed and the step, so these two are the
-random state and the place in the data. A checkpoint gets its name when all of it is written, and
-tells the size of every file in it: one that is not whole is recognised and passed over.
+Masks of dropout and batches are functions of the seed and the step, so these two are the random state
+and the place in the data. A checkpoint gets its name when all of it is written, and tells the size of
+every file in it: one that is not whole is recognised and passed over.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -22,19 +23,17 @@ import jax
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as orbax
 
-from jaxpar.config import RunConfig
-from jaxpar.data.corpus import Vocabulary
 from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
+from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 
-# Of the model, what may change between two runs: no array has another shape or meaning for it.
-_FREE_OF_MODEL = ("dropout", "forget_bias", "dtype", "kernel", "strategy")
-# Of the optimizer, what decides which arrays it keeps.
-_NAMES_OF_OPTIMIZER = ("optimizer", "momentum")
 # By Orbax the first two, by us the third.
 _METADATA, _HALF_WRITTEN, _SIZES = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp", "sizes.json"
+FREE = "free"  # in the metadata of a task's field: it may change between two runs of one state
+_ELSEWHERE = "or use another out_dir"
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +46,9 @@ class Checkpoints:
 
     Args:
       folder: made by the first save, if need be.
+      task, parallel: of the states that are saved and restored.
       keep: the newest checkpoints kept; older ones are deleted as new ones are written.
-      vocabulary: of the model; stored in every checkpoint, and compared when one is restored.
+      files: of the task, stored in every checkpoint, and compared when one is restored; None asks the task.
     Attributes:
       losses: step -> validation loss, to be filled in by the caller; of the checkpoints of these
         steps, the one with the lowest loss is kept as well.
@@ -59,15 +59,18 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | PathLike[str],
+        task: Task,
+        parallel: Parallel,
         *,
         keep: int,
-        vocabulary: Vocabulary | None = None,
+        files: Mapping[str, str] | None = None,
     ):
         if keep < 1:
             raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
         self.losses: dict[int, float] = {}
         self._folder = Path(folder).absolute()
-        self._keep, self._vocabulary = keep, vocabulary
+        self._task, self._parallel, self._keep = task, parallel, keep
+        self._files = files
         self._writer: orbax.training.Checkpointer | None = None
         self._saving: orbax.AsyncResponse[bool] | None = None
         self._saving_step = -1
@@ -78,15 +81,14 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def save(self, state: TrainState, config: RunConfig) -> None:
+    def save(self, state: TrainState) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
-        Nothing counts as a checkpoint until all of it is written. Config and vocabulary are in it,
-        as JSON. What is not whole in the folder is moved aside.
+        Nothing counts as a checkpoint until all of it is written. The task's fields and files are in
+        it, as JSON. What is not whole in the folder is moved aside.
 
         Args:
           state: may be donated to the next training step at once.
-          config: as given to `init_state`.
         Raises:
           ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
@@ -98,17 +100,14 @@ class Checkpoints:
                 f"cannot save step {step}: {self._folder} has step {max(later)} already; continue "
                 f"from that one, delete it, or use another out_dir"
             )
-        arrays = _nest(by_layer(state, config))
-        metadata: dict[str, Any] = {"config": dataclasses.asdict(config)}
-        if self._vocabulary is not None:
-            metadata["vocabulary"] = dataclasses.asdict(self._vocabulary)
+        arrays = _nest(by_layer(state, self._task, self._parallel))
         self._saving_step = step
         try:
             if self._writer is None:
                 self._writer = self._make_writer()
             # Forced, for the caller has decided when.
             self._saving = self._writer.save_async(
-                step, arrays, force=True, custom_metadata=metadata
+                step, arrays, force=True, custom_metadata=self._described
             )
         except Exception as error:
             self._writer = None
@@ -135,26 +134,33 @@ class Checkpoints:
         """Steps of which there is a whole checkpoint, in their order."""
         return sorted(step for step, problem in self._examine().items() if problem is None)
 
-    def restore(self, config: RunConfig, mesh: Mesh, step: int | None = None) -> TrainState:
-        """The state of a checkpoint, on this mesh, in this config's placement and layout.
+    def restore(self, mesh: Mesh, step: int | None = None) -> TrainState:
+        """The state of a checkpoint, on this mesh, in the placement and layout of `parallel`.
 
         Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
-        `update`, learning rate and dropout may differ from those of the run that wrote it.
+        `update`, learning rate and the task's free fields may differ from those of the run that wrote it.
 
         Args:
-          config: as given to `init_state`.
           step: None takes the latest.
         Raises:
           FileNotFoundError: there is no such checkpoint that is whole.
-          ValueError: it holds another model, vocabulary, optimizer or batch size; or sizes do not fit the
-            mesh.
+          ValueError: it holds another task, other files, another optimizer or carried state of other rows;
+            or sizes do not fit the mesh.
         """
         path = self._folder / str(self._resolve(step))
-        config.check()
-        target = abstract_state(config, mesh)
-        abstract = abstract_by_layer(target, config)
-        _check_compatible(path, abstract, config, self._vocabulary)
-        return from_layers(target, config, _flatten(orbax.load(str(path), _nest(abstract))))
+        target = abstract_state(self._task, self._parallel, mesh)
+        abstract = abstract_by_layer(target, self._task, self._parallel)
+        metadata = orbax.metadata(str(path))
+        before: Any = metadata.custom_metadata
+        _check_task(path, before, self._described)
+        optimizers = before["optimizer"], self._described["optimizer"]
+        _check_arrays(path, _flatten(metadata.metadata), abstract, optimizers)
+        arrays = _flatten(orbax.load(str(path), _nest(abstract)))
+        return from_layers(target, self._task, self._parallel, arrays)
+
+    @functools.cached_property
+    def _described(self) -> dict[str, Any]:
+        return _describe(self._task, self._task.files() if self._files is None else self._files)
 
     def close(self) -> None:
         """Waits for the save that is still running.
@@ -289,8 +295,12 @@ def _problem(path: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is whole."""
     try:
         metadata = json.loads((path / _METADATA).read_bytes())
-        if "config" not in (metadata["custom_metadata"] or {}):
-            return "it has no config, so jaxpar did not write it"
+        custom = metadata["custom_metadata"] or {}
+        if "task" not in custom:
+            older = (
+                "jaxpar 0.1 wrote it, use that" if "config" in custom else "jaxpar did not write it"
+            )
+            return f"it names no task, so {older}"
         sizes = json.loads((path / _SIZES).read_bytes())
         for name, size in sizes.items():
             if (found := (path / name).stat().st_size) != size:
@@ -302,64 +312,100 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def _check_compatible(
+def _describe(task: Task, files: Mapping[str, str]) -> dict[str, Any]:
+    """What is stored of a task beside its arrays, as JSON has it."""
+    fields = {
+        field.name: getattr(task, field.name)
+        for field in dataclasses.fields(task)
+        if not field.metadata.get(FREE) and field.name != "optimizer"
+    }
+    optimizer = getattr(task, "optimizer", None)
+    described = {
+        "task": type(task).__name__,
+        "fields": fields,
+        "files": dict(files),
+        "optimizer": vars(optimizer) if dataclasses.is_dataclass(optimizer) else {},
+    }
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return dataclasses.asdict(value)
+        return repr(value)
+
+    return json.loads(json.dumps(described, default=plain))
+
+
+def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises if a checkpoint is of another task than this one, both as `_describe` gives them."""
+    if before["task"] != now["task"]:
+        raise ValueError(f"{path} holds a state of {before['task']}, not of {now['task']}")
+    for name, value in now["fields"].items():
+        was = before["fields"].get(name, value)
+        if was != value:
+            raise ValueError(
+                f"{path} holds a state of {name}={was!r}, the task has {name}={value!r}; set "
+                f"{name}={was!r}, {_ELSEWHERE}"
+            )
+    for name in sorted(before["files"].keys() | now["files"].keys()):
+        was, text = (each["files"].get(name, "") for each in (before, now))
+        if was != text:
+            pairs = enumerate(zip(was, text, strict=False))
+            common = next((n for n, (a, b) in pairs if a != b), min(len(was), len(text)))
+            parts = (repr(each[max(common - 10, 0) : common + 30]) for each in (was, text))
+            raise ValueError(
+                f"{path} was written with another {name}: {len(was)} characters then, {len(text)} now, "
+                f"{' is now '.join(parts)}; bring back the {name} of its run, {_ELSEWHERE}"
+            )
+
+
+def _check_arrays(
     path: Path,
-    abstract: Mapping[str, jax.ShapeDtypeStruct],
-    config: RunConfig,
-    vocabulary: Vocabulary | None,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    optimizers: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raises if the checkpoint does not hold the arrays that the config needs, naming the field."""
-    metadata = orbax.metadata(str(path))
-    custom: Any = metadata.custom_metadata
-    written = custom["config"]
-    stored = _flatten(metadata.metadata)
+    """Raises if a checkpoint has not the arrays that a state needs, naming what is to blame.
 
-    for name, now in json.loads(json.dumps(dataclasses.asdict(config.model))).items():
-        was = written["model"].get(name, "lstm" if name == "name" else None)
-        if name not in _FREE_OF_MODEL and was != now:
-            raise ValueError(
-                f"{path} holds a model of {name}={was!r}, the config has {name}={now!r}; "
-                f"set {name}={was!r}, or use another out_dir"
-            )
-
-    if vocabulary is not None and "vocabulary" in custom:
-        was = Vocabulary(tuple(custom["vocabulary"]["words"]), custom["vocabulary"]["tokenizer"])
-        if was != vocabulary:
-            pairs = zip(was.words, vocabulary.words, strict=False)
-            differ = [f"{old!r} is now {new!r}" for old, new in pairs if old != new]
-            raise ValueError(
-                f"{path} holds a model of another vocabulary: {len(was)} words ({was.tokenizer}) then, "
-                f"{len(vocabulary)} ({vocabulary.tokenizer}) now"
-                + "".join(f", {each}" for each in differ[:1])
-                + "; bring back the vocabulary.json of its run"
-            )
-
-    was, now = (
-        ", ".join(f"{name}={train.get(name)!r}" for name in _NAMES_OF_OPTIMIZER)
-        for train in (written["train"], dataclasses.asdict(config.train))
+    Args:
+      before, now: by their names, with shapes and dtypes.
+      optimizers: settings of the optimizer, before and now.
+    """
+    stored, needed = (
+        {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+        for arrays in (before, now)
     )
-    kept, needed = (
-        {n for n in names if n.startswith("opt_state/")} for names in (stored, abstract)
-    )
-    if written["train"]["optimizer"] != config.train.optimizer or kept != needed:
-        raise ValueError(
-            f"{path} holds the state of another optimizer: {was}; the config has {now}; set them "
-            f"as they were, or use another out_dir"
+    differ = [name for name in {**needed, **stored} if needed.get(name) != stored.get(name)]
+    of_model = [name for name in differ if name.startswith(("params/", "frozen/"))]
+    for name in of_model:
+        part, _, inner = name.partition("/")
+        if part == "frozen" and f"params/{inner}" in of_model:
+            was, is_now = ("frozen", "trained") if name in stored else ("trained", "frozen")
+            raise ValueError(
+                f"{path}: {inner} was {was} then and is {is_now} now; leave it {was}, {_ELSEWHERE}"
+            )
+    was, is_now = optimizers
+    of_optimizer = any(name.startswith("opt_state/") for name in differ)
+    if not of_model and (of_optimizer or was.get("name") != is_now.get("name")):
+        changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
+        then, today = (
+            ", ".join(f"{name}={each.get(name)!r}" for name in changed) or "other arrays"
+            for each in optimizers
         )
-
-    was, now = written["data"]["batch_size"], config.data.batch_size
-    if was != now and any(name.startswith("carry/") for name in stored):
         raise ValueError(
-            f"{path} holds the recurrent state of batch_size={was} rows, the config has "
-            f"batch_size={now}; set batch_size={was}, or use another out_dir"
+            f"{path} holds the state of another optimizer: {then} then, {today} now; set it as it was, "
+            f"{_ELSEWHERE}"
         )
-
-    was, now = ({n: (a.shape, a.dtype) for n, a in each.items()} for each in (stored, abstract))
-    if was != now:
-        name = min(n for n in was.keys() | now.keys() if was.get(n) != now.get(n))
+    for name in of_model or differ:
+        if name.startswith("carry/") and name in stored.keys() & needed.keys():
+            was, is_now = (arrays[name].shape[1] for arrays in (before, now))
+            if was != is_now:
+                raise ValueError(
+                    f"{path} holds the carried state of {was} rows, the batch has {is_now}; set its size to "
+                    f"{was}, {_ELSEWHERE}"
+                )
         raise ValueError(
-            f"{path}: {name} is {was.get(name)}, this version of jaxpar needs {now.get(name)}; "
-            f"restore it with the version that wrote it"
+            f"{path}: {name} is {stored.get(name, 'not there')}, the task needs "
+            f"{needed.get(name, 'no such array')}; use model and jaxpar as they were, {_ELSEWHERE}"
         )
 
 

@@ -6,20 +6,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import rich.box
 import rich.progress
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from jaxpar.config import RunConfig
-from jaxpar.data.buckets import BucketedSentences
-from jaxpar.data.corpus import Corpus
-from jaxpar.data.images import Images
 from jaxpar.display import make_console
-from jaxpar.kernel import KernelChoice
 from jaxpar.state import TrainState
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
+from jaxpar.training.settings import Settings
 from jaxpar.training.summary import describe_bytes, describe_plan, parameter_table
 
 
@@ -30,24 +28,22 @@ class ConsoleReport(Report):
         self.console = console or make_console()
         self._live: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
+        self._mark: tuple[float, int] | None = (
+            None  # when the line before was told, and of which step
+        )
         self._out_dir = Path()
 
-    def plan(self, config: RunConfig, mesh: Mesh, data: Corpus | Images, state: TrainState) -> None:
-        """Devices, mesh, placement, parameters, data."""
-        facts = _facts()
-        for name, value in describe_plan(config, mesh, data):
-            facts.add_row(name, value)
+    def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
+        """Devices, mesh, placement, data, parameters."""
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(style="bold")
+        for name, value in describe_plan(settings, mesh):
+            facts.add_row(name, Text(value))  # brackets are no markup
         self.console.print(facts, "")
         self.console.print(parameter_table(state.params))
+        if jax.tree.leaves(state.frozen):
+            self.console.print("", parameter_table(state.frozen, "frozen"))
         self._print("\n" + describe_bytes(state))
-
-    def buckets(self, batches: BucketedSentences) -> None:
-        """Lengths, sentences, padding."""
-        self._print("\n" + batches.to_text() + "\n")
-
-    def kernel(self, choice: KernelChoice) -> None:
-        """Which, and why."""
-        self._print(f"kernel of the layers: {choice.name}; {choice.reason}\n")
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Where it goes; a live line on a terminal."""
@@ -67,7 +63,7 @@ class ConsoleReport(Report):
             self._live = live
 
     def progress(self, progress: Progress, num_steps: int) -> None:
-        """Loss, speed, ETA."""
+        """Loss, metrics, speed, ETA."""
         line = f"{progress.to_text()}  ETA {self._eta(progress, num_steps - progress.step)}"
         if self._live is not None and self._task is not None:
             self._live.update(self._task, completed=progress.step, description=line)
@@ -108,7 +104,7 @@ class ConsoleReport(Report):
     def _eta(self, progress: Progress, steps_left: int) -> str:
         """From the speed since the line before."""
         now = time.perf_counter()
-        mark, self._mark = getattr(self, "_mark", None), (now, progress.step)
+        mark, self._mark = self._mark, (now, progress.step)
         if mark is None or progress.step == mark[1]:
             return "-:--"
         return _duration((now - mark[0]) / (progress.step - mark[1]) * steps_left)
@@ -124,12 +120,6 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for part in evaluations:
         table.add_row(part.split, *part.to_columns().values())
-    return table
-
-
-def _facts() -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
     return table
 
 

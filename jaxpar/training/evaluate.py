@@ -1,109 +1,98 @@
-"""Evaluation, exact on any mesh: every token of a text but the first, and every image, counts once."""
+"""Evaluation, exact on any mesh: everything in a split counts once."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpar.axes import DATA
-from jaxpar.config import Config, ImageConfig
-from jaxpar.data.batches import make_batches
-from jaxpar.data.images import ImageBatch, ImageBatches
-from jaxpar.loss import ImageSums, LossSums
-from jaxpar.state import abstract_state
-from jaxpar.step import CompiledStep, batch_sharding, make_eval_step
+from jaxpar.batches import Batches, place_batch, starts_of
+from jaxpar.model import Sums
+from jaxpar.parallel import Parallel
+from jaxpar.state import TrainState
+from jaxpar.step import batch_sharding, make_eval_step
+from jaxpar.task import Task
+from jaxpar.training.report import Evaluation
+
+_make_step = functools.lru_cache(maxsize=4)(make_eval_step)  # compiled once for all splits
 
 
-class Evaluator:
-    """Evaluates texts on a mesh; compiled once for all texts that fill the config's batch.
+def evaluate(
+    task: Task, parallel: Parallel, state: TrainState, split: str, mesh: Mesh
+) -> Evaluation:
+    """Loss and metrics on a split.
 
     Args:
-      config: as given to `init_state`.
-      separator: the token that ends a line; not needed without buckets.
+      task, parallel: those that the state was made with.
+      state: its parameters are evaluated; it stays as it is.
+      split: "valid" or "test", or another one that the task knows.
+    Raises:
+      ValueError: its batches have other sizes than those of training, or nothing in it counts.
     """
+    sums = sum_batches(task, parallel, state, task.make_batches(split), mesh)
+    if not sums.weight > 0:
+        raise ValueError(
+            f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
+        )
+    loss, means = mean_of(sums)
+    return Evaluation(split, loss, task.metrics(loss, means), task.baseline(split))
 
-    def __init__(self, config: Config, mesh: Mesh, separator: int | None = None):
-        self.config, self.mesh, self.separator = config, mesh, separator
-        self._steps: dict[int, tuple[CompiledStep, nnx.State]] = {}
 
-    def loss(self, params: nnx.State, tokens: np.ndarray) -> float:
-        """Mean negative log-likelihood, in nats, of all tokens but the first.
+def sum_batches(
+    task: Task, parallel: Parallel, state: TrainState, batches: Batches, mesh: Mesh
+) -> Sums:
+    """The sums of all batches of an epoch, as Python numbers; arguments as of `evaluate`.
 
-        The text is read in as many streams as a batch has rows, each from the zero state. A text
-        with fewer tokens than rows is read in fewer streams. With buckets it is read line by line,
-        each from the zero state.
+    Raises:
+      ValueError: batches have other sizes than those of training, or go on with state that is not theirs.
+    """
+    checked, sums = CheckedBatches(task, batches), list[Sums]()
+    sharding, step = batch_sharding(task, parallel, mesh), _make_step(task, parallel, mesh)
+    for window in range(checked.num_windows):
+        batch = place_batch(checked, window, sharding)
+        if not window and not starts_of(batch):
+            raise ValueError(
+                "the first batch says starts=False: it would go on with the carried state of training; let "
+                "it say True"
+            )
+        carry, window_sums = step.run(state, batch)
+        state = dataclasses.replace(state, carry=carry)
+        sums.append(window_sums)  # stays on the device
+        do_not_run_ahead(mesh, window_sums)
+    if not sums:
+        raise ValueError("there are no batches to evaluate; give more rows, or smaller batches")
+    return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
+
+
+def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
+    """Loss and metrics for each unit of weight; with a weight of 0, the sums."""
+    weight = float(sums.weight) or 1.0
+    return float(sums.loss) / weight, {k: float(v) / weight for k, v in sums.metrics.items()}
+
+
+class CheckedBatches:
+    """The batches of a task, each looked at by the task before it goes on a mesh."""
+
+    def __init__(self, task: Task, batches: Batches):
+        self._task, self._batches = task, batches
+        self.batch_size = batches.batch_size
+
+    @property
+    def num_windows(self) -> int:
+        """Batches of an epoch."""
+        return self._batches.num_windows
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+        """The batch of a step.
 
         Raises:
-          ValueError: the text is too short for the mesh.
+          ValueError: the task finds a value in it that would give a wrong number.
         """
-        config = self._fit_batch(len(tokens) - 1)
-        batch_size = config.data.batch_size
-        batches = make_batches(config, tokens, self.separator)
-        if batch_size not in self._steps:
-            self._steps[batch_size] = (
-                make_eval_step(config, self.mesh),
-                _zero_carry(config, self.mesh),
-            )
-        step, carry = self._steps[batch_size]
-        sums: list[LossSums] = []
-        for window in range(batches.num_windows):
-            batch = batches.batch_on(window, batch_sharding(self.mesh))
-            carry, window_sums = step((params, carry), batch)
-            sums.append(window_sums)  # stays on the device
-            do_not_run_ahead(self.mesh, window_sums)
-        fetched = jax.device_get(sums)
-        num_targets = sum(float(part.num_targets) for part in fetched)
-        assert num_targets == batches.num_targets, (num_targets, batches.num_targets)
-        return math.fsum(float(part.nll) for part in fetched) / num_targets
-
-    def _fit_batch(self, num_targets: int) -> Config:
-        """The config with equal shares, its batch no larger than the text."""
-        data, pipeline = self.config.data, self.config.pipeline
-        num_groups = self.mesh.shape[DATA]
-        num_targets = min(num_targets, data.batch_size)
-        M = (
-            pipeline.num_microbatches
-            if num_groups * pipeline.num_microbatches <= num_targets
-            else 1
-        )
-        rows = max(num_targets // (num_groups * M), 1) * num_groups * M
-        return dataclasses.replace(
-            self.config,
-            data=dataclasses.replace(data, batch_size=rows, shares=None),
-            pipeline=dataclasses.replace(pipeline, num_microbatches=M),
-        )
-
-
-class ImageEvaluator:
-    """Evaluates sets of images on a mesh, in batches of the config's size; compiled once.
-
-    Args:
-      config: as given to `init_state`.
-    """
-
-    def __init__(self, config: ImageConfig, mesh: Mesh):
-        self.config, self.mesh = config, mesh
-        self._step = make_eval_step(config, mesh)
-
-    def evaluate(self, params: nnx.State, images: ImageBatch) -> tuple[float, float]:
-        """Mean negative log-likelihood of the labels, in nats, and the share of images told right."""
-        batches = ImageBatches(images, self.config.data.batch_size)
-        sums: list[ImageSums] = []
-        for window in range(batches.num_windows):
-            batch = batches.batch_on(window, batch_sharding(self.mesh, self.config))
-            _, batch_sums = self._step((params, nnx.State({})), batch)
-            sums.append(batch_sums)  # stays on the device
-            do_not_run_ahead(self.mesh, batch_sums)
-        nll, num_targets, num_right = (
-            math.fsum(map(float, parts)) for parts in zip(*jax.device_get(sums), strict=True)
-        )
-        assert num_targets == batches.num_targets, (num_targets, batches.num_targets)
-        return nll / num_targets, num_right / num_targets
+        batch = self._batches.batch(step, rows)
+        self._task.check_batch(batch)
+        return batch
 
 
 def do_not_run_ahead(mesh: Mesh, outputs: Any) -> None:
@@ -114,11 +103,3 @@ def do_not_run_ahead(mesh: Mesh, outputs: Any) -> None:
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(outputs)
-
-
-def _zero_carry(config: Config, mesh: Mesh) -> nnx.State:
-    abstract = abstract_state(config, mesh).carry
-    return jax.jit(
-        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract),
-    )()

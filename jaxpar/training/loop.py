@@ -13,24 +13,18 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.config import RunConfig, replace_train
-from jaxpar.data.buckets import BucketedSentences
-from jaxpar.data.corpus import Corpus
-from jaxpar.data.images import ImageBatches, Images
-from jaxpar.data.streams import TokenStreams
+from jaxpar.batches import Batches, place_batch
 from jaxpar.hosts.distributed import wait_for_processes
-from jaxpar.optimizer import learning_rate
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
+from jaxpar.task import Task
 from jaxpar.training.checkpoint import Checkpoints, best_of
-from jaxpar.training.evaluate import do_not_run_ahead
+from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
-from jaxpar.training.report import Evaluation, Report, Skipped
+from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.tasks import Task
-
-Batches = TokenStreams | BucketedSentences | ImageBatches
+from jaxpar.training.settings import Settings
 
 
 class Run:
@@ -38,76 +32,78 @@ class Run:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: Settings,
+        asked: Task,
         mesh: Mesh,
-        data: Corpus | Images,
-        task: Task,
+        batches: Batches,
         folder: RunFolder,
         checkpoints: Checkpoints,
         report: Report,
         state: TrainState,
     ):
-        self.config, self.mesh, self.data, self.task = config, mesh, data, task
+        self.settings, self.asked, self.mesh, self.batches = settings, asked, mesh, batches
+        self.task, self.parallel, self.config = settings
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
         self.state = state  # after the last step taken
         self.num_skipped = int(state.skipped)  # of the steps that have been looked at
+        self.sharding = batch_sharding(self.task, self.parallel, mesh)
+        self.rate = self.task.learning_rate(self.config.num_steps)
         self.started = time.perf_counter()
 
-    def train(
-        self, batches: Batches, *, profile: bool = False
-    ) -> tuple[int, list[float], signal.Signals | None]:
+    def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last.
 
         Returns:
           the steps that had been taken before, the losses of these, and the signal that ended them early.
         """
-        settings = self.config.train
+        config = self.config
         step = first_step = int(self.state.step)
         losses: list[float] = []
         waiting: list[Metrics] = []  # on the device until the next log point
-        step_once = make_train_step(self.config, self.mesh)
-        sharding = batch_sharding(self.mesh, self.config)
+        step_once = make_train_step(*self.settings, self.mesh)
         if jax.process_index() == 0:
             self.folder.rewind_metrics(step)
-        if settings.keep_best:  # a line after this step may still be there, for another process
+        if config.keep_best:  # a line after this step may still be there, for another process
             losses_before = self.folder.valid_losses().items()
             self.checkpoints.losses |= {s: loss for s, loss in losses_before if s <= step}
-        self.report.begin(step, settings.num_steps, self.folder.path)
-        clock, clock_step = time.perf_counter(), step
+        self.report.begin(step, config.num_steps, self.folder.path)
+        clock, units = time.perf_counter(), 0.0  # since the last line
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with _signals() as signals, tracer:
-            while step < settings.num_steps and not self._should_stop(signals, step, first_step):
+            while step < config.num_steps and not self._should_stop(signals, step, first_step):
                 tracer.before_step()
-                self.state, metrics = step_once(self.state, batches.batch_on(step, sharding))
+                batch = place_batch(self.batches, step, self.sharding)
+                self.state, metrics = step_once.run(self.state, batch)
                 step += 1
                 waiting.append(metrics)
                 do_not_run_ahead(self.mesh, metrics)
                 tracer.after_step(self.state)
-                last = step == settings.num_steps
+                last = step == config.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
-                is_logged = step % settings.log_every == 0 or last or step == first_step + 1
-                evaluates = not last and settings.eval_every and step % settings.eval_every == 0
-                is_due = settings.checkpoint_every and step % settings.checkpoint_every == 0
+                is_logged = step % config.log_every == 0 or last or step == first_step + 1
+                evaluates = not last and config.eval_every and step % config.eval_every == 0
+                is_due = config.checkpoint_every and step % config.checkpoint_every == 0
                 if is_logged or evaluates or is_due:
-                    losses += self._look(waiting, step, batches)
+                    for metrics in self._look(waiting, step):
+                        losses.append(float(metrics.loss))
+                        units += float(metrics.sums.weight)
                 if is_logged:
-                    seconds = time.perf_counter() - clock
-                    targets = batches.num_targets / batches.num_windows * (step - clock_step)
-                    self._log(step, metrics, targets / seconds)
-                    clock, clock_step = time.perf_counter(), step
+                    self._log(step, metrics, units / (time.perf_counter() - clock))
+                    clock, units = time.perf_counter(), 0.0
                 is_best = False
                 if evaluates:
+                    before = time.perf_counter()
                     self.evaluate(step, "valid")
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
-                    clock = time.perf_counter()
+                    clock += time.perf_counter() - before
                 if is_best or is_due:
-                    self.checkpoints.save(self.state, self.config)
-            losses += self._look(waiting, step, batches)
+                    self.checkpoints.save(self.state)
+            losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
-                self.checkpoints.save(self.state, self.config)
-        stopped_by = signals[0] if signals and step < settings.num_steps else None
-        self.report.end(step, settings.num_steps, stopped_by)
+                self.checkpoints.save(self.state)
+        stopped_by = signals[0] if signals and step < config.num_steps else None
+        self.report.end(step, config.num_steps, stopped_by)
         if tracer.path is not None:
             self.report.profile(tracer.path)
         return first_step, losses, stopped_by
@@ -129,20 +125,19 @@ class Run:
           the error to raise, which tells where the state is.
         """
         step, places = int(self.state.step), [self.folder]
-        self.report.end(step, self.config.train.num_steps, None)
+        self.report.end(step, self.config.num_steps, None)
         message = str(error)
-        if self.config.train.fallback_dir is not None:
-            places.append(_fallback_folder(self.config.train.fallback_dir, self.folder, step))
+        if self.config.fallback_dir is not None:
+            places.append(_fallback_folder(self.config.fallback_dir, self.folder, step))
         for folder in places:
             try:
-                config = self.config
                 if folder is not self.folder:
-                    config = replace_train(config, out_dir=str(folder))
-                    folder.start(config, self.data)
+                    config = dataclasses.replace(self.config, out_dir=str(folder))
+                    folder.start(self.settings._replace(train=config), self.asked)
                     folder.take_metrics(self.folder, step)
-                with folder.checkpoints(config) as checkpoints:
+                with folder.checkpoints(self.settings) as checkpoints:
                     if checkpoints.latest_step() != step:
-                        checkpoints.save(self.state, config)
+                        checkpoints.save(self.state)
             except OSError as another:
                 message += "" if str(another) == message else f"; and {another}"
                 continue
@@ -157,17 +152,17 @@ class Run:
 
     def evaluate(self, step: int, split: str) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = self.task.evaluate(self.state.params, split)
-        if split == "valid" and self.config.train.keep_best:
+        evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh)
+        if split == "valid" and self.config.keep_best:
             self.checkpoints.losses[step] = evaluation.loss
-        line = {"step": step, **dataclasses.asdict(evaluation)}
+        line = evaluation.to_json(step)
         if line not in self.folder.metrics():  # a process that was killed may have written it
             self._write(line)
         self.report.evaluation(step, evaluation)
         return evaluation
 
-    def _look(self, waiting: list[Metrics], step: int, batches: Batches) -> list[float]:
-        """The losses of the last steps, which wait on the device; reports those that were skipped.
+    def _look(self, waiting: list[Metrics], step: int) -> list[Metrics]:
+        """What the last steps tell, which waits on the device; reports those that were skipped.
 
         Raises:
           FloatingPointError: one of them has halted the state.
@@ -178,64 +173,68 @@ class Run:
             if metrics.skipped == self.num_skipped:
                 continue
             self.num_skipped += 1
-            epoch, window = divmod(number, batches.num_windows)
+            epoch, window = divmod(number, self.batches.num_windows)
             skipped = Skipped(
                 step=number + 1,
                 nonfinite="gradient" if np.isfinite(metrics.loss) else "loss",
                 epoch=epoch,
                 window=window,
-                num_windows=batches.num_windows,
+                num_windows=self.batches.num_windows,
                 skipped=self.num_skipped,
             )
-            if self.num_skipped > self.config.train.allowed_skips:
-                raise self._halt(skipped, batches)
-            self._write({"split": "skipped", **dataclasses.asdict(skipped)})
-            self.report.skipped(skipped, self.config.train.allowed_skips)
-        return [float(metrics.loss) for metrics in fetched]
+            if self.num_skipped > self.config.allowed_skips:
+                raise self._halt(skipped)
+            self._write(skipped.to_json())
+            self.report.skipped(skipped, self.config.allowed_skips)
+        return fetched
 
-    def _halt(self, last: Skipped, batches: Batches) -> FloatingPointError:
+    def _halt(self, last: Skipped) -> FloatingPointError:
         """Saves the state before the step that was not to be skipped.
 
         Returns:
           the error to raise.
         """
-        settings, step = self.config.train, last.step - 1
-        self.state = release(self.state, self.config)
+        config, step = self.config, last.step - 1
+        self.state = release(self.state, config.allowed_skips)
         assert int(self.state.step) == step
-        batch = batches.batch_on(step, batch_sharding(self.mesh, self.config))
-        origin = find_origin(self.config, self.mesh, self.state, batch)
+        batch = place_batch(self.batches, step, self.sharding)
+        origin = find_origin(self.settings, self.mesh, self.state, batch)
         if self.checkpoints.latest_step() != step:
-            self.checkpoints.save(self.state, self.config)
+            self.checkpoints.save(self.state)
             self.checkpoints.latest_step()  # it is written
         wait_for_processes("the state before a step that is not finite is saved")
-        self.report.end(step, settings.num_steps, None)
+        self.report.end(step, config.num_steps, None)
         skip = (
-            f"a larger --train.max-skipped (now {settings.max_skipped})"
-            if settings.nonfinite == "skip"
+            f"a larger --train.max-skipped (now {config.max_skipped})"
+            if config.nonfinite == "skip"
             else "--train.nonfinite skip"
         )
         return FloatingPointError(
             f"{last.to_text()}; the first number that is not finite is in {origin}. The state before this "
-            f"step is saved: go on with --resume --train.out-dir {self.folder} and a --train.learning-rate "
-            f"below {settings.learning_rate:g}, a smaller --train.clip-norm (now "
-            f"{settings.clip_norm:g}; 0 is none), or {skip}"
+            f"step is saved: go on with --resume --train.out-dir {self.folder} and a lower learning rate, a "
+            f"smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
         )
 
-    def _log(self, step: int, metrics: Metrics, targets_per_second: float) -> None:
+    def _log(self, step: int, metrics: Metrics, units_per_second: float) -> None:
         if not np.isfinite(metrics.loss) or not np.isfinite(metrics.grad_norm):
             return  # a step that was skipped
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-            rate = np.asarray(learning_rate(self.config.train)(np.int32(step - 1))).item()
-        progress = self.task.progress(
-            targets_per_second,
+        rate = None
+        if self.rate is not None:
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+                rate = np.asarray(self.rate(np.int32(step - 1))).item()
+        loss = float(metrics.loss)
+        progress = Progress(
             step=step,
-            loss=float(metrics.loss),
+            loss=loss,
+            metrics=self.task.metrics(loss, mean_of(metrics.sums)[1]),
             grad_norm=float(metrics.grad_norm),
             learning_rate=rate,
+            unit=self.task.unit,
+            units_per_second=units_per_second,
             seconds=time.perf_counter() - self.started,
         )
-        self._write({"split": "train", **dataclasses.asdict(progress)})
-        self.report.progress(progress, self.config.train.num_steps)
+        self._write(progress.to_json())
+        self.report.progress(progress, self.config.num_steps)
 
     def _write(self, line: dict[str, object]) -> None:
         if jax.process_index() == 0:
@@ -245,7 +244,7 @@ class Run:
         if jax.process_count() == 1:
             return bool(signals)
         # All processes must leave at the same step, or the others wait in a collective for ever.
-        if step % self.config.train.log_every and step != first_step:
+        if step % self.config.log_every and step != first_step:
             return False
         return bool(np.max(multihost_utils.process_allgather(np.int32(bool(signals)))))
 

@@ -1,16 +1,15 @@
 """Where a loss or gradient that is not finite comes from: its step, repeated from the state before it.
 
-    forward    embedding -> layer 0 -> layer 1 -> head -> loss    the first whose output is not finite
-    backward   embedding <- layer 0 <- layer 1 <- head            else the first whose gradient is not
+    forward    first -> layer 0 -> layer 1 -> last -> loss    the first whose output is not finite
+    backward   first <- layer 0 <- layer 1 <- last            else the first whose gradient is not
 
 Batch and dropout are functions of the step, so it is the same step again. A run whose numbers are finite
-pays nothing for this. Dims: S slots of stacked layers, B batch, T time, E embedding, H hidden.
+pays nothing for this. Dims: S rows of stacked layers, B batch.
 """
 
 import dataclasses
 import functools
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +18,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import LAYERS
-from jaxpar.config import RunConfig
-from jaxpar.data.streams import Batch
+from jaxpar.layout import ModelLayout, lay_out
 from jaxpar.pipeline.ticks import Plan
-from jaxpar.sharding import annotated
-from jaxpar.state import TrainState, unwrap_carry
-from jaxpar.step import AnyBatch, CompiledStep, make_loss_and_grad
+from jaxpar.sharding import named_leaves
+from jaxpar.state import TrainState
+from jaxpar.step import CompiledStep, make_loss_and_grad
+from jaxpar.training.by_layer import array_of, kind_of
+from jaxpar.training.settings import Settings
 
-# What models are made of, in the order of the forward pass.
-_PARTS = ("embedding", "convs", "lstm", "dense", "head")
 _ROWS_NAMED = 8
 
 
@@ -36,7 +33,7 @@ class Origin(NamedTuple):
     """The first place in a step with a number that is not finite.
 
     Attributes:
-      place: such as "the output of lstm layer 2".
+      place: such as "the output of layer 2 (lstm)".
       rows: of the batch that have such numbers there; none if they cannot be told apart.
     """
 
@@ -51,79 +48,101 @@ class Origin(NamedTuple):
         return f"{self.place}, in row{'s' * (len(self.rows) > 1)} {rows}"
 
 
-def find_origin(config: RunConfig, mesh: Mesh, state: TrainState, batch: AnyBatch) -> Origin:
+def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -> Origin:
     """Where the first number is that is not finite, in the order of computing.
 
-    In networks for images outputs are not looked at, but parameters. The first call compiles a program;
-    with several processes, all of them call it.
+    What is computed before and after the layers is one place each. The first call compiles a program; with
+    several processes, all of them call it.
 
     Args:
-      config: as given to `init_state`.
+      settings: those that the state was made with.
       state: before the step, as a halted state is; not consumed.
       batch: of the step.
     """
-    look = _make_look(config, mesh)
-    loss, *found = jax.device_get(look(dataclasses.replace(state, opt_state=()), batch))
-    rows, params, grads = (_by_module(config, bad) for bad in found)
-    for module, bad_B in rows.items():
+    layout = lay_out(settings.task, settings.parallel)
+    look = _make_look(settings, mesh)
+    found = jax.device_get(look.run(dataclasses.replace(state, opt_state=()), batch))
+    loss, watched, params, grads = found
+    for place, bad_B in _outputs(layout, watched):
         if bad_B.any():
-            return Origin(f"the output of {module}", tuple(np.flatnonzero(bad_B).tolist()))
+            return Origin(f"the output of {place}", tuple(np.flatnonzero(bad_B).tolist()))
+    parts = _parts_on_the_way_back(layout)
     if not np.isfinite(loss):
-        if rows:
-            return Origin("the output of head")
-        for module, is_bad in params.items():
-            if is_bad:
-                return Origin(f"the parameters of {module}")
-    for module, is_bad in reversed(grads.items()):
-        if is_bad:
-            return Origin(f"the gradient of {module}")
+        is_bad = _by_part(layout, params)
+        bad = [] if layout.kinds else [part for part in reversed(parts) if is_bad.get(part)]
+        return Origin(f"the parameters of {bad[0]}" if bad else "the output of last")
+    is_bad = _by_part(layout, grads)
+    for part in parts:
+        if is_bad.get(part):
+            return Origin(f"the gradient of {part}")
     return Origin("the norm of all gradients, each of which is finite")
 
 
 @functools.lru_cache(maxsize=1)
-def _make_look(config: RunConfig, mesh: Mesh) -> CompiledStep:
-    """(state, batch) -> the loss, and what is not finite of outputs, parameters and gradients."""
-    value_and_grad = make_loss_and_grad(config, mesh)
+def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
+    """(state, batch) -> the loss, and what is not finite of activations, parameters and gradients."""
+    task, parallel, train = settings
+    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed, watch=True)
 
-    def look(state: TrainState, batch: AnyBatch, plan: Plan | None):
-        (loss, carry), grads = value_and_grad(state.params, state.carry, batch, state.step, plan)
-        rows = {}
-        if isinstance(batch, Batch):
-            table: Any = state.params["embedding"]["table"]
-            embedded_BTE = table[...][jnp.asarray(batch.inputs_BT)]
-            c_SBH = unwrap_carry(
-                carry
-            ).c_BH  # once not finite, c stays so until the end of the window
-            rows = {
-                "embedding": ~jnp.isfinite(embedded_BTE).all((1, 2)),
-                "lstm": ~jnp.isfinite(c_SBH).all(2),
-            }
+    def look(state: TrainState, batch: Any, plan: Plan | None):
+        (loss, ((_, watched), _)), grads = value_and_grad(state, batch, plan)
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
-        return loss, rows, _bad_arrays(state.params), _bad_arrays(squares)
+        return loss, watched, _bad_arrays(state.params), _bad_arrays(squares)
 
-    return CompiledStep(look, config, backward=True, out_shardings=NamedSharding(mesh, P()))
+    layout, replicated = lay_out(task, parallel), NamedSharding(mesh, P())
+    return CompiledStep(look, layout, backward=True, out_shardings=replicated)
 
 
 def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
     """By the name of each array whether its sum is not finite: [], or [S] of stacked layers."""
     sums = {}
-    for name, variable in annotated(tree):
-        array = variable[...]
-        dims = tuple(range(LAYERS in variable.out_sharding, array.ndim))
-        sums[name] = ~jnp.isfinite(array.sum(dims))
+    for name, leaf in named_leaves(tree):
+        array, is_stacked = array_of(leaf), kind_of(leaf) is not None
+        sums[name] = ~jnp.isfinite(array.sum(tuple(range(is_stacked, array.ndim))))
     return sums
 
 
-def _by_module(config: RunConfig, bad: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same by the name of each module, in the order of the forward pass."""
-    modules: dict[str, np.ndarray] = {}
-    for name in sorted(bad, key=lambda name: _PARTS.index(re.findall("[a-z]+", name)[0])):
-        value = bad[name]
-        if name.startswith("lstm"):
-            ids = config.layer_ids
-            parts = {f"lstm layer {i}": value[ids.index(i)] for i in range(max(ids) + 1)}
+def _outputs(
+    layout: ModelLayout, watched: Mapping[str, np.ndarray]
+) -> Iterable[tuple[str, np.ndarray]]:
+    """Which rows of the batch are not finite where, in the order of the layers."""
+    for number, kind in enumerate(layout.kind_of):
+        name, row = layout.kinds[kind], layout.slots.rows[kind].index(number)
+        into_B, out_B = watched[name][row].T > 0
+        if number == 0:
+            yield "first", into_B
+        yield _layer(number, name), out_B
+
+
+def _parts_on_the_way_back(layout: ModelLayout) -> list[str]:
+    """What a model is made of, in the order in which gradients are computed."""
+    outer = layout.outer(layout.merge(layout.params, layout.frozen))
+    modules = [_module(name) for name, _ in named_leaves(layout.params)]
+    last = dict.fromkeys(modules[n] for n in outer.last if n not in outer.first)
+    layers = [_layer(n, layout.kinds[kind]) for n, kind in enumerate(layout.kind_of)]
+    return list(dict.fromkeys([*last, *reversed(layers), *reversed(modules)]))
+
+
+def _by_part(layout: ModelLayout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:
+    """The arrays' marks by the layer or module that they are of."""
+    parts: dict[str, bool] = {}
+    for name, value in bad.items():
+        if value.ndim:
+            kind = name.split(".")[1]  # layers.gru.w_x
+            rows = layout.slots.rows[layout.kinds.index(kind)]
+            marks = {_layer(n, kind): bool(value[row]) for row, n in enumerate(rows) if n >= 0}
         else:
-            parts = {re.sub(r"[._][a-z]+$", "", name): value}
-        modules |= {module: modules.get(module, False) | part for module, part in parts.items()}
-    return modules
+            marks = {_module(name): bool(value)}
+        for part, is_bad in marks.items():
+            parts[part] = parts.get(part, False) or is_bad
+    return parts
+
+
+def _layer(number: int, kind: str) -> str:
+    return f"layer {number} ({kind})"
+
+
+def _module(name: str) -> str:
+    """head for head.kernel; what is in no module keeps its name."""
+    return name.rpartition(".")[0] or name

@@ -1,18 +1,16 @@
 """What a run tells of itself: what will happen, how it goes on, how it ended. Pure data, and who listens."""
 
 import dataclasses
+import math
 import signal
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
-from jaxpar.config import RunConfig
-from jaxpar.data.buckets import BucketedSentences
-from jaxpar.data.corpus import Corpus
-from jaxpar.data.images import Images
-from jaxpar.kernel import KernelChoice
 from jaxpar.state import TrainState
+from jaxpar.training.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,45 +19,42 @@ class Progress:
 
     Attributes:
       step: optimizer steps taken.
-      loss: of the batch of this step, in nats.
+      loss: of the batch of this step.
+      metrics: what the task makes of that batch's sums, by name.
       grad_norm: before clipping.
-      learning_rate: of this step.
+      learning_rate: of this step; None if the task does not tell.
+      unit: what is counted, such as "tokens".
+      units_per_second: since the line before.
       seconds: since this process began.
     """
 
     step: int
     loss: float
+    metrics: Mapping[str, float]
     grad_norm: float
-    learning_rate: float
+    learning_rate: float | None
+    unit: str
+    units_per_second: float
     seconds: float
 
     def to_text(self) -> str:
-        """What a person wants to know of it."""
-        return f"loss {self.loss:6.3f}"
+        """What a person wants to know of it: loss, metrics, speed."""
+        numbers = [f"loss {format_number(self.loss):>6}"]
+        numbers += [f"{k} {format_number(v):>8}" for k, v in self.metrics.items() if k != "loss"]
+        return "  ".join([*numbers, f"{self.units_per_second:9,.0f} {self.unit}/s"])
 
-
-@dataclasses.dataclass(frozen=True)
-class TextProgress(Progress):
-    """Progress on a text: perplexity of the batch of this step, speed since the line before."""
-
-    perplexity: float
-    tokens_per_second: float
-
-    def to_text(self) -> str:
-        """Loss, perplexity, tokens/s."""
-        speed = f"{self.tokens_per_second:9,.0f} tokens/s"
-        return f"{super().to_text()}  perplexity {self.perplexity:8.1f}  {speed}"
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageProgress(Progress):
-    """Progress on images: speed since the line before."""
-
-    images_per_second: float
-
-    def to_text(self) -> str:
-        """Loss, images/s."""
-        return f"{super().to_text()}  {self.images_per_second:9,.0f} images/s"
+    def to_json(self) -> dict[str, Any]:
+        """A line of metrics.jsonl."""
+        return _line(
+            self.metrics,
+            split="train",
+            step=self.step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            learning_rate=self.learning_rate,
+            seconds=self.seconds,
+            **{f"{self.unit}_per_second": self.units_per_second},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,66 +83,50 @@ class Skipped:
             f"{self.num_windows} in epoch {self.epoch}, from 0)"
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """A line of metrics.jsonl."""
+        return {"split": "skipped", **dataclasses.asdict(self)}
+
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Loss (nats) on a split."""
+    """How good a model is on a split.
+
+    Attributes:
+      loss: mean over all that counts in the split.
+      metrics: what the task makes of the split's sums, by name.
+      baseline: numbers to compare them with, by name.
+    """
 
     split: str
     loss: float
+    metrics: Mapping[str, float]
+    baseline: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def to_text(self) -> str:
-        """What a person wants to know of it."""
-        return f"{self.split} " + "  ".join(f"{k} {v}" for k, v in self.to_columns().items())
+        """What a person wants to know of it: the metrics, and the baseline beside them."""
+        known, beside = (
+            "  ".join(f"{name} {format_number(value)}" for name, value in numbers.items())
+            for numbers in (self.metrics, self.baseline)
+        )
+        return f"{self.split} {known}" + f"  ({beside})" * bool(beside)
 
     def to_columns(self) -> dict[str, str]:
         """The same for a table, by its headings."""
-        return {"loss": f"{self.loss:.4f}"}
+        numbers = {**self.metrics, **self.baseline}
+        return {name: format_number(value) for name, value in numbers.items()}
 
-
-@dataclasses.dataclass(frozen=True)
-class TextEvaluation(Evaluation):
-    """Perplexity on a split, and that which word frequencies reach."""
-
-    perplexity: float
-    unigram_perplexity: float
-
-    def to_text(self) -> str:
-        """Both in a line."""
-        known = self.unigram_perplexity
-        return f"{self.split} perplexity {self.perplexity:.1f}  (unigram {known:.1f})"
-
-    def to_columns(self) -> dict[str, str]:
-        """Both, and their ratio."""
-        return {
-            "perplexity": f"{self.perplexity:.1f}",
-            "unigram perplexity": f"{self.unigram_perplexity:.1f}",
-            "ratio": f"{self.perplexity / self.unigram_perplexity:.2f}",
-        }
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageEvaluation(Evaluation):
-    """Share of the images of a split that are told right."""
-
-    accuracy: float
-
-    def to_columns(self) -> dict[str, str]:
-        """Accuracy in percent, loss."""
-        return {"accuracy": f"{100 * self.accuracy:.1f} %", **super().to_columns()}
+    def to_json(self, step: int) -> dict[str, Any]:
+        """A line of metrics.jsonl."""
+        numbers = {**self.metrics, **self.baseline}
+        return _line(numbers, split=self.split, step=step, loss=self.loss)
 
 
 class Report:
     """Is told what a run does, and says nothing. Derive from it to say something."""
 
-    def plan(self, config: RunConfig, mesh: Mesh, data: Corpus | Images, state: TrainState) -> None:
+    def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
         """Before anything is compiled; `state` is abstract."""
-
-    def buckets(self, batches: BucketedSentences) -> None:
-        """After the plan, if the lines of the text are read in buckets."""
-
-    def kernel(self, choice: KernelChoice) -> None:
-        """After the plan, if the config left the kernel of the layers open."""
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Before the first step taken here; `step` were taken before."""
@@ -169,3 +148,16 @@ class Report:
 
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
         """When everything is written; `evaluations` is empty if the run was stopped."""
+
+
+def format_number(value: float) -> str:
+    """With the digits that say something: 0.00921, 0.934, 5.628, 92.2, 3.2e+08."""
+    size = abs(value)
+    if not math.isfinite(value) or size >= 1e7 or 0 < size < 0.1:
+        return f"{value:.3g}"
+    return f"{value:.3f}" if size < 10 else f"{value:.1f}"
+
+
+def _line(numbers: Mapping[str, float], **known: Any) -> dict[str, Any]:
+    """What is known of every line, then the task's numbers; where names are the same the first holds."""
+    return {**known, **{name.replace(" ", "_"): value for name, value in numbers.items()}, **known}

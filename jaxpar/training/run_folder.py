@@ -1,36 +1,37 @@
-"""The folder of a run: what `train` writes, and `--resume`, `evaluate` and `sample` read.
+"""The folder of a run: what `train` writes, and `--resume`, `evaluate` and others read.
 
 runs/0001/
-  config.toml        every setting, resolved: mesh, size of the vocabulary
-  vocabulary.json    the words, in the order of their ids; not with images
-  corpus.json        tokens or images and checksum of each split
+  config.toml        every setting, with what was left open filled in
+  data.json          what identifies the data
+  task.py            the file of the task as it was when the run began, if it is the user's own
   metrics.jsonl      one line a report
   checkpoints/       the newest states
+  vocabulary.json    and other files that the task keeps
 """
 
 import dataclasses
 import hashlib
 import json
 import shutil
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.axes import STAGE
-from jaxpar.config import Config, RunConfig
-from jaxpar.config_file import read_config, write_config
-from jaxpar.data.corpus import SPLITS, Corpus, Vocabulary, load_corpus
-from jaxpar.data.images import Images, load_images
+from jaxpar.config_file import read_config, to_toml
 from jaxpar.files import whole_file
-from jaxpar.kernel import KernelChoice, with_kernel
 from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
+from jaxpar.task import Task, spec_of
 from jaxpar.training.checkpoint import Checkpoints, best_of
+from jaxpar.training.settings import Settings
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 ONE_DEVICE = MeshConfig(devices=(0,))
+_NAMED = 3  # differences that a message names
 
 
 class RunFolder:
@@ -39,8 +40,8 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
         self.config_path = self.path / "config.toml"
-        self.vocabulary_path = self.path / "vocabulary.json"
-        self.corpus_path = self.path / "corpus.json"
+        self.data_path = self.path / "data.json"
+        self.task_path = self.path / "task.py"
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
@@ -53,48 +54,82 @@ class RunFolder:
         """A run has written here."""
         return self.config_path.exists() or self.checkpoints_path.exists()
 
-    def config(self) -> RunConfig:
-        """The run's config.
+    def check(self) -> None:
+        """Nothing, if a run has written here that this version can go on with.
 
         Raises:
           FileNotFoundError: no run has written here.
-          ValueError: the file is damaged.
+          ValueError: an older version has, or its settings are damaged.
         """
+        self._task_name()
+
+    def settings(self) -> Settings:
+        """The run's settings.
+
+        Raises:
+          FileNotFoundError: no run has written here, or the file of its task is gone.
+          ValueError: an older version has written here, or the settings are damaged.
+        """
+        file = _file_of(self._task_name())
+        if file is not None and not file.exists():
+            raise FileNotFoundError(
+                f"the task of the run in {self} is in {file}, which is not there any more; bring it back: "
+                f"{self.task_path} is as it was when the run began"
+            )
+        return read_config(self.config_path)
+
+    def _task_name(self) -> str:
         if not self.config_path.exists():
             raise FileNotFoundError(
                 f"{self} holds no run: there is no {self.config_path.name} in it; give the "
                 f"folder that `train` named as its own" + _known_runs(self.path.parent)
             )
-        return read_config(self.config_path)
+        try:
+            tables = tomllib.loads(self.config_path.read_bytes().decode())
+        except ValueError as error:
+            raise ValueError(f"{self.config_path} is damaged: {error}") from error
+        name = tables.get("task")
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{self.config_path} names no task: the run in {self} is one of jaxpar 0.1; go on with it "
+                f"there, or begin another"
+            )
+        return name
 
-    def vocabulary(self) -> Vocabulary:
-        """The run's vocabulary.
-
-        Raises:
-          OSError: no run has written here, or the file cannot be read.
-          ValueError: the run is on images, or the file is damaged.
-        """
-        if not isinstance(self.config(), Config):
-            raise ValueError(f"the run in {self} is on images; give one on text")
-        return Vocabulary.load(self.vocabulary_path)
-
-    def checkpoints(self, config: RunConfig) -> Checkpoints:
-        """The run's checkpoints, of its vocabulary if it has one.
+    def checkpoints(self, settings: Settings) -> Checkpoints:
+        """The run's checkpoints, with the files that it keeps; the task's data need not be there.
 
         Raises:
           OSError: no run has written here, or a file cannot be read.
+          ValueError: a file is damaged.
         """
-        vocabulary = self.vocabulary() if isinstance(config, Config) else None
-        keep = config.train.keep_checkpoints
-        return Checkpoints(self.checkpoints_path, keep=keep, vocabulary=vocabulary)
+        task, parallel, train = settings
+        files = {name: (self.path / name).read_bytes().decode() for name in self._data()["files"]}
+        return Checkpoints(
+            self.checkpoints_path, task, parallel, keep=train.keep_checkpoints, files=files
+        )
+
+    def _data(self) -> dict[str, Any]:
+        """What the run has written of its data."""
+        try:
+            data = json.loads(self.data_path.read_bytes())
+            if data.keys() != {"data", "files"}:
+                raise ValueError("it has other keys than data and files")
+            return data
+        except OSError as error:
+            raise type(error)(f"cannot read {self.data_path}: {error.strerror}") from error
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{self.data_path} is damaged: {error}; bring it back from a copy"
+            ) from error
 
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
-    ) -> tuple[RunConfig, Mesh, TrainState]:
-        """The run's config for this mesh, the mesh, and a state there.
+    ) -> tuple[Settings, Mesh, TrainState]:
+        """The run's settings for this mesh, the mesh, and a state there.
 
-        The mesh need not be the one that the run had, nor have what the kernel of its layers needs: the
-        config names the scan, which runs anywhere.
+        The mesh need not be the one that the run had; with another number of stages the layers are
+        placed anew.
 
         Args:
           best: the state with the lowest validation loss that has been kept, not the newest.
@@ -102,62 +137,48 @@ class RunFolder:
           ValueError: the model does not fit the mesh.
           FileNotFoundError: no run has written here, or no such checkpoint.
         """
-        config = self.config()
+        settings = self.settings()
         devices = mesh.build()
-        if isinstance(config, Config) and devices.shape[STAGE] != config.mesh.stage:
-            balanced = dataclasses.replace(config.pipeline, placement="balanced")
-            config = dataclasses.replace(config, pipeline=balanced)
-        if isinstance(config, Config):
-            config = with_kernel(config, KernelChoice("scan"))
-        config = dataclasses.replace(config, mesh=MeshConfig(**devices.shape, devices=mesh.devices))
-        checkpoints, step = self.checkpoints(config), None
+        parallel = _on_mesh(settings.parallel, mesh.resolve(devices.size))
+        task = settings.task.portable().resolve(parallel, devices)
+        task.check(parallel, devices)
+        settings = settings._replace(task=task, parallel=parallel)
+        checkpoints, step = self.checkpoints(settings), None
         if best and (step := best_of(checkpoints.steps(), self.valid_losses())) is None:
             raise FileNotFoundError(
                 f"{self} holds no checkpoint of a validated step; train with --train.eval-every, or "
                 f"take the newest state"
             )
-        return config, devices, checkpoints.restore(config, devices, step)
+        return settings, devices, checkpoints.restore(devices, step)
 
-    def load_data(self, config: RunConfig) -> Corpus | Images:
-        """What the run learns from, after a check that it still is what the run began with.
+    def check_data(self, task: Task) -> None:
+        """Nothing, if a task's data and files are those that the run began with.
 
         Raises:
-          OSError: a file cannot be read.
-          ValueError: the text or its vocabulary has changed, or the images have.
+          OSError: what the run has written cannot be read.
+          ValueError: they have changed.
         """
-        data = load_data(config)
-        try:
-            recorded = json.loads(self.corpus_path.read_bytes())
-        except OSError as error:
-            raise type(error)(f"cannot read {self.corpus_path}: {error.strerror}") from error
-        except ValueError as error:
+        was, now = self._data(), _describe(task)
+        if was != now:
+            before, after = dict(_flatten(was)), dict(_flatten(now))
+            changed = [n for n in {**before, **after} if before.get(n) != after.get(n)]
+            named = (f"{n} was {before.get(n)}, is {after.get(n)}" for n in changed[:_NAMED])
             raise ValueError(
-                f"{self.corpus_path} is damaged: {error}; bring it back from a copy"
-            ) from error
-        known = _fingerprint(data)
-        if isinstance(data, Images):
-            if recorded != known:
-                raise ValueError(
-                    f"the images {data.name!r} are not those that the run in {self} began with; bring "
-                    f"back the version of the package that they come with, or start another run"
-                )
-            return data
-        vocabulary = self.vocabulary()
-        if vocabulary != data.vocabulary or recorded != known:
-            raise ValueError(
-                f"corpus {data.name!r} is not the text that the run in {self} began with: "
-                f"{_describe(recorded, vocabulary)} then, "
-                f"{_describe(known, data.vocabulary)} now; bring the text back (python-docs and "
-                f"python-source need the same version of Python), or start another run"
+                f"the data are not those that the run in {self} began with: {'; '.join(named)}; bring them "
+                f"back (what comes with Python or a package needs the same version), or start another run"
             )
-        return data
 
-    def start(self, config: RunConfig, data: Corpus | Images) -> None:
-        """Makes the folder and writes what a run can be continued from; the config comes last.
+    def start(self, settings: Settings, asked: Task | None = None) -> None:
+        """Makes the folder and writes what a run can be continued from; the settings come last.
 
+        Args:
+          asked: the task as it was given. What it left open is written as it was filled in, all else as it
+            was asked for: other devices may fill it in otherwise.
         Raises:
           OSError: it cannot be written.
+          ValueError: as of `texts`.
         """
+        texts = self.texts(settings, asked)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -165,21 +186,45 @@ class RunFolder:
                 f"cannot make the folder {self}: {error.strerror}; use another --train.out-dir"
             ) from error
         self._append("")
-        if isinstance(data, Corpus):
-            data.vocabulary.save(self.vocabulary_path)
-        with whole_file(self.corpus_path) as file:
-            file.write_text(json.dumps(_fingerprint(data), indent=1) + "\n")
-        write_config(config, self.config_path)
+        for name, text in texts.items():
+            with whole_file(self.path / name) as file:
+                file.write_bytes(text.encode())
+
+    def texts(self, settings: Settings, asked: Task | None = None) -> dict[str, str]:
+        """What `start` writes, by the names of files.
+
+        Raises:
+          ValueError: a setting cannot be written, or a file of the task has a name that is taken.
+        """
+        task = settings.task
+        written = task if asked is None else _filled_in(asked, task)
+        texts = dict(task.files())
+        for name in texts:
+            if name != Path(name).name or name in {path.name for path in self._own_paths()}:
+                raise ValueError(
+                    f"the task keeps a file {name!r}, which is a name of the run's own or a path; use another"
+                )
+        if source := _file_of(spec_of(task)):
+            texts[self.task_path.name] = source.read_bytes().decode()
+        texts[self.data_path.name] = json.dumps(_describe(task), indent=1) + "\n"
+        texts[self.config_path.name] = to_toml(settings._replace(task=written))
+        return texts
 
     def clear(self) -> None:
         """Removes the files of a run, and no others."""
-        for path in (self.config_path, self.vocabulary_path, self.corpus_path, self.metrics_path):
-            path.unlink(missing_ok=True)
-        for path in self.path.glob("metrics.before-*.jsonl"):
-            path.unlink()
-        for path in (self.checkpoints_path, self.profile_path):
-            if path.exists():
+        try:
+            kept = self._data()["files"]
+        except (OSError, ValueError):
+            kept = ()
+        for path in (*self._own_paths(), *(self.path / Path(name).name for name in kept)):
+            if path.is_dir():
                 shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+
+    def _own_paths(self) -> Iterator[Path]:
+        yield from (self.config_path, self.data_path, self.task_path, self.metrics_path)
+        yield from (self.checkpoints_path, self.profile_path)
+        yield from self.path.glob("metrics.before-*.jsonl")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
         """Adds a line to `metrics.jsonl`.
@@ -218,7 +263,7 @@ class RunFolder:
             ) from error
 
     def valid_losses(self) -> dict[int, float]:
-        """Step -> loss on the validation text, of `metrics.jsonl`."""
+        """Step -> loss on the validation split, of `metrics.jsonl`."""
         return {line["step"]: line["loss"] for line in self.metrics() if line["split"] == "valid"}
 
     def rewind_metrics(self, step: int) -> None:
@@ -226,9 +271,10 @@ class RunFolder:
 
         If there are any, the file as it was stays beside it, as metrics.before-1.jsonl.
         """
-        lines = self.metrics()
-        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
-        if not self.metrics_path.exists() or kept == self.metrics_path.read_text():
+        if not self.metrics_path.exists():
+            return
+        kept = self._metrics_until(step)
+        if kept == self.metrics_path.read_text():
             return
         number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
         with whole_file(self.path / f"metrics.before-{number}.jsonl") as file:
@@ -238,21 +284,12 @@ class RunFolder:
 
     def take_metrics(self, other: "RunFolder", step: int) -> None:
         """Writes the lines of another run up to a step."""
-        kept = (json.dumps(line) + "\n" for line in other.metrics() if line["step"] <= step)
         with whole_file(self.metrics_path) as file:
-            file.write_text("".join(kept))
+            file.write_text(other._metrics_until(step))
 
-
-def load_data(config: RunConfig) -> Corpus | Images:
-    """The text or the images of a config.
-
-    Raises:
-      OSError: a file cannot be read.
-      ValueError: there is no such thing, or it is too small.
-    """
-    if isinstance(config, Config):
-        return load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
-    return load_images(config.data.dataset)
+    def _metrics_until(self, step: int) -> str:
+        kept = (line for line in self.metrics() if line["step"] <= step)
+        return "".join(json.dumps(line) + "\n" for line in kept)
 
 
 def next_run_folder(root: Path = ROOT) -> RunFolder:
@@ -296,26 +333,43 @@ def _known_runs(root: Path) -> str:
     return f"; there are {', '.join(names[-3:])}" if names else ""
 
 
-def _fingerprint(data: Corpus | Images) -> dict[str, dict[str, Any]]:
-    def sha256(*arrays: np.ndarray) -> str:
-        return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+def _file_of(spec: str) -> Path | None:
+    """The user's file that a task is in; None if it comes with jaxpar, or is in no file."""
+    file, colon, _ = spec.rpartition(":")
+    return Path(file).expanduser() if colon else None
 
-    splits = {split: getattr(data, split) for split in SPLITS}
-    if isinstance(data, Images):
-        return {
-            split: {
-                "images": len(labels_N),
-                "sha256": sha256(images_NHWC.astype("<f4"), labels_N.astype("<i4")),
-            }
-            for split, (images_NHWC, labels_N) in splits.items()
-        }
-    return {
-        split: {"tokens": len(ids), "sha256": sha256(np.ascontiguousarray(ids, "<i4"))}
-        for split, ids in splits.items()
+
+def _filled_in(asked: Task, task: Task) -> Task:
+    """The task as it was asked for, with values of another one for its fields that are None."""
+    names = [
+        field.name for field in dataclasses.fields(asked) if getattr(asked, field.name) is None
+    ]
+    return dataclasses.replace(asked, **{name: getattr(task, name) for name in names})
+
+
+def _on_mesh(parallel: Parallel, mesh: MeshConfig) -> Parallel:
+    """The same on another mesh, without what was chosen for the number of stages or groups it had."""
+    pipeline, shares = parallel.pipeline, parallel.shares
+    if mesh.stage != parallel.mesh.stage:
+        pipeline = dataclasses.replace(pipeline, placement="balanced")
+    if mesh.data != parallel.mesh.data:
+        shares = None
+    return dataclasses.replace(parallel, mesh=mesh, pipeline=pipeline, shares=shares)
+
+
+def _describe(task: Task) -> dict[str, Any]:
+    """What identifies a task's data, as JSON has it."""
+    files = {
+        name: {"characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        for name, text in task.files().items()
     }
+    return json.loads(json.dumps({"data": task.fingerprint(), "files": files}))
 
 
-def _describe(fingerprint: dict[str, dict[str, Any]], vocabulary: Vocabulary) -> str:
-    tokens = ", ".join(f"{part['tokens']} {split}" for split, part in fingerprint.items())
-    checksum = fingerprint[SPLITS[0]]["sha256"][:8]
-    return f"{tokens} tokens (checksum {checksum}), {len(vocabulary)} words"
+def _flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in tables of tables, each with the names that lead to it."""
+    if not isinstance(tree, dict):
+        yield path, tree
+        return
+    for name, value in tree.items():
+        yield from _flatten(value, f"{path}.{name}" if path else name)

@@ -5,112 +5,85 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import rich.box
 from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.config import Config, ImageConfig, RunConfig
-from jaxpar.data.corpus import Corpus
-from jaxpar.data.images import Images
 from jaxpar.display import format_bytes, format_count, format_shape
-from jaxpar.pipeline.placement import LAYER_COST, tick_cost
-from jaxpar.sharding import is_variable, named_leaves
+from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.parallel import Parallel
+from jaxpar.pipeline.placement import LAYER_COST
+from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
+from jaxpar.task import Task
+from jaxpar.training.by_layer import array_of
+from jaxpar.training.settings import Settings
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
 
 
-def describe_plan(config: RunConfig, mesh: Mesh, data: Corpus | Images) -> list[tuple[str, str]]:
-    """Devices, mesh, layers, data, optimizer: (what, in words)."""
-    device = mesh.devices.flat[0]
-    if isinstance(config, ImageConfig):
-        assert isinstance(data, Images)
-        of_model = _describe_images(config, data)
-    else:
-        assert isinstance(data, Corpus)
-        of_model = _describe_text(config, data)
-    return [
+def describe_plan(settings: Settings, mesh: Mesh) -> list[tuple[str, str]]:
+    """Devices, mesh, layers, what the task tells, optimizer: (what, in words)."""
+    task, parallel, train = settings
+    device, optimizer = mesh.devices.flat[0], getattr(task, "optimizer", None)
+    rows = [
         ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})"),
         ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
-        *of_model,
-        (
-            "optimizer",
-            f"{config.train.optimizer}, {config.train.num_steps} steps, "
-            f"learning rate {config.train.learning_rate:g} ({config.train.lr_schedule})",
-        ),
+        *_describe_layers(task, parallel),
+        *describe_balance(task, parallel),
+        *task.describe(),
     ]
+    if not parallel.has_equal_shares:
+        rows.append(("shares", " : ".join(map(str, parallel.group_shares))))
+    steps = format_count(train.num_steps, "step")
+    rows.append(
+        ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
+    )
+    return rows
 
 
-def _describe_images(config: ImageConfig, images: Images) -> list[tuple[str, str]]:
-    model = config.model
-    sizes = (", ".join(map(str, sizes)) for sizes in (model.channels, model.hidden_sizes))
-    convolutions, dense = sizes
-    splits = (images.train, images.valid, images.test)
-    train, valid, test = (f"{len(split.labels_B):,}" for split in splits)
-    return [
-        (
-            "layers",
-            f"convolutions of {convolutions}; dense of {dense or 'no'}, {model.num_classes}",
-        ),
-        ("strategy", model.strategy),
-        ("images", f"{images.name}: {train} train, {valid} valid, {test} test"),
-        ("batch", f"{config.data.batch_size} images"),
-    ]
+def _describe_layers(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
+    layout, stages = lay_out(task, parallel), parallel.mesh.stage
+    M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
+    on_stages = ", ".join(
+        f"stage {stage}: {sum(layout.placement[stage::stages])}" for stage in range(stages)
+    )
+    kinds = ", ".join(
+        f"{layout.kind_of.count(number)} {name}" for number, name in enumerate(layout.kinds)
+    )
+    what = (
+        f"{len(layout.kind_of)} ({on_stages})"
+        if len(layout.kinds) == 1
+        else f"{kinds} ({on_stages})"
+    )
+    units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
+    units += [f"{format_count(K, 'chunk')} of time"] * (stages > 1)
+    parts = [what] * bool(layout.kinds) + [" x ".join(units)] * bool(units)
+    return [("layers", "; ".join(parts))] * bool(parts)
 
 
-def _describe_text(config: Config, corpus: Corpus) -> list[tuple[str, str]]:
-    M, K = config.pipeline.num_microbatches, config.num_chunks
-    placement = config.placement
-    model, data = config.model, config.data
-    assert model.vocab_size is not None
-    on_stages = ", ".join(f"stage {stage}: {n}" for stage, n in enumerate(placement))
-    units = [format_count(M, "microbatch", "es")] * (config.mesh.stage > 1 or M > 1)
-    units += [f"{format_count(K, 'chunk')} of time"] * (config.mesh.stage > 1)
-    shares = f", in shares of {' : '.join(map(str, config.shares))}" * (not config.has_equal_shares)
-    padding = model.vocab_size - len(corpus.vocabulary)
-    return [
-        ("layers", f"{model.num_layers} ({on_stages}); {' x '.join(units)}".removesuffix("; ")),
-        *describe_balance(config),
-        (
-            "corpus",
-            f"{corpus.name}, {corpus.level}s: {len(corpus.train):,} train, "
-            f"{len(corpus.valid):,} valid, {len(corpus.test):,} test",
-        ),
-        ("vocabulary", f"{len(corpus.vocabulary):,}" + f" + {padding} padding" * bool(padding)),
-        (
-            "batch",
-            f"{data.batch_size} rows x {data.seq_len} steps = "
-            f"{data.batch_size * data.seq_len:,} tokens{shares}"
-            if not data.num_buckets
-            else f"{data.batch_size} rows x {data.seq_len} steps or less, in buckets{shares}",
-        ),
-    ]
-
-
-def describe_balance(config: Config) -> list[tuple[str, str]]:
+def describe_balance(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
     """The share of the work that each stage has, and what a better placement would gain."""
-    stages, head = config.mesh.stage, config.last_cost
+    stages = parallel.mesh.stage
     if stages == 1:
         return []
-
-    def work(placement: tuple[int, ...]) -> list[float]:
-        """Of every place, in layers."""
-        return [*placement[:-1], placement[-1] + head]
-
-    own = work(config.placement)
-    on_stage = [sum(own[stage::stages]) / sum(own) for stage in range(stages)]
+    layout = lay_out(task, parallel)
+    head, work = layout.last_cost, _work(layout, layout.placement)
+    work[-1] += head
+    on_stage = [sum(work[stage::stages]) / sum(work) for stage in range(stages)]
     line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
-    lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head > 0))]
-    pipeline = dataclasses.replace(config.pipeline, placement="balanced")
-    best = dataclasses.replace(config, pipeline=pipeline).placement
-    takes, least = (tick_cost(p, head_cost=LAYER_COST * head) for p in (config.placement, best))
+    lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
+    pipeline = dataclasses.replace(parallel.pipeline, placement="balanced")
+    best = lay_out(task, dataclasses.replace(parallel, pipeline=pipeline)).placement
+    takes, least = (_tick(layout, placement) for placement in (layout.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
         lines.append(
             (
                 "warning",
-                f"stages wait for each other: a tick of placement={config.placement} takes as long as "
+                f"stages wait for each other: a tick of placement={layout.placement} takes as long as "
                 f"{takes / LAYER_COST:.1f} layers, of placement={best} as {least / LAYER_COST:.1f}; a step "
                 f"would be up to {takes / least:.2f} times as fast",
             )
@@ -118,35 +91,44 @@ def describe_balance(config: Config) -> list[tuple[str, str]]:
     return lines
 
 
-def parameter_table(params: Any) -> Table:
+def _work(layout: ModelLayout, placement: tuple[int, ...]) -> list[float]:
+    """What the layers of every place compute, where a layer of the mean cost is 1."""
+    costs, ends = np.array(layout.layer_costs), np.cumsum(placement)
+    return [float(part.sum()) for part in np.split(costs / costs.mean(), ends[:-1])]
+
+
+def _tick(layout: ModelLayout, placement: tuple[int, ...]) -> float:
+    """Of a tick in which every stage has a unit to do each way, the head on the last; see `tick_cost`."""
+    work = _work(layout, placement)
+    back = (LAYER_COST - 1) * max(work)
+    work[-1] += LAYER_COST * layout.last_cost
+    return max(work) + back
+
+
+def parameter_table(params: Any, heading: str = "parameter") -> Table:
     """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
 
     Args:
       params: Flax variables or arrays, with shardings if they are abstract.
+      heading: of the names.
     Raises:
       ValueError: an abstract one has no sharding.
     """
     table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name, justify in (
-        ("parameter", "left"),
-        ("shape", "left"),
-        ("dims / axes that split them", "left"),
-        ("shard", "left"),
-        ("bytes/device", "right"),
-    ):
-        table.add_column(name, justify=justify)  # pyright: ignore[reportArgumentType]
+    for name in (heading, "shape", "dims / axes that split them", "shard"):
+        table.add_column(name)
+    table.add_column("bytes/device", justify="right")
     for name, leaf in named_leaves(params):
-        array: Any = leaf.get_value() if is_variable(leaf) else leaf
-        named = leaf.get_metadata("out_sharding", None) if is_variable(leaf) else None
-        dims = named or [None] * array.ndim
+        array = array_of(leaf)
         layout = array.sharding
         if layout is None:
             raise ValueError(
                 f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
-                f"the params of abstract_state(config, mesh), or real ones"
+                f"the params of abstract_state(task, parallel, mesh), or real ones"
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim
+        dims = dims_of(leaf) if is_variable(leaf) else [None] * array.ndim
         text = Text()
         for dim, axes in zip(dims, spec, strict=True):
             names = [axes] if isinstance(axes, str) else list(axes or ())
@@ -156,34 +138,30 @@ def parameter_table(params: Any) -> Table:
         if layout.num_devices > 1 and layout.is_fully_replicated:
             text.append("replicated  ", style="bold yellow")
         text.right_crop(2)
-        table.add_row(
-            name,
-            format_shape(array.shape),
-            text,
-            format_shape(_shard(array)),
-            format_bytes(_bytes(array)),
-        )
+        shape, shard = format_shape(array.shape), format_shape(_shard(array))
+        table.add_row(name, shape, text, shard, format_bytes(_bytes(array)))
     return table
 
 
 def describe_bytes(state: TrainState) -> str:
     """Parameters in all, and what a device holds of the state."""
-    params, opt_state, carry = (
-        jax.tree.leaves(tree) for tree in (state.params, state.opt_state, state.carry)
-    )
-    count = sum(math.prod(leaf.shape) for leaf in params)
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in params)
     where = "" if state.opt_memory is None else " in host memory"
-    parts = [
+    trees = {
+        "parameters": state.params,
+        "frozen": state.frozen,
+        f"optimizer state{where}": state.opt_state,
+        "carried state": state.carry,
+    }
+    parts = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
+    counted = parts["parameters"] + parts["frozen"]
+    count = sum(math.prod(leaf.shape) for leaf in counted)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in counted)
+    on_device = ", ".join(
         f"{name} {format_bytes(sum(map(_bytes, leaves)))}"
-        for name, leaves in (
-            ("parameters", params),
-            (f"optimizer state{where}", opt_state),
-            ("carried state", carry),
-        )
+        for name, leaves in parts.items()
         if leaves
-    ]
-    return f"{count:,} parameters, {format_bytes(whole)}; per device: {', '.join(parts)}\n"
+    )
+    return f"{count:,} parameters, {format_bytes(whole)}; per device: {on_device}\n"
 
 
 def _shard(leaf: Any) -> tuple[int, ...]:

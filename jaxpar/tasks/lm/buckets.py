@@ -10,8 +10,8 @@ padding, which counts in no loss):
     bucket of 5 steps  . c d e f                                        c d e f .
                        . j k l _                                        j k l . _
 
-Like the streams of `jaxpar.data.streams`, `batch(step)` is a function of the seed and the step. A pipeline
-needs edges that are multiples of its chunks, `seq_len // num_chunks`.
+Like the windows of `streams`, `batch(step)` is a function of the seed and the step. A pipeline needs edges
+that are multiples of its chunks, `seq_len // num_chunks`.
 
 Dims: S sentences, P pieces of sentences, B batch rows, T time steps, N batches of an epoch.
 """
@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import NamedSharding
 
-from jaxpar.data.streams import IGNORE, Batch, check_at_least, check_text, place
+from jaxpar.fields import nearest_multiples
+from jaxpar.tasks.lm.streams import IGNORE, Batch, check_at_least, check_text
 
 
 class Sentences(NamedTuple):
@@ -107,10 +107,9 @@ def choose_edges(
         1, num_buckets=num_buckets, multiple=multiple, max_len=max_len, batch_size=batch_size
     )
     if max_len % multiple:
-        below = max_len // multiple * multiple
-        nearest = f"{below} or {below + multiple}" if below else f"{multiple}"
         raise ValueError(
-            f"max_len={max_len} is not a multiple of {multiple}; use max_len={nearest}"
+            f"max_len={max_len} is not a multiple of {multiple}; use "
+            f"max_len={nearest_multiples(max_len, multiple)}"
         )
     lengths_P = _cut(np.asarray(lengths_S), max_len).lengths_P
     edges, counts = np.unique(-(-lengths_P // multiple) * multiple, return_counts=True)
@@ -146,7 +145,7 @@ class Bucket(NamedTuple):
 
 
 class BucketedSentences:
-    """The batches of sentences: `batch(step)` on the host, `batch_on(step, sharding)` on a mesh.
+    """The batches of sentences.
 
     Every epoch holds every sentence exactly once. A batch is of one bucket, and as long as its edge.
     The rows that a bucket's sentences do not fill are padding, spread over the bucket's batches: none
@@ -244,22 +243,6 @@ class BucketedSentences:
             targets_BT=np.where(inside_BT, tokens[places_BT + 1], IGNORE).astype(np.int32),
             starts=True,
         )
-
-    def batch_on(self, step: int, sharding: NamedSharding) -> Batch:
-        """The batch of a step as global arrays on a mesh; each process reads only its own rows.
-
-        Args:
-          step: as in `batch`.
-          sharding: of [batch_size, edge of the batch's bucket].
-
-        Returns:
-          inputs and targets of that shape with this sharding; `starts` is True.
-
-        Raises:
-          ValueError: step is negative, or the sharding does not divide batch_size or the edge.
-        """
-        shape = (self.batch_size, self._rows_and_length(step)[1])
-        return place(functools.partial(self.batch, step), shape, sharding)
 
     def _rows_and_length(self, step: int) -> tuple[np.ndarray, int]:
         """The piece in each row of a step's batch, -1 for none, and T."""

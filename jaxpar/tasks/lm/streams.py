@@ -15,14 +15,11 @@ Dims: B batch rows, T time steps.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 IGNORE = -1  # a target that counts in no loss
 
@@ -42,14 +39,15 @@ class Batch(NamedTuple):
 
 
 class TokenStreams:
-    """The batches of a text: `batch(step)` on the host, `batch_on(step, sharding)` on a mesh.
+    """The batches of a text.
 
     With a seed, for training: every epoch begins at another token, drawn from (seed, epoch), and
     reads the text round from there, so that the windows fall differently each time. All windows
     are full; what does not fill one at the end of a stream is left to other epochs.
 
     Without a seed, for evaluation: plain order, and every token but the first of the text is a
-    target exactly once, whatever the batch size. Ends are padded with `IGNORE`.
+    target exactly once, whatever the batch size. Ends are padded with `IGNORE`, and so are rows for
+    which the text has no token left.
 
     Args:
       tokens: integers [tokens], 0 or more; may be a memory map, batches read what they need.
@@ -69,7 +67,7 @@ class TokenStreams:
         check_at_least(0, seed=0 if seed is None else seed)
         check_text(tokens)
         num_targets = len(tokens) - 1
-        if num_targets < batch_size * (1 if seed is None else seq_len):
+        if num_targets < (1 if seed is None else batch_size * seq_len):
             raise ValueError(_too_short(num_targets + 1, batch_size, seq_len, seed))
         self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
         # Stream b holds the inputs from bounds[b] to bounds[b + 1]; lengths differ by one at most.
@@ -115,53 +113,6 @@ class TokenStreams:
             starts=window == 0,
         )
 
-    def batch_on(self, step: int, sharding: NamedSharding) -> Batch:
-        """The batch of a step as global arrays on a mesh; each process reads only its own rows.
-
-        Args:
-          step: as in `batch`.
-          sharding: of [batch_size, seq_len].
-
-        Returns:
-          inputs and targets of shape [batch_size, seq_len] with this sharding.
-
-        Raises:
-          ValueError: the sharding does not divide batch_size or seq_len.
-        """
-        shape = (self.batch_size, self.seq_len)
-        starts = step % self.num_windows == 0
-        return place(functools.partial(self.batch, step), shape, sharding)._replace(starts=starts)
-
-
-def place(read: Callable[[slice], Batch], shape: tuple[int, int], sharding: NamedSharding) -> Batch:
-    """A batch as global arrays on a mesh; each process reads only its own rows.
-
-    Args:
-      read: the batch's rows of a slice.
-      shape: [batch_size, seq_len] of the whole batch.
-      sharding: of the same dims.
-
-    Returns:
-      inputs and targets of this shape with this sharding; `starts` is True.
-
-    Raises:
-      ValueError: the sharding does not divide the shape.
-    """
-    _check_divides(shape, sharding)
-    cached: dict[tuple[int, int], Batch] = {}  # devices that differ on other axes share rows
-
-    def part(name: str, index: tuple[slice, ...] | None) -> np.ndarray:
-        rows, times = index or (slice(None), slice(None))
-        start, stop, _ = rows.indices(shape[0])
-        if (start, stop) not in cached:
-            cached[start, stop] = read(slice(start, stop))
-        return getattr(cached[start, stop], name)[:, times]
-
-    def array(name: str) -> jax.Array:
-        return jax.make_array_from_callback(shape, sharding, functools.partial(part, name))
-
-    return Batch(array("inputs_BT"), array("targets_BT"), starts=True)
-
 
 def check_at_least(least: int, **values: int) -> None:
     """Nothing, if all values are `least` or more.
@@ -193,30 +144,15 @@ def check_text(tokens: np.ndarray) -> None:
         )
 
 
-def _check_divides(shape: tuple[int, int], sharding: NamedSharding) -> None:
-    spec = (*sharding.spec, None, None)[:2]
-    for name, size, entry in zip(("batch_size", "seq_len"), shape, spec, strict=True):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
-        if size % parts:
-            below = size // parts * parts
-            nearest = f"{below} or {below + parts}" if below else f"{parts}"
-            split = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
-            raise ValueError(f"{name}={size} does not split over {split}; use {name}={nearest}")
-
-
 def _too_short(num_tokens: int, batch_size: int, seq_len: int, seed: int | None) -> str:
-    asked = {"batch_size": batch_size}
-    fits = {"batch_size": num_tokens - 1}
-    if seed is not None:  # every window is full
-        asked["seq_len"] = seq_len
-        fits = {
-            "batch_size": (num_tokens - 1) // seq_len,
-            "seq_len": (num_tokens - 1) // batch_size,
-        }
+    if seed is None:
+        return f"{num_tokens} tokens have no target; give a text of 2 or more"
+    fits = {
+        "batch_size": (num_tokens - 1) // seq_len,
+        "seq_len": (num_tokens - 1) // batch_size,
+    }
     ways = [f"{name}={most} or less" for name, most in fits.items() if most > 0]
     return (
-        f"{num_tokens} tokens are too few for "
-        f"{', '.join(f'{name}={size}' for name, size in asked.items())}, which need "
-        f"{math.prod(asked.values()) + 1}; use {', '.join([*ways, 'a longer text'])}"
+        f"{num_tokens} tokens are too few for batch_size={batch_size}, seq_len={seq_len}, which need "
+        f"{batch_size * seq_len + 1}; use {', '.join([*ways, 'a longer text'])}"
     )

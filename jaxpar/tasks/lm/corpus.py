@@ -31,8 +31,6 @@ from typing import Literal
 
 import numpy as np
 
-from jaxpar.files import whole_file
-
 Level = Literal["auto", "word", "char"]
 
 UNK = "<unk>"
@@ -120,15 +118,14 @@ class Vocabulary:
             return "".join({EOS: "\n", UNK: "\ufffd"}.get(word, word) for word in words)
         return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in words))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the vocabulary as JSON; the file appears whole or not at all."""
+    def to_json(self) -> str:
+        """What `load` reads from a file."""
         content = {"tokenizer": self.tokenizer, "words": self.words}
-        with whole_file(path) as file:
-            file.write_bytes(json.dumps(content, ensure_ascii=False, indent=0).encode())
+        return json.dumps(content, ensure_ascii=False, indent=0)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Reads what `save` wrote.
+        """Reads a file of `to_json`, such as the vocabulary.json of a run.
 
         Raises:
           OSError: the file cannot be read.
@@ -141,7 +138,7 @@ class Vocabulary:
                 raise TypeError("its words are not strings")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is no vocabulary ({error}); give a file that Vocabulary.save wrote"
+                f"{path} is no vocabulary ({error}); give the vocabulary.json of a run"
             ) from error
         return cls(tuple(words), tokenizer)
 
@@ -209,12 +206,14 @@ def load_corpus(
     return Corpus(name, level, vocabulary, *(vocabulary.encode(texts[split]) for split in SPLITS))
 
 
-def check_tokens(ids: np.ndarray | Sequence[int], vocab_size: int) -> None:
-    """Nothing, if all tokens are integers in [0, vocab_size).
+def check_tokens(ids: np.ndarray | Sequence[int], num_words: int, what: str = "tokens") -> None:
+    """Nothing, if all tokens are integers in [0, num_words).
 
     To be asked before the tokens go to a device: JAX does not complain of an index out of bounds,
     it takes another row or NaN.
 
+    Args:
+      what: what an error calls them.
     Raises:
       ValueError: names the first token that is outside, and its position.
     """
@@ -222,13 +221,13 @@ def check_tokens(ids: np.ndarray | Sequence[int], vocab_size: int) -> None:
     if not ids.size:
         return
     if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"tokens of type {ids.dtype} are no ids; give integers")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        position = [int(i) for i in np.argwhere((ids < 0) | (ids >= vocab_size))[0]]
+        raise ValueError(f"{what} of type {ids.dtype} are no ids; give integers")
+    if ids.min() < 0 or ids.max() >= num_words:
+        position = [int(i) for i in np.argwhere((ids < 0) | (ids >= num_words))[0]]
         raise ValueError(
-            f"token {ids[tuple(position)]} at position {', '.join(map(str, position))} is outside "
-            f"the vocabulary of {vocab_size} words (0 to {vocab_size - 1}); encode the text with "
-            f"the vocabulary of this model"
+            f"token {ids[tuple(position)]} at position {', '.join(map(str, position))}"
+            f"{'' if what == 'tokens' else f' of the {what}'} is outside the vocabulary of {num_words} words "
+            f"(0 to {num_words - 1}); encode the text with the vocabulary of this model"
         )
 
 

@@ -11,7 +11,8 @@ Legend of the dim suffixes: V vocabulary, E embedding, H hidden, 4 the gates i f
     head.bias             [V]
 
 So does `torch.nn.Module` name them if it has an Embedding, an LSTM and a Linear of these names.
-The words of the vocabulary, in the order of their ids, are in the file's metadata.
+The words of the vocabulary, in the order of their ids, are in the file's metadata. V is their number: what
+pads the vocabulary is left out of a file, and comes back when it is read.
 """
 
 import dataclasses
@@ -25,18 +26,24 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxpar.config import Config, ModelConfig, replace_train
-from jaxpar.data.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
+from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
+from jaxpar.tasks.lm.run import open_run
+from jaxpar.tasks.lm.task import LM, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import begin_run, choose_folder
-from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
-from jaxpar.training.tasks import TextTask
+from jaxpar.training.run_folder import ONE_DEVICE
+from jaxpar.training.settings import Settings, TrainConfig
 
 WORDS = "words"  # in the metadata of a file, as a JSON list
 NAMES = ("embedding", "lstm", "head")
+
+
+# Parameters of which a dim is the vocabulary.
+_VOCAB_DIMS = {"embedding/table": 0, "head_bias": 0, "head/kernel": 1, "head/bias": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,8 @@ class Weights:
     Attributes:
       arrays: float32, by the names of the parameters without "params/", as `by_layer` stores them.
       words: in the order of their ids; None if the file does not tell.
-      num_layers, hidden_size, embed_size, vocab_size, tie_embedding: as in `ModelConfig`.
+      num_layers, hidden_size, embed_size, tie_embedding: as of `LM`.
+      num_rows: V.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -54,13 +62,8 @@ class Weights:
     num_layers: int
     hidden_size: int
     embed_size: int
-    vocab_size: int
+    num_rows: int
     tie_embedding: bool
-
-    def fit_into(self, model: ModelConfig) -> ModelConfig:
-        """The config of a model with these weights; all but the sizes is as in `model`."""
-        names = ("num_layers", "hidden_size", "embed_size", "vocab_size", "tie_embedding")
-        return dataclasses.replace(model, **{name: getattr(self, name) for name in names})
 
 
 def export_weights(
@@ -70,7 +73,7 @@ def export_weights(
     num_biases: int = 2,
     mesh: MeshConfig = ONE_DEVICE,
     best: bool = False,
-) -> Config:
+) -> LM:
     """Writes the newest weights of a run as a safetensors file; it appears whole or not at all.
 
     Args:
@@ -79,101 +82,119 @@ def export_weights(
       mesh: what the state is read on.
       best: the state with the lowest validation loss, not the newest.
     Returns:
-      the config of the run.
+      the task of the run.
     Raises:
-      ValueError: `num_biases` is neither, the run is on images, or the model does not fit the mesh.
+      ValueError: `num_biases` is neither, the run is of another task, or the model does not fit the mesh.
       OSError: no run, no checkpoint in it, or the file cannot be written.
     """
     if num_biases not in (1, 2):
         raise ValueError(f"num_biases={num_biases}: use 2, as torch.nn.LSTM has, or 1")
-    folder = RunFolder(Path(run_dir))
-    words = folder.vocabulary().words
-    config, _, state = folder.restore(mesh, best=best)
-    assert isinstance(config, Config)
+    folder, vocabulary = open_run(run_dir)
+    (task, parallel, _), _, state = folder.restore(mesh, best=best)
+    assert isinstance(task, LM)
     arrays = {
         name.removeprefix("params/"): np.asarray(array)
-        for name, array in by_layer(state, config).items()
+        for name, array in by_layer(state, task, parallel).items()
         if name.startswith("params/")
     }
-    tensors = to_torch(arrays, config.model, num_biases)
-    metadata = {"format": "pt", WORDS: json.dumps(words)}
+    tensors = to_torch(arrays, task, num_biases)
+    metadata = {"format": "pt", WORDS: json.dumps(vocabulary.words)}
     with whole_file(Path(path).expanduser()) as file:
         safetensors.numpy.save_file(tensors, file, metadata)
-    return config
+    return task
 
 
 def import_weights(
     path: str | PathLike[str],
     run_dir: str | PathLike[str],
-    config: Config,
+    task: LM,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
     *,
     vocabulary: str | PathLike[str] | None = None,
     names: tuple[str, str, str] = NAMES,
     overwrite: bool = False,
-) -> Config:
+) -> LM:
     """Begins a run with the weights of a file: its folder with a checkpoint at step 0.
 
     The folder is one for `evaluate_run`, `sample` and `fit(..., resume=True)`. The rows of the
-    embedding and the head are put into the order of the corpus's vocabulary; rows of words that the
-    corpus does not have, and of none, come after those.
+    embedding and the head are put into the order of the corpus's vocabulary; those of words that the
+    corpus does not have come after them. Rows that no word has get no probability.
 
     Args:
       run_dir: holds no run yet.
-      config: `data.corpus` is the text that the model is to be used on; the sizes in `model` are
-        not read, they are those of the weights.
+      task: its `corpus` is the text that the model is to be used on; its sizes of the model are not read,
+        they are those of the weights.
+      parallel, train: None are the task's own.
       names: what the file calls the embedding, the LSTM and the head.
       vocabulary: of the model, for a file without words: a run's vocabulary.json, or a text of one
         word a line in the order of the ids.
       overwrite: remove the run that `run_dir` holds.
     Returns:
-      the config of the run.
+      the task of the run.
     Raises:
       ValueError: the file holds another model, or the corpus has words that the model has not.
       OSError: a file cannot be read, or `run_dir` holds a run already (FileExistsError).
     """
-    config = replace_train(config, out_dir=str(run_dir))
-    folder = choose_folder(config, resume=False, overwrite=overwrite)
+    folder = choose_folder(str(run_dir), resume=False, overwrite=overwrite)
     weights = read_weights(path, names)
-    config = dataclasses.replace(config, model=weights.fit_into(config.model))
-    mesh = config.mesh.build()
-    corpus = load_corpus(config.data.corpus, config.data.level, config.data.max_vocab)
-    config = TextTask(config, mesh, corpus).config
     words = weights.words if vocabulary is None else _read_words(Path(vocabulary).expanduser())
     if words is None:
         raise ValueError(
             f"{path} does not tell the words of its vocabulary; give them with --vocabulary: a "
             f"run's vocabulary.json, or a text of one word a line in the order of the ids"
         )
-    arrays = _in_order_of(corpus.vocabulary, weights, words)
+    own = load_corpus(task.corpus, task.level, task.max_vocab).vocabulary
+    arrays = _in_order_of(own, weights, words)
+    sizes = ("num_layers", "hidden_size", "embed_size", "tie_embedding")
+    task = dataclasses.replace(
+        task,
+        **{name: getattr(weights, name) for name in sizes},
+        num_words=len(words),
+        vocab_size=padded(len(words)),
+    )
+    parallel = Parallel.of(parallel, task.parallel)
+    mesh = parallel.mesh.build()
+    parallel = parallel.resolve(mesh.size)
+    task = task.resolve(parallel, mesh)
+    task.check(parallel, mesh)
 
-    folder, _ = begin_run(folder, config, corpus, overwrite=overwrite)
-    state = with_parameters(init_state(config, mesh), config, arrays)
-    with folder.checkpoints(config) as checkpoints:
-        checkpoints.save(state, config)
-    return config
+    settings = Settings(task, parallel, task.train if train is None else train)
+    folder, settings = begin_run(folder, settings, overwrite=overwrite)
+    state = init_state(task, parallel, mesh, seed=settings.train.seed)
+    with folder.checkpoints(settings) as checkpoints:
+        checkpoints.save(with_parameters(state, task, parallel, arrays))
+    return task
 
 
 def to_torch(
-    arrays: Mapping[str, np.ndarray], model: ModelConfig, num_biases: int = 2
+    arrays: Mapping[str, np.ndarray], task: LM, num_biases: int = 2
 ) -> dict[str, np.ndarray]:
-    """Tensors by their names in PyTorch.
+    """Tensors by their names in PyTorch, without what pads the vocabulary.
 
     Args:
       arrays: as in `Weights`.
       num_biases: of each LSTM layer, 1 or 2.
     """
-    H = model.hidden_size
-    if model.tie_embedding:
+    H = task.hidden_size
+    arrays = {
+        name: np.take(array, np.arange(task.num_words or array.shape[dim]), axis=dim)
+        if (dim := _VOCAB_DIMS.get(name)) is not None
+        else array
+        for name, array in arrays.items()
+    }
+    if task.tie_embedding:
         head = arrays["embedding/table"], arrays["head_bias"]
     else:
         head = arrays["head/kernel"].T, arrays["head/bias"]
+    w_x, w_h, b = (arrays[f"layers/lstm/{name}"] for name in ("w_x", "w_h", "b"))
     tensors = {"embedding.weight": arrays["embedding/table"]}
-    for layer in range(model.num_layers):
+    for layer in range(task.num_layers):
         # The input of the first layer is zero-extended to H: the rows beyond E meet nothing but zeros.
-        num_inputs = H if layer else model.embed_size
-        w_x_I4H, w_h_H4H = arrays["lstm/w_x"][layer, :num_inputs], arrays["lstm/w_h"][layer]
+        num_inputs = H if layer else task.embed_size
+        w_x_I4H, w_h_H4H = w_x[layer, :num_inputs], w_h[layer]
         biases = {
-            f"lstm.bias_ih_l{layer}": arrays["lstm/b"][layer].reshape(4 * H),
+            f"lstm.bias_ih_l{layer}": b[layer].reshape(4 * H),
             f"lstm.bias_hh_l{layer}": np.zeros(4 * H, np.float32),
         }
         tensors |= {
@@ -245,7 +266,7 @@ def _from_torch(
         inputs = H if layer else E
         weight_ih = take(f"{lstm}.weight_ih_l{layer}", 4 * H, inputs)
         weight_hh = take(f"{lstm}.weight_hh_l{layer}", 4 * H, H)
-        if inputs <= H:  # else the config refuses it
+        if inputs <= H:  # else the task refuses it
             w_x[layer, :inputs] = weight_ih.T.reshape(inputs, 4, H)
         w_h[layer] = weight_hh.T.reshape(H, 4, H)
         for bias in (f"{lstm}.bias_ih_l{layer}", f"{lstm}.bias_hh_l{layer}"):
@@ -262,7 +283,8 @@ def _from_torch(
             f"direction without projections, and a linear head"
         )
     tied = np.array_equal(head_VH, table_VE)
-    arrays = {"embedding/table": table_VE, "lstm/w_x": w_x, "lstm/w_h": w_h, "lstm/b": b}
+    layers = {"layers/lstm/w_x": w_x, "layers/lstm/w_h": w_h, "layers/lstm/b": b}
+    arrays = {"embedding/table": table_VE, **layers}
     if tied:
         arrays |= {"head_bias": head_bias}
     else:
@@ -285,29 +307,26 @@ def _read_words(path: Path) -> Sequence[str]:
 def _in_order_of(
     vocabulary: Vocabulary, weights: Weights, words: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """The weights with row i of embedding and head for word i of the vocabulary."""
+    """The weights with row i of embedding and head for word i of the vocabulary, padded with zeros."""
     rows = {word: row for row, word in enumerate(words)}
-    if len(rows) != len(words) or len(words) > weights.vocab_size:
+    if len(rows) != len(words) or len(words) > weights.num_rows:
         raise ValueError(
             f"the vocabulary has {len(words)} words, {len(rows)} different ones, the weights have "
-            f"{weights.vocab_size} rows; give the vocabulary that the model was trained with"
+            f"{weights.num_rows} rows; give the vocabulary that the model was trained with"
         )
     if missing := [word for word in vocabulary.words if word not in rows]:
         raise ValueError(
             f"{len(missing)} of the {len(vocabulary)} words of the corpus are unknown to the "
             f"model, such as {', '.join(map(repr, missing[:3]))}; give the corpus that it was "
-            f"trained on, with {UNK} and {EOS} as it had them, or a smaller data.max_vocab"
+            f"trained on, with {UNK} and {EOS} as it had them, or a smaller max_vocab"
         )
     known = [rows[word] for word in vocabulary.words]
-    order = np.concatenate([known, np.setdiff1d(np.arange(weights.vocab_size), known)])
-    order = order.astype(np.int64)
+    order = np.array([*known, *np.setdiff1d(np.arange(len(words)), known)], np.int64)
     arrays = dict(weights.arrays)
-    for name, dim in {
-        "embedding/table": 0,
-        "head_bias": 0,
-        "head/kernel": 1,
-        "head/bias": 0,
-    }.items():
+    for name, dim in _VOCAB_DIMS.items():
         if name in arrays:
-            arrays[name] = np.take(arrays[name], order, axis=dim)
+            taken = np.take(arrays[name], order, axis=dim)
+            room = [(0, 0)] * taken.ndim
+            room[dim] = (0, padded(len(words)) - len(words))
+            arrays[name] = np.pad(taken, room)
     return arrays

@@ -4,52 +4,46 @@ Legend: T time, B batch, H hidden, V vocabulary (or this device's part of it).
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.data.streams import IGNORE
+from jaxpar.model import Sums
 from jaxpar.nn.linear import matmul
-from jaxpar.nn.stack import vary_like, zeros
+from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.trees import vary_like, zeros
 
 # Logits computed at once: few enough for a CPU's cache, enough to keep an accelerator busy.
 LOGITS_ON_CPU = 5 * 2**19
 LOGITS_ELSEWHERE = 2**27
 MIN_ROWS = 128
 
+# The logit of what is no word: its probability is exactly 0, and so is its gradient. Finite, for infinities
+# cancel to NaN.
+NO_WORD = -1e30
 
-class LossSums(NamedTuple):
-    """Sums over a batch, to be added over batches: `exp(nll / num_targets)` is the perplexity.
 
-    Attributes:
-      nll: negative log-likelihood of the targets, in nats; float32 scalar.
-      num_targets: those that are not `IGNORE`; float32 scalar.
+def without_padding(
+    bias_V: jax.Array, num_words: int, *, manual_axis: str | None = None
+) -> jax.Array:
+    """A head's bias that takes all probability from the ids that are no words.
+
+    Args:
+      num_words: ids from here on are padding.
+      manual_axis: as of `cross_entropy`.
     """
-
-    nll: jax.Array
-    num_targets: jax.Array
-
-
-class ImageSums(NamedTuple):
-    """Sums over a batch of images.
-
-    Attributes:
-      nll, num_targets: as of `LossSums`.
-      num_right: images whose label has the largest logit.
-    """
-
-    nll: jax.Array
-    num_targets: jax.Array
-    num_right: jax.Array
+    return jnp.where(
+        _ids(bias_V, manual_axis) < num_words, bias_V, jnp.asarray(NO_WORD, bias_V.dtype)
+    )
 
 
 @jax.named_scope("loss")
 def cross_entropy(
     logits_TBV: jax.Array, targets_TB: jax.Array, *, manual_axis: str | None = None
-) -> LossSums:
-    """Negative log-likelihood of the targets, summed over those that are not `IGNORE`.
+) -> Sums:
+    """Negative log-likelihood of the targets, in nats, summed over those that are not `IGNORE`.
 
     The target's logit is picked by a masked sum, which needs no exchange where the compiler splits V.
 
@@ -59,10 +53,11 @@ def cross_entropy(
       manual_axis: inside a `shard_map` over this mesh axis, V is this device's part of the vocabulary, in
         the axis's order. The log-sum-exp is taken over all parts, from their common maximum
         (arXiv:1909.08053, section 3), and the result is the same on every device of the axis.
+    Returns:
+      the sum, and the number of targets that count.
     """
-    first = 0 if manual_axis is None else lax.axis_index(manual_axis) * logits_TBV.shape[-1]
-    vocab_V = first + jnp.arange(logits_TBV.shape[-1], dtype=targets_TB.dtype)
-    is_target_TBV = targets_TB[..., None] == vocab_V[None, None]
+    ids_V = _ids(logits_TBV, manual_axis).astype(targets_TB.dtype)
+    is_target_TBV = targets_TB[..., None] == ids_V[None, None]
     max_TB = lax.stop_gradient(jnp.max(logits_TBV, axis=-1))
     target_TB = jnp.sum(jnp.where(is_target_TBV, logits_TBV, 0.0), axis=-1)
     if manual_axis is not None:
@@ -72,7 +67,7 @@ def cross_entropy(
         sum_TB, target_TB = lax.psum((sum_TB, target_TB), manual_axis)
     counts_TB = targets_TB != IGNORE
     nll_TB = jnp.where(counts_TB, jnp.log(sum_TB) + (max_TB - target_TB), 0.0)
-    return LossSums(jnp.sum(nll_TB), jnp.sum(counts_TB, dtype=jnp.float32))
+    return Sums(jnp.sum(nll_TB), jnp.sum(counts_TB, dtype=jnp.float32))
 
 
 def linear_cross_entropy(
@@ -82,7 +77,7 @@ def linear_cross_entropy(
     targets_TB: jax.Array,
     *,
     max_logits: int,
-) -> LossSums:
+) -> Sums:
     """`cross_entropy(y @ kernel + bias, targets)` that never holds the logits of all time steps.
 
     A scan computes the logits of a few steps and, where gradients are wanted, what they add to them, while
@@ -100,30 +95,33 @@ def linear_cross_entropy(
     y_TBH = jnp.pad(y_TBH, ((0, padding), (0, 0), (0, 0)))
     targets_TB = jnp.pad(targets_TB, ((0, padding), (0, 0)), constant_values=IGNORE)
     nll: Any = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
-    return LossSums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
+    return Sums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear_nll(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Array:
     def step(nll, chunk):
         y_tBH, targets_tB = chunk
-        return nll + _nll(y_tBH, kernel_HV, bias_V, targets_tB), None
+        return nll + _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss, None
 
     chunks = _cut(num_chunks, y_TBH, targets_TB)
     return lax.scan(step, vary_like(jnp.float32(0), y_TBH), chunks)[0]
 
 
 def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
+    def nll(y_tBH, kernel_HV, bias_V, targets_tB):
+        return _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss
+
     def step(totals, chunk):
         y_tBH, targets_tB = chunk
-        nll, (dy_tBH, *grads) = jax.value_and_grad(_nll, (0, 1, 2))(
+        loss, (dy_tBH, *grads) = jax.value_and_grad(nll, (0, 1, 2))(
             y_tBH, kernel_HV, bias_V, targets_tB
         )
-        return jax.tree.map(jnp.add, totals, (nll, grads)), dy_tBH
+        return jax.tree.map(jnp.add, totals, (loss, grads)), dy_tBH
 
     start = vary_like((jnp.float32(0), zeros([kernel_HV, bias_V])), y_TBH)
-    (nll, grads), dy = lax.scan(step, start, _cut(num_chunks, y_TBH, targets_TB))
-    return nll, (dy.reshape(y_TBH.shape), *grads)
+    (loss, grads), dy = lax.scan(step, start, _cut(num_chunks, y_TBH, targets_TB))
+    return loss, (dy.reshape(y_TBH.shape), *grads)
 
 
 def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
@@ -134,9 +132,16 @@ def _linear_nll_bwd(num_chunks: int, grads, d_nll: jax.Array):
 _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)
 
 
-def _nll(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> jax.Array:
-    return cross_entropy(matmul(y_tBH, kernel_HV) + bias_V[None, None], targets_tB).nll
+def _sums(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> Sums:
+    return cross_entropy(matmul(y_tBH, kernel_HV) + bias_V[None, None], targets_tB)
 
 
 def _cut(num_chunks: int, *arrays: jax.Array) -> list[jax.Array]:
     return [a.reshape(num_chunks, -1, *a.shape[1:]) for a in arrays]
+
+
+def _ids(a_V: jax.Array, manual_axis: str | None) -> jax.Array:
+    """The ids of the last dim; of this device's part of them."""
+    size = a_V.shape[-1]
+    first = 0 if manual_axis is None else lax.axis_index(manual_axis) * size
+    return first + jnp.arange(size, dtype=jnp.int32)

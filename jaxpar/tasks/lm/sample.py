@@ -1,21 +1,24 @@
 """Text from a trained model, token by token from the carried state."""
 
-from pathlib import Path
+import math
+from os import PathLike
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from jaxpar.config import Config
-from jaxpar.data.corpus import EOS, check_tokens
+from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
-from jaxpar.state import make_model
-from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
+from jaxpar.parallel import Parallel
+from jaxpar.state import TrainState
+from jaxpar.tasks.lm.corpus import EOS, check_tokens
+from jaxpar.tasks.lm.run import open_run
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training.run_folder import ONE_DEVICE
 
 
 def sample(
-    run_dir: str | Path,
+    run_dir: str | PathLike[str],
     prompt: str = "",
     *,
     length: int = 50,
@@ -37,15 +40,16 @@ def sample(
       ValueError: a word is outside the vocabulary, or a number is out of range.
       FileNotFoundError: no run, or no checkpoint in it.
     """
-    folder = RunFolder(run_dir)
-    vocabulary = folder.vocabulary()
+    folder, vocabulary = open_run(run_dir)
     start = vocabulary.encode([EOS])
     tokens = np.concatenate([start, vocabulary.encode(prompt, strict=True)])
-    config, _, state = folder.restore(mesh, best=best)
-    assert isinstance(config, Config)
+    _check_numbers(len(tokens), length, temperature, seed)
+    (task, parallel, _), _, state = folder.restore(mesh, best=best)
+    assert isinstance(task, LM)
     new = sample_tokens(
-        config,
-        state.params,
+        task,
+        parallel,
+        state,
         tokens,
         num_words=len(vocabulary),
         length=length,
@@ -56,8 +60,9 @@ def sample(
 
 
 def sample_tokens(
-    config: Config,
-    params: nnx.State,
+    task: LM,
+    parallel: Parallel,
+    state: TrainState,
     prompt: np.ndarray,
     *,
     num_words: int,
@@ -68,23 +73,19 @@ def sample_tokens(
     """The tokens that follow a prompt, int32 [length].
 
     Args:
-      params: of `config`'s model, on any mesh.
+      task, parallel: those that the state was made with.
       prompt: token ids [tokens], at least one.
-      num_words: ids from here on are padding of the vocabulary and never drawn.
+      num_words: ids from here on are never drawn.
     Raises:
       ValueError: a token is outside the vocabulary, or a number is out of range.
     """
-    if length < 1 or temperature < 0 or seed < 0 or not len(prompt):
-        raise ValueError(
-            f"length={length}, temperature={temperature}, seed={seed}, {len(prompt)} tokens "
-            f"of prompt: use a length and a prompt of 1 or more, and no negative number"
-        )
+    _check_numbers(len(prompt), length, temperature, seed)
     check_tokens(prompt, num_words)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config)))
+    layout = lay_out(task, parallel)
 
     @jax.jit
     def step(params, carry, token, key):
-        model = nnx.merge(graphdef, params)
+        model = layout.merge(params, state.frozen)
         carry, logits_TBV = model.unroll(token[None, None], carry)
         logits_V = logits_TBV[0, 0, :num_words]
         if temperature == 0:
@@ -92,12 +93,21 @@ def sample_tokens(
         drawn = jax.random.categorical(key, logits_V / temperature)
         return carry, drawn.astype(jnp.int32)
 
-    carry = jax.jit(lambda params: nnx.merge(graphdef, params).initial_carry(1))(params)
+    carry = layout.merge(state.params, state.frozen).layers.initial_carry(1)
     keys = jax.random.split(jax.random.key(seed), length)
     for known in prompt[:-1]:
-        carry, _ = step(params, carry, jnp.int32(known), keys[0])
+        carry, _ = step(state.params, carry, jnp.int32(known), keys[0])
     token, tokens = jnp.int32(prompt[-1]), []
     for key in keys:
-        carry, token = step(params, carry, token, key)
+        carry, token = step(state.params, carry, token, key)
         tokens.append(token)  # on the device: nothing waits for it here
     return np.asarray(jax.device_get(tokens), np.int32)
+
+
+def _check_numbers(prompt_length: int, length: int, temperature: float, seed: int) -> None:
+    is_finite = math.isfinite(temperature)
+    if length < 1 or not is_finite or temperature < 0 or seed < 0 or not prompt_length:
+        raise ValueError(
+            f"length={length}, temperature={temperature}, seed={seed}, {prompt_length} tokens "
+            f"of prompt: use a length and a prompt of 1 or more, no negative number, and a finite temperature"
+        )

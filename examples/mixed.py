@@ -1,0 +1,147 @@
+"""Three kinds of layers in one stack: handwritten digits, read from the top to the bottom.
+
+A digit of scikit-learn's is 8 rows of 8 pixels: 8 steps in time. Convolutions along time see the last three
+rows, LSTMs remember all of them, dense layers conclude. What is known after the last row counts. Each kind
+of layer has its own parameters and its own state, and a stage holds those of its layers only.
+
+    python -m jaxpar train examples/mixed.py:Digits --simulate 8 --mesh dp2pp2tp2
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxpar import (
+    RULES,
+    ArrayBatches,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Rules,
+    Stack,
+    Sums,
+    Task,
+    TrainConfig,
+)
+from jaxpar.nn import LSTM
+
+# --- The model. Activations are [time, rows, width].
+
+drawn = nnx.initializers.lecun_normal()
+named = functools.partial(nnx.with_partitioning, drawn, eager_sharding=False)
+
+
+class Conv(nnx.Module):
+    """A convolution over this step and the two before it, which are its state."""
+
+    def __init__(self, width, *, rngs):
+        init = named((None, None, "channels"))
+        self.conv = nnx.Conv(width, width, 3, padding="VALID", kernel_init=init, rngs=rngs)
+
+    def initial_carry(self, rows):
+        """Nothing before the first step."""
+        return jnp.zeros((rows, 2, self.conv.in_features))
+
+    def __call__(self, past, x, at):
+        """The last two inputs, and the outputs."""
+        seen = jnp.concatenate([past, jnp.swapaxes(x, 0, 1)], axis=1)
+        return seen[:, -2:], x + jnp.swapaxes(nnx.relu(self.conv(seen)), 0, 1)
+
+
+class Dense(nnx.Module):
+    """A perceptron for every step, without state."""
+
+    def __init__(self, width, *, rngs):
+        up, down = named((None, "units")), named(("units", None))
+        self.up = nnx.Linear(width, 2 * width, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, kernel_init=down, rngs=rngs)
+
+    def __call__(self, carry, x, at):
+        """The inputs, and what the perceptron makes of them."""
+        return carry, x + self.down(nnx.relu(self.up(x)))
+
+
+class Reader(nnx.Module):
+    """A row of pixels in, the layers, logits of the classes out."""
+
+    def __init__(self, width, num_convs, num_lstms, num_denses, *, rngs):
+        self.embed = nnx.Linear(8, width, rngs=rngs)
+        layers = [lambda rngs: Conv(width, rngs=rngs)] * num_convs
+        layers += [lambda rngs: LSTM(width, rngs=rngs)] * num_lstms
+        layers += [lambda rngs: Dense(width, rngs=rngs)] * num_denses
+        self.layers = Stack(layers, rngs=rngs)
+        self.head = nnx.Linear(width, 10, rngs=rngs)
+
+    def first(self, batch, at):
+        """What goes into the first layer."""
+        return self.embed(batch["image"])
+
+    def last(self, y, batch, at):
+        """The loss after the last row, summed; before it nothing counts."""
+        logits, label = self.head(y[-1]), batch["label"]
+        weight = jnp.where(at.time + len(y) == 8, batch["weight"], 0.0)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        right = jnp.sum(weight, where=jnp.argmax(logits, axis=-1) == label)
+        return Sums(jnp.sum(weight * nll), jnp.sum(weight), {"accuracy": right})
+
+
+# --- The task: its fields are options of the command line.
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits(Task):
+    """Which digit is it?
+
+    Attributes:
+      width: of what moves between layers.
+      num_convs: convolutions, the first layers.
+      num_lstms: LSTMs, which follow.
+      num_denses: dense layers, the last ones.
+      batch_size: digits in a batch.
+      optimizer: how it learns.
+    """
+
+    width: int = 32
+    num_convs: int = 2
+    num_lstms: int = 2
+    num_denses: int = 2
+    batch_size: int = 64
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-3)
+
+    unit: ClassVar[str] = "digits"
+    train: ClassVar[TrainConfig] = TrainConfig(num_steps=300, log_every=100)
+    parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
+    rules: ClassVar[Rules] = RULES.replace({"channels": "tensor", "units": "tensor"})
+
+    def make_model(self, rngs):
+        """The network, with its initial values."""
+        sizes = self.width, self.num_convs, self.num_lstms, self.num_denses
+        return Reader(*sizes, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        """Digits with their labels."""
+        return ArrayBatches(load_digits(split), self.batch_size, seed)
+
+    def baseline(self, split):
+        """The accuracy of the nearest of ten mean images."""
+        train, digits = load_digits("train"), load_digits(split)
+        means = np.stack([train["image"][train["label"] == n].mean(axis=0) for n in range(10)])
+        distance = np.sum((digits["image"][:, None] - means) ** 2, axis=(2, 3))
+        return {"nearest mean's accuracy": float(np.mean(distance.argmin(1) == digits["label"]))}
+
+
+@functools.cache
+def load_digits(split):
+    """Images [N, 8, 8] from 0 to 1, labels [N]. Of every 10, 8 are for train."""
+    from sklearn import datasets
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    place = np.arange(len(labels)) % 10
+    mine = {"train": place < 8, "valid": place == 8, "test": place == 9}[split]
+    images = (pixels[mine] / 16).astype(np.float32).reshape(-1, 8, 8)
+    return {"image": images, "label": labels[mine].astype(np.int32)}

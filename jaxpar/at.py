@@ -1,0 +1,34 @@
+"""Where a block of activations lies in the whole computation, and what is known there."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+
+def anywhere(x: Any, *_dims: str | None) -> Any:
+    """`x`, wherever the compiler lays it out."""
+    return x
+
+
+class At(NamedTuple):
+    """What `first`, a layer and `last` are told of the block that they are given.
+
+    Attributes:
+      layer: its number in the stack; int32. In `last` it is the number of layers, in `first` one more: every
+        place has dropout masks of its own.
+      time: of the block's first time step, within the window; int32.
+      row: of its first row, within the global batch; int32.
+      key: of this training step, for dropout; None in evaluation.
+      batch: the block's part of the batch.
+      layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
+      time_major: whether blocks are [time, rows, ...]; else [rows, ...].
+    """
+
+    layer: jax.Array | int
+    time: jax.Array | int
+    row: jax.Array | int
+    key: jax.Array | None = None
+    batch: Any = None
+    layout: Callable[..., Any] = anywhere
+    time_major: bool = True

@@ -1,0 +1,448 @@
+"""Where everything of a task's model lies: layers in slots, parameters and state on the axes of a mesh.
+
+A task says what the model is, a `Parallel` how devices share it; here the two meet, before anything is made:
+all is known from shapes. `state` makes the arrays, `step` computes with them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.at import At
+from jaxpar.axes import BATCH, DATA, STAGE
+from jaxpar.batches import STARTS
+from jaxpar.model import NO_SLOTS, Stack, values
+from jaxpar.parallel import Parallel
+from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
+from jaxpar.sharding import PARAM_SHAPE, Layout, is_variable, off_stages, split_over_data
+from jaxpar.task import Task
+from jaxpar.trees import zeros
+from jaxpar.work import count_flops, used_inputs
+
+LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
+
+
+class ModelLayout:
+    """A task's model on devices.
+
+    Attributes:
+      task, parallel: what it is made from; `parallel` has no -1 left.
+      batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
+        steps (None if the model has no time).
+      time_major: of the model.
+      head: "last" or "sharded": where what follows the layers runs in a pipeline.
+      kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
+      slots: where each layer lies.
+      rules: how parameters lie while a step computes.
+      param_rules, opt_rules, carry_rules: how parameters, optimizer state and carry lie between steps.
+      graphdef: of the model in its slots.
+      params, frozen: `nnx.State`s of shapes: what is trained, and all other variables.
+    """
+
+    def __init__(self, task: Task, parallel: Parallel):
+        """Looks at shapes; nothing is made.
+
+        Raises:
+          ValueError: task and parallel do not fit each other, or the model is not one.
+        """
+        self.task, self.parallel = task, parallel
+        self.batch = jax.tree.map(_shape_of, task.example_batch())
+        plain = nnx.eval_shape(lambda: self._make(0))
+        _check_model(task, plain)
+        self.time_major = bool(getattr(plain, "time_major", True))
+        self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
+        parallel.check(self.batch_size, self.num_steps)
+        self.kinds, self.kind_of = plain.layers.kinds, plain.layers.kind_of
+        self.unroll = plain.layers.unroll
+        self.head = self._choose_head(plain)
+        rules = task.rules
+        is_last = parallel.mesh.stage > 1 and self.head == "last"
+        self.rules = off_stages(rules) if is_last else rules
+        self.param_rules = split_over_data(self.rules) if parallel.fsdp else self.rules
+        splits_update = parallel.fsdp or parallel.update != "replicated"
+        self.opt_rules = split_over_data(self.rules) if splits_update else self.rules
+        # Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
+        self.carry_rules = (
+            self.rules if parallel.has_equal_shares else self.rules.replace({BATCH: None})
+        )
+        self.divides_by_hand = self.rules.axes_of(BATCH) == (DATA,)
+        if not self.divides_by_hand and parallel.runs_in_units:
+            raise ValueError(
+                f"the rules of task {task.name} split the batch over {self.rules.axes_of(BATCH)}; "
+                f"pipelines, microbatches and shares need it split over {DATA!r} alone: use stage=1, "
+                f"num_microbatches=1 and equal shares, or other rules"
+            )
+        self._check_layers(plain)
+        self.slots = self._place(plain)
+        model = nnx.eval_shape(lambda: self.make(0))
+        self.graphdef, self.params, self.frozen = self.split(model)
+        self._check_variables()
+
+    # ---- making and taking apart ----
+
+    def make(self, seed: int) -> Any:
+        """The model with its values, its layers in their slots. Call under `jit`."""
+        model = self._make(seed)
+        if self.slots.layers:
+            model.layers.place(self.slots)
+        for _, variable in nnx.iter_graph(model):
+            if is_variable(variable):
+                variable.set_metadata(PARAM_SHAPE, tuple(variable.shape))
+        return model
+
+    def _make(self, seed: int) -> Any:
+        with nnx.use_eager_sharding(False):
+            return self.task.make_model(nnx.Rngs(seed))
+
+    def split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
+        """Structure, what is trained, and all other variables of a model."""
+        trained = nnx.All(nnx.Param, nnx.Not(self.task.frozen))
+        graphdef, params, frozen = nnx.split(model, trained, ...)
+        return graphdef, params, frozen
+
+    def merge(self, params: nnx.State, frozen: nnx.State) -> Any:
+        """The model with these values."""
+        return nnx.merge(self.graphdef, params, frozen)
+
+    def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
+        """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
+        stack = state.get(LAYERS_OF_MODEL, {})
+        return tuple(nnx.State(stack.get(kind, {})) for kind in self.kinds)
+
+    def layer_functions(self) -> tuple[Callable[..., Any], ...]:
+        """For each kind (params, frozen, carry, x, at) -> (carry, y)."""
+        return tuple(_LayerFunction(kind, self._graphdef_of(kind)) for kind in self.kinds)
+
+    def _graphdef_of(self, kind: str) -> Any:
+        model = nnx.eval_shape(lambda: nnx.merge(self.graphdef, self.params, self.frozen))
+        return nnx.graphdef(getattr(model.layers, kind))
+
+    def carry_of(self, state: Any) -> tuple[Any, ...]:
+        """The carry of a state, a dict of variables, as a tuple of trees of arrays, by kind."""
+        return tuple(values(state[kind]) for kind in self.kinds)
+
+    def initial_carry(self, params: nnx.State, frozen: nnx.State) -> dict[str, Any]:
+        """The state of the layers at the start, as variables."""
+        return self.merge(params, frozen).layers.initial_carry(self.batch_size)
+
+    def layout_of(self, mesh: Mesh, *manual: str) -> Layout:
+        """For activations (`At.layout`)."""
+        return Layout(mesh, self.rules, manual)
+
+    # ---- what is looked at ----
+
+    def _choose_head(self, model: Any) -> str:
+        asked, can = self.parallel.pipeline.head, hasattr(model, "last_part")
+        if asked == "sharded" and not can and self.parallel.mesh.stage > 1:
+            raise ValueError(
+                f"head='sharded': model {type(model).__name__} has no method last_part, which runs the head "
+                f"on every stage with its part of it; use head='last', or write one"
+            )
+        wanted = "sharded" if can else "last"
+        return wanted if asked == "auto" or self.parallel.mesh.stage == 1 else asked
+
+    def _place(self, plain: Any) -> Slots:
+        """The slots of the placement that the pipeline asks for."""
+        num_layers, stages = len(self.kind_of), self.parallel.mesh.stage
+        if not num_layers:
+            if stages > 1:
+                raise ValueError(
+                    f"stage={stages}: the model of task {self.task.name} has no layers in its stack to be "
+                    f"placed on stages; use stage=1, and data and tensor for all devices"
+                )
+            return NO_SLOTS
+        if stages == 1:
+            return make_slots((num_layers,), kind_of=self.kind_of)
+        costs = self.layer_costs
+        placement = resolve_placement(
+            self.parallel.pipeline.placement,
+            num_layers,
+            stages,
+            self.parallel.num_groups,
+            self.last_cost,
+            None if len(set(costs)) == 1 else costs,
+        )
+        return make_slots(placement, self.parallel.num_groups, self.kind_of)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """Layers on each stage; with several groups a stage, layers of each group, in the layers' order."""
+        return self.slots.placement
+
+    @functools.cached_property
+    def layer_costs(self) -> tuple[float, ...]:
+        """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
+        by_kind = [count_flops(trace, *args) for trace, args in self._layer_traces]
+        if not any(by_kind):
+            return (1.0,) * len(self.kind_of)
+        return tuple(by_kind[kind] for kind in self.kind_of)
+
+    @functools.cached_property
+    def last_cost(self) -> float:
+        """Work of the last stage alone, in mean layers: what follows them, unless all stages share it."""
+        if self.parallel.mesh.stage == 1 or self.head == "sharded":
+            return 0.0
+        model = self._abstract
+
+        def last(leaves, x, batch):
+            return _with_leaves(model, leaves).last(x, batch, _At(self, batch))
+
+        leaves = jax.tree.leaves(nnx.state(model))
+        return count_flops(last, leaves, self.x, self._block) / float(np.mean(self.layer_costs))
+
+    def _check_layers(self, plain: Any) -> None:
+        """Traces `first` and every kind of layer once by itself, so that a mistake has a name."""
+        self._abstract = plain
+        self._block = jax.tree.map(self._to_block, self.batch)
+
+        def first(leaves, batch):
+            return _with_leaves(plain, leaves).first(batch, _At(self, batch))
+
+        leaves = jax.tree.leaves(nnx.state(plain))
+        self.x = _named("first", lambda: jax.eval_shape(first, leaves, self._block))
+        _check_floats("what `first` gives", self.x)
+        self._layer_traces = []
+        for kind, name in enumerate(self.kinds):
+            number = self.kind_of.index(kind)
+            layer = nnx.eval_shape(lambda number=number: self._make(0).layers.layer(number))
+            graphdef, state = nnx.split(layer)
+            carry = ()
+            if hasattr(layer, "initial_carry"):
+                make = functools.partial(layer.initial_carry, self.batch_size)
+                carry = _named(f"layer {name}", lambda make=make: jax.eval_shape(make))
+                _check_floats(f"layer {name}: its initial_carry", carry)
+            function = _LayerFunction(name, graphdef)
+
+            def run(state, carry, x, batch, function=function):
+                return function(state, nnx.State({}), carry, x, _At(self, batch))
+
+            args = (state, carry, self.x, self._block)
+            after, y = _named(
+                f"layer {name}", lambda run=run, args=args: jax.eval_shape(run, *args)
+            )
+            _check_same(f"layer {name}: its outputs", y, "its inputs", self.x)
+            _check_same(
+                f"layer {name}: the carry that it returns", after, "the one it takes", carry
+            )
+            self._layer_traces.append((run, args))
+
+    def _to_block(self, leaf: Any) -> Any:
+        """A leaf of the batch as the model sees it, of the whole batch."""
+        if self.time_major and len(leaf.shape) > 1:
+            return jax.ShapeDtypeStruct((*leaf.shape[1::-1], *leaf.shape[2:]), leaf.dtype)
+        return leaf
+
+    def _check_variables(self) -> None:
+        for path, leaf in nnx.to_flat_state(self.frozen):
+            if isinstance(leaf, nnx.RngState | nnx.BatchStat | nnx.Cache | nnx.Intermediate):
+                raise ValueError(
+                    f"the model of task {self.task.name} has {'.'.join(map(str, path))}, a "
+                    f"{type(leaf).__name__}, which its calls change; `first`, `last` and layers are "
+                    f"functions of parameters and inputs: use jaxpar.nn.dropout(x, rate, at) for dropout, "
+                    f"and a norm without running statistics"
+                )
+
+    # ---- what of the model a function before or after the layers uses ----
+
+    def outer(self, model: Any) -> "Outer":
+        """The variables of a model that are not its layers', and which of them `first` and `last` use.
+
+        Args:
+          model: this one, or what its `prepare` made of it; abstract or with values.
+        """
+        return Outer(self, model)
+
+
+class Outer:
+    """Variables outside the stack, as flat lists that an engine can take; and the functions that use them.
+
+    Attributes:
+      first, last: numbers of the trained leaves that each uses; `first_frozen`, `last_frozen` likewise.
+    """
+
+    def __init__(self, layout: ModelLayout, model: Any):
+        self.layout = layout
+        self.graphdef, params, frozen = layout.split(model)
+        self.paths, self.leaves, self._structure = _flatten(params)
+        self.frozen_paths, self.frozen_leaves, self._frozen_structure = _flatten(frozen)
+        shapes = [_shape_of(leaf) for leaf in self.leaves]
+        frozen_shapes = [_shape_of(leaf) for leaf in self.frozen_leaves]
+        block, x = layout._block, layout.x
+
+        def uses(function: Callable[..., Any]) -> tuple[list[int], list[int]]:
+            used = used_inputs(function, shapes, frozen_shapes)
+            numbers = [n for n, path in enumerate(self.paths) if used[n] and not _is_layer(path)]
+            rest = used[len(shapes) :]
+            frozen = [
+                n for n, path in enumerate(self.frozen_paths) if rest[n] and not _is_layer(path)
+            ]
+            return numbers, frozen
+
+        def first(leaves, frozen):
+            batch = zeros(block)
+            return self.merge(leaves, frozen).first(batch, _At(layout, batch))
+
+        def last(leaves, frozen):
+            batch = zeros(block)
+            return self.merge(leaves, frozen).last(zeros(x), batch, _At(layout, batch))
+
+        self.first, self.first_frozen = uses(first)
+        self.last, self.last_frozen = uses(last)
+
+    def merge(self, leaves: Sequence[Any], frozen: Sequence[Any]) -> Any:
+        """The model of all its leaves, which may be shapes where they are not used."""
+        return nnx.merge(
+            self.graphdef,
+            jax.tree.unflatten(self._structure, leaves),
+            jax.tree.unflatten(self._frozen_structure, frozen),
+        )
+
+    def model(
+        self, numbers: Sequence[int], values: Any, frozen_numbers: Sequence[int], frozen: Any
+    ) -> Any:
+        """The model with some of its leaves, all others shapes."""
+        return self.merge(
+            _replaced(self.leaves, numbers, values),
+            _replaced(self.frozen_leaves, frozen_numbers, frozen),
+        )
+
+    def as_state(self, numbers: Sequence[int], values: Any) -> nnx.State:
+        """Values of some trained leaves as a state of these alone."""
+        state = jax.tree.unflatten(self._structure, _replaced(self.leaves, numbers, values))
+        flat = list(nnx.to_flat_state(state))
+        return nnx.from_flat_state([flat[number] for number in numbers])
+
+    def from_state(self, state: nnx.State) -> tuple[Any, ...]:
+        """The other way round."""
+        return tuple(jax.tree.leaves(state))
+
+
+@functools.lru_cache(maxsize=256)
+def lay_out(task: Task, parallel: Parallel) -> ModelLayout:
+    """The layout of a task's model; the same object for equal arguments.
+
+    Raises:
+      ValueError: task and parallel do not fit each other, or the model is not one.
+    """
+    return ModelLayout(task, parallel)
+
+
+class _LayerFunction:
+    """A kind of layer as a function of its variables; mistakes inside are told with its name."""
+
+    def __init__(self, name: str, graphdef: Any):
+        self.name, self.graphdef = name, graphdef
+
+    def __call__(self, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
+        return nnx.merge(self.graphdef, params, frozen)(carry, x, at)
+
+
+def _At(layout: ModelLayout, batch: Any) -> At:
+    """Of a whole batch, for tracing."""
+    key = jax.random.key(0)
+    zero = jnp.int32(0)
+    return At(zero, zero, zero, key, batch, time_major=layout.time_major)
+
+
+def _flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
+    pairs, structure = jax.tree.flatten_with_path(state)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    return paths, [leaf for _, leaf in pairs], structure
+
+
+def _is_layer(path: str) -> bool:
+    return path.startswith(f"{LAYERS_OF_MODEL}/")
+
+
+def _replaced(leaves: Sequence[Any], numbers: Sequence[int], values: Any) -> list[Any]:
+    known = dict(zip(numbers, values, strict=True))
+    return [known.get(n, _shape_of(leaf)) for n, leaf in enumerate(leaves)]
+
+
+def _with_leaves(model: Any, leaves: Sequence[Any]) -> Any:
+    graphdef, state = nnx.split(model)
+    return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def _check_model(task: Task, model: Any) -> None:
+    for name in ("first", "last"):
+        if not callable(getattr(model, name, None)):
+            raise ValueError(
+                f"the model of task {task.name}, a {type(model).__name__}, has no method {name}; a model has "
+                f"first(batch, at), layers (a Stack) and last(y, batch, at)"
+            )
+    if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
+        raise ValueError(
+            f"the model of task {task.name}, a {type(model).__name__}, has no Stack called layers; write "
+            f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        )
+
+
+def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None]:
+    """Rows, and time steps, of a batch."""
+    sized = [leaf for leaf in jax.tree.leaves(batch) if len(leaf.shape)]
+    rows = {leaf.shape[0] for leaf in sized}
+    if len(rows) != 1:
+        raise ValueError(
+            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows; each must have "
+            f"the batch's rows as its first dim (only {STARTS!r} is a scalar)"
+        )
+    steps = {leaf.shape[1] for leaf in sized if len(leaf.shape) > 1 and leaf.shape[1] > 1}
+    if not time_major:
+        return rows.pop(), None
+    return rows.pop(), max(steps, default=1)
+
+
+def _named(what: str, trace: Callable[[], Any]) -> Any:
+    """What a trace gives; its errors begin with a name."""
+    try:
+        return trace()
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            f"{what} uses a collective of its own ({error}); the engine alone exchanges along "
+            f"{DATA!r} and {STAGE!r}, and the compiler along the axes of the rules: leave it out"
+        ) from error
+    except Exception as error:
+        error.add_note(f"jaxpar: this is from {what}, traced by itself")
+        raise
+
+
+def _check_floats(what: str, tree: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
+                f"numbers: what is not belongs into the batch, which every layer sees (at.batch)"
+            )
+
+
+def _check_same(what: str, found: Any, as_what: str, wanted: Any) -> None:
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise ValueError(
+            f"{what} have the structure {jax.tree.structure(found)}, {as_what} "
+            f"{jax.tree.structure(wanted)}; they must be the same"
+        )
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"{what}{_place(path)} are {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
+                f"they must be the same, for all layers of a stack hand on the same arrays"
+            )
+
+
+def _place(path: Any) -> str:
+    text = jax.tree_util.keystr(path)
+    return f" ({text})" if text else ""

@@ -1,0 +1,302 @@
+"""A model: what comes before the layers, a stack of layers, what comes after them.
+
+    batch --first--> x --layer 0--> x --layer 1--> ... --last--> sums of loss, weight and metrics
+
+A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). y is as x,
+any tree of floating-point arrays. A layer with state says how it begins: `initial_carry(rows)`, arrays
+[rows, ...]; their dims may have names, `carry_dims`. A *model* is a module with methods `first(batch, at)`
+and `last(y, batch, at)`, and a `Stack` called `layers`. See `Model` for what it may have besides.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.at import At
+from jaxpar.axes import BATCH, LAYERS
+from jaxpar.pipeline.placement import Slots, make_slots
+from jaxpar.sharding import is_variable
+
+KIND = "kind"  # metadata of a stacked variable: the kind of layer that it is of
+
+# Variables that a call changes: a layer is run many times, in an order that the schedule decides.
+_CHANGING = (nnx.RngState, nnx.BatchStat, nnx.Cache, nnx.Intermediate)
+
+
+class Sums(NamedTuple):
+    """Sums over a block, to be added over blocks: the loss of a step is `loss / weight`.
+
+    Attributes:
+      loss: float32 scalar, what is differentiated.
+      weight: how much the block counts, such as its number of targets; float32 scalar.
+      metrics: further sums by name; what a person reads of them is `metrics / weight`.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    metrics: dict[str, jax.Array] = {}  # noqa: RUF012 - never changed
+
+
+class Model(Protocol):
+    """What a model has; the methods that are commented out are for those who need them.
+
+    `time_major`: blocks come as [time, rows, ...] (arrays [rows] of a batch as they are), and time can be cut
+    into chunks. Set it to False for a model without time: blocks come as [rows, ...].
+    """
+
+    layers: "Stack"
+    # time_major: ClassVar[bool] = True
+
+    def first(self, batch: Any, at: At) -> Any:
+        """Before the layers: a block of the batch -> x."""
+        ...
+
+    def last(self, y: Any, batch: Any, at: At) -> Sums:
+        """After the layers."""
+        ...
+
+    # def last_part(self, y, batch, at) -> Sums
+    #   `last` on every stage of a pipeline at once (head="sharded"): each has its part of the parameters
+    #   whose dims the rules map to `stage`, and all have y, in float32. Combines what the parts give by
+    #   collectives over `stage`.
+    # def prepare(self, sizes) -> Model
+    #   The model as a step that runs in units uses it, with work done on its parameters that is needed once a
+    #   step, not once a unit. `sizes` are those of the mesh's axes.
+    # def add_first_gradient(self, grads, dx, batch, at) -> grads
+    #   Adds the gradient of `first` to `grads`, an `nnx.State` of what it uses and is trained.
+
+
+class _Source:
+    """How to draw the layers again, in other slots; no part of what the stack is."""
+
+    def __init__(self, makers: Sequence[Callable[[nnx.Rngs], Any]], key: jax.Array):
+        self.makers, self.key = makers, key
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Source)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Stack(nnx.Module):
+    """Layers, one after the other; those of equal structure share stacked parameters.
+
+    Each *kind* of layer is stored under the name of its class in lower case (or its attribute `kind_name`),
+    as a module whose variables have a leading dim `layers`: `stack.gru.w_x` is [layers, ...].
+
+    Attributes:
+      kinds: their names, in the order in which they first occur.
+      slots: where each layer lies; see `place`.
+    """
+
+    def __init__(
+        self,
+        makers: Sequence[Callable[[nnx.Rngs], nnx.Module]],
+        *,
+        rngs: nnx.Rngs,
+        unroll: int = 4,
+    ):
+        """Draws the layers, each from a key of its own.
+
+        Args:
+          makers: a function for every layer, such as `[lambda rngs: GRU(64, rngs=rngs)] * 8`. Layers of one
+            function are drawn at once, however many they are.
+          unroll: without stages, so many layers of a kind or fewer are written out one by one, which is
+            quicker by some percent and takes some memory; more are a loop over one.
+        Raises:
+          ValueError: a layer has variables that its calls would change.
+        """
+        self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
+        kinds: list[Any] = []
+        self._kind_of = tuple(_number(kinds, _structure(make)) for make in makers)
+        names = [kind.name for kind in kinds]
+        self.kinds = tuple(
+            name if names.count(name) == 1 else f"{name}{names[:number].count(name)}"
+            for number, name in enumerate(names)
+        )
+        self.slots = make_slots((len(makers),), kind_of=self._kind_of) if makers else NO_SLOTS
+        self._draw()
+
+    @property
+    def kind_of(self) -> tuple[int, ...]:
+        """The number of each layer's kind."""
+        return self._kind_of
+
+    def __len__(self) -> int:
+        return len(self._kind_of)
+
+    def place(self, slots: Slots) -> None:
+        """Draws the layers again, now in these slots; each has the same values as before.
+
+        To be called once, in the function that made the stack: the values of before cost nothing under
+        `jax.jit`.
+
+        Raises:
+          ValueError: the slots are not those of these layers.
+        """
+        own = [
+            [layer for layer, kind in enumerate(self._kind_of) if kind == number]
+            for number in range(len(self.kinds))
+        ]
+        found = [sorted(layer for layer in rows if layer >= 0) for rows in slots.rows]
+        if found != own:
+            raise ValueError(
+                f"slots with layers {found} in the stacks of their kinds; the stack has {own}: make slots "
+                f"of a placement of {len(self)} layers with kind_of={self._kind_of}"
+            )
+        self.slots = slots
+        self._draw()
+        self._source = None
+
+    def initial_carry(self, rows: int) -> dict[str, Any]:
+        """The state of all layers at the start: by kind, variables [rows of the stack, rows, ...]."""
+        return {
+            name: _initial_carry(getattr(self, name), name, num_rows, rows)
+            for name, num_rows in zip(self.kinds, map(len, self.slots.rows), strict=True)
+        }
+
+    def layer(self, number: int) -> Any:
+        """One layer by its number, as an ordinary module with these values."""
+        kind = self._kind_of[number]
+        graphdef, state = nnx.split(getattr(self, self.kinds[kind]))
+        row = self.slots.rows[kind].index(number)
+        return nnx.merge(graphdef, jax.tree.map(lambda a: a[row], state))
+
+    def __call__(self, carry: dict[str, Any], x: Any, at: At) -> tuple[dict[str, Any], Any]:
+        """All layers, one after the other, in plain Python: what a step must be equal to.
+
+        Args:
+          carry: as `initial_carry` gives it.
+        """
+        carry = dict(carry)
+        for number, kind in enumerate(self._kind_of):
+            name, row = self.kinds[kind], self.slots.rows[kind].index(number)
+            before = jax.tree.map(lambda a, row=row: a[row], values(carry[name]))
+            after, x = self.layer(number)(before, x, at._replace(layer=number))
+            carry[name] = jax.tree.map(
+                lambda v, a, row=row: v.replace(v[...].at[row].set(a)),
+                carry[name],
+                after,
+                is_leaf=is_variable,
+            )
+        return carry, x
+
+    def _draw(self) -> None:
+        for kind, name in enumerate(self.kinds):
+            setattr(self, name, self._draw_kind(kind, name))
+
+    def _draw_kind(self, kind: int, name: str) -> Any:
+        """The layers of a kind in the rows of its stack; empty rows are zeros."""
+        source, rows = self._source, self.slots.rows[kind]
+        assert source is not None, "a stack is placed once"
+        makers = {id(source.makers[layer]): source.makers[layer] for layer in rows if layer >= 0}
+        graphdef: Any = None
+        stacked: Any = None
+        for maker in makers.values():
+            mine = [layer >= 0 and source.makers[layer] is maker for layer in rows]
+
+            def draw(layer, is_mine, maker=maker):
+                nonlocal graphdef
+                rngs = nnx.Rngs(jax.random.fold_in(source.key, layer))
+                with nnx.use_eager_sharding(False):
+                    graphdef, state = nnx.split(maker(rngs))
+                return jax.tree.map(lambda a: jnp.where(is_mine, a, jnp.zeros_like(a)), state)
+
+            ids = jnp.asarray([max(layer, 0) for layer in rows], jnp.int32)
+            drawn = jax.vmap(draw)(ids, jnp.asarray(mine))
+            stacked = drawn if stacked is None else jax.tree.map(jnp.add, stacked, drawn)
+
+        def annotate(variable):
+            dims = variable.get_metadata("out_sharding", None) or (None,) * (variable.ndim - 1)
+            metadata = {"out_sharding": (LAYERS, *dims), KIND: name, "eager_sharding": False}
+            return type(variable)(variable[...], **{**variable.get_metadata(), **metadata})
+
+        state = jax.tree.map(annotate, stacked, is_leaf=is_variable)
+        return nnx.merge(graphdef, state)
+
+
+NO_SLOTS = Slots((), (), (), (), ())
+
+
+def values(tree: Any) -> Any:
+    """A tree of variables as one of arrays."""
+    return jax.tree.map(
+        lambda leaf: leaf.get_value() if is_variable(leaf) else leaf, tree, is_leaf=is_variable
+    )
+
+
+def wrap_like(tree: Any, like: Any) -> Any:
+    """A tree of arrays as one of variables, with the metadata of another."""
+    return jax.tree.map(
+        lambda variable, value: variable.replace(value), like, tree, is_leaf=is_variable
+    )
+
+
+class _Kind(NamedTuple):
+    """What tells a kind of layer from the others."""
+
+    name: str
+    graphdef: Any
+    shapes: tuple[Any, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
+    def build():
+        with nnx.use_eager_sharding(False):
+            return make(nnx.Rngs(0))
+
+    module = nnx.eval_shape(build)
+    graphdef, state = nnx.split(module)
+    name = getattr(module, "kind_name", type(module).__name__)
+    for path, leaf in nnx.to_flat_state(state):
+        if isinstance(leaf, _CHANGING):
+            raise ValueError(
+                f"layer {name} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls "
+                f"change; layers of a stack are functions of their parameters, carry and inputs: use "
+                f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm without running statistics"
+            )
+    shapes = tuple(
+        (tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(state)
+    )
+    return _Kind(name.lower(), graphdef, shapes)
+
+
+def _number(kinds: list[_Kind], kind: _Kind) -> int:
+    """Its place in the list, to which it is added if need be."""
+    if kind not in kinds:
+        kinds.append(kind)
+    return kinds.index(kind)
+
+
+def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
+    """Of one kind: variables [num_rows, rows, ...]; an empty tuple if its layers have no state."""
+    if not hasattr(layer, "initial_carry"):
+        return ()
+    graphdef, state = nnx.split(layer)
+
+    def initial(state):  # of one layer: what it reads of itself has no dim of rows of the stack
+        return nnx.merge(graphdef, state).initial_carry(rows)
+
+    carry = jax.vmap(initial, axis_size=num_rows)(state)
+    dims = getattr(layer, "carry_dims", None)
+    if dims is None:
+        dims = jax.tree.map(lambda a: (BATCH, *[None] * (a.ndim - 2)), carry)
+
+    def annotate(stacked, dims):
+        shape = stacked.shape[1:]
+        if not shape or shape[0] != rows or len(dims) != len(shape):
+            raise ValueError(
+                f"layer {kind}: initial_carry({rows}) has an array of shape {shape} and dims {dims}; "
+                f"its first dim must be the {rows} rows, and each dim needs a name or None"
+            )
+        metadata = {"out_sharding": (LAYERS, *dims), KIND: kind, "eager_sharding": False}
+        return nnx.Variable(stacked, **metadata)
+
+    return jax.tree.map(annotate, carry, dims)

@@ -1,0 +1,182 @@
+"""How a step is laid out on devices: mesh, pipeline, shares, where state lies. No model in it."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal, Self
+
+from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.fields import check_fields, nearest_multiples, require, require_positive
+from jaxpar.mesh import MeshConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How a batch is cut and moves through the stages; without stages, only `num_microbatches` matters.
+
+    Attributes:
+      schedule: what runs when; see `schedule.make_schedule`.
+      num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`). One after the
+        other on every data-parallel group, their gradients added up: without stages, gradient
+        accumulation.
+      num_chunks: K, slices of the time dim; the state of layers stays on their stage between chunks.
+      num_groups: groups of layers on each stage, for "interleaved".
+      placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
+        ticks are the shortest, the head included; "even"; or the numbers themselves.
+      head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
+        (the model must have a method `last_part`); "auto" is "sharded" where the model can.
+      remat: keep inputs instead of residuals, and run each forward again before its backward.
+    """
+
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    num_microbatches: int = 1
+    num_chunks: int = 1
+    num_groups: int = 1
+    placement: str | tuple[int, ...] = "balanced"
+    head: Literal["auto", "last", "sharded"] = "auto"
+    remat: bool = False
+
+    def __post_init__(self):
+        check_fields(self)
+        require_positive(self, "num_microbatches", "num_chunks", "num_groups")
+        require(
+            (self.num_groups > 1) == (self.schedule == "interleaved"),
+            f"num_groups={self.num_groups} with schedule={self.schedule!r}; use 2 or more groups with "
+            f'"interleaved", and 1 with the others',
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """Devices, and how they share a step.
+
+    Attributes:
+      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2.
+      pipeline: how a batch moves through the stages.
+      shares: parts of every batch that each data-parallel group takes, e.g. (3, 1) for a first that is
+        three times as fast as the second; None gives all the same.
+      fsdp: parameters stored split over `data` as well, gathered once a step (arXiv:2304.11277).
+      update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
+        "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
+        so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).
+    """
+
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    shares: tuple[int, ...] | None = None
+    fsdp: bool = False
+    update: Literal["replicated", "sharded", "host"] = "replicated"
+
+    def __post_init__(self):
+        if isinstance(self.mesh, str):
+            object.__setattr__(self, "mesh", MeshConfig.parse(self.mesh))
+        check_fields(self)
+        require(
+            self.shares is None or (len(self.shares) > 0 and min(self.shares) > 0),
+            f"shares={self.shares}: every data-parallel group needs at least one part; leave a "
+            f"device without work out of the mesh (devices=...)",
+        )
+
+    @classmethod
+    def of(cls, parallel: "Parallel | str | None", default: "Parallel") -> "Parallel":
+        """What was given: the shape of a mesh in words, or nothing for the default."""
+        if parallel is None:
+            return default
+        if isinstance(parallel, str):
+            return dataclasses.replace(default, mesh=MeshConfig.parse(parallel))
+        return parallel
+
+    @property
+    def group_shares(self) -> tuple[int, ...]:
+        """Parts of a batch that each data-parallel group takes."""
+        return self.shares or (1,) * self.mesh.data
+
+    @property
+    def has_equal_shares(self) -> bool:
+        """Whether all data-parallel groups take the same."""
+        return len(set(self.group_shares)) == 1
+
+    @property
+    def runs_in_units(self) -> bool:
+        """Whether a step runs unit by unit on a schedule; else it is one whole."""
+        return (
+            self.mesh.stage > 1 or self.pipeline.num_microbatches > 1 or max(self.group_shares) > 1
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """K, chunks of time; 1 without stages."""
+        return self.pipeline.num_chunks if self.mesh.stage > 1 else 1
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of layers on each stage; 1 without stages."""
+        return self.pipeline.num_groups if self.mesh.stage > 1 else 1
+
+    def microbatch_rows(self, batch_size: int) -> int:
+        """Rows of a microbatch, of a batch of so many."""
+        return batch_size // (sum(self.group_shares) * self.pipeline.num_microbatches)
+
+    def resolve(self, num_available: int | None = None) -> Self:
+        """With a -1 in the mesh inferred; see `MeshConfig.resolve`."""
+        return dataclasses.replace(self, mesh=self.mesh.resolve(num_available))
+
+    def check(self, batch_size: int, num_steps: int | None) -> None:
+        """Nothing, if batches divide as the layout asks for.
+
+        Args:
+          batch_size: rows of a batch.
+          num_steps: its time steps; None if the model has no time.
+        Raises:
+          ValueError: a size does not divide; the message names both sizes and the nearest that work. Or
+            the mesh still has a -1.
+        """
+        sizes = self.mesh.sizes
+        require(
+            -1 not in sizes.values(),
+            f"mesh {self.mesh}: a size is not inferred yet; use resolve()",
+        )
+        require(
+            len(self.group_shares) == sizes[DATA],
+            f"shares={self.group_shares} are {len(self.group_shares)} parts for data={sizes[DATA]}; give one "
+            f"to every data-parallel group",
+        )
+        parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
+        if self.pipeline.num_microbatches > 1:
+            parts["num_microbatches"] = self.pipeline.num_microbatches
+        check_divides("batch_size", batch_size, parts)
+        if sizes[STAGE] == 1:
+            return
+        if num_steps is not None:
+            check_divides("seq_len", num_steps, {"num_chunks": self.num_chunks})
+        elif self.num_chunks > 1:
+            raise ValueError(
+                f"num_chunks={self.num_chunks}: the model has no dim of time to be cut "
+                f"(time_major = False); use num_chunks=1"
+            )
+
+
+def short_name(mesh: MeshConfig) -> str:
+    """dp2pp4, without the axes of size 1."""
+    short = {DATA: "dp", STAGE: "pp", TENSOR: "tp"}
+    return (
+        "".join(f"{short[axis]}{size}" for axis, size in mesh.sizes.items() if size != 1) or "dp1"
+    )
+
+
+def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
+    """Nothing, if the product of the divisors divides `size`.
+
+    Raises:
+      ValueError: names all of them, and the nearest sizes that work.
+    """
+    divisor = 1
+    for value in divisors.values():
+        divisor *= value
+    parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
+    require(
+        size % divisor == 0,
+        f"{name}={size} does not divide by {parts}"
+        + (f" = {divisor}" if len(divisors) > 1 else "")
+        + f"; use {name} {nearest_multiples(size, divisor)}, or other sizes of "
+        + " and ".join(divisors),
+    )

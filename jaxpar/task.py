@@ -1,0 +1,227 @@
+"""What is learned: options, and what follows from them. The base class, and how a user's own is found."""
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.batches import Batches
+from jaxpar.fields import check_fields
+from jaxpar.parallel import Parallel
+from jaxpar.sharding import RULES, Rules
+from jaxpar.training.settings import TrainConfig
+
+# Those that come with jaxpar, by the name that a command line gives them: module and class.
+TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is learned: derive a frozen dataclass, whose fields are its options.
+
+    A task must have `make_model` and `make_batches`, and either `make_optimizer` or a field
+    `optimizer: OptimizerConfig`. The rest has defaults. A field with `metadata={"free": True}` may change
+    between two runs of one checkpoint: no array has another shape or meaning for it.
+
+    Attributes:
+      unit: what `Sums.weight` counts, in the plural: "tokens".
+      frozen: a filter of NNX for parameters that are not trained: they have no gradient, no buffer and no
+        state of the optimizer.
+      train, parallel: the settings that its runs have by default.
+    """
+
+    unit: ClassVar[str] = "rows"
+    frozen: ClassVar[Any] = nnx.Nothing()
+    train: ClassVar[TrainConfig] = TrainConfig()
+    parallel: ClassVar[Parallel] = Parallel()
+
+    def __post_init__(self):
+        check_fields(self)
+
+    @property
+    def name(self) -> str:
+        """What a person calls it: the class."""
+        return type(self).__name__
+
+    @property
+    def rules(self) -> Rules:
+        """From the names of dims to axes of the mesh."""
+        return RULES
+
+    @property
+    def variable_length(self) -> bool:
+        """Whether batches may have fewer time steps than `example_batch`."""
+        return False
+
+    def make_model(self, rngs: nnx.Rngs) -> Any:
+        """The model; see `model.Model`."""
+        raise NotImplementedError(f"task {self.name} has no make_model(self, rngs); write one")
+
+    def make_batches(self, split: str, seed: int | None = None) -> Batches:
+        """The batches of a split.
+
+        Args:
+          split: "train", "valid" or "test".
+          seed: of their order; None for evaluation, where every row counts once.
+        """
+        raise NotImplementedError(
+            f"task {self.name} has no make_batches(self, split, seed=None); write one"
+        )
+
+    def make_optimizer(self, num_steps: int) -> optax.GradientTransformation:
+        """The optimizer of a run of so many steps; gradients are clipped before it (`train.clip_norm`)."""
+        return self._optimizer().make(num_steps)
+
+    def learning_rate(self, num_steps: int) -> optax.Schedule | None:
+        """Step -> learning rate; None if there is no one number."""
+        return self._optimizer().rate(num_steps) if hasattr(self, "optimizer") else None
+
+    def example_batch(self) -> Any:
+        """A batch of training on the host, whose shapes all others have."""
+        return self.make_batches("train", 0).batch(0)
+
+    def resolve(self, parallel: Parallel, mesh: Mesh) -> "Task":
+        """The task with what data and devices say filled in."""
+        return self
+
+    def portable(self) -> "Task":
+        """The task as it runs on any device, to look at a state that others have trained."""
+        return self
+
+    def check(self, parallel: Parallel, mesh: Mesh) -> None:
+        """Raises a ValueError if the task cannot run on this layout."""
+
+    def check_batch(self, batch: Any) -> None:
+        """Raises a ValueError for values that would give a wrong number without a word."""
+
+    def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
+        """What a person reads, by name.
+
+        Args:
+          loss: the mean.
+          means: the sums of `Sums.metrics` divided by that of the weight.
+        """
+        return {"loss": loss, **means}
+
+    def baseline(self, split: str) -> dict[str, float]:
+        """What an evaluation is to be held against, by name."""
+        return {}
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Lines for the table before a run: (what, in words)."""
+        return []
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the data, as JSON has it: a resumed run must have the same."""
+        return {}
+
+    def files(self) -> dict[str, str]:
+        """Texts that belong to the model, such as a vocabulary, by the name of their file."""
+        return {}
+
+    def _optimizer(self) -> Any:
+        if not hasattr(self, "optimizer"):
+            raise NotImplementedError(
+                f"task {self.name} has neither make_optimizer(self, num_steps) nor a field "
+                f"optimizer: OptimizerConfig; write one"
+            )
+        return getattr(self, "optimizer")  # noqa: B009 - a field of the user's
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A task's class, and where it was found.
+
+    Attributes:
+      spec: as on a command line: "lm", or "path/to/file.py:Name".
+      path: the user's file; None of those that come with jaxpar.
+      sha256: of the file.
+    """
+
+    spec: str
+    task_class: type[Task]
+    path: Path | None = None
+    sha256: str | None = None
+
+
+def find_task(spec: str) -> type[Task]:
+    """The class of a task: "lm", "images", or one of yours as "path/to/file.py:Name".
+
+    Raises:
+      OSError: there is no such file.
+      ValueError: the file has no such task, or fails when it is run.
+    """
+    return locate_task(spec).task_class
+
+
+def locate_task(spec: str) -> Found:
+    """As `find_task`, with where it was found."""
+    if spec in TASKS:
+        module, name = TASKS[spec]
+        return Found(spec, getattr(importlib.import_module(module), name))
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py"):
+        near = difflib.get_close_matches(spec, TASKS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"there is no task {spec!r}; {hint}Use {', '.join(TASKS)}, or one of yours as "
+            f"path/to/file.py:Name"
+        )
+    path = Path(file).expanduser()
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise type(error)(
+            f"cannot read {path}, the file of task {spec!r}: {error.strerror}; give a file of Python"
+        ) from error
+    module = _load(path.resolve(), hashlib.sha256(source).hexdigest())
+    tasks = [
+        key
+        for key, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Task) and value is not Task
+    ]
+    if name not in tasks:
+        raise ValueError(
+            f"{path} has no task {name!r}; it has {', '.join(tasks) or 'none'}: a task is a frozen "
+            f"dataclass that derives from jaxpar.Task"
+        )
+    return Found(spec, getattr(module, name), path, hashlib.sha256(source).hexdigest())
+
+
+def spec_of(task: Task) -> str:
+    """The spec of a task's class, as `find_task` takes it."""
+    for spec, (module, name) in TASKS.items():
+        if (type(task).__module__, type(task).__name__) == (module, name):
+            return spec
+    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    return f"{file}:{type(task).__name__}" if file and Path(file).is_file() else task.name
+
+
+@functools.cache
+def _load(path: Path, sha256: str) -> Any:
+    """The module of a file; the same one as long as the file does not change."""
+    name = f"jaxpar_task_{path.stem}_{sha256[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

@@ -1,0 +1,194 @@
+"""The task of telling what images show: its options, and what follows from them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.axes import BATCH, DATA, INPUT, STAGE, TENSOR
+from jaxpar.batches import WEIGHT, ArrayBatches
+from jaxpar.fields import require, require_positive, require_rate
+from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.parallel import Parallel, check_divides
+from jaxpar.sharding import Rules
+from jaxpar.task import Task
+from jaxpar.tasks.images.digits import SPLITS, load_digits
+from jaxpar.tasks.images.model import (
+    CHANNELS,
+    DENSE_BATCH,
+    FEATURES,
+    IMAGE,
+    LABEL,
+    UNITS,
+    HybridConvNet,
+    num_features,
+)
+from jaxpar.training.settings import TrainConfig
+
+# What all devices of a mesh split of a network with convolutions below and dense layers above. The hybrid
+# ("one weird trick", arXiv:1404.5997) splits the images of the convolutions, which have many activations,
+# and the weights of the dense layers, which have many parameters. Between them activations change their
+# layout: by an all-to-all if the first dense layer is row-parallel, by an all-gather if it is
+# column-parallel.
+ALL_DEVICES = (DATA, TENSOR)
+_WHOLE = Rules.make(
+    dict.fromkeys((BATCH, DENSE_BATCH, INPUT, CHANNELS, FEATURES, UNITS))  # no axis splits any
+)
+STRATEGIES = {
+    "hybrid": _WHOLE.replace({BATCH: ALL_DEVICES, FEATURES: ALL_DEVICES}),
+    "hybrid-gather": _WHOLE.replace({BATCH: ALL_DEVICES, UNITS: ALL_DEVICES}),
+    "data": _WHOLE.replace({BATCH: ALL_DEVICES, DENSE_BATCH: ALL_DEVICES}),
+    "model": _WHOLE.replace({CHANNELS: ALL_DEVICES, FEATURES: ALL_DEVICES}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Images(Task):
+    """Convolutions, then dense layers, for images.
+
+    Attributes:
+      channels: of each 3x3 convolution; a 2x2 max pooling follows every second one.
+      hidden_sizes: widths of the dense layers before the last.
+      dropout: rate on the input of every dense layer.
+      strategy: what all devices of the mesh split: "data" the batch, "model" the weights, "hybrid" the
+        batch of the convolutions and the weights of the dense layers, with an all-to-all between them.
+        "hybrid-gather" has an all-gather there. See `STRATEGIES`.
+      image_shape: height, width and colours of an image.
+      num_classes: what an image may be.
+      dataset: "digits", the 1,797 of 8x8 points that come with scikit-learn (the extra `images`).
+      batch_size: images of a batch.
+      optimizer: and its learning rate.
+    """
+
+    unit: ClassVar[str] = "images"
+    train: ClassVar[TrainConfig] = TrainConfig(num_steps=300)
+    parallel: ClassVar[Parallel] = Parallel(mesh=MeshConfig(data=-1))
+
+    channels: tuple[int, ...] = (32, 64)
+    hidden_sizes: tuple[int, ...] = (512,)
+    dropout: float = dataclasses.field(default=0.2, metadata={"free": True})
+    strategy: Literal["hybrid", "hybrid-gather", "data", "model"] = dataclasses.field(
+        default="hybrid", metadata={"free": True}
+    )
+    image_shape: tuple[int, ...] = (8, 8, 1)
+    num_classes: int = 10
+    dataset: Literal["digits"] = "digits"
+    batch_size: int = dataclasses.field(default=128, metadata={"free": True})
+    optimizer: OptimizerConfig = dataclasses.field(
+        default=OptimizerConfig(learning_rate=2e-3), metadata={"free": True}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_positive(self, "num_classes", "batch_size")
+        require_rate(self, "dropout")
+        for name in ("channels", "hidden_sizes", "image_shape"):
+            sizes = getattr(self, name)
+            require(min(sizes, default=1) > 0, f"{name}={sizes}: all must be positive")
+        require(len(self.channels) > 0, f"channels={self.channels}: give one convolution or more")
+        require(
+            len(self.image_shape) == 3,
+            f"image_shape={self.image_shape}: give height, width and colours",
+        )
+        num_poolings = len(self.channels) // 2
+        require(
+            num_features(self.channels, self.image_shape) > 0,
+            f"image_shape={self.image_shape} is too small for the {num_poolings} poolings of "
+            f"{len(self.channels)} convolutions; use fewer channels",
+        )
+
+    @property
+    def rules(self) -> Rules:
+        """Those of the strategy."""
+        return STRATEGIES[self.strategy]
+
+    def make_model(self, rngs: nnx.Rngs) -> HybridConvNet:
+        """The network."""
+        return HybridConvNet(
+            self.channels,
+            self.hidden_sizes,
+            self.image_shape,
+            self.num_classes,
+            dropout=self.dropout,
+            rngs=rngs,
+        )
+
+    def make_batches(self, split: str, seed: int | None = None) -> ArrayBatches:
+        """The images of a split, their labels, and which of them count.
+
+        Raises:
+          ValueError: the images do not fit the model, or are not installed.
+        """
+        arrays = load_digits()[split]
+        shape, classes = arrays[IMAGE].shape[1:], int(arrays[LABEL].max()) + 1
+        for name, known in (("image_shape", shape), ("num_classes", classes)):
+            require(
+                getattr(self, name) == known,
+                f"{name}={getattr(self, name)} of the model does not fit the images {self.dataset!r}; use "
+                f"{name}={known}",
+            )
+        return ArrayBatches(arrays, self.batch_size, seed)
+
+    def example_batch(self) -> dict[str, np.ndarray]:
+        """Black images: none is read for it."""
+        B = self.batch_size
+        return {
+            IMAGE: np.zeros((B, *self.image_shape), np.float32),
+            LABEL: np.zeros(B, np.int32),
+            WEIGHT: np.ones(B, np.float32),
+        }
+
+    def check(self, parallel: Parallel, mesh: Mesh) -> None:
+        """Raises a ValueError for what this model does not have: stages, microbatches, split updates."""
+        require(
+            mesh.shape[STAGE] == 1,
+            f"stage={mesh.shape[STAGE]}: the task images has no pipeline; use stage=1, and data and tensor "
+            f"for all devices",
+        )
+        for name, plain in (("fsdp", False), ("update", "replicated")):
+            value = getattr(parallel, name)
+            require(
+                value == plain,
+                f"{name}={value!r} is not for the task images, whose strategy says what is split; use "
+                f"{name}={plain!r}",
+            )
+        if self.strategy != "model":
+            parts = {axis: mesh.shape[axis] for axis in ALL_DEVICES if mesh.shape[axis] > 1}
+            check_divides("batch_size", self.batch_size, parts)
+
+    def check_batch(self, batch: Mapping[str, Any]) -> None:
+        """Raises a ValueError for a label that is none of the classes."""
+        labels = np.asarray(batch[LABEL])
+        if bad := [int(i) for i in np.flatnonzero((labels < 0) | (labels >= self.num_classes))[:1]]:
+            raise ValueError(
+                f"label {labels[bad[0]]} at position {bad[0]} is none of the {self.num_classes} classes "
+                f"(0 to {self.num_classes - 1}); set num_classes, or correct the labels"
+            )
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Layers, strategy, images."""
+        channels, dense = (", ".join(map(str, s)) for s in (self.channels, self.hidden_sizes))
+        splits = ", ".join(f"{len(load_digits()[split][LABEL]):,} {split}" for split in SPLITS)
+        return [
+            (
+                "network",
+                f"convolutions of {channels}; dense of {dense or 'no'}, {self.num_classes}",
+            ),
+            ("strategy", self.strategy),
+            ("images", f"{self.dataset}: {splits}"),
+            ("batch", f"{self.batch_size} images"),
+        ]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Number and checksum of the images of each split."""
+
+        def of_split(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+            content = arrays[IMAGE].astype("<f4").tobytes() + arrays[LABEL].astype("<i4").tobytes()
+            return {"images": len(arrays[LABEL]), "sha256": hashlib.sha256(content).hexdigest()}
+
+        return {split: of_split(arrays) for split, arrays in load_digits().items()}

@@ -1,0 +1,160 @@
+"""The language model: token embedding, a stack of LSTM layers, a head over the vocabulary.
+
+Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.at import At
+from jaxpar.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
+from jaxpar.model import Stack, Sums
+from jaxpar.nn.dropout import dropout
+from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
+from jaxpar.nn.linear import Linear, matmul
+from jaxpar.nn.lstm import LSTM, extend
+from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.tasks.lm.loss import (
+    LOGITS_ELSEWHERE,
+    cross_entropy,
+    linear_cross_entropy,
+    without_padding,
+)
+from jaxpar.tasks.lm.streams import Batch
+
+
+class LanguageModel(nnx.Module):
+    """Predicts the next token of every place of a text; its batches are `streams.Batch`."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        embed_size: int,
+        vocab_size: int,
+        *,
+        rngs: nnx.Rngs,
+        num_words: int | None = None,
+        dropout: float = 0.0,
+        forget_bias: float = 1.0,
+        tie_embedding: bool = False,
+        dtype: str = "float32",
+        lstm: type[LSTM] = LSTM,
+        max_logits: int = LOGITS_ELSEWHERE,
+    ):
+        """Draws the parameters.
+
+        Args:
+          embed_size: E, at most hidden_size, and equal to it if the embedding is tied.
+          vocab_size: V, rows of the table.
+          num_words: ids from here on are padding, and get no probability; None if there are none.
+          dropout: rate on the embedding, between layers and before the head.
+          dtype: of activations and matmul inputs.
+          lstm: what a layer is made of.
+          max_logits: how many are computed at once; see `linear_cross_entropy`.
+        """
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.num_words = vocab_size if num_words is None else num_words
+        self.dropout, self.tie_embedding = dropout, tie_embedding
+        self.dtype, self.max_logits = dtype, max_logits
+        # A table that is the head as well is drawn and split like a head.
+        self.embedding = Embedding(
+            vocab_size,
+            embed_size,
+            dims=(VOCAB, INPUT) if tie_embedding else (TOKENS, EMBED),
+            init=lecun_uniform(embed_size) if tie_embedding else UNIT_VARIANCE,
+            rngs=rngs,
+        )
+
+        def layer(rngs: nnx.Rngs) -> LSTM:
+            return lstm(hidden_size, rngs=rngs, forget_bias=forget_bias, dropout=dropout)
+
+        self.layers = Stack([layer] * num_layers, rngs=rngs, unroll=1)  # the smallest
+        if tie_embedding:
+            self.head_bias = named_param(jnp.zeros(vocab_size), (VOCAB,))
+        else:
+            self.head = Linear(hidden_size, vocab_size, dims=(INPUT, VOCAB), rngs=rngs)
+
+    def prepare(self, sizes: Mapping[str, int]) -> "LanguageModel":
+        """The model, its table zero-extended to the width of the layers where `tensor` splits it.
+
+        Its parts move between devices to become as wide. For a unit that must not be done: not all devices
+        take part in it.
+        """
+        if sizes[TENSOR] == 1 or self.embedding.table.shape[1] == self.hidden_size:
+            return self
+        graphdef, params = nnx.split(self)
+        model = nnx.merge(graphdef, params)
+        table_VH = extend(self.embedding.table[...], self.hidden_size)
+        model.embedding.table = named_param(table_VH, (TOKENS, EMBED))
+        return model
+
+    @jax.named_scope("embedding")
+    def first(self, batch: Batch, at: At) -> jax.Array:
+        """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
+        x_TBE = self.embedding(jnp.asarray(batch.inputs_BT)).astype(jnp.dtype(self.dtype))
+        return extend(x_TBE, self.hidden_size)
+
+    def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Batch, at: At) -> nnx.State:
+        """The gradients with those of the rows that `first` took, added in place."""
+        table = grads["embedding"]["table"]
+        dx_TBE = dx_TBH[..., : table.shape[1]].astype(table.dtype)
+        table = table.replace(table[...].at[batch.inputs_BT].add(dx_TBE))
+        return nnx.State({**grads, "embedding": {"table": table}})
+
+    def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
+        """Negative log-likelihood of the targets, and how many there are."""
+        kernel_HV, bias_V = self._head()
+        return linear_cross_entropy(
+            dropout(y_TBH, self.dropout, at),
+            kernel_HV,
+            bias_V,
+            jnp.asarray(batch.targets_BT),
+            max_logits=self.max_logits,
+        )
+
+    def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
+        """`last` on every stage with its part of the vocabulary."""
+        kernel_HV, bias_V = self._head(manual_axis=STAGE)
+        y_TBH = dropout(y_TBH, self.dropout, at)
+        logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
+        return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
+
+    @jax.named_scope("head")
+    def logits(self, y: jax.Array) -> jax.Array:
+        """[..., H] -> float32 [..., V]; those of ids that are no words are hugely negative."""
+        kernel_HV, bias_V = self._head()
+        return matmul(y, kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
+
+    def unroll(self, tokens_BT: jax.Array, carry: Any) -> tuple[Any, jax.Array]:
+        """One window of a text from the state that the window before left, without dropout.
+
+        Args:
+          tokens_BT: int32.
+          carry: as `layers.initial_carry` gives it.
+        Returns:
+          the state after the window, and float32 logits [T, B, V].
+        """
+        batch = Batch(tokens_BT.T, tokens_BT.T, starts=False)
+        at = At(layer=0, time=0, row=0, batch=batch)
+        carry, y_TBH = self.layers(carry, self.first(batch, at), at)
+        return carry, self.logits(y_TBH)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
+        carry = self.layers.initial_carry(tokens_BT.shape[0])
+        return self.unroll(tokens_BT, carry)[1].swapaxes(0, 1)
+
+    def _head(self, manual_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
+        """Kernel [H, V] and bias [V], or this device's part of them, without probability for padding."""
+        if self.tie_embedding:
+            kernel_HV, bias_V = self.embedding.table[...].T, self.head_bias[...]
+        else:
+            kernel_HV, bias_V = self.head.kernel[...], self.head.bias[...]
+        if self.num_words < self.vocab_size:
+            bias_V = without_padding(bias_V, self.num_words, manual_axis=manual_axis)
+        return kernel_HV, bias_V

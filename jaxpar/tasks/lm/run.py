@@ -1,0 +1,25 @@
+"""A run of a language model by its folder."""
+
+from os import PathLike
+from pathlib import Path
+
+from jaxpar.task import spec_of
+from jaxpar.tasks.lm.corpus import Vocabulary
+from jaxpar.tasks.lm.task import LM, VOCABULARY
+from jaxpar.training.run_folder import RunFolder
+
+
+def open_run(run_dir: str | PathLike[str]) -> tuple[RunFolder, Vocabulary]:
+    """The folder of a run, and the vocabulary that it keeps.
+
+    Raises:
+      ValueError: the run is of another task, or its vocabulary is damaged.
+      OSError: no run has written here, or the vocabulary cannot be read.
+    """
+    folder = RunFolder(Path(run_dir))
+    task = folder.settings().task
+    if not isinstance(task, LM):
+        raise ValueError(
+            f"the run in {folder} is of the task {spec_of(task)}; give one of the task lm"
+        )
+    return folder, Vocabulary.load(folder.path / VOCABULARY)

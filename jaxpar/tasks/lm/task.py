@@ -1,0 +1,344 @@
+"""The task of a language model: its options, and what follows from them."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.axes import STAGE, TENSOR
+from jaxpar.batches import Batches
+from jaxpar.fields import nearest_multiples, require, require_positive, require_rate
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.parallel import Parallel, PipelineConfig, check_divides
+from jaxpar.task import Task
+from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
+from jaxpar.tasks.lm.corpus import SPLITS, Corpus, check_tokens, load_corpus, unigram_perplexity
+from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
+from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
+from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
+
+# The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
+# trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
+VOCAB_MULTIPLE = 384
+
+VOCABULARY = "vocabulary.json"
+
+_FREE = {"free": True}  # may change between two runs of one state
+
+
+def padded(num_words: int) -> int:
+    """Rows of an embedding for so many words."""
+    return -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+
+@dataclasses.dataclass
+class _Known:
+    """What a resolved task has found out, once; no part of what it is.
+
+    Attributes:
+      corpus: None until it is read.
+      kernel: why it is this one; None if the task names it.
+    """
+
+    corpus: Corpus | None = None
+    kernel: KernelChoice | None = None
+
+
+_KNOWN = "_known"
+
+
+@dataclasses.dataclass(frozen=True)
+class LM(Task):
+    """A deep LSTM language model, and the text that it learns.
+
+    Attributes:
+      num_layers: LSTM layers.
+      hidden_size: units of each layer.
+      embed_size: width of the token embedding; at most hidden_size.
+      vocab_size: rows of the embedding; None takes what the corpus needs, and some padding.
+      num_words: ids from here on are padding and get no probability; None takes those of the corpus, or with
+        a vocab_size all of them.
+      dropout: rate on the embedding, between layers and before the head.
+      forget_bias: initial bias of the forget gates.
+      tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
+      dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
+      kernel: what runs the layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
+        without `tensor`; "auto" is the faster one by measurement.
+      corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
+      level: what a token is; "auto" takes the corpus's own.
+      max_vocab: the most frequent tokens kept; others become <unk>.
+      batch_size: rows of a batch.
+      seq_len: time steps of a window; gradients flow through one window, the state through all.
+      num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
+        most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
+      bucket_multiple: lengths of buckets are multiples of it. A pipeline needs whole chunks.
+      optimizer: and its learning rate.
+    """
+
+    unit: ClassVar[str] = "tokens"
+    parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
+
+    num_layers: int = 4
+    hidden_size: int = 192
+    embed_size: int = 192
+    vocab_size: int | None = None
+    num_words: int | None = None
+    dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
+    forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
+    tie_embedding: bool = False
+    dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
+    kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
+    corpus: str = dataclasses.field(default="python-docs", metadata=_FREE)
+    level: Literal["auto", "word", "char"] = dataclasses.field(default="auto", metadata=_FREE)
+    max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
+    batch_size: int = dataclasses.field(default=16, metadata=_FREE)
+    seq_len: int = dataclasses.field(default=32, metadata=_FREE)
+    num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
+    bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
+    optimizer: OptimizerConfig = dataclasses.field(default=OptimizerConfig(), metadata=_FREE)
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_positive(
+            self, "num_layers", "hidden_size", "embed_size", "max_vocab", "batch_size", "seq_len",
+            "bucket_multiple",
+        )  # fmt: skip
+        require_rate(self, "dropout")
+        for name in ("vocab_size", "num_words"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        require(
+            self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
+            f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
+            f"{self.num_words} or more, or leave it away",
+        )
+        require(
+            self.embed_size <= self.hidden_size,
+            f"embed_size={self.embed_size} is larger than hidden_size={self.hidden_size}; "
+            f"use embed_size={self.hidden_size} or less",
+        )
+        require(
+            not self.tie_embedding or self.embed_size == self.hidden_size,
+            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={self.hidden_size}; "
+            f"set embed_size={self.hidden_size}, or tie_embedding off",
+        )
+        require(self.corpus != "", "corpus='' names no text; use python-docs, or a file or folder")
+        require(self.num_buckets >= 0, f"num_buckets={self.num_buckets}: must not be negative")
+        require(
+            self.num_buckets == 0 or self.seq_len % self.bucket_multiple == 0,
+            f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
+            f"bucket; use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}",
+        )
+
+    @property
+    def variable_length(self) -> bool:
+        """Whether lines are read in buckets, the batches of which are as long as their bucket."""
+        return self.num_buckets > 0
+
+    def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
+        """The model. Without a mesh nothing can be chosen: kernel="auto" is the scan here.
+
+        Raises:
+          ValueError: vocab_size is None.
+        """
+        return LanguageModel(
+            self.num_layers,
+            self.hidden_size,
+            self.embed_size,
+            self._known_vocab_size(),
+            rngs=rngs,
+            num_words=self.num_words,
+            dropout=self.dropout,
+            forget_bias=self.forget_bias,
+            tie_embedding=self.tie_embedding,
+            dtype=self.dtype,
+            lstm=LAYERS["cudnn" if self.kernel == "cudnn" else "scan"],
+            max_logits=LOGITS_ON_CPU if jax.default_backend() == "cpu" else LOGITS_ELSEWHERE,
+        )
+
+    def make_batches(self, split: str, seed: int | None = None) -> Batches:
+        """Windows of the text as one long stream, or its lines in buckets.
+
+        Raises:
+          OSError: the text cannot be read.
+          ValueError: it is too short, or its words do not fit the vocabulary.
+        """
+        corpus = self.read_text()
+        return self.batches_of(getattr(corpus, split), corpus.vocabulary.separator, seed)
+
+    def batches_of(
+        self, tokens: np.ndarray, separator: int, seed: int | None = None
+    ) -> TokenStreams | BucketedSentences:
+        """The batches of any text.
+
+        Args:
+          tokens: integers [tokens].
+          separator: the token that ends a line.
+          seed: None for evaluation.
+        Raises:
+          ValueError: the text is too short, or has no lines.
+        """
+        if not self.num_buckets:
+            return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
+        sentences = Sentences.split(tokens, separator)
+        edges = choose_edges(
+            sentences.lengths_S,
+            self.num_buckets,
+            self.bucket_multiple,
+            self.seq_len,
+            self.batch_size,
+        )
+        return BucketedSentences(sentences, self.batch_size, edges, seed)
+
+    def example_batch(self) -> Batch:
+        """Random tokens: no text is read for it."""
+        high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
+        inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
+        return Batch(inputs, targets, starts=True)
+
+    def read_text(self) -> Corpus:
+        """The corpus, whose words the vocabulary must have room for.
+
+        Raises:
+          OSError: it cannot be read.
+          ValueError: its words do not fit the vocabulary.
+        """
+        known = vars(self).get(_KNOWN) or _Known()
+        known.corpus = corpus = known.corpus or load_corpus(self.corpus, self.level, self.max_vocab)
+        found, room = len(corpus.vocabulary), self.num_words or self.vocab_size
+        name = "vocab_size" if self.num_words is None else "num_words"
+        require(
+            room is None or found <= room,
+            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}; leave it away, or use "
+            f"max_vocab={room}",
+        )
+        require(
+            self.num_words is not None or room in (None, found),
+            f"vocab_size={room} has rows that are no words: corpus {corpus.name!r} has {found}, and others "
+            f"would be given probability; use num_words={found} with it, or leave vocab_size away",
+        )
+        return corpus
+
+    # ---- with data and devices ----
+
+    def resolve(self, parallel: Parallel, mesh: Mesh) -> Self:
+        """The task with the sizes of its vocabulary and the kernel of its layers filled in.
+
+        The text is read where vocab_size does not say what is needed.
+        """
+        changes: dict[str, Any] = {}
+        known = _Known()
+        if self.vocab_size is None:
+            known.corpus = load_corpus(self.corpus, self.level, self.max_vocab)
+            words = self.num_words or len(known.corpus.vocabulary)
+            changes |= {"num_words": words, "vocab_size": padded(words)}
+        if self.kernel == "auto":
+            known.kernel = choose_kernel(self._work(parallel), mesh)
+            changes["kernel"] = known.kernel.name
+        task = dataclasses.replace(self, **changes)
+        object.__setattr__(task, _KNOWN, known)
+        return task
+
+    def portable(self) -> Self:
+        """With the scan, which runs anywhere, for its layers."""
+        return dataclasses.replace(self, kernel="scan")
+
+    def check(self, parallel: Parallel, mesh: Mesh) -> None:
+        """Raises a ValueError if layers, kernel or buckets do not fit the mesh and the chunks of time."""
+        check_divides("hidden_size", self.hidden_size, {TENSOR: mesh.shape[TENSOR]})
+        if self.kernel == "cudnn":
+            check_cudnn(self._work(parallel), mesh)
+        chunk_len = self.seq_len // parallel.num_chunks
+        if self.num_buckets and mesh.shape[STAGE] > 1 and self.bucket_multiple % chunk_len:
+            raise ValueError(
+                f"bucket_multiple={self.bucket_multiple} is not made of the chunks of {chunk_len} time steps "
+                f"(seq_len={self.seq_len}, num_chunks={parallel.num_chunks}); use "
+                f"bucket_multiple={chunk_len}, or more chunks"
+            )
+
+    def _work(self, parallel: Parallel) -> Work:
+        """Of a layer, on one device at once."""
+        num_steps, num_rows = (
+            self.seq_len // parallel.num_chunks,
+            parallel.microbatch_rows(self.batch_size),
+        )
+        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows)
+
+    def check_batch(self, batch: Batch) -> None:
+        """Raises a ValueError for a token outside of the vocabulary."""
+        num_words = self.num_words or self._known_vocab_size()
+        inputs, targets = np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT)
+        check_tokens(inputs, num_words, "inputs")
+        check_tokens(np.where(targets == IGNORE, 0, targets), num_words, "targets")
+
+    # ---- what a person reads, and what is kept ----
+
+    def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
+        """Perplexity; infinity where it overflows."""
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+    def baseline(self, split: str) -> dict[str, float]:
+        """The perplexity that word frequencies alone reach."""
+        corpus = self.read_text()
+        # The first token is no target of the model either.
+        tokens, num_words = getattr(corpus, split)[1:], len(corpus.vocabulary)
+        return {"unigram perplexity": unigram_perplexity(corpus.train, tokens, num_words)}
+
+    def describe(self) -> list[tuple[str, str]]:
+        """Text, vocabulary, batches, and which kernel was chosen."""
+        corpus = self.read_text()
+        words, sizes = len(corpus.vocabulary), [len(getattr(corpus, split)) for split in SPLITS]
+        padding = (self.vocab_size or words) - (self.num_words or self.vocab_size or words)
+        splits = ", ".join(f"{n:,} {split}" for n, split in zip(sizes, SPLITS, strict=True))
+        batch = f"{self.batch_size} rows x {self.seq_len} steps"
+        lines = [
+            ("corpus", f"{corpus.name}, {corpus.level}s: {splits}"),
+            ("vocabulary", f"{words:,}" + f" + {padding} padding" * bool(padding)),
+        ]
+        if self.num_buckets:
+            buckets = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
+            assert isinstance(buckets, BucketedSentences)
+            lines += [("batch", f"{batch} or less, in buckets"), ("buckets", buckets.to_text())]
+        else:
+            lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
+        known = vars(self).get(_KNOWN)
+        if known and known.kernel:
+            lines += [("kernel", f"{known.kernel.name}; {known.kernel.reason}")]
+        return lines
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Tokens and checksum of each split."""
+        corpus = self.read_text()
+
+        def of_split(tokens: np.ndarray) -> dict[str, Any]:
+            sha256 = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
+            return {"tokens": len(tokens), "sha256": sha256.hexdigest()}
+
+        return {split: of_split(getattr(corpus, split)) for split in SPLITS}
+
+    def files(self) -> dict[str, str]:
+        """The vocabulary."""
+        return {VOCABULARY: self.read_text().vocabulary.to_json()}
+
+    def lstm_sizes(self) -> dict[str, Any]:
+        """What the cost of a step is made of; see `planning.shape.LSTMSizes`."""
+        names = (
+            "num_layers", "hidden_size", "embed_size", "dropout", "tie_embedding", "dtype", "batch_size",
+            "seq_len",
+        )  # fmt: skip
+        sizes = {name: getattr(self, name) for name in names}
+        return {**sizes, "vocab_size": self._known_vocab_size()}
+
+    def _known_vocab_size(self) -> int:
+        if self.vocab_size is None:
+            raise ValueError(
+                "vocab_size=None: set it, or let `resolve`, as `fit` does, take it from the corpus"
+            )
+        return self.vocab_size

@@ -1,0 +1,73 @@
+"""How a run goes on, and what is kept of it; and all the settings of a run together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from jaxpar.fields import check_fields, require, require_positive
+from jaxpar.parallel import Parallel
+
+if TYPE_CHECKING:  # a task has a TrainConfig
+    from jaxpar.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The steps of a run, what becomes of bad ones, and what is printed and kept.
+
+    Attributes:
+      num_steps: optimizer steps.
+      clip_norm: bound on the global norm of the gradients; 0 for none.
+      nonfinite: what becomes of a step whose loss or gradient norm is not finite. "stop": the run ends, and
+        the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
+        carried state begins anew, and the next batch is taken.
+      max_skipped: steps of a run that "skip" passes over; one more stops it.
+      seed: of initial values, dropout and the order of the data.
+      log_every: steps between lines of progress.
+      eval_every: steps between validations; 0 for the end only.
+      checkpoint_every: steps between checkpoints; 0 for the end only.
+      keep_checkpoints: the newest ones kept.
+      keep_best: the state with the lowest validation loss is saved and kept as well.
+      fallback_dir: the state is saved in a folder in here when out_dir cannot be written any more: a disk
+        is full, or read-only.
+      out_dir: where metrics, settings and checkpoints are written; None takes the next free folder of
+        runs/0001, runs/0002, ...
+    """
+
+    num_steps: int = 800
+    clip_norm: float = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = 10
+    seed: int = 0
+    log_every: int = 25
+    eval_every: int = 0
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    keep_best: bool = True
+    fallback_dir: str | None = None
+    out_dir: str | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        require_positive(self, "num_steps", "log_every", "keep_checkpoints", "max_skipped")
+        for name in ("clip_norm", "eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must not be negative")
+        require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
+        require(self.num_steps < 2**31, f"num_steps={self.num_steps}: must be below {2**31}")
+        for name in ("out_dir", "fallback_dir"):
+            require(getattr(self, name) != "", f"{name}='' names no folder; leave it away")
+
+    @property
+    def allowed_skips(self) -> int:
+        """Steps that may be passed over."""
+        return self.max_skipped if self.nonfinite == "skip" else 0
+
+
+class Settings(NamedTuple):
+    """All that a run is made from: what is learned, on which devices, and how it goes on."""
+
+    task: Task
+    parallel: Parallel
+    train: TrainConfig

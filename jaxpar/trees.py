@@ -1,0 +1,34 @@
+"""Trees of arrays: added up, zero, and cast to differ over the axes of a `shard_map`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def add(totals: Any, parts: Any) -> Any:
+    """Adds two trees, in the dtypes of the first."""
+    return jax.tree.map(lambda total, part: total + part.astype(total.dtype), totals, parts)
+
+
+def zeros(shapes: Any) -> Any:
+    """Zeros of the shapes and dtypes of a tree."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def vary_like(tree: Any, reference: Any) -> Any:
+    """`tree`, typed inside a `shard_map` as differing over every axis that the reference differs over.
+
+    Args:
+      reference: an array, or a tree of arrays.
+    """
+    axes = frozenset().union(
+        *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(reference))
+    )
+
+    def cast(leaf):
+        missing = tuple(axes - jax.typeof(leaf).manual_axis_type.varying)
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree)

@@ -1,0 +1,200 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Your own model: what does jaxpar have to know of it?
+#
+# Nothing here comes from jaxpar's own models. A forecaster of a real series is written in plain Flax, layer, model and
+# task, and is then trained on eight devices. `examples/forecaster.py` is the same as a file, for the command line.
+
+# %%
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from statsmodels.datasets import co2
+
+import jaxpar
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig
+
+jaxpar.simulate_devices(8)
+
+# %% [markdown]
+# ## A layer
+#
+# takes its state, its inputs and where they lie, and gives its state after them and its outputs. Arrays are [time, rows,
+# width]. The dims of a parameter have names; which axis of a mesh splits "hidden", a table of rules says.
+
+
+# %%
+class GRU(nnx.Module):
+    def __init__(self, width, *, rngs):
+        init, shape = nnx.initializers.lecun_normal(0, (1, 2)), (width, 3, width)
+        named = functools.partial(jaxpar.nn.named_param, dims=("input", "gates", "hidden"))
+        self.w_x, self.w_h = named(init(rngs.params(), shape)), named(init(rngs.params(), shape))
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, self.w_h.shape[-1]))
+
+    def __call__(self, h, x, at):
+        def step(h, zx):
+            zh = jnp.einsum("bi,igh->bgh", h, self.w_h[...])
+            reset, keep = nnx.sigmoid(zx[:, 0] + zh[:, 0]), nnx.sigmoid(zx[:, 1] + zh[:, 1])
+            h = keep * h + (1 - keep) * jnp.tanh(zx[:, 2] + reset * zh[:, 2])
+            return h, h
+
+        h, y = jax.lax.scan(step, h, jnp.einsum("tbi,igh->tbgh", x, self.w_x[...]))
+        return h, x + y
+
+
+# %% [markdown]
+# It is an ordinary module, and can be tried by itself, on one row of five steps:
+
+# %%
+gru = GRU(4, rngs=nnx.Rngs(0))
+h, y = gru(gru.initial_carry(rows=1), jnp.ones((5, 1, 4)), at=None)
+print("state", h.shape, "outputs", y.shape)
+
+# %% [markdown]
+# ## A model
+#
+# has something before the layers, a `Stack` of them, and something after them, which gives sums: of the loss, of the
+# weight that it counts for, and of whatever else one wants to know. Here the network says a mean and a variance, and
+# `inside` counts how often the truth is no further from the mean than one standard deviation.
+
+
+# %%
+class Forecaster(nnx.Module):
+    def __init__(self, width, num_layers, *, rngs):
+        self.embed = nnx.Linear(3, width, rngs=rngs)
+        self.layers = Stack([lambda rngs: GRU(width, rngs=rngs)] * num_layers, rngs=rngs)
+        self.out = nnx.Linear(width, 2, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["seen"])
+
+    def last(self, y, batch, at):
+        mean, log_var = jnp.moveaxis(self.out(y), -1, 0)
+        error, weight = batch["next"] - mean, batch["weight"]
+        nll = 0.5 * (jnp.log(2 * jnp.pi) + log_var + error**2 * jnp.exp(-log_var))
+        inside = jnp.sum(weight, where=error**2 < jnp.exp(log_var))
+        mae = jnp.sum(weight * abs(error))
+        return Sums(jnp.sum(weight * nll), jnp.sum(weight), {"mae": mae, "inside": inside})
+
+
+# %% [markdown]
+# ## A task
+#
+# says what is learned from: a frozen dataclass, whose fields are its options. The series is the carbon dioxide over
+# Mauna Loa, week by week from 1958 to 2001; what is forecast is the change to the next week, from the last change and
+# the season.
+
+
+# %%
+@dataclasses.dataclass(frozen=True)
+class Forecast(jaxpar.Task):
+    num_layers: int = 4
+    width: int = 32
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3)
+
+    def make_model(self, rngs):
+        return Forecaster(self.width, self.num_layers, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        return jaxpar.SeriesBatches(load(split), batch_size=16, seq_len=24, seed=seed)
+
+    def baseline(self, split):
+        return {"mae of no change": float(np.mean(abs(load(split)["next"])))}
+
+
+@functools.cache
+def load(split):
+    weeks = co2.load().data["co2"].interpolate()
+    first, last = {"train": (0, 0.8), "valid": (0.8, 0.9), "test": (0.9, 1)}[split]
+    weeks = weeks.iloc[int(first * len(weeks)) : int(last * len(weeks))]
+    season, change = 2 * np.pi * weeks.index.day_of_year / 365.25, np.diff(weeks)
+    seen = np.stack([change[:-1], np.sin(season[1:-1]), np.cos(season[1:-1])], axis=-1)
+    return {"seen": seen.astype(np.float32), "next": change[1:].astype(np.float32)}
+
+
+# %% [markdown]
+# ## Trained on eight devices
+#
+# Four stages with a layer each, two data-parallel groups; a window of 24 weeks moves through the stages in four chunks.
+
+# %%
+eight = Parallel("dp2pp4", PipelineConfig(num_chunks=4))
+train = TrainConfig(num_steps=300, out_dir="eight")
+result = jaxpar.fit(Forecast(), eight, train)
+for evaluation in result.evaluations.values():
+    print(evaluation.to_text())
+
+# %% [markdown]
+# Better than to expect no change; and as sure of itself as it should be: of a normal distribution, 68 % are inside one
+# standard deviation.
+#
+# ## The same on one device
+#
+# jaxpar's promise holds for a model that it has never seen. The losses of both, step by step:
+
+# %%
+one = Parallel(MeshConfig(devices=(0,)))
+alone = jaxpar.fit(Forecast(), one, dataclasses.replace(train, out_dir="one"))
+for step in (1, 100, 200, 300):
+    print(
+        f"step {step:3}  eight devices {result.losses[step - 1]:.6f}  one {alone.losses[step - 1]:.6f}"
+    )
+
+# %% [markdown]
+# ## Where everything lies
+#
+# The layers are one stack, whose leading dim `layers` the stages share. With `tensor` in the mesh, the units that are
+# called "hidden" are split as well:
+
+# %%
+jaxpar.show(jaxpar.init_state(Forecast(), Parallel("dp2pp2tp2")))
+
+# %% [markdown]
+# ## A mistake has a name
+#
+# A name that the rules do not know is one, and so is a layer that gives something else than it takes:
+
+
+# %%
+class Narrow(GRU):
+    def __call__(self, h, x, at):
+        h, y = super().__call__(h, x, at)
+        return h, y[..., :-1]
+
+
+class NarrowForecast(Forecast):
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.layers = Stack([lambda rngs: Narrow(self.width, rngs=rngs)] * 4, rngs=rngs)
+        return model
+
+
+try:
+    jaxpar.init_state(NarrowForecast(), eight)
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## What was learned
+#
+# - A layer is `(state, inputs, where) -> (state, outputs)`; a model is `first`, a `Stack`, `last`; a task makes both
+#   and the batches.
+# - Names of dims are all that a model says of devices. Mesh, stages, microbatches and chunks are chosen from outside.
+# - Any mesh gives the losses of one device.
+# - Mistakes are told before anything is compiled.
+# - In a file, the same is a command: `python -m jaxpar train forecaster.py:Forecast --mesh pp4dp2`.

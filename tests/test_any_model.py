@@ -1,0 +1,282 @@
+"""The law for models that are none of jaxpar's: layers of kinds drawn at random, on any mesh and schedule.
+
+The oracle is written without steps, engine and layouts: `first`, then each layer as the ordinary module that
+it is, then `last`, on whole arrays, on one device, differentiated by JAX.
+"""
+
+import dataclasses
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import Regress
+from test_equivalence import assert_close, by_layer, on_devices
+
+import jaxpar
+from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums
+from jaxpar.batches import place_batch
+from jaxpar.layout import lay_out
+from jaxpar.nn import named_param
+from jaxpar.state import audit, init_state
+from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.training.settings import Settings, TrainConfig
+
+pytestmark = pytest.mark.law
+
+
+def batch_of(task):
+    return task.make_batches("train", 0).batch(1)  # the carry of a window before counts
+
+
+@functools.lru_cache(maxsize=8)
+def plainly(task):
+    """Loss, metrics, gradients and carry on one device, from the definition."""
+    settings = Settings(task, Parallel(), TrainConfig())
+    graphdef, state = jax.jit(lambda: nnx.split(lay_out(task, Parallel()).make(0)))()
+    key, batch = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
+    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if np.ndim(a) > 1 else a, batch)
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        at = At(0, 0, 0, key, block)
+        carry = model.layers.initial_carry(task.batch_size)
+        carry, y = model.layers(carry, model.first(block, at), at)
+        sums = model.last(y, block, at._replace(layer=len(model.layers)))
+        return sums.loss / sums.weight, (carry, sums)
+
+    (value, (carry, sums)), grads = jax.jit(loss)(state)
+    return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
+
+
+def assert_same(task, parallel):
+    settings = Settings(task, parallel, TrainConfig())
+    mesh = parallel.mesh.build()
+    state = init_state(task, parallel, mesh)
+    audit(state)
+    batch = jax.tree.map(jnp.asarray, place_batch(task.make_batches("train", 0), 1,
+                                                  batch_sharding(task, parallel, mesh)))  # fmt: skip
+    (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh))(state, batch)
+    expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
+    assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
+    for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    trained = by_layer(state.params, settings).keys()
+    assert_close(by_layer(grads, settings), {name: expected_grads[name] for name in trained})
+    assert_close(by_layer(carry, settings), expected_carry)
+
+
+@st.composite
+def layouts(draw):
+    """A model, and how devices share it."""
+
+    def pick(*options):
+        return draw(st.sampled_from(options))
+
+    stages, tensor = pick(1, 2, 4, 8), pick(1, 2)
+    tensor = tensor if stages * tensor <= 8 else 1
+    data = pick(*(n for n in (1, 2, 4) if n * stages * tensor <= 8))
+    has_groups = stages in (2, 4) and pick(False, False, True)
+    places = stages * (2 if has_groups else 1)
+    kinds = draw(
+        st.lists(st.sampled_from(["gru", "dense", "cell", "block"]), min_size=places,
+                 max_size=places + 3)
+    )  # fmt: skip
+    chunks = pick(1, 2, 4) if stages > 1 and "block" not in kinds else 1
+    shares = pick(None, (3, 1), (1, 2)) if data == 2 else None
+    microbatches = pick(1, 2)
+    parts = sum(shares or (1,) * data) * microbatches
+    task = Regress(tuple(kinds), batch_size=parts * pick(1, 2))
+    pipeline = PipelineConfig(
+        schedule="interleaved" if has_groups else pick("1f1b", "gpipe"),
+        num_microbatches=microbatches,
+        num_chunks=chunks,
+        num_groups=2 if has_groups else 1,
+        remat=pick(False, True),
+    )
+    mesh = on_devices((data, stages, tensor))
+    return task, Parallel(mesh, pipeline, shares=shares, fsdp=pick(False, True))
+
+
+@hypothesis.settings(max_examples=6, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+@hypothesis.given(drawn=layouts())
+@hypothesis.example(
+    drawn=(
+        Regress(("gru", "dense", "gru", "cell", "dense"), freeze="dense"),
+        Parallel(on_devices((2, 2, 2)), PipelineConfig(num_microbatches=2, num_chunks=4)),
+    )
+)
+def test_random_models_on_random_layouts_equal_their_definition(drawn):
+    assert_same(*drawn)
+
+
+def test_two_optimizer_steps_leave_the_same_parameters():
+    def train(parallel, task):
+        mesh = parallel.mesh.build()
+        state = init_state(task, parallel, mesh)
+        step = make_train_step(task, parallel, TrainConfig(num_steps=9), mesh)
+        for number in range(2):
+            batches = task.make_batches("train", 0)
+            batch = place_batch(batches, number, batch_sharding(task, parallel, mesh))
+            state, _ = step(state, batch)
+        audit(state)
+        return by_layer(state.params, Settings(task, parallel, TrainConfig()))
+
+    task = Regress(("gru", "dense", "cell"))
+    units = PipelineConfig(num_microbatches=2, num_chunks=2)
+    for parallel in (
+        Parallel(on_devices((2, 2, 2)), units, update="sharded"),
+        Parallel(on_devices((2, 3, 1)), units, shares=(3, 1), update="host"),
+    ):
+        assert_close(train(parallel, task), train(Parallel(on_devices((1, 1, 1))), task))
+
+
+# ---- mistakes inside a user's layer are told with its name ----
+
+
+def layer_that(call, carry=None):
+    """A kind of layer that does something wrong."""
+
+    class Wrong(nnx.Module):
+        def __init__(self, *, rngs):
+            self.w = nnx.Param(jnp.ones(16))
+
+        def __call__(self, carry, x, at):
+            return call(carry, x, at)
+
+    if carry is not None:
+        Wrong.initial_carry = lambda self, rows: carry(rows)
+    return lambda rngs: Wrong(rngs=rngs)
+
+
+def zeros(rows):
+    return jnp.zeros((rows, 2))
+
+
+MISTAKES = {
+    "shape": (
+        layer_that(lambda c, x, at: (c, x[..., :8])),
+        r"layer wrong: its outputs are float32\[8, 16, 8\], its inputs float32\[8, 16, 16\]",
+    ),
+    "dtype": (
+        layer_that(lambda c, x, at: (c, x.astype(jnp.bfloat16))),
+        r"layer wrong: its outputs are bfloat16\[8, 16, 16\], its inputs float32",
+    ),
+    "structure": (
+        layer_that(lambda c, x, at: (c, {"x": x})),
+        r"layer wrong: its outputs have the structure .*'x'.*, its inputs ",
+    ),
+    "carry": (
+        layer_that(lambda c, x, at: (c[:, :1], x), zeros),
+        r"layer wrong: the carry that it returns are float32\[16, 1\], the one it takes",
+    ),
+    "carry of integers": (
+        layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros(rows, jnp.int32)),
+        r"layer wrong: its initial_carry is int32\[16\]; it must be of floating-point numbers",
+    ),
+    "carry without rows": (
+        layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros((3, 3))),
+        r"layer wrong: initial_carry\(16\) has an array of shape \(3, 3\)",
+    ),
+    "a collective": (
+        layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),
+        r"layer wrong uses a collective of its own .*stage.*leave it out",
+    ),
+    "a random stream": (
+        lambda rngs: jaxpar.nn.Stateless(nnx.Dropout(0.5, rngs=rngs)),
+        r"layer Stateless has module.rngs.count, a RngCount, which its calls change",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
+    make, message = MISTAKES[mistake]
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = Stack([make], rngs=rngs)
+
+        def first(self, batch, at):
+            return jnp.ones((*batch["x"].shape[:2], 16))
+
+        def last(self, y, batch, at):
+            return Sums(jnp.sum(y), jnp.float32(1))
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            return Model(rngs)
+
+    with pytest.raises(ValueError, match=message):
+        init_state(Task(), Parallel(on_devices((1, 1, 1))))
+
+
+def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
+    parallel = Parallel(on_devices((1, 1, 1)))
+
+    class NoRules(Regress):
+        rules = RULES
+
+    with pytest.raises(
+        ValueError, match=r"layers\.block\..*: unknown dim name '.*': there is no rule"
+    ):
+        init_state(NoRules(("block",)), parallel)
+    task = Regress()
+    state, step = init_state(task, parallel), make_train_step(task, parallel)
+    batch = task.make_batches("train", 0).batch(0)
+    for change, message in (
+        (lambda a: a[:, :4], r"a batch of 4 time steps, those of task Regress have 8"),
+        (lambda a: a[:8], r"\['level'\] is float32\[8, 1\], in batches of task Regress it is"),
+    ):
+        wrong = {k: change(v) if np.ndim(v) > 1 else v for k, v in batch.items()}
+        with pytest.raises(ValueError, match=message):
+            step(state, wrong)
+    with pytest.raises(ValueError, match="the batch has the structure"):
+        step(state, {"x": batch["x"]})
+
+
+def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
+    class Gates(nnx.Module):
+        def __init__(self, *, rngs):
+            self.w = named_param(jnp.ones((16, 32)), ("input", "hidden"))
+
+        def __call__(self, carry, x, at):
+            a, b = jnp.split(x @ self.w[...], 2, axis=-1)  # each is on one half of the devices
+            return carry, jnp.tanh(a) * nnx.sigmoid(b)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = Stack([lambda rngs: Gates(rngs=rngs)] * 2, rngs=rngs)
+
+        def first(self, batch, at):
+            return jnp.ones((*batch["x"].shape[:2], 16))
+
+        def last(self, y, batch, at):
+            return Sums(jnp.sum(y), jnp.float32(1))
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            return Model(rngs)
+
+    task, parallel = Task(), Parallel(on_devices((1, 2, 2)))
+    state, batch = init_state(task, parallel), task.make_batches("train", 0).batch(0)
+    with pytest.raises(
+        ValueError, match="parts of an array between the devices of 'tensor' within a unit"
+    ):
+        make_train_step(task, parallel)(state, batch)
+
+
+def test_stages_need_layers_and_a_sharded_head_needs_a_method():
+    with pytest.raises(
+        ValueError, match="head='sharded': model Regression has no method last_part"
+    ):
+        lay_out(Regress(), Parallel("pp2", PipelineConfig(head="sharded")))
+    with pytest.raises(ValueError, match=r"stage=8 is more than num_layers=4"):
+        lay_out(Regress(), Parallel("pp8"))
+    with pytest.raises(ValueError, match="batch_size=16 does not divide by data=3"):
+        lay_out(Regress(), Parallel(dataclasses.replace(on_devices((3, 1, 1)))))

@@ -1,0 +1,309 @@
+"""The task of a language model: its options, its vocabulary and what pads it, and what it refuses."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, init_state
+from jaxpar.batches import place_batch, put_batch
+from jaxpar.layout import lay_out
+from jaxpar.sharding import named_leaves
+from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.tasks.lm.corpus import Vocabulary
+from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.training.evaluate import evaluate
+
+# Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
+RELATIVE_ERROR = 1e-5
+
+NUM_WORDS = 22
+TASK = LM(
+    num_layers=2, hidden_size=16, embed_size=8, vocab_size=96, num_words=NUM_WORDS, dropout=0.3,
+    batch_size=8, seq_len=6, optimizer=OptimizerConfig(warmup_steps=0),
+)  # fmt: skip
+TIED = dataclasses.replace(TASK, embed_size=16, tie_embedding=True)
+ONE = Parallel(MeshConfig(devices=(0,)))
+
+
+def on_mesh(mesh=(1, 1, 1), units=(1, 1), **pipeline):
+    return Parallel(
+        MeshConfig(*mesh, devices=tuple(range(math.prod(mesh)))),
+        PipelineConfig(num_microbatches=units[0], num_chunks=units[1], **pipeline),
+    )
+
+
+def placed(task, parallel):
+    mesh = parallel.mesh.build()
+    sharding = batch_sharding(task, parallel, mesh)
+    return mesh, init_state(task, parallel, mesh), put_batch(task.example_batch(), sharding)
+
+
+def loss_and_grads(task, parallel):
+    mesh, state, batch = placed(task, parallel)
+    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh))(state, batch)
+    return float(loss), {name: np.asarray(leaf[...]) for name, leaf in named_leaves(grads, "/")}
+
+
+# ---- padding words ----
+
+
+HEADS = [
+    ((1, 1, 1), (1, 1), {}),
+    ((1, 2, 1), (1, 2), {"head": "last"}),
+    ((2, 2, 2), (2, 3), {"head": "last"}),
+    ((1, 2, 1), (1, 2), {"head": "sharded"}),
+    ((2, 2, 2), (2, 3), {"head": "sharded"}),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("task", [TASK, TIED], ids=["apart", "tied"])
+@pytest.mark.parametrize(("mesh", "units", "pipeline"), HEADS, ids=str)
+def test_padding_has_no_gradient_and_every_head_is_that_of_one_device(task, mesh, units, pipeline):
+    loss, grads = loss_and_grads(task, on_mesh(mesh, units, **pipeline))
+    expected, expected_grads = loss_and_grads(task, ONE)
+    assert loss == pytest.approx(expected, rel=RELATIVE_ERROR)
+    for name, grad in grads.items():
+        error = np.linalg.norm(grad - expected_grads[name])
+        assert error <= RELATIVE_ERROR * np.linalg.norm(expected_grads[name]), name
+    of_padding = {
+        "embedding/table": np.s_[NUM_WORDS:],
+        "head_bias": np.s_[NUM_WORDS:],
+        "head/bias": np.s_[NUM_WORDS:],
+        "head/kernel": np.s_[:, NUM_WORDS:],
+    }
+    found = {name: grads[name][part] for name, part in of_padding.items() if name in grads}
+    assert len(found) == (2 if task.tie_embedding else 3)
+    for name, grad in found.items():
+        np.testing.assert_array_equal(grad, 0.0, err_msg=name)
+        assert np.any(grads[name] != 0.0)
+
+
+@pytest.mark.parametrize("parallel", [ONE, on_mesh((2, 2, 2), (1, 2))], ids=["one", "eight"])
+def test_an_untrained_model_is_as_perplexed_as_it_has_words(parallel):
+    task = dataclasses.replace(TASK, dropout=0.0)
+    mesh, state, batch = placed(task, parallel)
+    _, sums = make_eval_step(task, parallel, mesh)(state, batch)
+    perplexity = task.metrics(float(sums.loss) / float(sums.weight), {})["perplexity"]
+    assert perplexity == pytest.approx(NUM_WORDS, rel=0.05)
+
+
+def test_the_probabilities_of_the_words_add_up_to_one():
+    _, state, batch = placed(TASK, ONE)
+    model = lay_out(TASK, ONE).merge(state.params, state.frozen)
+    probabilities = np.asarray(jax.nn.softmax(model(batch.inputs_BT)), np.float64)
+    np.testing.assert_allclose(probabilities[..., :NUM_WORDS].sum(-1), 1.0, atol=1e-6)
+    np.testing.assert_array_equal(probabilities[..., NUM_WORDS:], 0.0)
+
+
+def test_training_leaves_padding_as_it_is():
+    task = dataclasses.replace(TASK, optimizer=OptimizerConfig("sgd", 0.5, warmup_steps=0))
+    mesh, state, batch = placed(task, ONE)
+    before = np.asarray(state.params["head"]["kernel"][...])
+    state, _ = make_train_step(task, ONE, mesh=mesh)(state, batch)
+    after = np.asarray(state.params["head"]["kernel"][...])
+    np.testing.assert_array_equal(after[:, NUM_WORDS:], before[:, NUM_WORDS:])
+    assert np.all(np.any(after[:, :NUM_WORDS] != before[:, :NUM_WORDS], axis=0))
+
+
+# ---- what the text says ----
+
+
+def test_resolving_reads_the_text_only_if_it_must(text, monkeypatch):
+    mesh = ONE.mesh.build()
+    task = LM(corpus=str(text)).resolve(ONE, mesh)
+    assert (task.num_words, task.vocab_size) == (11, VOCAB_MULTIPLE)
+    # What has been read is at hand, and what says its size is not read.
+    monkeypatch.setattr("jaxpar.tasks.lm.task.load_corpus", lambda *_: pytest.fail("was read"))
+    assert len(task.read_text().vocabulary) == 11
+    assert task.make_batches("valid").num_targets == 69
+    sized = dataclasses.replace(TASK, corpus="nowhere")
+    assert sized.resolve(ONE, mesh) == sized
+    assert sized.example_batch().inputs_BT.max() < NUM_WORDS
+
+
+def test_a_vocabulary_that_the_text_does_not_fit_is_refused(text):
+    def with_sizes(vocab_size, num_words=None):
+        return LM(corpus=str(text), vocab_size=vocab_size, num_words=num_words)
+
+    with pytest.raises(ValueError, match=r"vocab_size=5 is less than the 11 words .* max_vocab=5"):
+        with_sizes(5).make_batches("train", 0)
+    with pytest.raises(ValueError, match="num_words=10 is less than the 11 words of corpus"):
+        with_sizes(384, 10).make_batches("train", 0)
+    with pytest.raises(
+        ValueError, match=r"vocab_size=96 has rows that are no words: .* has 11, .*num_words=11"
+    ):
+        with_sizes(96).make_batches("train", 0)
+    for sizes in ((11,), (96, 11), (96, 20)):
+        assert with_sizes(*sizes).make_batches("train", 0).num_windows > 0
+    with pytest.raises(ValueError, match="num_words=12 is more than vocab_size=11; use"):
+        with_sizes(11, 12)
+
+
+def test_what_identifies_the_text_and_what_is_kept_of_it(text, tmp_path):
+    task = LM(corpus=str(text))
+    kept = task.files()
+    (tmp_path / "vocabulary.json").write_text(kept["vocabulary.json"])
+    assert list(kept) == ["vocabulary.json"]
+    assert Vocabulary.load(tmp_path / "vocabulary.json") == task.read_text().vocabulary
+    found = task.fingerprint()
+    assert {split: part["tokens"] for split, part in found.items()} == {
+        "train": 1400, "valid": 70, "test": 70,
+    }  # fmt: skip
+    assert found["valid"] == found["test"] != found["train"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_the_table_before_a_run(text):
+    told = dict(LM(corpus=str(text)).resolve(ONE, ONE.mesh.build()).describe())
+    assert told == {
+        "corpus": f"{text}, words: 1,400 train, 70 valid, 70 test",
+        "vocabulary": "11 + 373 padding",
+        "batch": "16 rows x 32 steps = 512 tokens",
+    }
+    told = dict(LM(corpus=str(text), num_buckets=3).describe())
+    assert told["vocabulary"] == "11"
+    assert told["batch"] == "16 rows x 32 steps or less, in buckets"
+    assert told["buckets"].splitlines()[0] == "length  sentences  batches  padding"
+
+
+def test_evaluations_stand_beside_word_frequencies(text):
+    task = LM(
+        num_layers=1, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4
+    ).resolve(ONE, ONE.mesh.build())
+    mesh = ONE.mesh.build()
+    found = evaluate(task, ONE, init_state(task, ONE, mesh), "valid", mesh)
+    assert found.metrics == {"perplexity": math.exp(found.loss)}
+    assert found.metrics["perplexity"] == pytest.approx(11, rel=0.1)
+    assert 5 < found.baseline["unigram perplexity"] < 11
+    assert task.metrics(1e4, {}) == {"perplexity": math.inf}
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1)])
+def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp_path, mesh):
+    for split, words in (("train", "a b c a b a c\n" * 20), ("valid", "b c"), ("test", "a\n")):
+        (tmp_path / f"{split}.txt").write_text(words)
+    parallel = on_mesh(mesh)
+    devices = parallel.mesh.build()
+    task = LM(
+        num_layers=2, hidden_size=8, embed_size=8, corpus=str(tmp_path), batch_size=8, seq_len=4
+    ).resolve(parallel, devices)
+    state = init_state(task, parallel, devices)
+    batches = task.make_batches("valid")
+    assert (batches.num_windows, batches.num_targets) == (1, 2)
+    batch = place_batch(batches, 0, batch_sharding(task, parallel, devices))
+    assert batch.inputs_BT.shape == (8, 4)
+    assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2
+    loss = evaluate(task, parallel, state, "valid", devices).loss
+    # Each of the two targets is in a row of its own, after a token and the zero state.
+    model = lay_out(task, ONE).merge(init_state(task, ONE).params, state.frozen)
+    tokens = task.read_text().valid
+    logits = np.asarray(model(tokens[:2, None])[:, 0, :], np.float64)
+    nll = np.log(np.exp(logits).sum(-1)) - logits[np.arange(2), tokens[1:]]
+    assert loss == pytest.approx(nll.mean(), rel=RELATIVE_ERROR)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "num_layers=0: must be positive"),
+        ({"hidden_size": -4}, "hidden_size=-4: must be positive"),
+        ({"embed_size": 17}, "embed_size=17 is larger than hidden_size=16; use embed_size=16"),
+        ({"tie_embedding": True}, "tie_embedding needs embed_size=8 equal to hidden_size=16; set"),
+        ({"vocab_size": 0, "num_words": None}, "vocab_size=0: must be positive"),
+        ({"num_words": 0}, "num_words=0: must be positive"),
+        ({"dropout": 1.0}, r"dropout=1\.0: must be at least 0 and less than 1"),
+        ({"dropout": math.nan}, "dropout=nan: use a finite number"),
+        ({"dtype": "float16"}, "dtype='float16': use 'float32' or 'bfloat16'"),
+        ({"kernel": "cuda"}, "kernel='cuda': use 'scan' or 'cudnn' or 'auto'"),
+        ({"corpus": ""}, "corpus='' names no text"),
+        ({"level": "byte"}, "level='byte': use 'auto' or 'word' or 'char'"),
+        ({"max_vocab": 0}, "max_vocab=0: must be positive"),
+        ({"batch_size": 0}, "batch_size=0: must be positive"),
+        ({"seq_len": True}, "seq_len=True.*: use a whole number"),
+        ({"num_buckets": -1}, "num_buckets=-1: must not be negative"),
+        ({"bucket_multiple": 0}, "bucket_multiple=0: must be positive"),
+        ({"optimizer": "adam"}, "optimizer='adam': use a OptimizerConfig"),
+    ],
+)
+def test_fields_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TASK, **changes)
+
+
+def test_a_model_of_no_known_vocabulary_is_refused():
+    task = dataclasses.replace(TASK, vocab_size=None, num_words=None)
+    for use in (task.example_batch, task.lstm_sizes, lambda: init_state(task, ONE)):
+        with pytest.raises(ValueError, match="vocab_size=None: set it, or let `resolve`"):
+            use()
+
+
+def test_a_width_that_tensor_does_not_divide_is_refused():
+    task = dataclasses.replace(TASK, hidden_size=18)
+    with pytest.raises(
+        ValueError, match=r"hidden_size=18 does not divide by tensor=4; use hidden_size 16 or 20"
+    ):
+        init_state(task, on_mesh((1, 1, 4)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "inputs_BT",
+            22,
+            "token 22 at position 2, 5 of the inputs is outside the vocabulary of 22",
+        ),
+        ("inputs_BT", -1, "token -1 at position 2, 5 of the inputs"),
+        ("targets_BT", 22, r"token 22 at position 2, 5 of the targets .* \(0 to 21\); encode"),
+        ("targets_BT", -2, "token -2 at position 2, 5 of the targets"),
+    ],
+)
+def test_a_step_takes_no_token_outside_the_vocabulary(name, value, message):
+    mesh, state, batch = placed(TASK, ONE)
+    step = make_train_step(TASK, ONE, mesh=mesh)
+    tokens = np.array(getattr(batch, name))
+    tokens[2, 5] = value
+    with pytest.raises(ValueError, match=message):
+        step(state, batch._replace(**{name: tokens}))
+    tokens[2, 5] = IGNORE if name == "targets_BT" else 21
+    _, metrics = step(state, batch._replace(**{name: tokens}))
+    assert np.isfinite(metrics.loss)
+
+
+# ---- the pieces of the model ----
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "units"), [((1, 1, 1), (1, 1)), ((1, 2, 2), (2, 2))])
+def test_logits_in_pieces_are_those_at_once(monkeypatch, mesh, units):
+    parallel = on_mesh(mesh, units, head="last")
+    rows = dataclasses.replace(TASK, batch_size=64, seq_len=8)
+    loss, grads = loss_and_grads(rows, parallel)
+    monkeypatch.setattr("jaxpar.tasks.lm.task.LOGITS_ON_CPU", 1)
+    pieces = dataclasses.replace(rows, corpus="another")  # what has been traced of a task is kept
+    actual, actual_grads = loss_and_grads(pieces, parallel)
+    assert actual == pytest.approx(loss, rel=RELATIVE_ERROR)
+    for name, grad in actual_grads.items():
+        error = np.linalg.norm(grad - grads[name])
+        assert error <= RELATIVE_ERROR * np.linalg.norm(grads[name]), name
+
+
+def test_a_narrow_table_is_widened_only_where_tensor_splits_it():
+    model = TASK.make_model(nnx.Rngs(0))
+    assert model.prepare({"tensor": 1}) is model
+    wide = model.prepare({"tensor": 2})
+    assert (wide.embedding.table.shape, model.embedding.table.shape) == ((96, 16), (96, 8))
+    np.testing.assert_array_equal(wide.embedding.table[:, 8:], 0.0)
+    tied = TIED.make_model(nnx.Rngs(0))
+    assert tied.prepare({"tensor": 2}) is tied

@@ -1,0 +1,324 @@
+"""A task of one's own, in a file outside the package: every command takes it as it takes those of jaxpar."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+FILE = '''"""Forecasts of waves whose period changes: a GRU says the next value."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxpar
+
+ON_IMPORT = jnp.ones(3)  # touches a device
+
+
+class GRU(nnx.Module):
+    def __init__(self, width, *, rngs):
+        named = jaxpar.nn.named_param
+        shape, init = (width, 3, width), nnx.initializers.lecun_normal(0, (1, 2))
+        self.w_x = named(init(rngs.params(), shape), ("input", "gates", "hidden"))
+        self.w_h = named(init(rngs.params(), shape), ("input", "gates", "hidden"))
+        self.b = named(jnp.zeros((3, width)), ("gates", "hidden"))
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, self.w_h.shape[0]))
+
+    def __call__(self, h, x, at):
+        def step(h, x):
+            zx = jnp.einsum("bi,igh->gbh", x, self.w_x[...]) + self.b[...][:, None]
+            zh = jnp.einsum("bi,igh->gbh", h, self.w_h[...])
+            u = nnx.sigmoid(zx[1] + zh[1])
+            h = u * h + (1 - u) * jnp.tanh(zx[2] + nnx.sigmoid(zx[0] + zh[0]) * zh[2])
+            return h, h
+
+        h, y = jax.lax.scan(step, h, x)
+        return h, jaxpar.nn.dropout(y, 0.1, at)
+
+
+class Forecaster(nnx.Module):
+    def __init__(self, width, num_layers, *, rngs):
+        self.embed, self.out = nnx.Linear(1, width, rngs=rngs), nnx.Linear(width, 1, rngs=rngs)
+        self.layers = jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["x"][..., None])
+
+    def last(self, y, batch, at):
+        error = (self.out(y)[..., 0] - batch["y"]) * batch["weight"]
+        return jaxpar.Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum(abs(error))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast(jaxpar.Task):
+    """Forecasts the next value of a series.
+
+    Attributes:
+      num_layers: GRUs.
+      width: units of each.
+      optimizer: how it learns.
+    """
+
+    num_layers: int = 2
+    width: int = 6
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig(learning_rate=3e-2, warmup_steps=2)
+
+    unit: ClassVar[str] = "values"
+    train: ClassVar[jaxpar.TrainConfig] = jaxpar.TrainConfig(num_steps=60, log_every=10)
+    parallel: ClassVar[jaxpar.Parallel] = jaxpar.Parallel(
+        pipeline=jaxpar.PipelineConfig(num_chunks=2)
+    )
+
+    def make_model(self, rngs):
+        return Forecaster(self.width, self.num_layers, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        size, phase = {"train": (2000, 0), "valid": (300, 1), "test": (300, 2)}[split]
+        t = np.arange(size + 1)
+        series = np.sin(t / 5 + phase + np.sin(t / 90)).astype(np.float32)
+        return jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed)
+
+    def metrics(self, loss, means):
+        return {"rmse": loss**0.5, **means}
+
+    def fingerprint(self):
+        return {"series": "waves"}
+'''
+
+
+def jaxpar(*arguments, cwd, code=0):
+    """What a command line prints; and to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxpar", *map(str, arguments)],
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """A folder with the user's file, a run of it on eight devices, and what that printed."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "forecast.py").write_text(FILE)
+    printed, said = jaxpar(
+        "train", "forecast.py:Forecast", "--simulate", 8, "--mesh", "dp2pp2tp2", "--num-layers", 4,
+        "--pipeline.num-microbatches", 2, "--optimizer.learning-rate", "2e-2",
+        "--train.checkpoint-every", 20, cwd=folder,
+    )  # fmt: skip
+    assert said == ""
+    return folder, printed
+
+
+@pytest.fixture
+def here(world, tmp_path):
+    """A copy of the folder, whose run is of the file beside it."""
+    folder, _ = world
+    shutil.copytree(folder, tmp_path / "user")
+    config = tmp_path / "user/runs/0001/config.toml"
+    config.write_text(config.read_text().replace(str(folder), str(tmp_path / "user")))
+    return tmp_path / "user"
+
+
+def losses(folder):
+    lines = map(json.loads, (folder / "runs/0001/metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if line["split"] == "train"}
+
+
+def evaluated(printed):
+    """Split -> the numbers of its row in a table."""
+    rows = re.findall(r"^ *(valid|test) +([\d. ]+?) *$", printed, re.MULTILINE)
+    return {split: [float(number) for number in numbers.split()] for split, numbers in rows}
+
+
+def test_it_trains_on_every_axis(world):
+    folder, printed = world
+    for pattern in (
+        r"mesh +data=2 x stage=2 x tensor=2",
+        r"layers +4 \(stage 0: 2, stage 1: 2\); 2 microbatches x 2 chunks of time",
+        r"layers\.gru\.w_h +4x6x3x6 +layers/stage, input, gates, hidden/tensor +2x6x3x3 ",
+        r"step +60/60 +loss +0\.\d+ .*values/s",
+    ):
+        assert re.search(pattern, printed), f"{pattern} is not in:\n{printed}"
+    rows = evaluated(printed)
+    assert rows.keys() == {"valid", "test"}
+    found = losses(folder)
+    assert found[60] < 0.3 * found[1]
+    assert rows["test"][0] == pytest.approx(found[60] ** 0.5, rel=1)
+
+
+def test_the_run_knows_its_task(world):
+    folder, _ = world
+    tables = tomllib.loads((folder / "runs/0001/config.toml").read_text())
+    assert tables["task"] == f"{folder}/forecast.py:Forecast"
+    assert (tables["num_layers"], tables["optimizer"]["learning_rate"]) == (4, 2e-2)
+    assert tables["mesh"] == "dp2pp2tp2"
+    assert (folder / "runs/0001/task.py").read_text() == FILE
+
+
+def test_it_is_resumed_on_other_devices_and_evaluated_on_one(here):
+    before = losses(here)
+    more = ("--simulate", 4, "--mesh", "pp4", "--train.num-steps", 80)
+    printed, said = jaxpar("train", "--resume", *more, cwd=here)
+    assert said == ""
+    assert "resumed at step 60" in printed
+    assert re.search(r"layers +4 \(stage 0: 1, stage 1: 1, stage 2: 1, stage 3: 1\)", printed)
+    after = losses(here)
+    assert {step: after[step] for step in before} == before
+    assert after[80] < after[10]
+    again, said = jaxpar("evaluate", "runs/0001", cwd=here)
+    assert said == ""
+    numbers = evaluated(again)
+    assert numbers.keys() == {"valid", "test"}
+    assert numbers == evaluated(printed)
+    assert all(map(math.isfinite, numbers["valid"]))
+
+
+def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
+    resume = ("--resume", "--simulate", 2, "--mesh", "pp2", "--train.num-steps", 61)
+    printed, _ = jaxpar("train", "./forecast.py:Forecast", *resume, cwd=here)
+    assert "resumed at step 60" in printed
+    _, said = jaxpar("train", "lm", *resume, cwd=here, code=2)
+    assert re.fullmatch(
+        r"error: the settings of runs/0001 are of the task .*forecast\.py:Forecast, not of lm; .*\n",
+        said,
+    )
+
+
+def test_it_runs_in_several_processes(here):
+    printed, _ = jaxpar(
+        "launch", "--processes", 2, "--devices-per-process", 2, "--", "train", "forecast.py:Forecast",
+        "--mesh", "dp2pp2", "--train.num-steps", 4, "--train.log-every", 1, cwd=here,
+    )  # fmt: skip
+    assert re.search(r"^\[0\] step 4/4 +loss ", printed, re.MULTILINE)
+    assert (here / "runs/0002/task.py").read_text() == FILE
+
+
+def test_it_is_inspected_and_plotted(here):
+    step = ("--simulate", 8, "--mesh", "dp2pp2tp2", "--num-layers", 4)
+    printed, said = jaxpar("inspect", "forecast.py:Forecast", *step, cwd=here)
+    assert said == ""
+    for pattern in (r"permute +stage ", r"all-reduce +tensor ", r"all-reduce +data .*", r"FLOPs"):
+        assert re.search(pattern, printed), f"{pattern} is not in:\n{printed}"
+    printed, said = jaxpar(
+        "plot", "schedule", "forecast.py:Forecast", "--mesh", "pp4", "--num-layers", 4,
+        "-o", "schedule.svg", cwd=here,
+    )  # fmt: skip
+    assert (printed, said) == ("schedule.svg\n", "")
+    picture = (here / "schedule.svg").read_text()
+    assert picture.startswith("<svg")
+    assert picture.count("stage") >= 4
+
+
+def test_help_tells_its_options(world):
+    printed, _ = jaxpar("train", "forecast.py:Forecast", "--help", cwd=world[0])
+    said = " ".join(printed.split())
+    assert "usage: python -m jaxpar train forecast.py:Forecast" in said
+    assert "--width INT units of each. (default: 6)" in said
+    assert "--train.num-steps INT" in said
+    assert "(default: 60)" in said
+
+
+def test_the_planner_says_that_it_does_not_know_its_cost(world):
+    options = ("forecast.py:Forecast", "--machine", "h100", "--devices", 8)
+    _, said = jaxpar("plan", *options, cwd=world[0], code=2)
+    assert re.fullmatch(r"error: .*Forecast.* does not know its cost.*\n", said)
+
+
+def test_a_file_that_has_changed_is_told(here):
+    file = here / "forecast.py"
+    file.write_text(FILE + "# changed\n")
+    printed, said = jaxpar("evaluate", "runs/0001", cwd=here)
+    assert evaluated(printed).keys() == {"valid", "test"}
+    assert said.count("\n") == 1
+    assert f"{file} has changed since " in said
+    assert "runs/0001/config.toml was written" in said
+
+
+def test_a_file_that_is_gone_is_told_with_its_copy(here):
+    file = here / "forecast.py"
+    file.unlink()
+    _, said = jaxpar("evaluate", "runs/0001", cwd=here, code=2)
+    assert re.fullmatch(
+        rf"error: the task of the run in runs/0001 is in {file}, which is not there any more; bring it back: "
+        r"runs/0001/task\.py is as it was when the run began\n",
+        said,
+    )
+    shutil.copy(here / "runs/0001/task.py", file)
+    printed, said = jaxpar("evaluate", "runs/0001", cwd=here)
+    assert (evaluated(printed).keys(), said) == ({"valid", "test"}, "")
+
+
+MISTAKES = {
+    "no such file": ("other.py:Forecast", r"cannot read other\.py, the file of task 'other\.py:F"),
+    "no such class": ("forecast.py:Forcast", r"forecast\.py has no task 'Forcast'; it has Forecast"),
+    "no name": ("forecast.py", r"there is no task 'forecast\.py'; .*path/to/file\.py:Name"),
+    "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
+    "a field named as an option": (
+        "names.py:Own", r"the field 'resume' of Own has the name of an option of train; call it oth",
+    ),
+    "a field named as a setting": (
+        "names.py:Mesh", r"the field 'mesh' of Mesh has the name of a setting that every task has",
+    ),
+    "a field without a default": ("names.py:Bare", r"the field 'width' of Bare has no default"),
+    "a value that it refuses": ("names.py:Picky", r"error: 7 is my favourite"),
+}  # fmt: skip
+
+NAMES = """
+import dataclasses
+import jaxpar
+
+@dataclasses.dataclass(frozen=True)
+class Own(jaxpar.Task):
+    resume: int = 1
+
+@dataclasses.dataclass(frozen=True)
+class Mesh(jaxpar.Task):
+    mesh: str = "dp2"
+
+@dataclasses.dataclass(frozen=True)
+class Bare(jaxpar.Task):
+    width: int
+
+@dataclasses.dataclass(frozen=True)
+class Picky(jaxpar.Task):
+    number: int = 7
+    def __post_init__(self):
+        super().__post_init__()
+        if self.number != 7:
+            raise ValueError("7 is my favourite")
+"""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
+    from jaxpar.__main__ import main
+
+    (tmp_path / "forecast.py").write_text(FILE)
+    (tmp_path / "fails.py").write_text("1 / 0\n")
+    (tmp_path / "names.py").write_text(NAMES)
+    monkeypatch.chdir(tmp_path)
+    spec, message = MISTAKES[mistake]
+    more = ["--number", "8"] if spec.endswith("Picky") else []
+    assert main(["train", spec, "--mesh", "dp8", *more]) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, captured.err), captured.err
+    assert captured.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

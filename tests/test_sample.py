@@ -1,0 +1,97 @@
+"""Samples: the same for the same seed, from the carried state, and of words alone."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
+from jaxpar.layout import lay_out
+from jaxpar.tasks.lm.sample import sample, sample_tokens
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training.fit import fit
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+WORDS = {"the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to", "<unk>"}
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """A few steps, so that all words are still likely."""
+    task = LM(
+        num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4,
+        optimizer=OptimizerConfig(warmup_steps=0),
+    )  # fmt: skip
+    train = TrainConfig(num_steps=2, out_dir=str(tmp_path_factory.mktemp("runs") / "run"))
+    return fit(task, Parallel(MeshConfig(devices=(0,))), train)
+
+
+def test_a_sample_is_a_function_of_the_seed(run):
+    first, again, other = (sample(run.out_dir, "the cat", length=30, seed=n) for n in (0, 0, 1))
+    assert first == again != other
+    assert first.startswith("the cat")
+    assert sample(run.out_dir, "the", length=5, temperature=0) == sample(
+        run.out_dir, "the", length=5, temperature=0, seed=3
+    )
+
+
+def test_a_sample_is_the_same_on_another_mesh(run):
+    mesh = MeshConfig(data=1, stage=2, tensor=2, devices=(0, 1, 2, 3))
+    options = {"length": 20, "temperature": 0.5}
+    assert sample(run.out_dir, "a", mesh=mesh, **options) == sample(run.out_dir, "a", **options)
+
+
+def test_only_words_are_drawn(run):
+    """Of 384 rows 11 are words; at so high a temperature all that can be drawn is."""
+    drawn = sample(run.out_dir, length=300, temperature=1e6).split()
+    assert set(drawn) == WORDS
+
+
+def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(run):
+    # Large random weights, so that the likeliest token depends on all that came before.
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda array: rng.normal(0, 2, array.shape).astype(np.float32), run.state.params
+    )
+    state = type(run.state)(**{**vars(run.state), "params": params})
+    model = lay_out(run.task, run.parallel).merge(params, run.state.frozen)
+    greedy = functools.partial(
+        sample_tokens, run.task, run.parallel, state, num_words=11, length=3, temperature=0
+    )
+    drawn = set()
+    for prompt in rng.integers(11, size=(6, 5), dtype=np.int32):
+        tokens = greedy(prompt)
+        text = np.concatenate([prompt, tokens])
+        logits = np.asarray(model(text[None])[0])
+        np.testing.assert_array_equal(tokens, logits.argmax(-1)[len(prompt) - 1 : -1])
+        drawn |= set(tokens.tolist())
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": float("nan")}, r"temperature=nan, .*: use .* and a finite temperature"),
+        ({"temperature": float("inf")}, r"temperature=inf, .* a finite temperature"),
+        ({"temperature": -1.0}, r"temperature=-1\.0, .* no negative number"),
+        ({"length": 0}, r"length=0, .*: use a length and a prompt of 1 or more"),
+        ({"length": -3}, r"length=-3, .*: use a length and a prompt of 1 or more"),
+        ({"seed": -1}, r"seed=-1, .* no negative number"),
+        ({"prompt": "the cst"}, r"'cst' is not among the 11 words; nearest are 'sat', 'cat'"),
+    ],
+)
+def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
+    with pytest.raises(ValueError, match=message):
+        sample(run.out_dir, **options)
+
+
+def test_prompts_that_cannot_be_are_refused(run):
+    draw = functools.partial(
+        sample_tokens, run.task, run.parallel, run.state, num_words=11, length=3
+    )
+    with pytest.raises(ValueError, match="0 tokens of prompt"):
+        draw(np.array([], np.int32))
+    with pytest.raises(ValueError, match="token 11 at position 1 is outside the vocabulary of 11"):
+        draw(np.array([0, 11]))
