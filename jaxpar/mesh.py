@@ -15,7 +15,7 @@ from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.display import Shown
 from jaxpar.fields import check_fields
 
-_SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
+SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,10 @@ class MeshConfig(Shown):
           ValueError: the text has neither form, names an unknown axis, or names an axis twice.
         """
         text = text.strip()
-        if re.fullmatch(r"((dp|pp|tp)-?\d+)+", text):
-            pairs = [(_SHORT_NAMES[a], size) for a, size in re.findall(r"(dp|pp|tp)(-?\d+)", text)]
+        names = "|".join(SHORT_NAMES)
+        if re.fullmatch(rf"(({names})-?\d+)+", text):
+            found = re.findall(rf"({names})(-?\d+)", text)
+            pairs = [(SHORT_NAMES[name], size) for name, size in found]
         else:
             pairs = []
             for part in text.split(","):
@@ -92,7 +94,7 @@ class MeshConfig(Shown):
             if axis in sizes:
                 raise ValueError(f"mesh {text!r} names the axis {axis!r} twice; name it once")
             sizes[axis] = int(size)
-        return cls(sizes.get(DATA, 1), sizes.get(STAGE, 1), sizes.get(TENSOR, 1))
+        return dataclasses.replace(cls(), **sizes)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import check_fields, nearest_multiples, require, require_positive
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import SHORT_NAMES, MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +157,9 @@ class Parallel:
 
 def short_name(mesh: MeshConfig) -> str:
     """dp2pp4, without the axes of size 1."""
-    short = {DATA: "dp", STAGE: "pp", TENSOR: "tp"}
-    return (
-        "".join(f"{short[axis]}{size}" for axis, size in mesh.sizes.items() if size != 1) or "dp1"
-    )
+    short = {axis: name for name, axis in SHORT_NAMES.items()}
+    sizes = (f"{short[axis]}{size}" for axis, size in mesh.sizes.items() if size != 1)
+    return "".join(sizes) or "dp1"
 
 
 def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

@@ -191,9 +191,7 @@ def test_the_head_is_cut_as_the_loss_cuts_it():
 
 def test_flops_are_those_of_a_program_without_loops():
     # Its loops have one turn, so that XLA counts all of it; rows are many, so that matmuls are most of it.
-    task = LM(
-        1, 256, 256, vocab_size=384, dropout=0.0, batch_size=512, seq_len=1, optimizer=SGD
-    )  # fmt: skip
+    task = LM(1, 256, 256, 384, dropout=0.0, batch_size=512, seq_len=1, optimizer=SGD)
     settings = make_settings(task=task, train=TrainConfig(clip_norm=0.0))
     tokens, H, V = 512, 256, 384
     flops = predict_step(*settings).flops

@@ -236,7 +236,7 @@ OWN_DIMS = {
     "layers.block.down.kernel": ((2, 32, 16), (1, 16, 16), (1, 8, 16)),
     "layers.gru.w_x": ((2, 16, 3, 16), (1, 16, 3, 8), (1, 16, 3, 4)),
     "layers.dense.kernel": ((2, 16, 16), (1, 16, 16), (1, 16, 8)),
-    "layers.dense.norm.bias": ((2, 16), (1, 16), (1, 8)),
+    "layers.dense.bias": ((2, 16), (1, 16), (1, 8)),
 }
 
 

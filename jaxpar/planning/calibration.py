@@ -280,8 +280,7 @@ class _Bench:
         words: list[Any] = kind.split()
         name, *how = words
         momentum, clip_norm = (float(word in how) / 2 for word in (pieces.MOMENTUM, pieces.CLIPPED))
-        config = dataclasses.replace(OptimizerConfig(momentum=momentum, name="sgd"), name=name)
-        made = config.make(num_steps=100)
+        made = OptimizerConfig(name, momentum=momentum).make(num_steps=100)
         params = _random(elements)
 
         def run(state, grads):
