@@ -118,6 +118,11 @@ class Pipeline:
         """Which dim of a batch's arrays are its rows."""
         return 0 if self.chunk_len is None else 1
 
+    @property
+    def nothing_frozen(self) -> PipelineParams:
+        """Frozen parameters where there are none."""
+        return PipelineParams((), ((),) * len(self.layers), ())
+
     def sums(
         self,
         params: PipelineParams,
@@ -147,7 +152,7 @@ class Pipeline:
           ValueError: plan, mesh, slots, chunks, rows and shapes do not fit each other; or a gradient is asked
             for, and the plan has no backward pass.
         """
-        frozen = PipelineParams((), ((),) * len(self.layers), ()) if frozen is None else frozen
+        frozen = frozen or self.nothing_frozen
         carry = lax.stop_gradient(carry)
         self._check(params, frozen, carry, batch, plan)
         rest = (frozen, carry, batch, plan, key)
@@ -187,7 +192,7 @@ class Pipeline:
         The GPipe schedule, as one gets it for nothing: an oracle for tests, and what benchmarks compare
         with. Arguments as of `sums`; the plan is one without a backward pass, its values known.
         """
-        frozen = PipelineParams((), ((),) * len(self.layers), ()) if frozen is None else frozen
+        frozen = frozen or self.nothing_frozen
         self._check(params, frozen, carry, batch, plan)
         return self._run(params, frozen, carry, batch, plan, key, with_gradients=False)[:3]
 
@@ -414,12 +419,17 @@ class _Device:
     def split_layers(self) -> SplitLayers:
         """The layers as forward and backward, for a unit."""
         zero = jnp.int32(0)
-        params, frozen, carry, _ = self.own(zero, zero)
+        params, frozen, _ = self.own(zero)
         return SplitLayers(
             self.pipe.layers,
-            *(params, frozen, carry or (), vary_like(zeros(self.x), self.here), self.at(zero)),
+            *(params, frozen, *self.first_block(), self.at(zero)),
             has_empty_slots=self.pipe.slots.has_empty_slots,
         )
+
+    def first_block(self) -> tuple[Any, Any]:
+        """The carry and an input of a unit, to trace layers with."""
+        zero = jnp.int32(0)
+        return self.read_carry(self.carry, zero, zero), vary_like(zeros(self.x), self.here)
 
     def initial_state(self, with_gradients: bool) -> _State:
         def buffers(count, shapes):
@@ -437,7 +447,7 @@ class _Device:
         )
         if with_gradients:
             run = functools.partial(self.layers_forward, True, unit, unit)
-            kept = jax.eval_shape(lambda: run(vary_like(zeros(self.x), self.here)))[2]
+            kept = jax.eval_shape(lambda: run(*self.first_block()))[2]
             rows = self.pipe.microbatch_rows
             state = state._replace(
                 kept=buffers(plan.num_slots, kept),
@@ -491,7 +501,7 @@ class _Device:
             lambda: read(state.arrived_x, at.source),
         )
         before = self.read_carry(state.carry, at.group, m)
-        run = functools.partial(self.layers_forward, with_gradients, unit, at.group, x, before)
+        run = functools.partial(self.layers_forward, with_gradients, unit, at.group, before, x)
         kept = jax.eval_shape(run)[2]
         after, y, kept = lax.cond(
             at.unit >= 0,
@@ -566,7 +576,7 @@ class _Device:
         )
 
         def run():
-            params, frozen, _, slots = self.own(at.group)
+            params, frozen, slots = self.own(at.group)
             d_carry = jax.tree.map(
                 lambda a: jnp.where(is_last_chunk, jnp.zeros_like(a), a),
                 self.of_group(state.d_carry, at.group),
@@ -661,11 +671,9 @@ class _Device:
     def last(self, params, y, unit):
         return self.pipe.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
 
-    def layers_forward(self, with_gradients: bool, unit, group, x, carry=None):
+    def layers_forward(self, with_gradients: bool, unit, group, carry, x):
         """The layers over a unit, and what is kept for its backward."""
-        params, frozen, before, slots = self.own(group, jnp.int32(0))
-        carry = before if carry is None else carry
-        assert carry is not None
+        params, frozen, slots = self.own(group)
         if with_gradients and not self.pipe.remat:
             return self.layers.forward(params, frozen, carry, x, self.at(unit), slots)
         after, y = run_layers(
@@ -675,13 +683,9 @@ class _Device:
         )
         return after, y, (carry, x) if with_gradients else ()
 
-    def own(self, group, m=None):
-        """Parameters, frozen ones, carry of a microbatch (of none: nothing) and slots of a group."""
-        params, frozen, slots = self.of_group(
-            (self.params.layers, self.frozen.layers, self.slots), group
-        )
-        carry = None if m is None else self.read_carry(self.carry, group, m)
-        return params, frozen, carry, slots
+    def own(self, group):
+        """Parameters, frozen ones and slots of a group."""
+        return self.of_group((self.params.layers, self.frozen.layers, self.slots), group)
 
     def read_carry(self, carry, group, m):
         b = self.pipe.microbatch_rows

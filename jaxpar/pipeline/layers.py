@@ -4,7 +4,8 @@ The parameters of all layers of a kind are stacked on a leading dim; slots say w
 where it lies. `run_layers` is the plain way, differentiable by autodiff. `SplitLayers` is the same in two
 halves with what passes between them in the caller's hands: a pipeline keeps it in slots of its own. With
 one kind the program is a scan over one layer, however many there are; with several each slot switches to
-its kind.
+its kind. Each pass has a body for either: a switch reads its weights by their places, which copies them,
+and a scan over the stack does not.
 
 Legend: t time steps, b rows; n slots of a stage, r rows of a kind's stack there.
 """
