@@ -7,6 +7,7 @@ from typing import Literal, Self
 from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import check_fields, nearest_multiples, require, require_positive
 from jaxpar.mesh import SHORT_NAMES, MeshConfig
+from jaxpar.pipeline.schedule import ZeroBubble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +21,16 @@ class PipelineConfig:
         accumulation.
       num_chunks: K, slices of the time dim; the state of layers stays on their stage between chunks.
       num_groups: groups of layers on each stage, for "interleaved".
+      zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them:
+        one by one ("unit"), or once for all chunks of a microbatch ("microbatch"); see
+        `schedule.make_schedule`. With remat they stay, for what W waits with is more than remat keeps.
       placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
         ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
         (the model must have a method `last_part`); "auto" is "sharded" where the model can.
+      unroll: write the layers of a stage out one by one, with their weights laid out for it once a step:
+        quicker where chunks are short, for more memory and a larger program. For layers of one kind, without
+        groups.
       remat: keep inputs instead of residuals, and run each forward again before its backward.
     """
 
@@ -31,13 +38,20 @@ class PipelineConfig:
     num_microbatches: int = 1
     num_chunks: int = 1
     num_groups: int = 1
+    zero_bubble: ZeroBubble = "off"
     placement: str | tuple[int, ...] = "balanced"
     head: Literal["auto", "last", "sharded"] = "auto"
+    unroll: bool = False
     remat: bool = False
 
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "num_microbatches", "num_chunks", "num_groups")
+        require(
+            self.zero_bubble == "off" or self.schedule != "gpipe",
+            f"zero_bubble={self.zero_bubble!r} with schedule='gpipe', which keeps all residuals; use "
+            f"'1f1b' or 'interleaved'",
+        )
         require(
             (self.num_groups > 1) == (self.schedule == "interleaved"),
             f"num_groups={self.num_groups} with schedule={self.schedule!r}; use 2 or more groups with "
@@ -111,6 +125,12 @@ class Parallel:
     def num_groups(self) -> int:
         """Groups of layers on each stage; 1 without stages."""
         return self.pipeline.num_groups if self.mesh.stage > 1 else 1
+
+    @property
+    def zero_bubble(self) -> ZeroBubble:
+        """Where the gradients of weights go; with their backwards without stages, and with remat."""
+        apart = self.mesh.stage > 1 and not self.pipeline.remat
+        return self.pipeline.zero_bubble if apart else "off"
 
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, of a batch of so many."""

@@ -388,6 +388,7 @@ def step_schedule(
         parallel.num_chunks if num_chunks is None else num_chunks,
         parallel.num_groups,
         backward=backward,
+        zero_bubble=parallel.zero_bubble,
     )
 
 
@@ -574,6 +575,7 @@ def _run_in_units(layout: ModelLayout, mesh, layers, params, frozen, carry, batc
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer, model),
         remat=parallel.pipeline.remat,
+        unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         first_gradient=add_first_gradient if adds_gradient else None,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches

@@ -92,11 +92,13 @@ def layouts(draw):
     microbatches = pick(1, 2)
     parts = sum(shares or (1,) * data) * microbatches
     task = Regress(tuple(kinds), batch_size=parts * pick(1, 2))
+    schedule = "interleaved" if has_groups else pick("1f1b", "gpipe")
     pipeline = PipelineConfig(
-        schedule="interleaved" if has_groups else pick("1f1b", "gpipe"),
+        schedule=schedule,
         num_microbatches=microbatches,
         num_chunks=chunks,
         num_groups=2 if has_groups else 1,
+        zero_bubble=pick("off", "unit") if schedule != "gpipe" else "off",
         remat=pick(False, True),
     )
     mesh = on_devices((data, stages, tensor))

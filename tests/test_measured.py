@@ -183,7 +183,7 @@ def make_measured():
 
 def test_what_runs_as_predicted_is_shown_so():
     measured = make_measured()
-    assert measured.unit_seconds == (2, 5)
+    assert measured.unit_seconds == (2, 5, 0)
     assert measured.busy_seconds == (21, 21)
     assert measured.bubble == pytest.approx(measured.predicted_bubble)
     assert measured.predicted_bubble == pytest.approx(1 / 4)
@@ -191,8 +191,8 @@ def test_what_runs_as_predicted_is_shown_so():
     assert [row.name for row in rows[:2]] == ["stage 0 predicted", "measured"]
     for predicted, found in zip(rows[::2], rows[1::2], strict=True):
         assert list(predicted.spans) == list(found.spans) == [(0, 28_000)]
-        backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.is_backward]
-        assert backward == [(b.start, b.label) for b in found.blocks if b.is_backward]
+        backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.foot]
+        assert backward == [(b.start, b.label) for b in found.blocks if b.foot]
     svg = measured.to_svg()
     widths = {
         label: float(width)

@@ -29,6 +29,7 @@ from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.ticks import make_plan
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
@@ -42,6 +43,10 @@ OPTIONS = [
     {"schedule": "1f1b", "head": "sharded", "remat": True},
     {"schedule": "interleaved", "num_groups": 2, "head": "last"},
     {"schedule": "interleaved", "num_groups": 2, "head": "sharded", "remat": True},
+    {"zero_bubble": "unit"},
+    {"zero_bubble": "microbatch", "head": "last", "unroll": True},
+    {"zero_bubble": "unit", "schedule": "interleaved", "num_groups": 2, "head": "last"},
+    {"zero_bubble": "microbatch", "schedule": "interleaved", "num_groups": 2},
 ]
 
 
@@ -60,6 +65,8 @@ def test_every_schedule_and_option_equals_plain(options, tied):
         (4, {"placement": (1, 4, 1, 1)}),
         (4, {"placement": "balanced", "head": "last"}),
         (2, {"schedule": "interleaved", "num_groups": 2, "placement": (1, 3, 2, 1)}),
+        (4, {"placement": (1, 4, 1, 1), "zero_bubble": "unit"}),
+        (4, {"placement": (1, 4, 1, 1), "zero_bubble": "microbatch", "unroll": True}),
     ],
 )
 def test_uneven_placements_equal_plain(stages, options):
@@ -68,7 +75,7 @@ def test_uneven_placements_equal_plain(stages, options):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[6]])
+@pytest.mark.parametrize("options", [OPTIONS[n] for n in (0, 3, 6, 8, 9)])
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
     monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
@@ -100,10 +107,17 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
 
 @pytest.mark.law
 @pytest.mark.parametrize(
-    ("mesh", "units", "lengths", "programs"),
-    [((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1), ((2, 1, 1), (2, 1), (10, 4), 2)],
+    ("mesh", "units", "lengths", "programs", "apart"),
+    [
+        ((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1, "off"),
+        ((1, 4, 1), (2, 5), (10, 2, 6), 1, "unit"),
+        ((1, 2, 1), (2, 5), (10, 2, 6), 1, "microbatch"),
+        ((2, 1, 1), (2, 1), (10, 4), 2, "off"),
+    ],
 )
-def test_all_lengths_are_one_program_on_stages_and_equal_plain(mesh, units, lengths, programs):
+def test_all_lengths_are_one_program_on_stages_and_equal_plain(
+    mesh, units, lengths, programs, apart
+):
     def train(settings, lengths):
         mesh = settings.parallel.mesh.build()
         state, losses = init_state(settings.task, settings.parallel, mesh), []
@@ -116,7 +130,9 @@ def test_all_lengths_are_one_program_on_stages_and_equal_plain(mesh, units, leng
 
     task = dataclasses.replace(MODEL, batch_size=16, seq_len=10, num_buckets=5, bucket_multiple=2)
     expected_losses, expected, _ = train(make_settings(task=task), lengths)
-    losses, params, num_programs = train(make_settings(mesh, units, task), lengths)
+    losses, params, num_programs = train(
+        make_settings(mesh, units, task, zero_bubble=apart), lengths
+    )
     assert num_programs == programs
     np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
     assert_close(params, expected)
@@ -231,16 +247,19 @@ def last(weights, frozen, y, at):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize(
-    ("kinds", "kind_of", "num_chunks"),
+    ("kinds", "kind_of", "num_chunks", "how"),
     [
-        ((GRULayer,), (0, 0, 0, 0, 0), 2),
-        ((TransformerLayer,), (0, 0, 0, 0, 0), 1),
-        ((TransformerLayer, GRULayer), (1, 0, 1, 1, 0), 1),
+        ((GRULayer,), (0, 0, 0, 0, 0), 2, "plain"),
+        ((GRULayer,), (0, 0, 0, 0, 0), 2, "remat"),
+        ((TransformerLayer,), (0, 0, 0, 0, 0), 1, "plain"),
+        ((TransformerLayer,), (0, 0, 0, 0, 0), 1, "remat"),
+        ((TransformerLayer,), (0, 0, 0, 0, 0), 1, "unit"),
+        ((TransformerLayer, GRULayer), (1, 0, 1, 1, 0), 1, "remat"),
+        ((TransformerLayer, GRULayer), (1, 0, 1, 1, 0), 1, "unit"),  # W of the first alone is apart
     ],
 )
-def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chunks, remat):
+def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chunks, how):
     numbers = [[n for n, k in enumerate(kind_of) if k == kind] for kind in range(len(kinds))]
     stacks = [stack(kind, own) for kind, own in zip(kinds, numbers, strict=True)]
     layers, weights = zip(*stacks, strict=True)
@@ -262,9 +281,10 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chun
         slots=slots,
         chunk_len=4 // num_chunks,
         microbatch_rows=2,
-        remat=remat,
+        remat=how == "remat",
     )
-    plan = make_plan([make_schedule("1f1b", 2, 3, num_chunks)] * 2)
+    apart = "unit" if how == "unit" else "off"
+    plan = make_plan([make_schedule("1f1b", 2, 3, num_chunks, zero_bubble=apart)] * 2)
 
     def squashed(params):  # no larger, or residual layers amplify rounding errors beyond the bound
         return jax.tree.map(jnp.tanh, params)
@@ -300,7 +320,7 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chun
     assert_close(*named)
 
 
-def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, capacity=None):
+def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, apart="off"):
     """A pipeline over floats, one row a microbatch; (loss function, params, batch)."""
     num_data, num_layers = len(microbatches), num_stages * groups
     pipeline = Pipeline(
@@ -313,7 +333,10 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, c
         microbatch_rows=1,
     )
     plan = make_plan(
-        [make_schedule(kind, num_stages, m, num_chunks, groups) for m in microbatches], capacity
+        [
+            make_schedule(kind, num_stages, m, num_chunks, groups, zero_bubble=apart)
+            for m in microbatches
+        ]
     )
     rows = num_data * max(microbatches)
     keys = jax.random.split(jax.random.key(0), 2)
@@ -323,26 +346,40 @@ def lstm_pipeline(num_stages, microbatches, num_chunks, kind="1f1b", groups=1, c
 
     def loss(params, batch):
         carry = (lstm_carry(num_layers, rows),)
-        (loss,), _, stats = pipeline.sums(params, carry, batch, plan)
-        return loss, stats
+        (loss,), _, ran = pipeline.sums(params, carry, batch, plan)
+        return loss, ran
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     return run, params, {"x": x, "targets": targets}
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_chunks", "groups", "percent"),
-    [("1f1b", 1, 1, 27.3), ("1f1b", 8, 1, 4.5), ("gpipe", 1, 1, 27.3), ("interleaved", 1, 2, 15.8)],
+    ("kind", "num_chunks", "groups", "apart", "percent"),
+    [
+        ("1f1b", 1, 1, "off", 27.3),
+        ("1f1b", 8, 1, "off", 4.5),
+        ("gpipe", 1, 1, "off", 27.3),
+        ("interleaved", 1, 2, "off", 15.8),
+        ("1f1b", 4, 1, "unit", 3.0),
+        ("1f1b", 4, 1, "microbatch", 5.9),
+        ("interleaved", 1, 2, "unit", 5.9),
+        ("interleaved", 8, 2, "unit", 0.8),
+    ],
 )
-def test_idle_time_counted_by_the_loop_is_the_schedules_bubble(kind, num_chunks, groups, percent):
-    run, params, batch = lstm_pipeline(4, [8], num_chunks, kind, groups)
-    stats = jax.tree.map(np.asarray, run(params, batch)[0][1])
-    forward, backward = 1.0, 2.0
-    elapsed = forward * stats.forward_ticks + backward * stats.backward_ticks
-    busy = forward * stats.forward_units + backward * stats.backward_units
-    idle = 1 - np.sum(busy) / np.sum(elapsed)
-    assert abs(idle - make_schedule(kind, 4, 8, num_chunks, groups).bubble) < 1e-6
+def test_idle_time_counted_by_the_loop_is_the_schedules_bubble(
+    kind, num_chunks, groups, apart, percent
+):
+    run, params, batch = lstm_pipeline(4, [8], num_chunks, kind, groups, apart)
+    forward, beside, backward, after = np.moveaxis(np.asarray(run(params, batch)[0][1])[0], 1, 0)
+    times = num_chunks if apart == "microbatch" else 1
+    front, back = forward + times * beside, (1 if apart != "off" else 2) * backward + times * after
+    elapsed = 4 * (front.max(1) + back.max(1)).sum()  # [ticks, stages]
+    idle = 1 - (front + back).sum() / elapsed
+    schedule = make_schedule(kind, 4, 8, num_chunks, groups, zero_bubble=apart)
+    assert abs(idle - schedule.bubble) < 1e-6
     assert round(100 * idle, 1) == percent
+    units = groups * 8 * num_chunks * (3 if apart != "off" else 2)
+    assert (forward + backward + times * (beside + after)).sum(0).tolist() == [units] * 4
 
 
 @pytest.mark.law
@@ -350,8 +387,8 @@ def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
     run, params, batch = lstm_pipeline(2, [3, 1], 2)
     # Rows 4 and 5 belong to no unit: what is not a number there must not be touched.
     poisoned = {**batch, "x": batch["x"].at[:, 4:].set(jnp.nan)}
-    (loss, stats), grads = run(params, poisoned)
-    np.testing.assert_array_equal(stats.forward_units, [[6, 6], [2, 2]])
+    (loss, ran), grads = run(params, poisoned)
+    np.testing.assert_array_equal(ran[:, :, 0].sum(1), [[6, 6], [2, 2]])
 
     def plain(params):
         at = At(0, 0, 0, batch=jax.tree.map(lambda a: a[:, :4], batch))
@@ -586,3 +623,57 @@ def test_plans_that_do_not_fit_are_refused():
         make_plan([small, make_schedule("gpipe", 2, 2, 2)], capacity=small)
     with pytest.raises(ValueError, match="num_chunks=1 and 2 in one batch"):
         make_plan([small, make_schedule("1f1b", 2, 2, 1)])
+
+
+# ---- what a layer's backward is made of ----
+
+
+def test_w_of_an_lstm_waits_in_the_place_of_its_gates_and_has_no_loop():
+    params = jax.tree.map(lambda a: a[0], lstms(1))
+    carry, x = jax.tree.map(lambda a: a[0], lstm_carry(1, 3)), jnp.ones((5, 3, 8))
+    part = SplitLayer(lstm, params, (), carry, x, At(0, 0, 0), splits=True)
+    assert part.has_weights
+    assert [part.saved[n].shape for n in part.needed] == [(5, 3, 8), (5, 3, 8)]  # x and h before
+    assert [leaf.shape for leaf in part.later] == [(5, 3, 4, 8)]  # dz
+    assert [part.saved[n].shape for n in part.places] == [(5, 3, 4, 8)]
+    assert not set(part.places) & set(part.needed)
+
+
+def test_where_b_makes_gradients_of_weights_they_are_not_apart():
+    layer, params = stack(GRULayer, [0])
+    own = jax.tree.map(lambda a: a[0], params)
+    part = SplitLayer(
+        layer, own, (), jnp.zeros((3, 8)), jnp.ones((5, 3, 8)), At(0, 0, 0), splits=True
+    )
+    assert not part.has_weights
+
+
+def test_w_of_a_microbatch_needs_layers_whose_chunks_can_be_joined():
+    def sums_over_time(params, frozen, carry, x, at):
+        return carry, x + jnp.expand_dims(jnp.tanh(x.sum(0) @ params), 0)
+
+    pipeline = Pipeline(
+        layers=(sums_over_time,),
+        first=first,
+        last=last,
+        mesh=MeshConfig(stage=2, devices=(0, 1)).build(),
+        slots=make_slots((1, 1)),
+        chunk_len=2,
+        microbatch_rows=2,
+    )
+    params = PipelineParams(jnp.ones(8), (jnp.ones((2, 8, 8)),), jnp.ones(8))
+    batch = {name: jnp.ones((4, 4, 8)) for name in ("x", "targets")}
+    plan = make_plan([make_schedule("1f1b", 2, 2, 2, zero_bubble="microbatch")])
+    with pytest.raises(
+        ValueError, match="kind 0 cannot be taken for 2 chunks of time at once; use 'u"
+    ):
+        jax.grad(lambda params: pipeline.sums(params, ((),), batch, plan)[0][0])(params)
+
+
+def test_layers_of_several_groups_are_not_written_out():
+    with pytest.raises(
+        ValueError, match=r"1 kinds of layers in 2 groups on a stage; .* unroll=False"
+    ):
+        assert_same_as_plain(
+            make_settings((1, 2, 1), (2, 2), schedule="interleaved", num_groups=2, unroll=True)
+        )

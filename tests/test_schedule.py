@@ -1,6 +1,7 @@
 """Schedules are checked by playing them: messages, slots and buffers move as in an executor."""
 
 import dataclasses
+import itertools
 import textwrap
 
 import numpy as np
@@ -19,10 +20,12 @@ CHUNKS = st.integers(1, 5)
 
 
 @st.composite
-def schedules(draw, kinds=KINDS):
+def schedules(draw, kinds=KINDS, zero_bubble=("off", "unit", "microbatch")):
     kind = draw(st.sampled_from(kinds))
     groups = draw(st.integers(2, 4)) if kind == "interleaved" else 1
-    return make_schedule(kind, draw(STAGES), draw(MICROBATCHES), draw(CHUNKS), groups)
+    apart = draw(st.sampled_from(zero_bubble)) if kind != "gpipe" else "off"
+    sizes = draw(STAGES), draw(MICROBATCHES), draw(CHUNKS), groups
+    return make_schedule(kind, *sizes, zero_bubble=apart)
 
 
 def runs(schedule: Schedule, lane) -> dict[tuple[int, int, int], int]:
@@ -68,6 +71,26 @@ def play(schedule: Schedule) -> None:
         assert buffers[stage][arrival] is None, "a message that still waits is overwritten"
         buffers[stage][arrival] = message
 
+    def weights(lanes, tick: int) -> None:
+        for lane in lanes:
+            for stage in range(S):
+                unit, group, slot, source, arrival = (int(a[tick, stage]) for a in lane)
+                assert source == arrival == -1
+                if unit < 0:
+                    assert (group, slot) == (0, -1)
+                elif schedule.zero_bubble == "unit":
+                    place = group * S + stage, *divmod(unit, schedule.num_chunks)
+                    take(slots, stage, slot, ("for W", *place))
+                else:  # all chunks of a microbatch
+                    m, k = divmod(unit, schedule.num_chunks)
+                    assert k == 0
+                    waiting = [
+                        ("for W", group * S + stage, m, k) for k in range(schedule.num_chunks)
+                    ]
+                    assert slots[stage][slot] == waiting[0]
+                    for message in waiting:
+                        slots[stage][slots[stage].index(message)] = None
+
     for tick in range(schedule.num_ticks):
         sent_up: Cells = [None] * S
         sent_down: Cells = [None] * S
@@ -89,6 +112,7 @@ def play(schedule: Schedule) -> None:
             else:
                 assert slot == -1
             sent_up[stage] = ("output", p, m, k) if p < last else None
+        weights(schedule.weights[:1], tick)
         for stage in range(S):  # 2. backward
             unit, group, slot, source, _ = (int(a[tick, stage]) for a in schedule.backward)
             if unit < 0:
@@ -102,7 +126,10 @@ def play(schedule: Schedule) -> None:
             assert k == schedule.num_chunks - 1 or carried_back[p] == (m, k + 1)
             carried_back[p] = (m, k)
             take(slots, stage, slot, ("residual", p, m, k))
+            if schedule.weights:
+                slots[stage][slot] = ("for W", p, m, k)
             sent_down[stage] = ("cotangent", p, m, k) if p > 0 else None
+        weights(schedule.weights[1:], tick)
         for stage in range(S):  # 3. exchange
             up, down = sent_up[stage - 1], sent_down[(stage + 1) % S]
             arrive(activations, stage, schedule.forward.arrival[tick, stage], up)
@@ -172,7 +199,7 @@ def test_gpipe_meets_its_closed_forms(S, M, K):
     assert schedule.live_units == (M * K,) * S
 
 
-@given(schedules(kinds=("1f1b", "gpipe")))
+@given(schedules(kinds=("1f1b", "gpipe"), zero_bubble=("off",)))
 def test_1f1b_and_gpipe_have_the_bubble_of_the_closed_form_and_one_buffer_each_way(schedule):
     S, units = schedule.num_stages, schedule.num_units
     assert schedule.bubble == (S - 1) / (units + S - 1)
@@ -205,17 +232,120 @@ def test_interleaved_with_whole_rounds_waits_nowhere_and_holds_its_closed_form(S
 
 @given(schedules())
 def test_live_units_and_slots_are_the_largest_overlap(schedule):
-    forward, backward = runs(schedule, schedule.forward), runs(schedule, schedule.backward)
-    S = schedule.num_stages
+    forward, freed = runs(schedule, schedule.forward), runs(schedule, schedule.backward)
+    S, K = schedule.num_stages, schedule.num_chunks
+    for lane in schedule.weights:
+        for (p, m, k), tick in runs(schedule, lane).items():
+            whole = schedule.zero_bubble == "microbatch"
+            freed |= {(p, m, chunk): tick for chunk in (range(K) if whole else (k,))}
     live = [
         max(
-            sum(forward[key] <= t <= backward[key] for key in forward if key[0] % S == stage)
+            sum(forward[key] <= t <= freed[key] for key in forward if key[0] % S == stage)
             for t in range(schedule.num_ticks)
         )
         for stage in range(S)
     ]
     assert schedule.live_units == tuple(live)
     assert schedule.num_slots == max(live)
+
+
+# ---- zero-bubble: the gradients of weights in the place of idle time ----
+
+
+@given(schedules(kinds=("1f1b", "interleaved"), zero_bubble=("unit", "microbatch")))
+def test_every_w_runs_once_after_its_b_and_nothing_else_changes(schedule):
+    sizes = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, schedule.num_groups
+    plain = make_schedule(schedule.kind, *sizes)
+    for lane, same in ((schedule.forward, plain.forward), (schedule.backward, plain.backward)):
+        for name in ("unit", "group", "source", "arrival"):
+            np.testing.assert_array_equal(getattr(lane, name), getattr(same, name))
+    beside, *after = (runs(schedule, lane) for lane in schedule.weights)
+    backward = runs(schedule, schedule.backward)
+    units = {*beside}.union(*after)
+    assert len(beside) + sum(map(len, after)) == len(units)
+    if schedule.zero_bubble == "unit":
+        assert units == backward.keys()
+        assert schedule.num_slots == plain.num_slots
+    else:
+        assert units == {key for key in backward if key[2] == 0}
+    for (
+        key,
+        tick,
+    ) in beside.items():  # before the backward of its tick, and where there is no forward
+        assert tick > backward[key]
+        assert schedule.forward.unit[tick, key[0] % schedule.num_stages] < 0
+    for lane in after:
+        assert all(tick >= backward[key] for key, tick in lane.items())
+    assert schedule.bubble <= plain.bubble + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("sizes", "percents", "slots"),
+    [
+        ((4, 8, 1), (27.3, 11.1, 20.0, 15.8, 5.9, 11.1), (7, 7, 7, 11, 11, 11)),
+        ((4, 8, 4), (8.6, 3.0, 5.9, 4.5, 1.5, 3.0), (10, 10, 13, 14, 14, 17)),
+        ((4, 8, 8), (4.5, 1.5, 3.0, 2.3, 0.8, 1.5), (14, 14, 21, 22, 22, 33)),
+        ((8, 8, 4), (17.9, 6.8, 12.7, 9.9, 3.5, 6.8), (18, 18, 21, 26, 26, 29)),
+        ((8, 8, 8), (9.9, 3.5, 6.8, 5.2, 1.8, 3.5), (22, 22, 29, 30, 30, 37)),
+    ],
+)
+def test_bubbles_and_slots_with_w_apart(sizes, percents, slots):
+    made = [
+        make_schedule(kind, *sizes, groups, zero_bubble=apart)
+        for kind, groups in (("1f1b", 1), ("interleaved", 2))
+        for apart in ("off", "unit", "microbatch")
+    ]
+    assert tuple(round(100 * schedule.bubble, 1) for schedule in made) == percents
+    assert tuple(schedule.num_slots for schedule in made) == slots
+
+
+@given(STAGES, MICROBATCHES, CHUNKS, st.integers(1, 3))
+def test_one_group_with_enough_units_waits_for_its_first_forwards_alone(S, M, K, V):
+    schedule = make_schedule("interleaved" if V > 1 else "1f1b", S, M, K, V, zero_bubble="unit")
+    if V == 1 and (M - 1) * K >= 2 * (S - 1):
+        assert schedule.bubble == pytest.approx((S - 1) / (3 * M * K + S - 1))
+    assert len(schedule.weights) <= 3  # never more than two after a backward
+
+
+def fewest_longer_ticks(plain) -> int:
+    """By how many W's the ticks of a schedule must be longer, found by trying all ways."""
+    T, S = plain.forward.unit.shape
+    f, b = (np.asarray(lane.unit >= 0, int) for lane in (plain.forward, plain.backward))
+
+    def fits(longer) -> bool:
+        for s in range(S):
+            waiting = begun = ended = 0
+            for t in range(T):
+                begun += f[t, s]
+                if begun - ended > plain.num_slots:
+                    return False
+                beside = min(waiting, f[t].max() - f[t, s])
+                after = min(waiting - beside + b[t, s], b[t].max() - b[t, s] + longer[t])
+                waiting += b[t, s] - beside - after
+                ended += beside + after
+            if waiting:
+                return False
+        return True
+
+    for total in itertools.count():
+        for chosen in itertools.combinations_with_replacement(range(T), total):
+            if fits(np.bincount(chosen, minlength=T)):
+                return total
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 3, 2), (2, 1, 3), (2, 3, 1), (2, 2, 2), (3, 2, 1), (3, 1, 2), (3, 3, 1), (2, 2, 1, 2), (2, 3, 1, 2)],
+)  # fmt: skip
+def test_no_placement_of_w_is_shorter_by_brute_force(sizes):
+    kind = "interleaved" if len(sizes) > 3 else "1f1b"
+    plain, schedule = (make_schedule(kind, *sizes, zero_bubble=apart) for apart in ("off", "unit"))
+
+    def elapsed(made):
+        return made.work_at(1.0, 1.0, 1.0).max(axis=2).sum()
+
+    assert elapsed(schedule) - elapsed(plain) == fewest_longer_ticks(plain)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +388,7 @@ def test_arrays_are_int32_of_one_shape_and_read_only():
 def test_padding_changes_nothing_but_the_shape(schedule, extra):
     padded = schedule.padded(schedule.num_ticks + extra)
     shape = (schedule.num_ticks + extra, schedule.num_stages)
-    assert {a.shape for a in (*padded.forward, *padded.backward)} == {shape}
+    assert {a.shape for work in padded.lanes for a in work.lane} == {shape}
     assert padded.num_ticks == schedule.num_ticks
     assert padded.bubble == schedule.bubble
     assert padded.live_units == schedule.live_units
@@ -301,7 +431,8 @@ def test_text_shows_the_bubble_as_its_share_of_dots(schedule):
         for row in schedule.to_text().splitlines()[1:-1]
         for cell in row.split("|", 1)[1].replace("|", " ").split()
     ]
-    assert cells.count(".") / len(cells) == pytest.approx(schedule.bubble_at(1.0, 1.0))
+    if schedule.zero_bubble != "microbatch":  # whose W is one word for K units
+        assert cells.count(".") / len(cells) == pytest.approx(schedule.bubble_at(1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -326,9 +457,18 @@ def test_impossible_requests_are_refused(arguments, message):
         make_schedule(*arguments)
 
 
+def test_impossible_places_of_w_are_refused():
+    with pytest.raises(ValueError, match="zero_bubble='zb' is none of 'off', 'unit', 'microbatch'"):
+        make_schedule("1f1b", 2, 2, zero_bubble="zb")
+    with pytest.raises(
+        ValueError, match=r"kind='gpipe' keeps all .*, and has no zero_bubble='unit'"
+    ):
+        make_schedule("gpipe", 2, 2, zero_bubble="unit")
+
+
 def test_impossible_questions_are_refused():
     schedule = make_schedule("1f1b", 2, 3)
-    with pytest.raises(ValueError, match=r"backward_cost=-1\.0 must be above 0"):
+    with pytest.raises(ValueError, match=r"the cost backward=-1\.0 must be above 0"):
         schedule.bubble_at(1.0, -1.0)
     with pytest.raises(ValueError, match=r"num_rows=4 cannot hold 5 ticks; use 5 or more"):
         schedule.padded(4)
@@ -337,5 +477,7 @@ def test_impossible_questions_are_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_schedules_are_one_array_operation_per_stage(kind):
     # About a million entries; a loop over units in Python would be felt here.
-    schedule = make_schedule(kind, 64, 256, 16, num_groups=2 if kind == "interleaved" else 1)
+    apart = "off" if kind == "gpipe" else "unit"
+    groups = 2 if kind == "interleaved" else 1
+    schedule = make_schedule(kind, 64, 256, 16, groups, zero_bubble=apart)
     assert (schedule.forward.unit >= 0).sum() == 64 * 256 * 16 * schedule.num_groups

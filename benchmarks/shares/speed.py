@@ -38,11 +38,11 @@ class SlowedLayers(SplitLayers):
         # What is added is zero, and the compiler does not know it.
         return _again(lambda out: run(x + 0 * out[1]), run(x))
 
-    def backward(self, params, frozen, saved, d_carry, dy, grads, slots):
+    def backward(self, prepared, saved, d_carry, dy, grads, slots):
         """As of `SplitLayers`."""
 
         def run(dy):
-            return SplitLayers.backward(self, params, frozen, saved, d_carry, dy, grads, slots)
+            return SplitLayers.backward(self, prepared, saved, d_carry, dy, grads, slots)
 
         return _again(lambda out: run(dy + 0 * out[2]), run(dy))
 

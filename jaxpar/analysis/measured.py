@@ -24,8 +24,8 @@ from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.chart import Block, Chart, Drawing, Row, round_marks
 from jaxpar.pictures.picture import Tables, make_table, table_html
-from jaxpar.pictures.timeline import blocks_of, legend_of, tick_times, unit_color
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pictures.timeline import FEET, blocks_of, half_times, legend_of, unit_color
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
@@ -36,15 +36,16 @@ from jaxpar.training.settings import TrainConfig
 
 WIDTH = 820  # pixels of the axis of time
 REST = "#8c959f"  # the colour of work that is no unit of a microbatch
-_PARTS = (FORWARD, HEAD, BACKWARD)
-_BRANCH = re.compile(rf"/while/body/(?:closed_call/)?({'|'.join(_PARTS)})/cond$")
+WEIGHTS = "weights"
+_PARTS = (FORWARD, HEAD, BACKWARD, WEIGHTS)
+_BRANCH = re.compile(rf"/while/body/(?:closed_call/)?((?:{'|'.join(_PARTS)})\d*)/cond$")
 
 
 class Span(NamedTuple):
     """A piece of work.
 
     Attributes:
-      part: `FORWARD`, `HEAD` or `BACKWARD`.
+      part: `FORWARD`, `HEAD` or `BACKWARD`; W and the number of its lane.
       start, seconds: since the loop began; how long.
     """
 
@@ -88,8 +89,8 @@ class MeasuredStep(Drawing, Tables):
         return 1 - sum(self.busy_seconds) / (self.loop_seconds * self.schedule.num_stages)
 
     @property
-    def unit_seconds(self) -> tuple[float, float]:
-        """A forward and a backward unit, where they take longest: the median of the slowest stage."""
+    def unit_seconds(self) -> tuple[float, float, float]:
+        """F, B and W of a unit where they take longest: the median of the slowest stage."""
         stages = range(self.schedule.num_stages)
         forward = max(statistics.median(self._seconds(s, FORWARD)) for s in stages)
         backward = max(
@@ -97,7 +98,11 @@ class MeasuredStep(Drawing, Tables):
             + statistics.median(self._seconds(s, HEAD) or [0.0])
             for s in stages
         )
-        return forward, backward
+        weights = 0.0
+        if self.schedule.weights:
+            weights = max(statistics.median(self._seconds(s, WEIGHTS)) for s in stages)
+            weights /= self.schedule.lanes[-1].num_units
+        return forward, backward, weights
 
     @property
     def predicted_bubble(self) -> float:
@@ -106,10 +111,10 @@ class MeasuredStep(Drawing, Tables):
 
     def _seconds(self, stage: int, part: str) -> list[float]:
         """Of each unit; it may be in two pieces, the embedding and the layers."""
-        seconds: dict[int, float] = defaultdict(float)
+        seconds: dict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
-            if (span.stage, span.part) == (stage, part):
-                seconds[span.tick] += span.seconds
+            if span.stage == stage and span.part.startswith(part):
+                seconds[span.tick, span.part] += span.seconds
         return list(seconds.values())
 
     def parts(self) -> Iterator[Table | str]:
@@ -118,21 +123,23 @@ class MeasuredStep(Drawing, Tables):
         yield f"\n{self._caption()}"
 
     def _table(self) -> Table:
-        columns = (*(f">{name}, ms" for name in (*_PARTS, "idle")), ">idle")
+        parts = _PARTS if self.schedule.weights else _PARTS[:-1]
+        columns = (*(f">{name}, ms" for name in (*parts, "idle")), ">idle")
         table = make_table("stage", *columns)
         for s, busy in enumerate(self.busy_seconds):
             idle = self.loop_seconds - busy
-            cells = [*(sum(self._seconds(s, part)) for part in _PARTS), idle]
+            cells = [*(sum(self._seconds(s, part)) for part in parts), idle]
             share = f"{idle / self.loop_seconds:.1%}"
             table.add_row(str(s), *(f"{1000 * seconds:.2f}" for seconds in cells), share)
         return table
 
     def _caption(self) -> str:
-        forward, backward = (1000 * seconds for seconds in self.unit_seconds)
+        forward, backward, weights = (1000 * seconds for seconds in self.unit_seconds)
+        apart = f", {weights:.2f} ms W" if self.schedule.weights else ""
         cost = self.traced_seconds / self.plain_seconds - 1
         return (
-            f"{self.schedule.kind}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%} with "
-            f"{forward:.2f} ms a forward and {backward:.2f} ms a backward unit.\n"
+            f"{self.schedule.title}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%} with "
+            f"{forward:.2f} ms a forward and {backward:.2f} ms a backward unit{apart}.\n"
             f"The loop takes {1000 * self.loop_seconds:.1f} ms of a step of "
             f"{1000 * self.step_seconds:.1f} ms; the profiler makes a step {cost:+.0%} longer, "
             f"{1000 * self.traced_seconds:.1f} ms for {1000 * self.plain_seconds:.1f} ms."
@@ -145,7 +152,7 @@ class MeasuredStep(Drawing, Tables):
     def chart(self) -> Chart:
         """Two rows a stage, in ms: what is predicted of it, and what was."""
         costs = [1000 * seconds for seconds in self.unit_seconds]
-        units, end = blocks_of(self.schedule, *costs), float(tick_times(self.schedule, *costs)[-1])
+        units, end = blocks_of(self.schedule, costs), float(half_times(self.schedule, costs)[-1])
         rows, loop_end = [], 1000 * self.loop_seconds
         for stage in range(self.schedule.num_stages):
             top = 2.3 * stage
@@ -154,7 +161,7 @@ class MeasuredStep(Drawing, Tables):
             rows.append(Row(f"stage {stage} predicted", top, [(0, end)], predicted))
             rows.append(Row("measured", top + 1, [(0, loop_end)], measured))
         return Chart(
-            title=f"{self.schedule.kind}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%}",
+            title=f"{self.schedule.title}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%}",
             rows=rows,
             marks=round_marks(max(end, loop_end)),
             unit="ms",
@@ -167,14 +174,15 @@ class MeasuredStep(Drawing, Tables):
         )
 
     def _block(self, span: Span) -> Block:
-        times, is_backward = (1000 * span.start, 1000 * span.seconds), span.part == BACKWARD
+        times, schedule = (1000 * span.start, 1000 * span.seconds), self.schedule
         if span.part == HEAD:
-            return Block(span.stage, *times, "H", (REST,), is_backward)
-        lane = self.schedule.backward if is_backward else self.schedule.forward
+            return Block(span.stage, *times, "H", (REST,), 0.0)
+        letter, lane = {FORWARD: ("F", schedule.forward), BACKWARD: ("B", schedule.backward)}.get(
+            span.part
+        ) or ("W", schedule.weights[int(span.part.removeprefix(WEIGHTS))])
         unit, group = (int(a[span.tick, span.stage]) for a in (lane.unit, lane.group))
-        label = self.schedule.label("B" if is_backward else "F", unit, group)
-        colors = (unit_color(self.schedule, unit),)
-        return Block(span.stage, *times, label, colors, is_backward)
+        label = schedule.label(letter, unit, group)
+        return Block(span.stage, *times, label, (unit_color(schedule, unit),), FEET[letter])
 
 
 def measure_step(
@@ -225,6 +233,7 @@ def measure_step(
         FORWARD: np.asarray(plan.forward.unit)[0, ticks] >= 0,
         HEAD: (np.asarray(plan.head)[0, ticks, :1] >= 0) & has_head_S,
         BACKWARD: np.asarray(plan.backward.unit)[0, ticks] >= 0,
+        **{scope_of_weights(n): unit[0, ticks] >= 0 for n, unit in enumerate(plan.weight_units)},
     }
     branches = _find_branches(compiled.as_text())
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(num_stages, -1)

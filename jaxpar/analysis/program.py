@@ -14,7 +14,7 @@ from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.display import format_bytes, format_shape
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
@@ -249,6 +249,7 @@ def _planned(collective: Collective, plan: Plan) -> Collective:
         FORWARD: np.asarray(plan.forward.unit) >= 0,  # [data, ticks, stage]
         BACKWARD: np.asarray(plan.backward.unit) >= 0,
         HEAD: np.asarray(plan.head)[..., :1] >= 0,
+        **{scope_of_weights(n): unit >= 0 for n, unit in enumerate(plan.weight_units)},
     }
     part = next((scope for scope in _SCOPE.findall(collective.module) if scope in units), None)
     if part is None or collective.trip_counts[:1] != (None,):

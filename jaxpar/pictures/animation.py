@@ -52,7 +52,7 @@ def make_strategies(num_devices: int = 4, num_chunks: int = 2) -> list[Strategy]
 
     def units(schedule: Schedule) -> list[Block]:
         cost = 1 / schedule.num_units
-        return [block._replace(label="") for block in blocks_of(schedule, cost, 2 * cost)]
+        return [block._replace(label="") for block in blocks_of(schedule, (cost, 2 * cost))]
 
     def on_each(*colors_of: tuple[str, ...]) -> list[Block]:
         """All layers, a part of the work on each device."""

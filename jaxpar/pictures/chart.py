@@ -25,7 +25,7 @@ class Block(NamedTuple):
       start, cost: when it begins, and how long it takes.
       label: "" for none.
       colors: from top to bottom.
-      is_backward: it gets a dark foot.
+      foot: how dark its foot is, from 0 to 1.
     """
 
     stage: int
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     cost: float
     label: str
     colors: tuple[str, ...]
-    is_backward: bool
+    foot: float
 
 
 class Row(NamedTuple):
@@ -191,8 +191,8 @@ def _draw_block(block: Block, x: float, y: float, width: float) -> Iterator[str]
     title = f"<title>{html.escape(block.label)}</title>" * bool(block.label)
     for i, color in enumerate(block.colors):
         yield _rect(x, y + 1 + i * high, width, high, color, inside=title)
-    if block.is_backward:
-        yield _rect(x, y + ROW - 6, width, 5, "#000", 'fill-opacity=".45"')
+    if block.foot:
+        yield _rect(x, y + ROW - 6, width, 5, "#000", f'fill-opacity="{block.foot:g}"')
 
 
 def _rect(

@@ -50,9 +50,11 @@ def draw_chart(chart: Chart) -> Figure:
             corner, [color] = (block.start, row.top), block.colors
             edge: Any = {"ec": "white", "lw": min(0.8, 0.1 * block.cost * width / chart.end)}
             axes.add_patch(Rectangle(corner, block.cost, 0.92, fc=color, **edge))
-            if block.is_backward:
+            if block.foot:
                 foot = (block.start, row.top + 0.74)
-                axes.add_patch(Rectangle(foot, block.cost, 0.18, fc="black", alpha=0.45, lw=0))
+                axes.add_patch(
+                    Rectangle(foot, block.cost, 0.18, fc="black", alpha=block.foot, lw=0)
+                )
             if chart.fits(block.label, block.cost, width):
                 style: Any = {"ha": "center", "va": "center", "fontsize": 7}
                 middle = (block.start + block.cost / 2, row.top + 0.46)

@@ -1,11 +1,10 @@
 """A schedule as a picture: a row a stage, units coloured by microbatch.
 
-A backward unit is drawn twice as wide as a forward unit, as `Schedule.bubble` counts it: the share of grey is
-the bubble.
+Units are drawn as wide as `Schedule.bubble` counts them: the share of grey is the bubble.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,36 +19,36 @@ from jaxpar.pipeline.schedule import Schedule
 MAX_TICKS = 200  # of a longer schedule the first and the last are drawn,
 MAX_TEXT_TICKS = 48  # and fewer of them as text
 MAX_WIDTH = 2400  # pixels of a picture
+FEET = {"F": 0.0, "B": 0.45, "W": 0.2}  # how dark the foot of a block is
 
 
-def tick_times(
-    schedule: Schedule, forward_cost: float = 1.0, backward_cost: float = 2.0
-) -> np.ndarray:
-    """When each tick begins, and when the last one ends, [num_ticks + 1].
+def half_times(schedule: Schedule, costs: Sequence[float]) -> np.ndarray:
+    """When each half of a tick begins, and when the last one ends, [2 * num_ticks + 1].
 
-    Stages run in lockstep: a tick has a forward part if any stage runs one, and a backward part likewise.
+    Stages run in lockstep: a half lasts as long as its busiest stage has work.
+
+    Args:
+      costs: of a forward unit, a backward unit, and W if it is apart.
     """
-    lanes = ((schedule.forward, forward_cost), (schedule.backward, backward_cost))
-    costs_T = sum(cost * (lane.unit >= 0).any(axis=1) for lane, cost in lanes)
-    return np.concatenate([[0.0], np.cumsum(costs_T)])[: schedule.num_ticks + 1]
+    work_T2 = schedule.work_at(*costs)[: schedule.num_ticks].max(axis=2)
+    return np.concatenate([[0.0], np.cumsum(work_T2)])
 
 
-def blocks_of(
-    schedule: Schedule, forward_cost: float = 1.0, backward_cost: float = 2.0
-) -> list[Block]:
-    """All units of a schedule."""
-    times, blocks = tick_times(schedule, forward_cost, backward_cost), []
-    for letter, lane, cost in (
-        ("F", schedule.forward, forward_cost),
-        ("B", schedule.backward, backward_cost),
-    ):
-        for tick, stage in np.argwhere(lane.unit >= 0).tolist():
-            # The forward part comes first.
-            start = float(times[tick] if letter == "F" else times[tick + 1] - cost)
-            unit = int(lane.unit[tick, stage])
-            label = schedule.label(letter, unit, lane.group[tick, stage])
+def blocks_of(schedule: Schedule, costs: Sequence[float]) -> list[Block]:
+    """All units of a schedule; costs as of `half_times`."""
+    times, blocks = half_times(schedule, costs), []
+    begins = times[:-1, None].repeat(schedule.num_stages, 1)  # of what comes next in each half
+    cost_of = dict(zip("FBW", costs, strict=False))
+    for work in schedule.lanes:
+        cost = cost_of.get(work.letter, 0.0) * work.num_units
+        for tick, stage in np.argwhere(work.busy_TS).tolist():
+            half = 2 * tick + work.half
+            unit = int(work.lane.unit[tick, stage])
+            label = schedule.label(work.letter, unit, work.lane.group[tick, stage])
             colors = (unit_color(schedule, unit),)
-            blocks.append(Block(stage, start, cost, label, colors, letter == "B"))
+            start = float(begins[half, stage])
+            blocks.append(Block(stage, start, cost, label, colors, FEET[work.letter]))
+            begins[half, stage] += cost
     return blocks
 
 
@@ -74,6 +73,8 @@ def legend_of(schedule: Schedule) -> Legend:
     words = f"F{s.label('', 0, 0)} forward"
     if s.num_slots:
         words += f", B{s.label('', 0, 0)} backward (dark foot)"
+    if s.weights:
+        words += f" of inputs, {s.label('W', 0, 0)} of weights (light foot)"
     return [*legend, ((IDLE,), "idle"), ((), f"{words} of {name}")]
 
 
@@ -102,8 +103,8 @@ class Timeline(Drawing):
 
     def chart(self) -> Chart:
         """A column a tick; of very many, those in the middle are left out."""
-        s, times = self.schedule, tick_times(self.schedule)
-        shown, blocks, end = self._shown(MAX_TICKS), blocks_of(s), float(times[-1])
+        s, times = self.schedule, half_times(self.schedule, self.schedule.unit_costs)[::2]
+        shown, blocks, end = self._shown(MAX_TICKS), blocks_of(s, s.unit_costs), float(times[-1])
         spans, left_out = [(0.0, end)], s.num_ticks - len(shown)
         if left_out:
             half = MAX_TICKS // 2
@@ -118,7 +119,7 @@ class Timeline(Drawing):
             spans = [(0.0, first), (first + gap, end)]
         live = ", ".join(map(str, s.live_units))
         return Chart(
-            title=f"{s.kind}: bubble {s.bubble:.1%}",
+            title=f"{s.title}: bubble {s.bubble:.1%}",
             rows=[
                 Row(f"stage {stage}", stage, spans, [b for b in blocks if b.stage == stage])
                 for stage in range(s.num_stages)
@@ -128,7 +129,7 @@ class Timeline(Drawing):
             # A forward unit as wide as a label.
             width=min(end * (LETTER * max(len(b.label) for b in blocks) + 6), MAX_WIDTH),
             legend=legend_of(s),
-            caption=f"{s.kind}: {format_count(s.num_stages, 'stage')}, "
+            caption=f"{s.title}: {format_count(s.num_stages, 'stage')}, "
             f"{format_count(s.num_microbatches, 'microbatch', 'es')} x {format_count(s.num_chunks, 'chunk')}"
             + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
             + f"; {format_count(s.num_ticks, 'tick')}"
@@ -145,7 +146,7 @@ class Timeline(Drawing):
     def _band(self, names: tuple[str, ...], columns: list[tuple[str, ...]]) -> Text:
         lines = map("|".join, zip(names, *columns, strict=True))
         text = Text("\n".join(lines), no_wrap=True)
-        text.highlight_regex(r"[FB]\d[\d./]*", self._style)
+        text.highlight_regex(r"[FBW]\d[\d./]*", self._style)
         return text
 
     def _style(self, label: str) -> str:

@@ -4,6 +4,7 @@
       forward       x from the stage below (at first: from the batch) -> layers -> y, residuals
       head          y of the last stage -> loss, dy
       backward      dy from the stage above (at last: from the head), residuals -> layers -> dx
+      weights       what is left of backwards, where the schedule takes it out of them; also before the head
       exchange      y goes up, dx goes down: two ppermutes
 
 The schedule is data: the loop looks up what this stage does at this tick, and in which slots things
@@ -28,9 +29,10 @@ from jax.typing import ArrayLike
 
 from jaxpar.at import At, anywhere
 from jaxpar.axes import DATA, STAGE
-from jaxpar.pipeline.layers import Layer, SlotArrays, SplitLayers, run_layers
+from jaxpar.pipeline.layers import SlotArrays, SplitLayers, run_layers, stack, unstack
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.pipeline.schedule import Lane
+from jaxpar.pipeline.split import Layer
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.trees import add, vary_like, zeros
 
@@ -38,6 +40,12 @@ Head = Literal["last", "sharded"]
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+
+
+def scope_of_weights(number: int) -> str:
+    """Of the W in a lane: number 0 is beside forwards, others are after backwards."""
+    return f"weights{number}"
+
 
 # Before the first layer: (its parameters, what of them is frozen, where the unit lies) -> x.
 First = Callable[[Any, Any, At], Any]
@@ -62,20 +70,6 @@ class PipelineParams(NamedTuple):
     last: Any
 
 
-class Stats(NamedTuple):
-    """What the loop counted while it ran: int32 [data, stage].
-
-    Attributes:
-      forward_units, backward_units: units that each stage ran.
-      forward_ticks, backward_ticks: ticks in which any stage of its data-parallel group ran one.
-    """
-
-    forward_units: jax.Array
-    backward_units: jax.Array
-    forward_ticks: jax.Array
-    backward_ticks: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
     """Functions, a mesh, and how the work is cut; `sums` runs it.
@@ -91,6 +85,8 @@ class Pipeline:
         the parameters, and `last` combines the parts by collectives over `stage`.
       last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
       remat: keep a unit's input and state instead of its residuals, and run it again before its backward.
+      unroll: write the layers of a stage out one by one, each with weights of its own that are laid out for
+        the backward pass once a step; else they are a loop. For layers of one kind, in one group.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
       first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
@@ -108,6 +104,7 @@ class Pipeline:
     head: Head = "last"
     last_specs: tuple[Any, Any] = (P(), P())
     remat: bool = False
+    unroll: bool = False
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
     layout: Callable[..., Any] = anywhere
@@ -132,7 +129,7 @@ class Pipeline:
         *,
         frozen: PipelineParams | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[Any, Any, Stats]:
+    ) -> tuple[Any, Any, jax.Array]:
         """What `last` gives, summed over all units; the loss is differentiable with respect to `params`.
 
         Its gradients are computed by the schedule, together with the loss; the evaluation of the sums
@@ -147,7 +144,8 @@ class Pipeline:
           frozen: as `params`, of which no gradient is wanted.
           key: of this step's dropout, for `At`.
         Returns:
-          the sums; the carry after the window; what the loop counted.
+          the sums; the carry after the window; and what the loop counted while it ran: units that each stage
+          did as forward, as W beside it, as backward, as W after it, int32 [data, ticks, 4, stage].
         Raises:
           ValueError: plan, mesh, slots, chunks, rows and shapes do not fit each other; or a gradient is asked
             for, and the plan has no backward pass.
@@ -186,7 +184,7 @@ class Pipeline:
         *,
         frozen: PipelineParams | None = None,
         key: jax.Array | None = None,
-    ) -> tuple[Any, Any, Stats]:
+    ) -> tuple[Any, Any, jax.Array]:
         """`sums` without gradients of its own: autodiff takes the loop apart, and keeps every residual.
 
         The GPipe schedule, as one gets it for nothing: an oracle for tests, and what benchmarks compare
@@ -201,6 +199,7 @@ class Pipeline:
         of_last = self.last_specs if self.head == "sharded" else (P(), P())
         specs = PipelineParams(P(), layers, of_last[0])
         lanes = P(DATA, None, STAGE)
+        rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
         arguments = (
             (params, specs),
             (frozen, PipelineParams(P(), layers, of_last[1])),
@@ -215,17 +214,30 @@ class Pipeline:
                 ),
                 P(STAGE),
             ),
+            (rows, P(STAGE)),
             (
                 jax.tree.map(jnp.asarray, plan),
                 dataclasses.replace(
-                    plan, forward=lanes, backward=lanes, head=P(DATA), num_ticks=P(), num_chunks=P()
+                    plan,
+                    forward=lanes,
+                    backward=lanes,
+                    weights=(lanes,) * len(plan.weights),
+                    slot_of=None if plan.slot_of is None else P(DATA, STAGE),
+                    head=P(DATA),
+                    num_ticks=P(),
+                    num_chunks=P(),
                 ),
             ),
             (key, P()),
         )
         # Known where autodiff shall take the loop apart.
         num_ticks = plan.num_ticks if isinstance(plan.num_ticks, jax.Array) else int(plan.num_ticks)
-        results = (P(), P(STAGE, DATA), P(DATA, STAGE), *([specs] if with_gradients else []))
+        results = (
+            P(),
+            P(STAGE, DATA),
+            P(DATA, None, None, STAGE),
+            *([specs] if with_gradients else []),
+        )
         return jax.shard_map(
             lambda *parts: _Device(self, *parts).run(
                 with_gradients, None if isinstance(num_ticks, jax.Array) else num_ticks
@@ -259,6 +271,11 @@ class Pipeline:
                 f"to every data-parallel group"
             )
         self._check_slots(stages, plan.num_groups)
+        if self.unroll and (len(self.layers) != 1 or plan.num_groups > 1):
+            raise ValueError(
+                f"unroll: {len(self.layers)} kinds of layers in {plan.num_groups} groups on a stage; only "
+                f"layers of one kind in one group can be written out: use unroll=False"
+            )
         for what, trees in (
             ("params", params.layers),
             ("frozen parameters", frozen.layers),
@@ -352,7 +369,7 @@ class _State(NamedTuple):
 
     carry: Any  # for every kind, [rows, B, ...]
     arrived_x: Any  # activations that wait for their tick, [buffers + 1, t, b, ...]
-    busy_T2: Any  # whether this stage ran a forward, and a backward unit at each tick
+    ran_T4: Any  # units that this stage did in each part of a tick
     sums: Any = None
     kept: Any = None  # for the backward of a unit, leaves [residual slots + 1, ...]
     head_dy: Any = None  # cotangents that the head made, [residual slots + 1, t, b, ...]
@@ -364,7 +381,7 @@ class _State(NamedTuple):
 class _Device:
     """One device's part of everything, and what it does at a tick."""
 
-    def __init__(self, pipe: Pipeline, params, frozen, carry, batch, slots, plan: Plan, key):
+    def __init__(self, pipe: Pipeline, params, frozen, carry, batch, slots, rows, plan: Plan, key):
         self.pipe, self.plan, self.key = pipe, plan, key
         self.carry = carry
         self.stage, self.last_stage = lax.axis_index(STAGE), pipe.mesh.shape[STAGE] - 1
@@ -381,9 +398,14 @@ class _Device:
             )
 
         self.params, self.frozen = vary(params), vary(frozen)
+        if pipe.unroll:
+            self.params, self.frozen = (
+                tree._replace(layers=tuple(unstack(own, len(rows[0])) for own in tree.layers))
+                for tree in (self.params, self.frozen)
+            )
         # Likewise, for autodiff through `forward`; parts of a head combine what is the same on all stages.
         self.batch = batch if sharded_head else vary_like(batch, self.here)
-        self.slots = vary_like(slots, self.here)
+        self.slots, self.rows = vary_like((slots, rows), self.here)
         num_rows = plan.max_microbatches * pipe.microbatch_rows
         first_rows = pipe.first_rows or range(0, pipe.mesh.shape[DATA] * num_rows, num_rows)
         self.first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
@@ -394,6 +416,12 @@ class _Device:
         self.x = jax.eval_shape(lambda: self.first(unit))
         if with_gradients:
             self.layers = self.split_layers()
+            layers = self.params.layers, self.frozen.layers
+            # As the backward pass takes the weights.
+            if self.pipe.unroll:
+                self.prepared = self.layers.prepare(*layers)
+            else:
+                self.prepared = tuple(zip(*layers, strict=True))
         state = lax.fori_loop(
             0,
             self.plan.num_ticks if num_ticks is None or with_gradients else num_ticks,
@@ -401,29 +429,41 @@ class _Device:
             self.initial_state(with_gradients),
         )
         over_head = (DATA,) if self.pipe.head == "sharded" else (DATA, STAGE)
-        busy_T2 = state.busy_T2.astype(jnp.int32)
-        units, ticks = busy_T2.sum(0), (self.sum(busy_T2, STAGE) > 0).sum(0, dtype=jnp.int32)
-        counts = (*units, *vary_like(ticks, self.here))
-        stats = Stats(*(count[None, None] for count in counts))
-        out = (self.sum(state.sums, *over_head), state.carry, stats)
+        out = (self.sum(state.sums, *over_head), state.carry, state.ran_T4[None, ..., None])
         if not with_gradients:
             return out
         with jax.named_scope(BACKWARD), jax.named_scope("gradients"):
             grads = PipelineParams(
                 first=self.sum(state.grads.first, DATA, STAGE),
-                layers=self.sum(state.grads.layers, DATA),
+                layers=self.sum(self.stacked(state.grads.layers), DATA),
                 last=self.sum(state.grads.last, *over_head),
             )
         return (*out, grads)
 
+    def stacked(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Layers that are written out as one tree again."""
+        return tuple(map(stack, layers)) if self.pipe.unroll else layers
+
+    @property
+    def meets_once(self) -> bool:
+        """Whether the exchanges of a tick wait for all its work: on CPU each is a meeting of all devices."""
+        return self.pipe.mesh.devices.flat[0].platform == "cpu"
+
     def split_layers(self) -> SplitLayers:
         """The layers as forward and backward, for a unit."""
-        zero = jnp.int32(0)
-        params, frozen, _ = self.own(zero)
+        zero, K = jnp.int32(0), self.plan.max_chunks
+        params, frozen = (self.stacked(tree.layers) for tree in (self.params, self.frozen))
+        carry, x = self.first_block()
+        whole = None
+        if self.plan.zero_bubble == "microbatch" and K > 1:
+            long = jax.tree.map(lambda a: jnp.concatenate([a] * K), x)
+            whole = long, self.at(zero, is_whole=True), K
         return SplitLayers(
             self.pipe.layers,
-            *(params, frozen, *self.first_block(), self.at(zero)),
+            *(params, frozen, carry, x, self.at(zero)),
             has_empty_slots=self.pipe.slots.has_empty_slots,
+            splits=bool(self.plan.weights) and not self.pipe.remat,
+            whole=None if self.pipe.remat else whole,
         )
 
     def first_block(self) -> tuple[Any, Any]:
@@ -443,12 +483,14 @@ class _Device:
         state = _State(
             carry=self.carry,
             arrived_x=buffers(plan.num_forward_buffers, self.x),
-            busy_T2=jnp.zeros((plan.forward.unit.shape[1], 2), bool),
+            ran_T4=jnp.zeros((plan.forward.unit.shape[1], 4), jnp.int32),
         )
         if with_gradients:
             run = functools.partial(self.layers_forward, True, unit, unit)
             kept = jax.eval_shape(lambda: run(*self.first_block()))[2]
             rows = self.pipe.microbatch_rows
+            if not self.pipe.remat:
+                kept = tuple(map(self.room, self.layers.saved, self.rows))
             state = state._replace(
                 kept=buffers(plan.num_slots, kept),
                 head_dy=buffers(plan.num_slots, self.x),
@@ -474,23 +516,42 @@ class _Device:
             state = state._replace(grads=grads)
         return state
 
+    def room(self, saved: list[Any], rows: jax.Array) -> list[Any]:
+        """Shapes of what is kept of a unit's layers of one kind: of one layer -> of all in a group."""
+        if self.pipe.unroll:
+            return [saved] * len(rows)
+        n = len(rows) // self.plan.num_groups
+        return [jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype) for leaf in saved]
+
     def tick(self, with_gradients: bool, number: jax.Array, state: _State) -> _State:
-        """Forward, head, backward, exchange."""
-        forward, backward = (
+        """Forward, head, backward, weights, exchange."""
+        forward, backward, *weights = (
             vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), self.here)
-            for lane in (self.plan.forward, self.plan.backward)
+            for lane in (self.plan.forward, self.plan.backward, *self.plan.weights)
         )
         state, y = self.forward(with_gradients, forward, state)
+        if with_gradients and weights:
+            # B writes over what is read here. XLA does not know the order, and would copy all that is kept.
+            state, done = self.weights(weights[0], state, 0)
+            backward = backward._replace(slot=backward.slot + done)
         unit, slot = self.plan.head[0, number]
         state = self.head(with_gradients, unit, slot, y, state)
-        arrived_x = self.exchange(y, +1, state.arrived_x, forward.arrival)
+        dx = None
         if with_gradients:
             state, dx = self.backward(backward, state)
+            if weights:
+                state, _ = self.weights(weights[1], state, 1)
+        if self.meets_once:
+            y, dx = lax.optimization_barrier((y, dx))
+        arrived_x = self.exchange(y, +1, state.arrived_x, forward.arrival)
+        if with_gradients:
             arrived_dy = self.exchange(dx, -1, state.arrived_dy, backward.arrival)
             state = state._replace(arrived_dy=arrived_dy)
-        busy_2 = jnp.stack([forward.unit >= 0, backward.unit >= 0])
-        busy_T2 = lax.dynamic_update_slice_in_dim(state.busy_T2, busy_2[None], number, 0)
-        return state._replace(arrived_x=arrived_x, busy_T2=busy_T2)
+        beside, after = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
+        ran = (forward.unit >= 0, beside, backward.unit >= 0, after)
+        ran_4 = jnp.stack([jnp.asarray(n, jnp.int32) for n in vary_like(ran, self.here)])
+        ran_T4 = lax.dynamic_update_slice_in_dim(state.ran_T4, ran_4[None], number, 0)
+        return state._replace(arrived_x=arrived_x, ran_T4=ran_T4)
 
     @jax.named_scope(FORWARD)
     def forward(self, with_gradients: bool, at: Lane, state: _State) -> tuple[_State, Any]:
@@ -510,7 +571,7 @@ class _Device:
         )
         state = state._replace(carry=self.write_carry(state.carry, after, at.group, m))
         if with_gradients:
-            state = state._replace(kept=write(state.kept, kept, at.slot))
+            state = state._replace(kept=self.keep(state.kept, kept, at.slot))
         return state, y
 
     def head_input(self, y: Any, unit: jax.Array) -> Any:
@@ -586,20 +647,29 @@ class _Device:
                 carry, x = kept
                 position = self.at(unit)
                 kept = self.layers.forward(params, frozen, carry, x, position, slots)[2]
-            grads = self.of_group(state.grads.layers, at.group)
-            grads, d_carry, dx = self.layers.backward(
-                params, frozen, kept, d_carry, dy, grads, slots
-            )
+            own, prepared = self.of_group((grads, self.prepared), at.group)
+            own, d_carry, dx, later = self.layers.backward(prepared, kept, d_carry, dy, own, slots)
             return (
-                self.into_group(state.grads.layers, grads, at.group),
+                self.into_group(grads, own, at.group),
                 self.into_group(state.d_carry, d_carry, at.group),
                 dx,
+                later,
             )
 
-        layer_grads, d_carry, dx = lax.cond(
+        # Of kinds whose W is apart there is no gradient here.
+        grads = tuple(
+            () if kind.has_weights else own
+            for kind, own in zip(self.layers.kinds, state.grads.layers, strict=True)
+        )
+        later = jax.eval_shape(run)[3]
+        grads, d_carry, dx, later = lax.cond(
             at.unit >= 0,
             lambda: vary_like(run(), self.here),
-            lambda: (state.grads.layers, state.d_carry, dy),
+            lambda: vary_like((grads, state.d_carry, dy, zeros(later)), self.here),
+        )
+        layer_grads = tuple(
+            before if kind.has_weights else own
+            for kind, own, before in zip(self.layers.kinds, grads, state.grads.layers, strict=True)
         )
         first_grads = lax.cond(
             (at.unit >= 0) & (self.stage == 0) & (at.group == 0),
@@ -607,7 +677,104 @@ class _Device:
             lambda: state.grads.first,
         )
         grads = state.grads._replace(layers=layer_grads, first=first_grads)
-        return state._replace(d_carry=d_carry, grads=grads), dx
+        kept = self.keep_for_weights(state.kept, later, at.slot)
+        return state._replace(d_carry=d_carry, grads=grads, kept=kept), dx
+
+    def keep(self, buffers: Any, kept: Any, slot: ArrayLike) -> Any:
+        """What a forward saved, into a slot; the room for W stays as it is."""
+        if self.pipe.remat:
+            return write(buffers, kept, slot)
+
+        def into(room, saved):
+            return [*write(room[: len(saved)], list(saved), slot), *room[len(saved) :]]
+
+        return self.of_kinds(into, buffers, kept)
+
+    def keep_for_weights(self, buffers: Any, later: Any, slot: ArrayLike) -> Any:
+        """What W needs of a backward, into its slot."""
+        if not any(kind.has_weights for kind in self.layers.kinds):
+            return buffers
+
+        def into(room, leaves, places):
+            room = list(room)
+            for place, leaf in zip(places, leaves, strict=True):
+                room[place] = write(room[place], leaf, slot)
+            return room
+
+        places = [kind.places for kind in self.layers.kinds]
+        return self.of_kinds(into, buffers, later, places)
+
+    def of_kinds(self, function: Callable[..., Any], kept: Any, values: Any, *more: Any) -> Any:
+        """What a function makes of every kind's buffers; of every row's, if layers are written out."""
+        if not self.pipe.unroll:
+            return tuple(map(function, kept, values, *more))
+        own = [each[0] for each in more]
+        return ([function(*row, *own) for row in zip(kept[0], values[0], strict=True)],)
+
+    def weights(self, at: Lane, state: _State, first: int) -> tuple[_State, jax.Array]:
+        """W of the units of this part of a tick; gradients are changed in place. And 0, when it is done.
+
+        Args:
+          first: number of the first lane.
+        """
+        layers, done = state.grads.layers, vary_like(jnp.int32(0), self.here)
+        if not any(kind.has_weights for kind in self.layers.kinds):
+            return state, done
+        for place in range(at.unit.shape[0]):
+            here = jax.tree.map(lambda a, place=place: a[place], at)
+
+            def run(here=here, layers=layers):
+                after = tuple(
+                    self.weights_of(n, here, state.kept[n], own) if kind.has_weights else own
+                    for n, (kind, own) in enumerate(zip(self.layers.kinds, layers, strict=True))
+                )
+                # 0, whatever the number is; the compiler cannot know it before.
+                some = jax.tree.leaves(after)[0].ravel()[0]
+                return after, (some * 0 == 1).astype(jnp.int32)
+
+            def skip(layers=layers, done=done):
+                return layers, done
+
+            # Not a loop over places: what is kept would be copied into it.
+            with jax.named_scope(scope_of_weights(first + place)):
+                layers, done = lax.cond(here.unit >= 0, run, skip)
+        return state._replace(grads=state.grads._replace(layers=layers)), done
+
+    def weights_of(self, kind: int, at: Lane, buffers: Any, grads: Any) -> Any:
+        """W of a kind's layers over a unit, or over all chunks of a microbatch."""
+        part, K, slot_of = self.layers.kinds[kind], self.plan.max_chunks, self.plan.slot_of
+        is_there_K = jnp.arange(K) < self.plan.num_chunks
+
+        def of_slot(leaf, place, slot):
+            if self.pipe.unroll:
+                return read(buffers[place][leaf], slot)
+            a = buffers[leaf]
+            start = (slot, place, *[0] * (a.ndim - 2))
+            return lax.dynamic_slice(a, start, (1, 1, *a.shape[2:])).reshape(a.shape[2:])
+
+        def of_microbatch(leaf, place, *, from_above: bool):
+            """All chunks, one after the other; a shorter batch is filled up with its first, and zeros."""
+            chunk_K = jnp.where(is_there_K, jnp.arange(K), 0)
+            slot_K = vary_like(jnp.asarray(slot_of)[0, 0, at.group, at.unit + chunk_K], self.here)
+            parts = [of_slot(leaf, place, slot_K[k]) for k in range(K)]
+            if from_above:  # W is linear in it
+                parts = [
+                    jnp.where(is_there_K[k], a, jnp.zeros_like(a)) for k, a in enumerate(parts)
+                ]
+            return jnp.concatenate(parts)
+
+        def kept(place):
+            if slot_of is None or K == 1:
+                return [
+                    [of_slot(leaf, place, at.slot) for leaf in own]
+                    for own in (part.needed, part.places)
+                ]
+            needed = [of_microbatch(leaf, place, from_above=False) for leaf in part.needed]
+            return needed, [of_microbatch(leaf, place, from_above=True) for leaf in part.places]
+
+        num_rows = len(self.rows[kind]) // self.plan.num_groups
+        rows = at.group * num_rows, num_rows
+        return self.layers.weights(kind, self.prepared[kind], kept, grads, self.rows[kind], rows)
 
     def exchange(self, blocks: Any, step: int, arrived: Any, slot: ArrayLike):
         """Sends to the stage above (+1) or below (-1); puts what comes from the other side into a buffer."""
@@ -629,8 +796,8 @@ class _Device:
     def microbatch(self, unit):
         return jnp.maximum(unit, 0) // self.plan.num_chunks
 
-    def at(self, unit) -> At:
-        """Where a unit lies, and its part of the batch."""
+    def at(self, unit, *, is_whole: bool = False) -> At:
+        """Where a unit lies, and its part of the batch; or that of all chunks of its microbatch."""
         unit = jnp.maximum(unit, 0)
         t, b = self.pipe.chunk_len or 0, self.pipe.microbatch_rows
         k, row = unit % self.plan.num_chunks, self.microbatch(unit) * b
@@ -641,7 +808,8 @@ class _Device:
             if self.pipe.chunk_len is None or a.ndim == 1:
                 return lax.dynamic_slice_in_dim(a, row, b, 0)
             # What has one step is the same for all chunks, and one chunk has all steps, however many.
-            steps = t if self.plan.max_chunks > 1 and a.shape[0] > 1 else a.shape[0]
+            is_cut = self.plan.max_chunks > 1 and a.shape[0] > 1 and not is_whole
+            steps = t if is_cut else a.shape[0]
             start = k * t if steps != a.shape[0] else 0
             return lax.dynamic_slice(a, (start, row, *[0] * (a.ndim - 2)), (steps, b, *a.shape[2:]))
 

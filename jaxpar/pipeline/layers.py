@@ -10,8 +10,7 @@ and a scan over the stack does not.
 Legend: t time steps, b rows; n slots of a stage, r rows of a kind's stack there.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.at import At
+from jaxpar.pipeline.split import Layer, SplitLayer
 from jaxpar.trees import add, vary_like, zeros
-
-# One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
-# Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
-Layer = Callable[[Any, Any, Any, Any, At], tuple[Any, Any]]
 
 
 class SlotArrays(NamedTuple):
@@ -55,7 +51,8 @@ def run_layers(
 
     Args:
       layers: a function for every kind.
-      params, frozen, carry: a tree for every kind, every leaf stacked, [r, ...].
+      params, frozen, carry: a tree for every kind, every leaf stacked, [r, ...]. Layers of one kind may be
+        written out one by one: parameters and frozen ones are then lists of trees, one for each row.
       at: of x; its layer is ignored.
       has_empty_slots: False promises that there is none; an empty one costs no compute.
     Returns:
@@ -77,7 +74,11 @@ def run_layers(
             )
             return y, carry
 
-        y, after = lax.scan(of_one_kind, x, (params[0], frozen[0], carry[0], slots.layer))
+        rows = params[0], frozen[0], carry[0], slots.layer
+        if isinstance(params[0], list):
+            y, out = _one_by_one(of_one_kind, x, rows)
+            return (stack(out),), y
+        y, after = lax.scan(of_one_kind, x, rows)
         return (after,), y
 
     def body(state, slot):
@@ -100,6 +101,11 @@ class SplitLayers:
     """Stacked layers, forward and backward apart.
 
     What the backward pass needs of the parameters is not among what the forward pass saves.
+
+    Attributes:
+      kinds: each kind of layer in its parts.
+      saved: for each kind the shapes and dtypes of what a layer keeps for its backward pass; what forward
+        saves comes first, then room for what B hands to W.
     """
 
     def __init__(
@@ -112,13 +118,52 @@ class SplitLayers:
         at: At,
         *,
         has_empty_slots: bool,
+        splits: bool = False,
+        whole: tuple[Any, At, int] | None = None,
     ):
-        """Traces every kind once, to learn what it saves; arguments as of `run_layers`."""
+        """Traces every kind once, to learn what it saves; arguments as of `run_layers`.
+
+        Args:
+          splits: take W, the gradients of weights, out of `backward`, for every kind that has it apart.
+          whole: x and at of all blocks that one W is for, one after the other in time, and how many they are;
+            None runs it for each.
+        Raises:
+          ValueError: W of a kind cannot be run for several blocks at once.
+        """
         self._has_empty_slots = has_empty_slots
-        self._kinds = [
-            _SplitLayer(layer, pick(p, 0), pick(f, 0), pick(c, 0), x, at)
+        self.kinds = [
+            SplitLayer(layer, pick(p, 0), pick(f, 0), pick(c, 0), x, at, splits=splits)
             for layer, p, f, c in zip(layers, params, frozen, carry, strict=True)
         ]
+        self._weights = self.kinds
+        if whole is not None:
+            x, at, times = whole
+            self._weights = [
+                SplitLayer(layer, pick(p, 0), pick(f, 0), pick(c, 0), x, at, splits=splits)
+                for layer, p, f, c in zip(layers, params, frozen, carry, strict=True)
+            ]
+            for number, (kind, long) in enumerate(zip(self.kinds, self._weights, strict=True)):
+                if kind.has_weights and not long.is_longer(kind, times):
+                    raise ValueError(
+                        f"zero_bubble='microbatch': the gradients of the weights of layers of kind {number} "
+                        f"cannot be taken for {times} chunks of time at once; use 'unit'"
+                    )
+        self.saved = tuple(
+            [
+                *kind.saved,
+                *(
+                    leaf
+                    for leaf, n in zip(kind.later, kind.places, strict=True)
+                    if n >= len(kind.saved)
+                ),
+            ]
+            for kind in self.kinds
+        )
+
+    def prepare(self, params: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
+        """The weights of layers that are written out, as `backward` and `weights` take them."""
+        rows = zip(params[0], frozen[0], strict=True)
+        return [[self.kinds[0].prepare(*row) for row in rows]]
 
     def forward(
         self,
@@ -129,33 +174,30 @@ class SplitLayers:
         at: At,
         slots: SlotArrays,
     ) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-        """`run_layers`, and the residuals of every layer: for every kind leaves [r, ...]."""
+        """`run_layers`, and the residuals of every layer: of every kind leaves [r, ...], or such a list."""
 
         def run(kind, params, frozen, carry, x, layer_id):
-            out = self._kinds[kind].forward(params, frozen, carry, x, at._replace(layer=layer_id))
+            out = self.kinds[kind].forward(params, frozen, carry, x, at._replace(layer=layer_id))
             return vary_like(out, x)
 
-        if len(self._kinds) == 1:
+        if len(self.kinds) == 1:
 
             def of_one_kind(x, slot):
                 params, frozen, carry, layer_id = slot
                 carry, y, saved = _if_full(
                     layer_id,
                     lambda: run(0, params, frozen, carry, x, layer_id),
-                    lambda: vary_like((carry, x, zeros(self._kinds[0].saved)), x),
+                    lambda: vary_like((carry, x, zeros(self.kinds[0].saved)), x),
                     self._has_empty_slots,
                 )
                 return y, (carry, saved)
 
-            y, (after, saved) = lax.scan(
-                of_one_kind, x, (params[0], frozen[0], carry[0], slots.layer)
-            )
+            rows = params[0], frozen[0], carry[0], slots.layer
+            if isinstance(params[0], list):
+                y, out = _one_by_one(of_one_kind, x, rows)
+                return (stack([row[0] for row in out]),), y, ([row[1] for row in out],)
+            y, (after, saved) = lax.scan(of_one_kind, x, rows)
             return (after,), y, (saved,)
-
-        def room(kind):
-            count = jax.tree.leaves((params[kind], frozen[kind], carry[kind]))[0].shape[0]
-            shapes = self._kinds[kind].saved
-            return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), shapes)
 
         def body(state, slot):
             def of_kind(kind):
@@ -168,129 +210,178 @@ class SplitLayers:
 
                 return go
 
-            return _switch(slot, len(self._kinds), of_kind, state), None
+            return _switch(slot, len(self.kinds), of_kind, state), None
 
-        start = vary_like(tuple(map(room, range(len(self._kinds)))), x)
-        (y, after, saved), _ = lax.scan(body, (x, tuple(carry), start), slots)
+        like = zip(params, frozen, carry, strict=True)
+        start = (x, tuple(carry), self._room("saved", like, x))
+        (y, after, saved), _ = lax.scan(body, start, slots)
         return after, y, saved
 
     def backward(
         self,
-        params: Sequence[Any],
-        frozen: Sequence[Any],
+        prepared: Sequence[Any],
         saved: Sequence[Any],
         d_carry: Sequence[Any],
         dy: Any,
         grads: Sequence[Any],
         slots: SlotArrays,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-        """The vector-Jacobian product of `forward`.
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
+        """The vector-Jacobian product of `forward`; without the kinds whose W is apart, of its inputs.
 
         Args:
+          prepared: of layers that are written out what `prepare` gives; else for every kind its parameters,
+            and what of them is frozen.
           saved: what `forward` returned, for the same parameters.
           d_carry: cotangent of the carry after the window.
           dy: cotangent of the output.
-          grads: gradients so far, to which those of the parameters are added.
+          grads: gradients so far, to which those of the parameters are added; () for a kind whose W is apart.
         Returns:
-          the gradients, the cotangent of the carry before the window, and that of x.
+          the gradients, the cotangent of the carry before the window, that of x, and for every kind what W
+          needs, as `saved`.
         """
 
-        def run(kind, params, frozen, saved, d_carry, grads, dy):
-            d_params, d_carry, dx = self._kinds[kind].backward(params, frozen, saved, d_carry, dy)
-            return vary_like((add(grads, d_params), d_carry, dx), dy)
+        def run(kind, prepared, saved, d_carry, grads, dy):
+            parts = self.kinds[kind].backward(prepared, saved, d_carry, dy)
+            d_params, d_carry, dx, later = parts
+            return vary_like((add(grads, d_params), d_carry, dx, later), dy)
 
-        if len(self._kinds) == 1:
+        def run_or_skip(layer_id, prepare, saved, d_carry, grads, dy):
+            return _if_full(
+                layer_id,
+                lambda: run(0, prepare(), saved, d_carry, grads, dy),
+                lambda: (grads, d_carry, dy, vary_like(zeros(self.kinds[0].later), dy)),
+                self._has_empty_slots,
+            )
+
+        if len(self.kinds) == 1 and isinstance(prepared[0], list):
+
+            def of_row(dy, row):
+                prepared, saved, d_carry, layer_id, grads = row
+                grads, d_carry, dx, later = run_or_skip(
+                    layer_id, lambda: prepared, saved, d_carry, grads, dy
+                )
+                return dx, (grads, d_carry, later)
+
+            own = grads[0] or [()] * len(prepared[0])
+            rows = prepared[0], saved[0], d_carry[0], slots.layer, own
+            dx, out = _one_by_one(of_row, dy, rows, reverse=True)
+            after, d_before, later = ([row[n] for row in out] for n in range(3))
+            return (after if grads[0] else (),), (stack(d_before),), dx, (later,)
+
+        if len(self.kinds) == 1:
             # Gradients are carried and changed in place; as outputs of the scan they would be copied.
             def of_one_kind(carried, inputs):
                 dy, all_grads = carried
-                place, params, frozen, saved, d_carry, layer_id = inputs
-                grads = pick(all_grads, place)
-                grads, d_carry, dx = _if_full(
+                place, weights, saved, d_carry, layer_id = inputs
+                grads, d_carry, dx, later = run_or_skip(
                     layer_id,
-                    lambda: run(0, params, frozen, saved, d_carry, grads, dy),
-                    lambda: (grads, d_carry, dy),
-                    self._has_empty_slots,
+                    lambda: self.kinds[0].prepare(*weights),
+                    *(saved, d_carry, pick(all_grads, place), dy),
                 )
-                return (dx, _put((all_grads,), 0, place, grads)[0]), d_carry
+                return (dx, _put((all_grads,), 0, place, grads)[0]), (d_carry, later)
 
             places = jnp.arange(slots.layer.shape[0])
-            inputs = (places, params[0], frozen[0], saved[0], d_carry[0], slots.layer)
-            (dx, after), d_before = lax.scan(of_one_kind, (dy, grads[0]), inputs, reverse=True)
-            return (after,), (d_before,), dx
+            inputs = (places, prepared[0], saved[0], d_carry[0], slots.layer)
+            (dx, after), (d_before, later) = lax.scan(
+                of_one_kind, (dy, grads[0]), inputs, reverse=True
+            )
+            return (after,), (d_before,), dx, (later,)
 
         def body(state, slot):
             def of_kind(kind):
                 def go(state):
-                    dy, d_carry, grads = state
-                    own = [
-                        pick(tree[kind], slot.place)
-                        for tree in (params, frozen, saved, d_carry, grads)
+                    dy, d_carry, grads, later = state
+                    weights, *own = [
+                        pick(tree[kind], slot.place) for tree in (prepared, saved, d_carry, grads)
                     ]
-                    total, dc, dx = run(kind, *own, dy=dy)
+                    total, dc, dx, kept = run(kind, self.kinds[kind].prepare(*weights), *own, dy=dy)
                     d_carry = _put(d_carry, kind, slot.place, dc)
-                    return vary_like((dx, d_carry, _put(grads, kind, slot.place, total)), dy)
+                    grads = _put(grads, kind, slot.place, total)
+                    return vary_like((dx, d_carry, grads, _put(later, kind, slot.place, kept)), dy)
 
                 return go
 
-            return _switch(slot, len(self._kinds), of_kind, state), None
+            return _switch(slot, len(self.kinds), of_kind, state), None
 
-        (dx, d_before, after), _ = lax.scan(
-            body, (dy, tuple(d_carry), tuple(grads)), slots, reverse=True
-        )
-        return after, d_before, dx
+        like = zip(prepared, d_carry, strict=True)
+        start = (dy, tuple(d_carry), tuple(grads), self._room("later", like, dy))
+        (dx, d_before, after, later), _ = lax.scan(body, start, slots, reverse=True)
+        return after, d_before, dx, later
+
+    def _room(self, name: str, like: Iterable[Any], x: Any) -> tuple[Any, ...]:
+        """Zeros for what the layers of every kind save, or keep for later, as many as in `like`."""
+
+        def room(kind, stacked):
+            count = jax.tree.leaves(stacked)[0].shape[0]
+            shapes = getattr(self.kinds[kind], name)
+            return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), shapes)
+
+        return vary_like(tuple(room(*each) for each in enumerate(like)), x)
+
+    def weights(
+        self,
+        kind: int,
+        prepared: Any,
+        kept: Callable[[Any], Sequence[list[jax.Array]]],
+        grads: Any,
+        layer_R: jax.Array,
+        rows: tuple[Any, int],
+    ) -> Any:
+        """Adds W of layers of a kind to its gradients.
+
+        Args:
+          kind: one whose W is apart.
+          prepared: of the kind, as of `backward`; of all its layers on the stage, leaves [R, ...].
+          kept: place among the rows -> what was kept of that layer: what W needs of the saved, and of B.
+          grads: likewise.
+          layer_R: number of the layer in each row; -1 for none.
+          rows: the first, and how many.
+        """
+        first, count = rows
+
+        def of_row(layer_id, prepare, place, grads):
+            def run():
+                d_params = self._weights[kind].weights(prepare(), *kept(place))
+                return add(grads, vary_like(d_params, grads))
+
+            return _if_full(layer_id, run, lambda: grads, self._has_empty_slots)
+
+        if isinstance(prepared, list):
+            return [
+                of_row(layer_R[row], lambda row=row: prepared[row], row, grads[row])
+                for row in range(count)
+            ]
+
+        def body(place, grads):
+            row = first + place
+
+            def prepare():
+                return self.kinds[kind].prepare(*pick(prepared, row))
+
+            total = of_row(layer_R[row], prepare, place, pick(grads, row))
+            return _put((grads,), 0, row, total)[0]
+
+        return lax.fori_loop(0, count, body, grads)
 
 
-class _SplitLayer:
-    """One layer as forward and backward.
-
-    Attributes:
-      saved: shapes and dtypes of what forward saves for backward.
-    """
-
-    def __init__(self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At):
-        self._layer, self._structure, self._sources = layer, None, list[int | None]()
-
-        # Where a block lies is traced as well: autodiff saves less of what it knows.
-        where = (at.layer, at.time, at.row, at.batch)
-
-        def trace(params, frozen, carry, x, layer, time, row, batch):
-            here = at._replace(layer=layer, time=time, row=row, batch=batch)
-            _, vjp = self._vjp(params, frozen, carry, x, here)
-            leaves, self._structure = jax.tree.flatten(vjp)
-            self._sources = _find(leaves, (params, frozen))
-            return self._saved(leaves)
-
-        self.saved = jax.eval_shape(trace, params, frozen, carry, x, *where)
-
-    def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
-        (carry, y), vjp = self._vjp(params, frozen, carry, x, at)
-        leaves = jax.tree.leaves(vjp)
-        assert _find(leaves, (params, frozen)) == self._sources, "a layer traces in one way only"
-        return carry, y, self._saved(leaves)
-
-    def backward(self, params: Any, frozen: Any, saved: list[jax.Array], d_carry: Any, dy: Any):
-        weights, again = jax.tree.leaves((params, frozen)), iter(saved)
-        leaves = [next(again) if source is None else weights[source] for source in self._sources]
-        assert self._structure is not None
-        return jax.tree.unflatten(self._structure, leaves)((d_carry, dy))
-
-    def _vjp(self, params, frozen, carry, x, at):
-        # Weak types are made strong, or what is saved would depend on where the arrays come from.
-        carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
-        return jax.vjp(functools.partial(self._run, frozen, at), params, carry, x)
-
-    def _run(self, frozen, at, params, carry, x):
-        return self._layer(params, frozen, carry, x, at)
-
-    def _saved(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(leaves, self._sources, strict=True)
-        return [leaf for leaf, source in pairs if source is None]
+def stack(rows: Sequence[Any]) -> Any:
+    """Trees of equal structure as one, their leaves stacked."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
 
 
-def _find(leaves: list[Any], weights: Any) -> list[int | None]:
-    """For each leaf its number among the leaves of the weights; None if it is none of them."""
-    numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(weights))}
-    return [numbers.get(id(leaf)) for leaf in leaves]
+def unstack(tree: Any, num_rows: int) -> list[Any]:
+    """Stacked leaves as a tree for each row."""
+    return [jax.tree.map(lambda a, row=row: a[row], tree) for row in range(num_rows)]
+
+
+def _one_by_one(body: Callable[..., Any], init: Any, xs: Sequence[Any], *, reverse: bool = False):
+    """`lax.scan` written out; of xs, and of what the body gives, there is one for each row."""
+    rows = range(len(xs[0]))
+    out: list[Any] = [None] * len(rows)
+    for row in reversed(rows) if reverse else rows:
+        own = tuple(x[row] if isinstance(x, list) else pick(x, row) for x in xs)
+        init, out[row] = body(init, own)
+    return init, out
 
 
 def pick(tree: Any, place: Any) -> Any:

@@ -11,6 +11,11 @@ A tick has three parts, in this order, the same on every stage:
     3. exchange   activations go up the ring (s to s + 1 mod S), cotangents down (s to s - 1 mod S);
                   both lie in a buffer until the tick, at least one later, that reads them
 
+A zero-bubble schedule (arXiv:2401.10241) takes a backward unit apart: B, the cotangents of its input and
+state, in its place as before, for others wait for it; and W, the gradients of its weights, for which nobody
+waits. W goes where stages would wait: in the place of a forward that a stage does not have, or after the
+backward; until then its slot is kept.
+
 Every schedule here is one picture and its mirror image. Forward units enter stage 0 in some order
 and move up one stage per tick; backward units enter stage S - 1 in some order and move down:
 
@@ -26,7 +31,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from typing import NamedTuple
+import itertools
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -35,23 +41,48 @@ from jaxpar.display import Shown
 KINDS = ("gpipe", "1f1b", "interleaved")
 
 
+ZeroBubble = Literal["off", "unit", "microbatch"]
+
+
 class Lane(NamedTuple):
-    """One direction of a schedule, forward or backward: five int32 arrays, all [ticks, num_stages].
+    """One kind of work of a schedule: five int32 arrays, all [ticks, num_stages].
 
     A NamedTuple, so that it is a pytree: `jax.tree.map(lambda a: a[tick, stage], lane)` is what a
     stage does at a tick. -1 is "none": mask it before indexing, where it would mean "the last".
     """
 
     unit: np.ndarray
-    """u = m K + k of the unit that runs; -1: idle."""
+    """u = m K + k of the unit that runs; -1: idle. Of W for a whole microbatch: its first."""
     group: np.ndarray
     """Which of the stage's V groups of layers runs it; 0 when idle."""
     slot: np.ndarray
-    """Residual slot: forward writes it, backward frees it; -1: idle, or no backward pass."""
+    """Residual slot: forward writes it, backward (or W, if there is one) frees it; -1: idle, or no backward
+    pass."""
     source: np.ndarray
-    """Buffer the input is read from; -1: idle, or from the embedding (backward: the head)."""
+    """Buffer the input is read from; -1: idle, W, or from the embedding (backward: the head)."""
     arrival: np.ndarray
     """Buffer that takes what this tick's exchange brings to the stage; -1: nothing arrives."""
+
+
+class Work(NamedTuple):
+    """A kind of work in a tick.
+
+    Attributes:
+      letter: F, B or W.
+      half: of the tick, 0 or 1; stages meet between them if they share a head, and after the second.
+      lane: who does it, when.
+      num_units: that are done at once.
+    """
+
+    letter: str
+    half: int
+    lane: Lane
+    num_units: int
+
+    @property
+    def busy_TS(self) -> np.ndarray:
+        """Which stages have some."""
+        return self.lane.unit >= 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +103,21 @@ class Schedule(Shown):
     forward: Lane = dataclasses.field(repr=False)
     backward: Lane = dataclasses.field(repr=False)
     """All idle without a backward pass."""
+    weights: tuple[Lane, ...] = dataclasses.field(default=(), repr=False)
+    """W: in the place of a forward, after the backward, after that; none if backward units are whole."""
+    zero_bubble: ZeroBubble = "off"
+
+    @property
+    def lanes(self) -> tuple[Work, ...]:
+        """All kinds of work, in the order in which a stage does it within a tick."""
+        beside, *after = self.weights or (None,)
+        units = self.num_chunks if self.zero_bubble == "microbatch" else 1
+        return (
+            Work("F", 0, self.forward, 1),
+            *([Work("W", 0, beside, units)] if beside else []),
+            Work("B", 1, self.backward, 1),
+            *(Work("W", 1, lane, units) for lane in after),
+        )
 
     @property
     def num_units(self) -> int:
@@ -81,36 +127,50 @@ class Schedule(Shown):
     @property
     def num_ticks(self) -> int:
         """Ticks until the last unit is done: the loop's length. `padded` arrays have more rows."""
-        busy_T = ((self.forward.unit >= 0) | (self.backward.unit >= 0)).any(axis=1)
+        busy_T = np.any([work.busy_TS.any(axis=1) for work in self.lanes], axis=0)
         return int(np.flatnonzero(busy_T)[-1]) + 1
 
     @property
     def bubble(self) -> float:
-        """Share of stage-time with nothing to do, where a backward unit costs two forward units.
+        """Share of stage-time with nothing to do, where F costs 1, and B and W 1 each, or 2 as a whole.
 
         (S-1) / (MK + S-1) for gpipe and 1f1b (arXiv:1811.06965, section 2.3, with MK for M), and
         (S-1) / (VMK + S-1) for interleaved with MK >= S (arXiv:2104.04473, section 2.2, which
-        divides by the work instead of the whole).
+        divides by the work instead of the whole). With W apart (S-1) / (3VMK + S-1), where MK is large
+        enough, and 2(S-1) / (3MK + 2(S-1)) for 1f1b with one W a microbatch.
         """
-        return self.bubble_at()
+        return self.bubble_at(*self.unit_costs)
 
-    def bubble_at(self, forward_cost: float = 1.0, backward_cost: float = 2.0) -> float:
-        """Share of stage-time with nothing to do, given the costs of a forward and a backward unit.
+    @property
+    def unit_costs(self) -> tuple[float, float, float]:
+        """Of F, B and W where nothing is known: three matmuls of a size, of which a whole backward is two."""
+        return (1.0, 1.0, 1.0) if self.weights else (1.0, 2.0, 0.0)
 
-        Stages run in lockstep: a tick costs its forward part if any stage runs one, plus its
-        backward part if any stage runs one.
+    def bubble_at(self, forward: float, backward: float, weights: float = 0.0) -> float:
+        """Share of stage-time with nothing to do, given what units cost.
+
+        Stages run in lockstep: each half of a tick, before and after the head, lasts as long as the busiest
+        stage has work in it.
+
+        Args:
+          backward: of a backward unit, whole or without W, as the schedule has it.
+          weights: of a unit's W, if it is apart.
         """
-        if not (forward_cost > 0 and backward_cost > 0):
-            raise ValueError(
-                f"{forward_cost=} and {backward_cost=} must be above 0; use 1 and 2 if unknown."
-            )
-        elapsed = idle = 0.0
-        for lane, cost in ((self.forward, forward_cost), (self.backward, backward_cost)):
-            busy_TS = lane.unit >= 0
-            stage_ticks = int(busy_TS.any(axis=1).sum()) * self.num_stages
-            elapsed += cost * stage_ticks
-            idle += cost * (stage_ticks - int(busy_TS.sum()))
-        return idle / elapsed
+        half_T2S = self.work_at(forward, backward, weights)
+        elapsed = half_T2S.max(axis=2).sum() * self.num_stages
+        return float((elapsed - half_T2S.sum()) / elapsed)
+
+    def work_at(self, forward: float, backward: float, weights: float = 0.0) -> np.ndarray:
+        """What each stage does in both halves of every tick, float64 [ticks, 2, stages]; see `bubble_at`."""
+        costs = {"F": forward, "B": backward, "W": weights}
+        named = {"forward": forward, "backward": backward, "weights": weights}
+        for name, cost in named.items():
+            if not cost > 0 and (name != "weights" or self.weights):
+                raise ValueError(f"the cost {name}={cost} must be above 0; use 1 if unknown.")
+        half_T2S = np.zeros((len(self.forward.unit), 2, self.num_stages))
+        for work in self.lanes:
+            half_T2S[:, work.half] += costs[work.letter] * work.num_units * work.busy_TS
+        return half_T2S
 
     @property
     def live_units(self) -> tuple[int, ...]:
@@ -123,12 +183,16 @@ class Schedule(Shown):
             interleaved   min(VM, VS + S-1-2s)      for K = 1 and M a multiple of S
 
         K because a sequence goes back in reverse order (arXiv:2406.03488); 2(S-1-s), where
-        arXiv:2006.09503 has S-1-s, because a lockstep tick holds a forward and a backward unit.
+        arXiv:2006.09503 has S-1-s, because a lockstep tick holds a forward and a backward unit. With W of a
+        unit apart, no stage holds more than the fullest does without; with W of a microbatch all hold
+        min(MK, 2K-1 + 2(S-1)) in 1f1b, and less on later stages only where M is small.
         """
         if not self.num_slots:
             return (0,) * self.num_stages
+        frees = "W" if self.weights else "B"
+        freed_TS = sum(w.num_units * w.busy_TS for w in self.lanes if w.letter == frees)
         live_TS = np.cumsum(self.forward.unit >= 0, axis=0, dtype=np.int64)
-        live_TS[1:] -= np.cumsum(self.backward.unit >= 0, axis=0, dtype=np.int64)[:-1]
+        live_TS[1:] -= np.cumsum(freed_TS, axis=0, dtype=np.int64)[:-1]
         return tuple(live_TS.max(axis=0).tolist())
 
     def padded(self, num_rows: int) -> Schedule:
@@ -139,26 +203,32 @@ class Schedule(Shown):
         rows = len(self.forward.unit)
         if num_rows < rows:
             raise ValueError(f"num_rows={num_rows} cannot hold {rows} ticks; use {rows} or more.")
-        idle = _idle_lane(num_rows - rows, self.num_stages)
-        forward = Lane(*map(np.concatenate, zip(self.forward, idle, strict=True)))
-        backward = Lane(*map(np.concatenate, zip(self.backward, idle, strict=True)))
-        return dataclasses.replace(self, forward=_frozen(forward), backward=_frozen(backward))
+        idle = idle_lane(num_rows - rows, self.num_stages)
+
+        def pad(lane: Lane) -> Lane:
+            return _frozen(Lane(*map(np.concatenate, zip(lane, idle, strict=True))))
+
+        return dataclasses.replace(
+            self,
+            forward=pad(self.forward),
+            backward=pad(self.backward),
+            weights=tuple(map(pad, self.weights)),
+        )
 
     def to_text(self) -> str:
         """The schedule as a picture: a row per stage, a column per tick, and its numbers below.
 
-        A tick has a forward column if any stage runs one, and a backward column if any does: the
-        share of dots is the bubble at equal costs.
+        Each half of a tick is as wide as the work of its busiest stage: the share of dots is the bubble at
+        equal costs.
         """
-        stages, lanes = range(self.num_stages), (("F", self.forward), ("B", self.backward))
-        columns_T = [
-            [
-                [self.label(letter, lane.unit[t, s], lane.group[t, s]) for s in stages]
-                for letter, lane in lanes
-                if (lane.unit[t] >= 0).any()
-            ]
-            for t in range(self.num_ticks)
-        ]
+        stages = range(self.num_stages)
+        columns_T = []
+        for tick in range(self.num_ticks):
+            columns = []
+            for half in (0, 1):
+                cells_S = [self.labels(tick, half, stage) for stage in stages]
+                columns += itertools.zip_longest(*cells_S, fillvalue=".")
+            columns_T.append(columns)
         width = max(len(cell) for columns in columns_T for column in columns for cell in column)
         rows = [["tick", *map(str, range(self.num_ticks))]]
         for s in stages:
@@ -170,12 +240,24 @@ class Schedule(Shown):
         lines = ["|".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([*lines, self.caption])
 
+    def labels(self, tick: int, half: int, stage: int) -> list[str]:
+        """What a stage does in half a tick, one thing after the other."""
+        return [
+            self.label(work.letter, work.lane.unit[tick, stage], work.lane.group[tick, stage])
+            for work in self.lanes
+            if work.half == half and work.lane.unit[tick, stage] >= 0
+        ]
+
     def label(self, letter: str, unit: int, group: int) -> str:
-        """F1.0/2, of what is more than one: microbatch 1, chunk 0, group 2; a dot for no unit."""
+        """F1.0/2, of what is more than one: microbatch 1, chunk 0, group 2; a dot for no unit.
+
+        W of a whole microbatch is W1/2.
+        """
         if unit < 0:
             return "."
         microbatch, chunk = divmod(int(unit), self.num_chunks)
-        chunk_text = f".{chunk}" if self.num_chunks > 1 else ""
+        is_whole = letter == "W" and self.zero_bubble == "microbatch"
+        chunk_text = f".{chunk}" if self.num_chunks > 1 and not is_whole else ""
         group_text = f"/{group}" if self.num_groups > 1 else ""
         return f"{letter}{microbatch}{chunk_text}{group_text}"
 
@@ -184,9 +266,18 @@ class Schedule(Shown):
         """Kind, ticks, bubble, live units, and what the labels mean."""
         live = " ".join(map(str, self.live_units))
         name = "microbatch" + ".chunk" * (self.num_chunks > 1) + "/group" * (self.num_groups > 1)
+        parts = "B backward" if not self.weights else "B, W backward of inputs and of weights"
         return (
-            f"{self.kind}: {self.num_ticks} ticks, bubble {self.bubble:.1%}, live units {live}  "
-            f"(F forward, B backward of {name})"
+            f"{self.title}: {self.num_ticks} ticks, bubble {self.bubble:.1%}, live units {live}  "
+            f"(F forward, {parts} of {name})"
+        )
+
+    @property
+    def title(self) -> str:
+        """The kind, and zb if W is apart."""
+        return (
+            self.kind
+            + {"off": "", "unit": "+zb", "microbatch": "+zb(microbatch)"}[self.zero_bubble]
         )
 
 
@@ -198,6 +289,7 @@ def make_schedule(
     num_groups: int = 1,
     *,
     backward: bool = True,
+    zero_bubble: ZeroBubble = "off",
 ) -> Schedule:
     """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
 
@@ -220,10 +312,15 @@ def make_schedule(
         and each group finishes a sequence before it starts the next: one state per group is enough.
       num_groups: V; above 1 for "interleaved", 1 for the others.
       backward: False leaves only the forward units, which then hold no residuals.
+      zero_bubble: takes W, the gradients of weights, out of the backward units of 1f1b and interleaved:
+        "unit" puts each where stages would wait (`_place_weights`), in no more slots than without;
+        "microbatch" runs it once for all chunks of a microbatch, on all stages in the tick in which the
+        first of them runs its last B. That takes more slots, and goes through the gradients K times less.
     Raises:
-      ValueError: unknown kind, a count below 1, or a number of groups that the kind does not have.
+      ValueError: unknown kind, a count below 1, a number of groups or a zero_bubble that the kind does not
+        have.
     """
-    _check(kind, num_stages, num_microbatches, num_chunks, num_groups)
+    _check(kind, num_stages, num_microbatches, num_chunks, num_groups, zero_bubble)
     num_units = num_microbatches * num_chunks
     p = np.arange(num_groups * num_stages)
     stage_P, group_P = p % num_stages, p // num_stages
@@ -241,10 +338,23 @@ def make_schedule(
 
     num_ticks = int((backward_PU if backward else forward_PU).max()) + 1
     slot_PU, num_slots = np.full_like(forward_PU, -1), 0
-    backward_lane, num_backward_buffers = _idle_lane(num_ticks, num_stages), 0
+    backward_lane, num_backward_buffers = idle_lane(num_ticks, num_stages), 0
+    weights: tuple[Lane, ...] = ()
     if backward:
-        # In half ticks: a residual lives from its forward part to the end of its backward part.
-        slot_PU, num_slots = _assign_slots(2 * forward_PU, 2 * backward_PU + 1, num_stages)
+        # In quarters of a tick: forward, W beside others' forward, backward (and W after it), another W.
+        slot_PU, num_slots = _assign_slots(4 * forward_PU, 4 * backward_PU + 2, num_stages)
+        if zero_bubble != "off":
+            if zero_bubble == "unit":
+                when_PU = _place_weights(forward_PU, backward_PU, num_stages, num_slots)
+            else:
+                ends_P = num_stages * group_P  # the first stage of its group
+                when_PU = (
+                    4 * backward_PU[ends_P][:, np.arange(num_units) // num_chunks * num_chunks] + 2
+                )
+            slot_PU, num_slots = _assign_slots(4 * forward_PU, when_PU, num_stages)
+            weights = _weight_lanes(
+                when_PU, slot_PU, num_stages, num_ticks, zero_bubble, num_chunks
+            )
         backward_lane, num_backward_buffers = _lane(
             backward_PU, backward_sent_PU, slot_PU, num_stages, num_ticks
         )
@@ -262,6 +372,8 @@ def make_schedule(
         num_backward_buffers=num_backward_buffers,
         forward=_frozen(forward_lane),
         backward=_frozen(backward_lane),
+        weights=weights,
+        zero_bubble=zero_bubble if backward else "off",
     )
 
 
@@ -315,6 +427,88 @@ def _assign_slots(
     return slot_PU, num_slots
 
 
+def _place_weights(
+    forward_PU: np.ndarray, backward_PU: np.ndarray, num_stages: int, num_slots: int
+) -> np.ndarray:
+    """When each unit's W runs, in quarters of a tick, [V S, MK]; no schedule of these F and B is shorter.
+
+    A stage has room for a W, without making the tick longer, beside another stage's forward and beside
+    another's backward; what is asked of it is a free slot for its next forward, and that nothing is left at
+    the end. Where the room does not do, the second half of a tick is made longer by one W, for all stages:
+    as late as possible, for what comes late serves the demands of later ticks as well. (Demands are sums over
+    intervals of ticks: taking them in the order of their ends, with the latest ticks first, is optimal.)
+    Waiting units go in the order of their backwards.
+    """
+    num_ticks = int(backward_PU.max()) + 1
+    stage_P = np.arange(len(forward_PU)) % num_stages
+    f_TS, b_TS = (np.zeros((num_ticks, num_stages), np.int64) for _ in range(2))
+    f_TS[forward_PU, stage_P[:, None]] = 1
+    b_TS[backward_PU, stage_P[:, None]] = 1
+    # Room in both halves of a tick, what comes to wait before each, and what may wait at most after each.
+    room_HS = np.stack(
+        [f_TS.max(1, keepdims=True) - f_TS, b_TS.max(1, keepdims=True) - b_TS], axis=1
+    )
+    room_HS = room_HS.reshape(2 * num_ticks, num_stages)
+    comes_HS = np.stack([np.zeros_like(b_TS), b_TS], axis=1).reshape(room_HS.shape)
+    begun_TS = np.cumsum(f_TS, axis=0)
+    due_TS = np.maximum(np.vstack([begun_TS[1:], begun_TS[-1:]]) - num_slots, 0)
+    due_TS[-1] = begun_TS[-1]
+    most_TS = np.cumsum(b_TS, axis=0) - due_TS
+    waiting_HS = np.zeros_like(room_HS)
+    free = []  # ticks that could be longer
+    last_S = waiting_HS[0]
+    for half in range(2 * num_ticks):
+        last_S = np.maximum(last_S + comes_HS[half] - room_HS[half], 0)
+        waiting_HS[half] = last_S
+        if half % 2 == 0:
+            continue
+        if last_S.any():
+            free.append(half)
+        while (last_S > most_TS[half // 2]).any():
+            longer = free.pop()
+            room_HS[longer] += 1
+            # One less waits from there on, until nothing would have waited anyway.
+            waits_HS = np.logical_and.accumulate(waiting_HS[longer : half + 1] > 0, axis=0)
+            waiting_HS[longer : half + 1] -= waits_HS
+            last_S = waiting_HS[half]
+    before_HS = np.vstack([np.zeros_like(waiting_HS[:1]), waiting_HS[:-1]])
+    runs_HS = before_HS + comes_HS - waiting_HS
+    when_PU = np.empty_like(backward_PU)
+    for stage in range(num_stages):
+        mine = backward_PU[stage::num_stages]
+        when = np.empty(mine.size, np.int64)
+        # 4t + 1 beside a forward; after the backward 4t + 2, and 4t + 3 for another.
+        halves = np.repeat(np.arange(2 * num_ticks), runs_HS[:, stage])
+        again = np.concatenate([[0], halves[1:] == halves[:-1]])
+        when[np.argsort(mine, axis=None)] = 2 * halves + 1 - halves % 2 + again
+        when_PU[stage::num_stages] = when.reshape(mine.shape)
+    return when_PU
+
+
+def _weight_lanes(
+    when_PU: np.ndarray,
+    slot_PU: np.ndarray,
+    num_stages: int,
+    num_ticks: int,
+    zero_bubble: ZeroBubble,
+    num_chunks: int,
+) -> tuple[Lane, ...]:
+    """W as lanes: beside forwards, after backwards, and as many more as are needed."""
+    if zero_bubble == "microbatch":
+        when_PU, slot_PU = when_PU[:, ::num_chunks], slot_PU[:, ::num_chunks]
+    units = np.arange(when_PU.shape[1]) * (num_chunks if zero_bubble == "microbatch" else 1)
+    p = np.arange(len(when_PU))[:, None]
+    lanes = []
+    for place in range(1, int((when_PU % 4).max()) + 1):
+        lane, chosen = idle_lane(num_ticks, num_stages), when_PU % 4 == place
+        when = (when_PU // 4)[chosen], np.broadcast_to(p % num_stages, chosen.shape)[chosen]
+        lane.unit[when] = np.broadcast_to(units, chosen.shape)[chosen]
+        lane.group[when] = np.broadcast_to(p // num_stages, chosen.shape)[chosen]
+        lane.slot[when] = slot_PU[chosen]
+        lanes.append(_frozen(lane))
+    return tuple(lanes)
+
+
 def _lane(
     tick_PU: np.ndarray, sent_PU: np.ndarray, slot_PU: np.ndarray, num_stages: int, num_ticks: int
 ) -> tuple[Lane, int]:
@@ -330,7 +524,7 @@ def _lane(
     # In half ticks: an input lies in a buffer from the exchange that brought it until it is read.
     acquired_PU = np.where(sent_PU < 0, -1, 2 * sent_PU + 1)
     buffer_PU, num_buffers = _assign_slots(acquired_PU, 2 * tick_PU, num_stages)
-    lane = _idle_lane(num_ticks, num_stages)
+    lane = idle_lane(num_ticks, num_stages)
     p = np.arange(len(tick_PU))[:, None]
     when = tick_PU, p % num_stages
     lane.unit[when] = np.arange(tick_PU.shape[1])
@@ -342,7 +536,8 @@ def _lane(
     return lane, num_buffers
 
 
-def _idle_lane(num_ticks: int, num_stages: int) -> Lane:
+def idle_lane(num_ticks: int, num_stages: int) -> Lane:
+    """A lane in which nothing is done."""
     nothing = [np.full((num_ticks, num_stages), -1, np.int32) for _ in Lane._fields]
     return Lane(*nothing)._replace(group=np.zeros((num_ticks, num_stages), np.int32))
 
@@ -354,7 +549,12 @@ def _frozen(lane: Lane) -> Lane:
 
 
 def _check(
-    kind: str, num_stages: int, num_microbatches: int, num_chunks: int, num_groups: int
+    kind: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int,
+    num_groups: int,
+    zero_bubble: str,
 ) -> None:
     if kind not in KINDS:
         nearest = difflib.get_close_matches(str(kind).lower(), KINDS, n=1, cutoff=0.0)[0]
@@ -380,4 +580,13 @@ def _check(
         raise ValueError(
             f"kind={kind!r} has one group of layers per stage, not num_groups={num_groups}; "
             f"use num_groups=1 or kind='interleaved'."
+        )
+    if zero_bubble not in get_args(ZeroBubble):
+        raise ValueError(
+            f"zero_bubble={zero_bubble!r} is none of {', '.join(map(repr, get_args(ZeroBubble)))}."
+        )
+    if zero_bubble != "off" and kind == "gpipe":
+        raise ValueError(
+            f"kind='gpipe' keeps all residuals, and has no zero_bubble={zero_bubble!r}; use kind='1f1b' or "
+            f"'interleaved', which hold fewer."
         )

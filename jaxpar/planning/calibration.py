@@ -243,8 +243,8 @@ class _Bench:
             after, y, saved = split.forward(*stack, x, at, slots)
             if not backward:
                 return grads, (after, y, saved)
-            weights = (params,), ((),)
-            [grads], *rest = split.backward(*weights, saved, after, y, (grads,), slots)
+            weights = ((params, ()),)
+            [grads], *rest = split.backward(weights, saved, after, y, (grads,), slots)
             return grads, (y, rest)
 
         return self.seconds(run, params, carry, _random(t, b, H), changed=params) / layers

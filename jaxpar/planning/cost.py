@@ -372,18 +372,21 @@ def _busy_and_waiting(
     schedule, S = step.schedule, step.sizes[STAGE]
     placement = np.reshape(step.placement, (-1, S))  # [groups, stages]
     has_head = np.asarray(_head_stages(step))
-    lanes = schedule.forward, schedule.backward
-    counts_TS = [
-        np.where(lane.unit >= 0, placement[lane.group, np.arange(S)], 0)[: schedule.num_ticks]
-        for lane in lanes
-    ]
+    # W has one of the two matmuls of a backward unit.
+    costs = {"F": forward, "B": backward, "W": 0.0}
+    if schedule.weights:
+        costs |= {"B": backward / 2, "W": backward / 2}
+    half_2TS = np.zeros((2, schedule.num_ticks, S))
+    for work in schedule.lanes:
+        layers_of = np.where(work.busy_TS, placement[work.lane.group, np.arange(S)], 0)
+        half_2TS[work.half] += costs[work.letter] * work.num_units * layers_of[: schedule.num_ticks]
     done_T = (schedule.forward.unit[:, -1] >= 0) & (
         schedule.forward.group[:, -1] == schedule.num_groups - 1
     )
     head_TS = done_T[: schedule.num_ticks, None] * has_head * head
-    layers_TS = counts_TS[0] * forward + counts_TS[1] * backward
-    # Stages meet after the forward part, which the head ends, and after the backward part.
-    elapsed = (counts_TS[0] * forward + head_TS).max(1) + (counts_TS[1] * backward).max(1)
+    layers_TS = half_2TS.sum(0)
+    # Stages meet after the first half of a tick, which the head ends, and after the second.
+    elapsed = (half_2TS[0] + head_TS).max(1) + half_2TS[1].max(1)
     busiest = int((layers_TS + head_TS).sum(0).argmax())
     layers, in_head = (float(part_TS[:, busiest].sum()) for part_TS in (layers_TS, head_TS))
     return {

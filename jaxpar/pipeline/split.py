@@ -1,0 +1,248 @@
+"""A layer in three parts: forward, backward of its inputs (B), backward of its weights (W).
+
+Autodiff gives one function back. Its jaxpr is cut once: what the cotangents of inputs and carry need is B,
+what is left, which only the gradients of weights need, is W. What crosses from the one to the other (of an
+LSTM: x, h_{t-1} and dz) is what W has to wait with; most of it was saved for B anyway.
+"""
+
+import functools
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+
+from jaxpar.at import At
+
+# One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
+# Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
+Layer = Callable[[Any, Any, Any, Any, At], tuple[Any, Any]]
+
+
+class SplitLayer:
+    """One layer as forward and backward.
+
+    Attributes:
+      saved: shapes and dtypes of what forward saves for backward; no weights are among it.
+      has_weights: whether W is apart. It is not where that was not asked for, where its part of the program
+        would be a loop, or where gradients of weights come out of what B needs (such as a scan that adds them
+        up): then B gives them at once.
+      needed: numbers of the saved that W needs.
+      later: shapes and dtypes of what B hands to W besides; `places` are where it lies among the saved, each
+        in the place of one that W does not need and of the same shape, or beyond them.
+    """
+
+    def __init__(
+        self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At, *, splits: bool
+    ):
+        """Traces the layer and its backward pass; nothing is computed."""
+        self._layer, self._structure, self._sources = layer, None, list[int | None]()
+        cuts = list[_Cut | None]()
+
+        # Where a block lies is traced as well: autodiff saves less of what it knows.
+        where = (at.layer, at.time, at.row, at.batch)
+
+        def trace(params, frozen, carry, x, layer, time, row, batch):
+            here = at._replace(layer=layer, time=time, row=row, batch=batch)
+            out, vjp = self._vjp(params, frozen, carry, x, here)
+            leaves, self._structure = jax.tree.flatten(vjp)
+            self._sources = _find(leaves, (params, frozen))
+            saved = self._saved(leaves)
+            cuts.append(_cut(self._whole, ((params, frozen), saved, out)) if splits else None)
+            return saved
+
+        self.saved = jax.eval_shape(trace, params, frozen, carry, x, *where)
+        self._cut = cuts[-1]
+        self.has_weights = self._cut is not None
+        self.needed = [] if self._cut is None else self._cut.needed
+        later = [] if self._cut is None else self._cut.later
+        self.later = [_shape_of(v.aval) for v in later]
+        self.places = _places(self.saved, self.needed, self.later)
+
+    def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
+        """The carry, the outputs, and what is saved."""
+        (carry, y), vjp = self._vjp(params, frozen, carry, x, at)
+        leaves = jax.tree.leaves(vjp)
+        assert _find(leaves, (params, frozen)) == self._sources, "a layer traces in one way only"
+        return carry, y, self._saved(leaves)
+
+    def prepare(self, params: Any, frozen: Any) -> Any:
+        """The weights as B and W take them: with what can be computed of them alone, such as transposes."""
+        weights = params, frozen
+        return weights, [] if self._cut is None else self._cut.prepare(weights)
+
+    def backward(self, prepared: Any, saved: list[jax.Array], d_carry: Any, dy: Any):
+        """B: gradients of the weights (nothing, if W is apart), cotangents of carry and inputs, `later`."""
+        if self._cut is None:
+            d_weights, d_carry, dx = self._whole(prepared[0], saved, (d_carry, dy))
+            return d_weights, d_carry, dx, []
+        saved = saved[: len(self.saved)]  # beyond them is room for `later`
+        return (), *self._cut.inputs(prepared, saved, (d_carry, dy))
+
+    def weights(self, prepared: Any, needed: list[jax.Array], later: list[jax.Array]) -> Any:
+        """W: gradients of the weights."""
+        assert self._cut is not None
+        return self._cut.weights(prepared, needed, later)
+
+    def is_longer(self, other: "SplitLayer", times: int) -> bool:
+        """Whether W of this layer takes what W of another takes, so many in a row along the first dim."""
+
+        def sizes(part: SplitLayer, times: int):
+            leaves = [part.saved[n] for n in part.needed] + part.later
+            return [
+                ((a.shape[0] * times, *a.shape[1:]) if a.shape else (), a.dtype) for a in leaves
+            ]
+
+        return self.has_weights and sizes(self, 1) == sizes(other, times)
+
+    def _whole(self, weights: Any, saved: list[jax.Array], cotangents: tuple[Any, Any]):
+        """Gradients of the weights, cotangents of the carry and of the inputs."""
+        again, flat = iter(saved), jax.tree.leaves(weights)
+        leaves = [next(again) if source is None else flat[source] for source in self._sources]
+        assert self._structure is not None
+        return jax.tree.unflatten(self._structure, leaves)(cotangents)
+
+    def _vjp(self, params, frozen, carry, x, at):
+        # Weak types are made strong, or what is saved would depend on where the arrays come from.
+        carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
+        return jax.vjp(functools.partial(self._run, frozen, at), params, carry, x)
+
+    def _run(self, frozen, at, params, carry, x):
+        return self._layer(params, frozen, carry, x, at)
+
+    def _saved(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        pairs = zip(leaves, self._sources, strict=True)
+        return [leaf for leaf, source in pairs if source is None]
+
+
+class _Cut:
+    """A backward pass in two functions, by what crosses from the first to the second."""
+
+    def __init__(self, closed: ClosedJaxpr, shape: Any, counts: tuple[int, int]):
+        """Cuts.
+
+        Args:
+          closed: (weights, saved, cotangents), flat -> gradients of weights; cotangents of carry and inputs.
+          shape: of its results.
+          counts: of weights and of saved among the arguments.
+        """
+        self._consts, jaxpr = closed.consts, closed.jaxpr
+        self._d_weights, self._d_inputs = map(jax.tree.structure, shape)
+        num = self._d_weights.num_leaves
+        w_outs, b_outs = jaxpr.outvars[:num], jaxpr.outvars[num:]
+        weights, saved = jaxpr.invars[: counts[0]], jaxpr.invars[counts[0] : sum(counts)]
+        ready = _made_of(jaxpr, weights)
+        b_eqns = _needed(jaxpr, b_outs, ready)
+        b_made = {v for eqn in b_eqns for v in eqn.outvars}
+        w_eqns = _needed(jaxpr, w_outs, ready | b_made)
+        given = {v for eqn in w_eqns for v in eqn.outvars} | {*weights, *saved, *jaxpr.constvars}
+        crossing = _read(w_eqns, w_outs)
+        prepared = [v for v in dict.fromkeys((*_read(b_eqns, b_outs), *crossing)) if v in ready]
+        self.needed = [n for n, v in enumerate(saved) if v in crossing]
+        self.later = [v for v in crossing if v not in given and v not in ready]
+        self.is_apart = not any(v in b_made for v in w_outs if isinstance(v, Var)) and not any(
+            eqn.primitive.name in ("scan", "while") for eqn in w_eqns
+        )
+        self._prepare = _part(jaxpr, weights, _needed(jaxpr, prepared), prepared)
+        self._b = _part(
+            jaxpr,
+            [*weights, *prepared, *jaxpr.invars[counts[0] :]],
+            b_eqns,
+            [*b_outs, *self.later],
+        )
+        needed = [saved[n] for n in self.needed]
+        self._w = _part(jaxpr, [*weights, *prepared, *needed, *self.later], w_eqns, w_outs)
+
+    def prepare(self, weights: Any) -> list[jax.Array]:
+        """What depends on weights alone."""
+        return self._run(self._prepare, weights)
+
+    def inputs(
+        self, prepared: Any, saved: Any, cotangents: Any
+    ) -> tuple[Any, Any, list[jax.Array]]:
+        """Cotangents of the carry and of the inputs, and what W needs of this."""
+        out = self._run(self._b, (prepared, saved, cotangents))
+        num = self._d_inputs.num_leaves
+        return *jax.tree.unflatten(self._d_inputs, out[:num]), out[num:]
+
+    def weights(self, prepared: Any, needed: Any, later: Any) -> Any:
+        """Gradients of the weights."""
+        return jax.tree.unflatten(self._d_weights, self._run(self._w, (prepared, needed, later)))
+
+    def _run(self, jaxpr: Jaxpr, arguments: Any) -> list[jax.Array]:
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, self._consts))(*jax.tree.leaves(arguments))
+
+
+def _cut(
+    whole: Callable[..., tuple[Any, Any, Any]], arguments: tuple[Any, Any, Any]
+) -> _Cut | None:
+    """The two parts of a backward pass; None if they cannot be apart."""
+
+    def both(*arguments):
+        d_weights, d_carry, dx = whole(*arguments)
+        return d_weights, (d_carry, dx)
+
+    closed, shape = jax.make_jaxpr(both, return_shape=True)(*arguments)
+    weights, saved, _ = (len(jax.tree.leaves(part)) for part in arguments)
+    cut = _Cut(closed, shape, (weights, saved))
+    return cut if cut.is_apart else None
+
+
+def _made_of(jaxpr: Jaxpr, weights: Sequence[Var]) -> set[Var]:
+    """What is computed of weights, and of nothing else that is given."""
+    known, made = {*weights, *jaxpr.constvars}, set[Var]()
+    for eqn in jaxpr.eqns:
+        reads = [v for v in eqn.invars if isinstance(v, Var)]
+        if reads and not eqn.effects and all(v in known or v in made for v in reads):
+            made |= {*eqn.outvars}
+    return made
+
+
+def _needed(jaxpr: Jaxpr, outs: Sequence[Any], there: Set[Var] = frozenset()) -> list[Any]:
+    """The equations that outputs need, in order, but for those whose results are there."""
+    want, eqns = {v for v in outs if isinstance(v, Var)} - there, []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in want for v in eqn.outvars):
+            eqns.append(eqn)
+            want |= {v for v in eqn.invars if isinstance(v, Var)} - there
+    return eqns[::-1]
+
+
+def _read(eqns: Sequence[Any], outs: Sequence[Any]) -> dict[Var, None]:
+    """All that equations read, and outputs, in order."""
+    reads = (v for eqn in eqns for v in eqn.invars)
+    return dict.fromkeys(v for v in (*reads, *outs) if isinstance(v, Var))
+
+
+def _part(
+    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[Any], outvars: Sequence[Any]
+) -> Jaxpr:
+    return jaxpr.replace(
+        invars=list(invars),
+        eqns=list(eqns),
+        outvars=list(outvars),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -> list[int]:
+    """For each of `later` the number of a saved leaf like it that W does not need, or a new one."""
+    free = [n for n in range(len(saved)) if n not in needed]
+    places, num_leaves = [], len(saved)
+    for leaf in later:
+        fits = [n for n in free if (saved[n].shape, saved[n].dtype) == (leaf.shape, leaf.dtype)]
+        places.append(fits[0] if fits else num_leaves)
+        free = [n for n in free if n != places[-1]]
+        num_leaves += not fits
+    return places
+
+
+def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _find(leaves: list[Any], weights: Any) -> list[int | None]:
+    """For each leaf its number among the leaves of the weights; None if it is none of them."""
+    numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(weights))}
+    return [numbers.get(id(leaf)) for leaf in leaves]
