@@ -13,7 +13,8 @@ from jaxpar.analysis import inspect_step
 from jaxpar.display import make_console
 from jaxpar.hosts import doctor
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.hosts.launch import TEMPLATES, launch
+from jaxpar.hosts.launch import launch
+from jaxpar.hosts.scripts import TEMPLATES
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.plot import plot

@@ -13,7 +13,7 @@ import yaml
 
 from jaxpar.__main__ import main
 from jaxpar.hosts.distributed import ProcessGroup, find_processes
-from jaxpar.hosts.launch import jobset_manifest, slurm_script
+from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
