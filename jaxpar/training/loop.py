@@ -1,20 +1,18 @@
 """The loop: steps, with what is written and told of them, until the last one or a signal."""
 
-import contextlib
 import dataclasses
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch
 from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.task import Task
@@ -70,8 +68,10 @@ class Run:
         clock, units = time.perf_counter(), 0.0  # since the last line
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
-        with _signals() as signals, tracer:
-            while step < config.num_steps and not self._should_stop(signals, step, first_step):
+        with Stop() as stop, tracer:
+            if self._validates(step) and step not in self.folder.valid_losses():
+                self._validate(step, stop)  # which a signal has ended
+            while step < config.num_steps and not stop.now():
                 tracer.before_step()
                 batch = place_batch(self.batches, step, self.sharding)
                 self.state, metrics = step_once.run(self.state, batch)
@@ -82,7 +82,7 @@ class Run:
                 last = step == config.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
                 is_logged = step % config.log_every == 0 or last or step == first_step + 1
-                evaluates = not last and config.eval_every and step % config.eval_every == 0
+                evaluates = self._validates(step)
                 is_due = config.checkpoint_every and step % config.checkpoint_every == 0
                 if is_logged or evaluates or is_due:
                     for metrics in self._look(waiting, step):
@@ -94,7 +94,8 @@ class Run:
                 is_best = False
                 if evaluates:
                     before = time.perf_counter()
-                    self.evaluate(step, "valid")
+                    if not self._validate(step, stop):
+                        break
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
                     clock += time.perf_counter() - before
                 if is_best or is_due:
@@ -102,11 +103,10 @@ class Run:
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
                 self.checkpoints.save(self.state)
-        stopped_by = signals[0] if signals and step < config.num_steps else None
-        self.report.end(step, config.num_steps, stopped_by)
+        self.report.end(step, config.num_steps, stop.signal)
         if tracer.path is not None:
             self.report.profile(tracer.path)
-        return first_step, losses, stopped_by
+        return first_step, losses, stop.signal
 
     def finish(self, stopped_by: signal.Signals | None) -> dict[str, Evaluation]:
         """The evaluations of valid and test, unless the run was stopped; all files are written."""
@@ -150,9 +150,24 @@ class Run:
             f"beforehand (--train.fallback-dir)"
         )
 
-    def evaluate(self, step: int, split: str) -> Evaluation:
+    def _validates(self, step: int) -> bool:
+        """Whether a validation follows this step of the loop."""
+        every = self.config.eval_every
+        return bool(every) and 0 < step < self.config.num_steps and step % every == 0
+
+    def _validate(self, step: int, stop: Stop) -> bool:
+        """Evaluates valid; False if a signal ended that: a resumed run does it before its first step."""
+        try:
+            self.evaluate(step, "valid", stop.check)
+        except Stopped:
+            return False
+        return True
+
+    def evaluate(
+        self, step: int, split: str, before_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh)
+        evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh, before_batch)
         if split == "valid" and self.config.keep_best:
             self.checkpoints.losses[step] = evaluation.loss
         line = evaluation.to_json(step)
@@ -239,39 +254,6 @@ class Run:
     def _write(self, line: dict[str, object]) -> None:
         if jax.process_index() == 0:
             self.folder.append_metrics(line)
-
-    def _should_stop(self, signals: list[signal.Signals], step: int, first_step: int) -> bool:
-        if jax.process_count() == 1:
-            return bool(signals)
-        # All processes must leave at the same step, or the others wait in a collective for ever.
-        if step % self.config.log_every and step != first_step:
-            return False
-        return bool(np.max(multihost_utils.process_allgather(np.int32(bool(signals)))))
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """Gathers SIGINT and SIGTERM in a list and does not act on the first; a second acts as ever."""
-    received: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python delivers signals to the main thread only
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def receive(number: int, _frame: object) -> None:
-        received.append(signal.Signals(number))
-        restore()
-
-    for number in before:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        restore()
 
 
 def _fallback_folder(root: str, folder: RunFolder, step: int) -> RunFolder:
