@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
@@ -23,6 +24,9 @@ from jaxpar.training.profiler import StepTracer
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import Settings
+
+# A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
+EXPLODED = 10.0
 
 
 class Run:
@@ -46,6 +50,8 @@ class Run:
         self.num_skipped = int(state.skipped)  # of the steps that have been looked at
         self.sharding = batch_sharding(self.task, self.parallel, mesh)
         self.rate = self.task.learning_rate(self.config.num_steps)
+        self.first_loss: float | None = None
+        self.warned = False
         self.started = time.perf_counter()
 
     def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
@@ -64,6 +70,8 @@ class Run:
         if config.keep_best:  # a line after this step may still be there, for another process
             losses_before = self.folder.valid_losses().items()
             self.checkpoints.losses |= {s: loss for s, loss in losses_before if s <= step}
+        lines = self.folder.metrics()
+        self.first_loss = next((line["loss"] for line in lines if line["split"] == "train"), None)
         self.report.begin(step, config.num_steps, self.folder.path)
         clock, units = time.perf_counter(), 0.0  # since the last line
         traces = profile and jax.process_index() == 0
@@ -191,7 +199,7 @@ class Run:
             epoch, window = divmod(number, self.batches.num_windows)
             skipped = Skipped(
                 step=number + 1,
-                nonfinite="gradient" if np.isfinite(metrics.loss) else "loss",
+                nonfinite=_first_not_finite(metrics),
                 epoch=epoch,
                 window=window,
                 num_windows=self.batches.num_windows,
@@ -250,10 +258,31 @@ class Run:
         )
         self._write(progress.to_json())
         self.report.progress(progress, self.config.num_steps)
+        self._warn_if_exploded(step, loss)
+
+    def _warn_if_exploded(self, step: int, loss: float) -> None:
+        """Tells it once of a loss that is finite, but far from where it began."""
+        if self.first_loss is None:
+            self.first_loss = loss
+        if self.warned or not 0 < EXPLODED * self.first_loss < loss:
+            return
+        self.warned = True
+        self.report.warning(
+            f"the loss of step {step} is {loss:.4g}, {loss / self.first_loss:.0f} times that of the first "
+            f"step: the run has gone astray; begin again, or go on from an earlier checkpoint, with a lower "
+            f"learning rate or a smaller --train.clip-norm (now {self.config.clip_norm:g}; 0 is none)"
+        )
 
     def _write(self, line: dict[str, object]) -> None:
         if jax.process_index() == 0:
             self.folder.append_metrics(line)
+
+
+def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:
+    """Of a step that was skipped."""
+    if not np.isfinite(metrics.loss):
+        return "loss"
+    return "update" if np.isfinite(metrics.grad_norm) else "gradient"
 
 
 def _fallback_folder(root: str, folder: RunFolder, step: int) -> RunFolder:
