@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import yaml
 
 from jaxpar.__main__ import main
 from jaxpar.hosts.distributed import ProcessGroup, find_processes
+from jaxpar.hosts.interface import listen_on
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
@@ -100,6 +102,32 @@ def test_pod_without_the_kubernetes_package_is_refused(monkeypatch, text, tmp_pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert "JOB_COMPLETION_INDEX=1: in an indexed Kubernetes job" in capsys.readouterr().err
+
+
+def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
+    assert listen_on("127.0.0.1:1234") == "127.0.0.1:1234"
+    assert listen_on("localhost:1234") in ("127.0.0.1:1234", "[::1]:1234")
+    assert listen_on("192.0.2.1:1234") is None  # of no machine: reserved for documentation
+    assert listen_on("no-such-host.invalid:1234") is None
+    # A name that means something else to the others.
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
+    )
+    assert listen_on("node1:1234") is None
+    # One that does not: the first address that this machine has beside its own.
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (own_address(), 0))]
+    )
+    assert listen_on("node1:1234") == f"{own_address()}:1234"
+
+
+def own_address():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address beside loopback")
+        return probe.getsockname()[0]
 
 
 def flags(text, *more):
