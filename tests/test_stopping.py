@@ -20,7 +20,7 @@ from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import TrainConfig
 
-END_SECONDS = 600  # which only a process that hangs takes
+END_SECONDS = 120  # which only a process that hangs takes
 STOP_SECONDS = 5.0  # with steps that are quicker than that
 NEVER = str(10**6)
 
