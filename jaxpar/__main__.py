@@ -121,7 +121,10 @@ def _parse(argv: list[str]) -> Command:
             settings = default_settings(Task)
         else:
             words += [] if spec is None else [spec]
-            settings = _settings(words, spec, arguments)
+            given = _given([name, *arguments])
+            settings = _settings(words, spec, given)
+            if given.resume_or_begin:  # decided once: another process may begin the run any moment
+                known["resume"] = given.resume
         _check_names(settings.task, command, name)
         known |= settings._asdict()
     if command is Plan:
@@ -138,7 +141,7 @@ def _take_word(arguments: list[str]) -> str | None:
     return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
 
 
-def _settings(words: list[str], spec: str | None, arguments: list[str]) -> Settings:
+def _settings(words: list[str], spec: str | None, given: "_Given") -> Settings:
     """The settings that single options change: those of a resumed run, then of --config, or the task's own.
 
     Args:
@@ -148,7 +151,6 @@ def _settings(words: list[str], spec: str | None, arguments: list[str]) -> Setti
       ValueError: nothing says which task it is, or what does says another.
       OSError: there is no such run or file.
     """
-    given = _given([words[0], *arguments])
     task = None if spec is None else find_task(spec)
     settings, source = None if task is None else default_settings(task), ""
     if given.resume:
@@ -176,6 +178,7 @@ class _Given(NamedTuple):
 
     config: str | None = None
     resume: bool = False
+    resume_or_begin: bool = False
     out_dir: str | None = None
     simulate: int | None = None
 
@@ -186,13 +189,22 @@ def _given(argv: list[str]) -> _Given:
     early.add_argument("--simulate", type=int)
     if argv[:1] == ["train"]:
         early.add_argument("--resume", action="store_true")
+        early.add_argument("--resume-or-begin", "--resume_or_begin", action="store_true")
         early.add_argument("--train.out-dir", "--train.out_dir", dest="out_dir")
     if argv[:1] == ["launch"]:
         return _Given()  # those after -- are not its own
     try:
-        return _Given(**vars(early.parse_known_args(argv[1:])[0]))
+        given = _Given(**vars(early.parse_known_args(argv[1:])[0]))
     except argparse.ArgumentError:
         return _Given()  # tyro will find the same mistake, and tell it better
+    if not given.resume_or_begin:
+        return given
+    if given.out_dir is None:
+        raise ValueError(
+            "--resume-or-begin looks for the run in the folder that is named; add --train.out-dir, such as "
+            "--train.out-dir runs/large"
+        )
+    return given._replace(resume=RunFolder(given.out_dir).holds_run)
 
 
 def _refuse_layout(arguments: list[str]) -> None:

@@ -13,7 +13,8 @@ from jaxpar.analysis import inspect_step
 from jaxpar.display import make_console
 from jaxpar.hosts import doctor
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.hosts.launch import TEMPLATES, launch
+from jaxpar.hosts.launch import launch
+from jaxpar.hosts.scripts import TEMPLATES
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.plot import plot
@@ -111,6 +112,8 @@ class Train(RunOptions):
 
     resume: bool = False
     """Go on with the run in --train.out-dir, or with the latest, with its task and settings."""
+    resume_or_begin: bool = False
+    """Go on with the run in --train.out-dir, or begin it there: one command for every start of a job."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
     balance: Literal["work", "time", "memory"] = "work"
@@ -122,6 +125,10 @@ class Train(RunOptions):
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
+        if self.resume_or_begin and self.overwrite:
+            raise ValueError(
+                "--resume-or-begin keeps what is in the folder, --overwrite removes it; use one of them"
+            )
         task, parallel, train = self._settled()
         result = fit(
             task,
@@ -410,9 +417,11 @@ class Launch:
     processes: int = 2
     """Number of processes."""
     devices_per_process: int = 1
-    """Devices of each: simulated ones here, GPUs on a cluster."""
+    """Devices of each: simulated ones here; on a cluster GPUs, or what --platform says."""
     template: Annotated[Literal["slurm", "jobset"] | None, arg(name="print")] = None
     """Start nothing; print a script for sbatch, or a Kubernetes JobSet."""
+    platform: Literal["gpu", "cpu"] = "gpu"
+    """Of the nodes that the script is for."""
     debug: bool = False
     """Print the traceback of an error, not its message alone."""
 
@@ -421,7 +430,7 @@ class Launch:
         what = (self.command, self.processes, self.devices_per_process)
         if self.template is None:
             return launch(*what)
-        print(TEMPLATES[self.template](*what), end="")
+        print(TEMPLATES[self.template](*what, self.platform), end="")
         return 0
 
 

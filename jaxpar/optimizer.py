@@ -11,17 +11,29 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.fields import check_fields, require, require_positive, require_rate
 
 HOST_MEMORY = "pinned_host"
+
+# Up to these nothing overflows that is finite: with a finite norm a gradient is below 2e19, and no optimizer
+# of `OptimizerConfig` makes more of it in any number of steps than 1e38 / MAX_SAFE_RATE.
+MAX_SAFE_RATE, MAX_SAFE_DECAY = 1e3, 1.0
+
+
+class Safe(optax.GradientTransformation):
+    """An optimizer that gives finite parameters, and a finite state, for gradients of a finite norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +83,21 @@ class OptimizerConfig:
     def make(self, num_steps: int) -> optax.GradientTransformation:
         """The optimizer, for a run of so many steps; gradients are clipped before it.
 
+        Returns:
+          one that is `Safe`, unless the learning rate is beyond all that is of use.
         Raises:
           ValueError: the warm-up is longer than the run.
         """
         rate = self.rate(num_steps)
-        return {
+        made = {
             "adam": lambda: optax.adam(rate),
             "adamw": lambda: optax.adamw(rate, weight_decay=self.weight_decay),
             "sgd": lambda: optax.sgd(rate, momentum=self.momentum or None),
             "rmsprop": lambda: optax.rmsprop(rate),
         }[self.name]()
+        peak = self.learning_rate
+        is_safe = peak <= MAX_SAFE_RATE and peak * self.weight_decay <= MAX_SAFE_DECAY
+        return Safe(*made) if is_safe else made
 
     def rate(self, num_steps: int) -> optax.Schedule:
         """Step -> learning rate, in a run of so many steps.
@@ -125,15 +142,37 @@ def update(
     """Parameters and state after a step; as they were if `applies`, a truth value, is false."""
 
     def run(params, grads, opt_state):
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return next_state(optimizer, params, grads, opt_state)
 
     def keep(params, grads, opt_state):
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
     return lax.cond(applies, run, keep, params, grads, opt_state)
+
+
+def gives_finite(
+    optimizer: optax.GradientTransformation, params: Any, grads: Any, opt_state: optax.OptState
+) -> jax.Array:
+    """Whether parameters and state after a step would be finite: for optimizers that are not `Safe`.
+
+    They are computed for that alone and not kept: to look at them after an update one would need the old ones
+    as well, and room for both.
+    """
+    leaves = jax.tree.leaves(next_state(optimizer, params, grads, opt_state))
+    finite = [
+        jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    return functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
+
+
+def next_state(
+    optimizer: optax.GradientTransformation, params: Any, grads: Any, opt_state: optax.OptState
+) -> tuple[Any, optax.OptState]:
+    """Parameters and state after a step."""
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
 
 class HostOptimizer:
@@ -154,6 +193,7 @@ class HostOptimizer:
                 f"JAX_PLATFORMS=cuda,cpu, or use update='sharded'"
             ) from error
         self._init = jax.jit(optimizer.init)
+        self._gives_finite = jax.jit(lambda *trees: gives_finite(optimizer, *trees))
         self._update = jax.jit(
             lambda *trees: update(optimizer, *trees),
             donate_argnums=(0, 2),
@@ -179,17 +219,20 @@ class HostOptimizer:
         """
         return self._run(self._update, (params, grads, opt_state, applies), (params, opt_state))
 
+    def gives_finite(self, params: Any, grads: Any, opt_state: optax.OptState) -> bool:
+        """As the function, for all processes; it waits for the gradients."""
+        done = self._on_host(self._gives_finite, (params, grads, opt_state))
+        found = [np.asarray(leaf) for _, leaves in done for leaf in leaves]
+        every = np.all(found)
+        if jax.process_count() > 1:
+            every = np.all(multihost_utils.process_allgather(every))
+        return bool(every)
+
     def _run(self, function: Callable[..., Any], trees: Any, targets: Any) -> Any:
         """Applies a function to what each device has of the trees; targets say where results go."""
-        leaves, structure = jax.tree.flatten(trees)
-        wanted, structure_of_results = jax.tree.flatten(targets)
-        shards = [
-            {shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves
-        ]
+        wanted, structure = jax.tree.flatten(targets)
         results: list[list[jax.Array]] = [[] for _ in wanted]
-        for device in shards[0]:
-            own = jax.device_put([on[device] for on in shards], self._cpu, may_alias=False)
-            done = jax.tree.leaves(function(*jax.tree.unflatten(structure, own)))
+        for device, done in self._on_host(function, trees):
             places = [
                 SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind)
                 for leaf in wanted
@@ -200,4 +243,16 @@ class HostOptimizer:
             jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
             for leaf, parts in zip(wanted, results, strict=True)
         ]
-        return jax.tree.unflatten(structure_of_results, arrays)
+        return jax.tree.unflatten(structure, arrays)
+
+    def _on_host(
+        self, function: Callable[..., Any], trees: Any
+    ) -> Iterator[tuple[Any, list[jax.Array]]]:
+        """For each device of this process what the function makes, on the CPU, of the device's shards."""
+        leaves, structure = jax.tree.flatten(trees)
+        shards = [
+            {shard.device: shard.data for shard in leaf.addressable_shards} for leaf in leaves
+        ]
+        for device in shards[0]:
+            own = jax.device_put([on[device] for on in shards], self._cpu, may_alias=False)
+            yield device, jax.tree.leaves(function(*jax.tree.unflatten(structure, own)))

@@ -27,8 +27,8 @@ class TrainState(Shown):
 
     Attributes:
       step: int32 scalar, steps taken.
-      skipped: int32 scalar, how many of them were passed over, because their loss or gradient was not finite.
-        One more than the settings allow halts the state: it stays as it was before that step.
+      skipped: int32 scalar, how many of them were passed over, because their loss, gradient or update was not
+        finite. One more than the settings allow halts the state: it stays as it was before that step.
       params: `nnx.State` of what is trained; variables carry the names of their dims.
       frozen: `nnx.State` of all other variables of the model.
       opt_state: of optax; what mirrors a parameter carries its named dims too.

@@ -24,7 +24,7 @@ from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import starts_of
 from jaxpar.layout import ModelLayout, Outer, lay_out
 from jaxpar.model import Sums, wrap_like
-from jaxpar.optimizer import HostOptimizer, clip, update
+from jaxpar.optimizer import HostOptimizer, Safe, clip, gives_finite, update
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
@@ -41,6 +41,8 @@ _PERMUTE_OF_A_UNIT = re.compile(
     r' collective-permute(?:-start)?\(.*op_name="[^"]*/while/body/[^"]*?cond/branch_\d+_fun/([^"]*)"'
 )
 _STRUCTURE = re.compile(r"(while|body|closed_call|(transpose\()?jvp\(\)\)?)/")
+
+NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
@@ -189,19 +191,32 @@ def check_batch_shape(layout: ModelLayout, batch: Any) -> int:
 
 
 class _HostStep(CompiledStep):
-    """A compiled program up to the gradients; after it the optimizer, on the host."""
+    """A compiled program up to the gradients; after it the optimizer, on the host.
+
+    Args:
+      refuse: state -> the state after a step whose update does not apply; None if every update does.
+    """
 
     def __init__(
-        self, gradients, layout: ModelLayout, optimizer, states: TrainState, out_shardings
+        self, gradients, layout: ModelLayout, optimizer, refuse, states: TrainState, out_shardings
     ):
         super().__init__(gradients, layout, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
+        self._refuse = None if refuse is None else jax.jit(refuse, out_shardings=out_shardings[0])
         self._gather = jax.jit(  # into the memory of the old parameters
             lambda old, new: new, out_shardings=states.params, donate_argnums=0, keep_unused=True
         )
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        split, grads, applies, metrics = super().run(_without_optimizer(state), batch)
+        before = _without_optimizer(state)
+        split, grads, applies, metrics = super().run(before, batch)
+        if (
+            self._refuse is not None
+            and applies
+            and not self._host.gives_finite(split.params, grads, state.opt_state)
+        ):
+            split, applies = self._refuse(before), jnp.zeros_like(applies)
+            metrics = metrics._replace(skipped=split.skipped)
         params, opt_state = self._host.update(split.params, grads, state.opt_state, applies)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
@@ -221,9 +236,9 @@ def make_train_step(
 
     Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
 
-    A loss or gradient that is not finite changes no parameter: the step is skipped, or, where the settings
-    do not allow that, the state is halted. No later step changes it then, so that one may look at the
-    metrics from time to time; `state.release` lets it go on.
+    A loss, gradient or update that is not finite changes no parameter: the step is skipped, or, where the
+    settings do not allow that, the state is halted. No later step changes it then, so that one may look at
+    the metrics from time to time; `state.release` lets it go on.
 
     Args:
       task, parallel: as given to `init_state`.
@@ -238,6 +253,7 @@ def make_train_step(
     train = task.train if train is None else train
     layout, optimizer = lay_out(task, parallel), task.make_optimizer(train.num_steps)
     value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed)
+    is_safe, on_host = isinstance(optimizer, Safe), parallel.update == "host"
 
     def gradients(state: TrainState, batch: Any, plan: Plan | None):
         (loss, (carry, sums)), grads = value_and_grad(state, batch, plan)
@@ -248,10 +264,18 @@ def make_train_step(
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+            grads = clip(grads, train.clip_norm)
+            if not (is_safe or on_host):
+                is_finite &= gives_finite(optimizer, params, grads, state.opt_state)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return state, clip(grads, train.clip_norm), applies, metrics
+            return state, grads, applies, metrics
+
+    def refuse(state: TrainState) -> TrainState:
+        initial = layout.initial_carry(state.params, state.frozen)
+        state, _ = _count(state, state.carry, initial, jnp.bool_(False), train.allowed_skips)
+        return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
     def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
         state, grads, applies, metrics = gradients(state, batch, plan)
@@ -262,11 +286,11 @@ def make_train_step(
 
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
-    if parallel.update == "host":
+    if on_host:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated)
-        return _HostStep(gradients, layout, optimizer, states, out)
+        return _HostStep(gradients, layout, optimizer, None if is_safe else refuse, states, out)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
@@ -311,8 +335,8 @@ def make_loss_and_grad(
     Args:
       mesh: None builds `parallel.mesh`.
       seed: of the dropout masks.
-      watch: the carry is then (carry, watched): watched tells by kind, float32 [rows of the stack, B, 2],
-        where inputs and outputs of layers were not finite.
+      watch: the carry is then (carry, watched): watched tells by kind, float32 [rows of the stack, B, 2], in
+        which time step t inputs and outputs of layers were not finite for the first time: `NEVER` - t, or 0.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
@@ -428,20 +452,22 @@ def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
 
 
 def _watched(layer: Callable[..., Any], time_major: bool) -> Callable[..., Any]:
-    """A layer whose carry also tells of each row whether inputs or outputs were ever not finite."""
+    """A layer whose carry also tells of each row when inputs and outputs were first not finite."""
 
-    def bad(tree):
+    def first_bad(tree, at):
         parts = []
         for leaf in jax.tree.leaves(lax.stop_gradient(tree)):
-            rows = leaf.swapaxes(0, 1) if time_major else leaf
-            parts.append(~jnp.isfinite(rows).all(tuple(range(1, rows.ndim))))
-        return functools.reduce(jnp.logical_or, parts)
+            leaf_TB = leaf if time_major else leaf[None]
+            bad_TB = ~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim)))
+            step_B = at.time + bad_TB.argmax(0)
+            parts.append(jnp.where(bad_TB.any(0), (NEVER - step_B).astype(jnp.float32), 0.0))
+        return functools.reduce(jnp.maximum, parts)
 
     def run(params, frozen, carry, x, at):
-        carry, flags_B2 = carry
+        carry, marks_B2 = carry
         after, y = layer(params, frozen, carry, x, at)
-        now_B2 = jnp.stack([bad(x), bad(y)], axis=1).astype(flags_B2.dtype)
-        return (after, jnp.maximum(lax.stop_gradient(flags_B2), now_B2)), y
+        now_B2 = jnp.stack([first_bad(x, at), first_bad(y, at)], axis=1)
+        return (after, jnp.maximum(lax.stop_gradient(marks_B2), now_B2)), y
 
     return run
 

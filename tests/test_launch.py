@@ -3,8 +3,8 @@
 import json
 import os
 import re
-import shlex
 import signal
+import socket
 import subprocess
 import sys
 
@@ -13,7 +13,8 @@ import yaml
 
 from jaxpar.__main__ import main
 from jaxpar.hosts.distributed import ProcessGroup, find_processes
-from jaxpar.hosts.launch import jobset_manifest, slurm_script
+from jaxpar.hosts.interface import listen_on
+from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
@@ -101,6 +102,32 @@ def test_pod_without_the_kubernetes_package_is_refused(monkeypatch, text, tmp_pa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
     assert "JOB_COMPLETION_INDEX=1: in an indexed Kubernetes job" in capsys.readouterr().err
+
+
+def test_process_0_listens_where_the_others_look_for_it(monkeypatch):
+    assert listen_on("127.0.0.1:1234") == "127.0.0.1:1234"
+    assert listen_on("localhost:1234") in ("127.0.0.1:1234", "[::1]:1234")
+    assert listen_on("192.0.2.1:1234") is None  # of no machine: reserved for documentation
+    assert listen_on("no-such-host.invalid:1234") is None
+    # A name that means something else to the others.
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))]
+    )
+    assert listen_on("node1:1234") is None
+    # One that does not: the first address that this machine has beside its own.
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", (own_address(), 0))]
+    )
+    assert listen_on("node1:1234") == f"{own_address()}:1234"
+
+
+def own_address():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no address beside loopback")
+        return probe.getsockname()[0]
 
 
 def flags(text, *more):
@@ -301,10 +328,50 @@ def test_slurm_script_starts_a_process_on_each_node(tmp_path):
     for setting in ("nodes=3", "ntasks=3", "ntasks-per-node=1", "gpus-per-node=4"):
         assert f"#SBATCH --{setting}" in lines
     assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3" in lines
-    options = shlex.split(lines[-1])
-    assert options[0] == "srun"
-    assert options[options.index("python") :] == ["python", "-m", "jaxpar", *COMMAND]
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    started = ["python", "-m", "jaxpar", *COMMAND]
+    assert run_script(script, tmp_path, 0) == (
+        0, [*started, "--train.out-dir", "runs/slurm-7", "--resume-or-begin"], None
+    )  # fmt: skip
+    on_cpu = slurm_script(COMMAND, 3, 4, "cpu")
+    assert "gpu" not in on_cpu.lower()
+    assert "export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4" in on_cpu.splitlines()
+
+
+def run_script(script, folder, code):
+    """Runs a script for Slurm; its exit code, what `srun` was to start and what was requeued.
+
+    Args:
+      code: that `srun` gives.
+    """
+    for name, then in (("srun", f"exit {code}"), ("scontrol", "")):
+        program = folder / name
+        program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {folder}/{name}.said\n{then}\n')
+        program.chmod(0o755)
+        (folder / f"{name}.said").unlink(missing_ok=True)
+    environ = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=script, text=True, check=False, env=environ)
+    said = (folder / "srun.said").read_text().splitlines()
+    requeued = folder / "scontrol.said"
+    return (
+        done.returncode,
+        said[said.index("python") :],
+        requeued.read_text().split() if requeued.exists() else None,
+    )
+
+
+def test_slurm_script_asks_for_a_requeue_when_a_run_was_stopped(tmp_path):
+    resume = [*COMMAND, "--train.out_dir=my runs/1", "--resume"]
+    started = ["python", "-m", "jaxpar", *resume]
+    script = slurm_script(resume, 2, 1)
+    assert run_script(script, tmp_path, 128 + 15) == (128 + 15, started, ["requeue", "7"])
+    for code in (2, 3, 128 + 9):
+        assert run_script(script, tmp_path, code) == (code, started, None)
+    evaluate = ["evaluate", "runs/1", "--mesh", "dp2"]
+    started = ["python", "-m", "jaxpar", *evaluate]
+    assert run_script(slurm_script(evaluate, 2, 1), tmp_path, 143) == (143, started, None)
+    for script in (slurm_script, jobset_manifest):
+        with pytest.raises(ValueError, match=r"--overwrite in a script would remove the run"):
+            script([*COMMAND, "--overwrite"], 2, 1)
 
 
 def test_jobset_starts_a_process_in_each_pod():
@@ -314,17 +381,39 @@ def test_jobset_starts_a_process_in_each_pod():
     job = workers["template"]["spec"]
     assert (job["parallelism"], job["completions"], job["completionMode"]) == (3, 3, "Indexed")
     (container,) = job["template"]["spec"]["containers"]
-    assert container["command"] == ["python", "-m", "jaxpar", *COMMAND]
+    go_on = ["--train.out-dir", "runs/jaxpar", "--resume-or-begin"]
+    assert container["command"] == ["python", "-m", "jaxpar", *COMMAND, *go_on]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    volumes = {volume["name"]: volume for volume in job["template"]["spec"]["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    # All start again, unless the exit code says that it would be of no use.
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    assert job_set["spec"]["failurePolicy"]["maxRestarts"] > 0
+    [hopeless] = job["podFailurePolicy"]["rules"]
+    assert hopeless["onExitCodes"] == {
+        "containerName": container["name"], "operator": "In", "values": [2, 3],
+    }  # fmt: skip
+    assert job_set["spec"]["failurePolicy"]["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
     values = {each["name"]: each.get("value") for each in container["env"]}
     assert values.pop("JAXPAR_PROCESS_ID") is None  # the annotation of its pod
     # The first pod of the first job, in the service that has the name of the set.
     host = f"{job_set['metadata']['name']}-{workers['name']}-0-0.{job_set['metadata']['name']}"
     group = find_processes(values | {"JAXPAR_PROCESS_ID": "2"})
     assert group == ProcessGroup("hand", 3, 2, f"{host}:8476")
+    on_cpu = yaml.safe_load(jobset_manifest(COMMAND, 3, 4, "cpu"))
+    (workers,) = on_cpu["spec"]["replicatedJobs"]
+    (container,) = workers["template"]["spec"]["template"]["spec"]["containers"]
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert (values["JAX_PLATFORMS"], values["JAX_NUM_CPU_DEVICES"]) == ("cpu", "4")
+    assert list(container["resources"]["limits"]) == ["cpu"]
 
 
 def test_print_starts_nothing(capsys):
     argv = ["launch", "--print", "slurm", "--processes", "3", "--devices-per-process", "4"]
     assert main([*argv, "--", *COMMAND]) == 0
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4)
+    assert main([*argv, "--platform", "cpu", "--", *COMMAND]) == 0
+    assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4, "cpu")

@@ -123,6 +123,33 @@ def test_resume_takes_the_settings_of_the_run(run, capsys):
     assert "step 6/6" in printed
 
 
+@pytest.mark.usefixtures("compile_once")
+def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
+    out_dir = tmp_path / "run"
+    command = flags(text, "--resume-or-begin")
+    folder = ["--train.out-dir", str(out_dir)]
+    assert main([*command, "--mesh", "dp2", "--devices", "0", "1", *folder]) == 0
+    assert "resumed" not in capsys.readouterr().out
+    # On another mesh, as after a requeue on other nodes; settings are those of the run, then the command's.
+    assert (
+        main([*command, "--mesh", "dp1", "--devices", "0", "--train.num-steps", "6", *folder]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "mesh        data=2 x" not in printed
+    assert "resumed at step 4" in printed
+    assert RunFolder(out_dir).checkpoints(RunFolder(out_dir).settings()).latest_step() == 6
+    for more, message in (
+        (
+            [],
+            r"--resume-or-begin looks for the run in the folder that is named; add --train\.out-dir",
+        ),
+        ([*folder, "--overwrite"], r"--resume-or-begin keeps .* --overwrite removes it; use one"),
+    ):
+        assert main([*command, *more]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert RunFolder(out_dir).holds_run
+
+
 def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = ["inspect", *flags(text)[1:], "--simulate", "8"]

@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -15,6 +17,7 @@ from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import Stateless, named_param
+from jaxpar.optimizer import MAX_SAFE_RATE, Safe, next_state
 from jaxpar.state import audit, init_state, release
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.images.task import Images
@@ -22,7 +25,9 @@ from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import fit
+from jaxpar.training.loop import EXPLODED
 from jaxpar.training.nonfinite import find_origin
+from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import Settings, TrainConfig
 
@@ -139,7 +144,7 @@ def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
     assert_same(state, expected)
 
     origin = find_origin(settings, mesh, state, batch(3, (5, 7)))
-    assert str(origin) == "the output of first, in rows 5, 7"
+    assert str(origin) == "the output of first at time step 3, in rows 5, 7"
     assert_same(state, expected)
     state, metrics = step(state, batch(4))
     assert (int(state.step), np.isfinite(metrics.loss)) == (4, True)
@@ -175,7 +180,7 @@ def test_the_first_module_is_named(setup):
         assert origin.place == place
         if "lstm" in place and "output" in place:
             assert origin.rows == tuple(range(ROWS))
-            assert str(origin).endswith(", in rows 0, 1, 2, 3, 4, 5, 6, 7")
+            assert str(origin).endswith(" at time step 0, in rows 0, 1, 2, 3, 4, 5, 6, 7")
         state, metrics = step(state, batch)
         assert int(metrics.skipped) == 1
         assert np.isfinite(metrics.loss) == ("gradient" in place)
@@ -184,7 +189,10 @@ def test_the_first_module_is_named(setup):
         settings = settings._replace(task=task)
         state = poison(init_state(*settings[:2], mesh), settings)
         batch = batch_of(settings, mesh, 0, rare_rows=(2,), length=STEPS // 2)
-        assert str(find_origin(settings, mesh, state, batch)) == "the output of first, in row 2"
+        assert (
+            str(find_origin(settings, mesh, state, batch))
+            == "the output of first at time step 1, in row 2"
+        )
 
 
 @pytest.mark.parametrize("strategy", ["data", "hybrid"])
@@ -275,7 +283,7 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
         batch = place({"x": x_B4, "weight": np.ones(8, np.float32)}, settings, devices)
         return str(find_origin(settings, devices, state, batch))
 
-    assert origin() == "the norm of all gradients, each of which is finite"
+    assert origin() == "the update of the parameters, whose gradient is finite"  # there is none
     assert origin(np.nan, (6,)) == "the output of first, in row 6"
     assert origin(-1.0, (0, 5)) == "the output of layer 1 (root), in rows 0, 5"
     assert origin(0.0, (3,)) == "the gradient of layer 0 (stateless)"
@@ -283,6 +291,200 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     assert origin(state=shifted) == "the output of last"
     steep = change(state, settings, "gain", lambda a: a.fill(1e20))
     assert origin(state=steep) == "the gradient of shift"
+
+
+# ---- numbers that are put where the batch says ----
+
+
+class Summing(nnx.Module):
+    """Adds up over time what comes in; in a row of the batch one number of one layer is not finite."""
+
+    def __init__(self, *, rngs):
+        self.kernel = named_param(0.3 * rngs.params.normal((4, 4)), ("input", "hidden"))
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, 4))
+
+    def __call__(self, h_B4, x_TB4, at):
+        y_TB4 = h_B4[None] + jnp.cumsum(jnp.tanh(x_TB4 @ self.kernel[...]), axis=0)
+        times_T1 = (at.time + jnp.arange(len(x_TB4)))[:, None]
+        is_here_TB = (at.batch["layer"] == at.layer)[None] & (at.batch["time"][None] == times_T1)
+        y_TB4 = jnp.where(is_here_TB[..., None], at.batch["value"][None, :, None], y_TB4)
+        return y_TB4[-1], y_TB4
+
+
+class Sums4(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layers = Stack([lambda rngs: Summing(rngs=rngs)] * NUM_LAYERS, rngs=rngs)
+        self.gain = named_param(jnp.ones(4), ("hidden",))
+
+    def first(self, batch, at):
+        return batch["x"]
+
+    def last(self, y, batch, at):
+        loss = jnp.square(y * self.gain[...][None, None]).sum()
+        return Sums(loss, jnp.float32(y.shape[0] * y.shape[1]))
+
+
+NUM_LAYERS, LONG = 4, 8
+UNITS = PipelineConfig(num_chunks=4, num_microbatches=2)
+ADDED_UP = {
+    "one device": Parallel(MeshConfig(devices=(0,))),
+    "stages": Parallel(MeshConfig(1, 4, devices=(0, 1, 2, 3)), UNITS),
+    "data": Parallel(MeshConfig(4, devices=(0, 1, 2, 3)), fsdp=True),
+    "data, stages": Parallel(MeshConfig(2, 2, devices=(0, 1, 2, 3)), UNITS, shares=(3, 1)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adding(Task):
+    optimizer: OptimizerConfig = RATE
+
+    def make_model(self, rngs):
+        return Sums4(rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        return ArrayBatches(good_rows(16), ROWS, seed)
+
+
+def good_rows(number):
+    nowhere = np.full(number, -1, np.int32)
+    x = np.random.default_rng(number).random((number, LONG, 4), np.float32)
+    return {"x": x, "layer": nowhere, "time": nowhere.copy(), "value": np.zeros(number, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "times"),
+    [("one device", 3), ("data, stages", 3)]
+    + [pytest.param(layout, 25, marks=pytest.mark.slow) for layout in ADDED_UP],
+)
+def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
+    parallel = ADDED_UP[layout]
+    settings = Settings(Adding(), parallel, TrainConfig())
+    mesh = parallel.mesh.build()
+    step, rng = make_train_step(*settings, mesh), np.random.default_rng(times)
+    for _ in range(times):
+        bad_step, layer, time, row = map(int, rng.integers((4, NUM_LAYERS, LONG, ROWS)))
+        state = init_state(*settings[:2], mesh)
+        for number in range(6):
+            rows = good_rows(ROWS) | {"weight": np.ones(ROWS, np.float32)}
+            if number == bad_step:
+                rows["layer"][row], rows["time"][row] = layer, time
+                rows["value"][row] = rng.choice([np.nan, np.inf, -np.inf])
+                bad = place(rows, settings, mesh)
+            state, metrics = step(state, place(rows, settings, mesh))
+        assert int(metrics.skipped) == 1  # halted since
+        assert int(state.step) == bad_step
+        origin = find_origin(settings, mesh, release(state, 0), bad)
+        assert origin == (f"the output of layer {layer} (summing)", (row,), time)
+
+
+# ---- updates ----
+
+
+class Steep(OptimizerConfig):
+    """A rate of the second step alone that no float32 can hold."""
+
+    def rate(self, num_steps):
+        return lambda count: jnp.where(count == 1, jnp.inf, jnp.float32(0.005))
+
+
+@pytest.mark.parametrize(
+    ("name", "max_skipped"),
+    [("one device", 0), ("all axes, sharded update", 1), ("uneven stages, update on the host", 1)],
+)
+def test_an_update_that_is_not_finite_changes_nothing(name, max_skipped):
+    layout = SETTINGS[name].parallel
+    task = dataclasses.replace(TASK, optimizer=Steep(learning_rate=1e39, warmup_steps=0))
+    train = TrainConfig(nonfinite="skip" if max_skipped else "stop", max_skipped=1)
+    settings, mesh = Settings(task, layout, train), layout.mesh.build()
+    step = make_train_step(*settings, mesh)
+    state, metrics = step(init_state(*settings[:2], mesh), batch_of(settings, mesh, 0))
+    assert int(metrics.skipped) == 0
+    before = jax.tree.map(np.array, (state.params, state.opt_state))
+    state, metrics = step(state, batch_of(settings, mesh, 1))
+    assert np.isfinite([metrics.loss, metrics.grad_norm]).all()
+    assert (int(metrics.skipped), int(state.skipped), int(state.step)) == (1, 1, 1 + max_skipped)
+    assert_same((state.params, state.opt_state), jax.tree.leaves(before))
+    assert np.isfinite(np.concatenate([a.ravel() for a in arrays_of(state)])).all()
+    if max_skipped:
+        assert not any(a.any() for a in arrays_of(state.carry))  # begins anew
+    else:
+        origin = find_origin(settings, mesh, release(state, 0), batch_of(settings, mesh, 1))
+        assert str(origin) == "the update of embedding, whose gradient is finite"
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("adam", {}),
+        ("adamw", {"weight_decay": 1e-3}),
+        ("rmsprop", {}),
+        ("sgd", {"momentum": 0.99}),
+    ],
+)
+def test_optimizers_that_are_called_safe_are(name, more):
+    config = OptimizerConfig(
+        name, learning_rate=MAX_SAFE_RATE, warmup_steps=0, lr_schedule="constant", **more
+    )
+    optimizer = config.make(1000)
+    assert isinstance(optimizer, Safe)
+    largest = np.sqrt(np.finfo(np.float32).max) / 2  # of a gradient whose norm is finite
+    rng = np.random.default_rng(0)
+    params = jnp.zeros(8)
+    state, take = optimizer.init(params), jax.jit(next_state, static_argnums=0)
+    for _ in range(200):
+        sizes = rng.choice([0, 1e-44, 1e-30, 1e-8, 1, largest], 8) * rng.choice([-1, 1], 8)
+        params, state = take(optimizer, params, jnp.asarray(sizes, jnp.float32), state)
+        assert np.isfinite(
+            np.concatenate([np.ravel(a) for a in jax.tree.leaves((params, state))])
+        ).all()
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_a_loss_that_explodes_is_told_once(text, tmp_path):
+    class Told(Report):
+        def __init__(self):
+            self.warnings = []
+
+        def warning(self, text):
+            self.warnings.append(text)
+
+    def warnings(num_steps, rate, **options):
+        optimizer = OptimizerConfig("sgd", rate, "constant", warmup_steps=0)
+        task = LM(
+            num_layers=2,
+            hidden_size=8,
+            embed_size=8,
+            corpus=str(text),
+            batch_size=4,
+            seq_len=8,
+            optimizer=optimizer,
+        )
+        train = TrainConfig(num_steps, clip_norm=0, log_every=1, out_dir=str(tmp_path / "run"))
+        report = Told()
+        result = fit(task, Parallel(MeshConfig(devices=(0,))), train, report=report, **options)
+        return report.warnings, result.losses
+
+    told, losses = warnings(2, 0.1)
+    assert (told, len(losses)) == ([], 2)
+    # Held against the first step of all, also when it goes on.
+    told, losses = warnings(30, 300.0, resume=True)
+    assert np.isfinite(losses).all()
+    assert max(losses) > EXPLODED * 3
+    [said] = told
+    assert re.match(
+        r"the loss of step \d+ is [\d.]+, \d+ times that of the first step: .*now 0; 0 is none",
+        said,
+    )
+
+
+def test_other_optimizers_are_looked_at():
+    for config in (
+        OptimizerConfig(learning_rate=1e39), OptimizerConfig("adamw", learning_rate=10, weight_decay=1),
+    ):  # fmt: skip
+        assert not isinstance(config.make(1000), Safe)
+    assert not isinstance(optax.chain(OptimizerConfig().make(1000)), Safe)
 
 
 @pytest.fixture(scope="module")
@@ -337,8 +539,8 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
     folder = RunFolder(tmp_path / "run")
     message = (
         rf"the loss of step {bad[0] + 1} is not finite \(batch {bad[0]} of \d+ in epoch 0, from 0\); the "
-        r"first number that is not finite is in the output of first, in row \d\. .*--train\.out-dir "
-        rf"{folder} and a lower learning rate, .*, or --train\.nonfinite skip$"
+        r"first number that is not finite is in the output of first at time step \d, in row \d\. .*"
+        rf"--train\.out-dir {folder} and a lower learning rate, .*, or --train\.nonfinite skip$"
     )
     for _ in range(2):  # again the same batch
         with pytest.raises(FloatingPointError, match=message):

@@ -21,7 +21,12 @@ from types import TracebackType
 import jax
 from jax.experimental import multihost_utils
 
+from jaxpar.hosts.interface import listen_on
+
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
+BIND_ADDRESS = (
+    "JAX_COORDINATOR_BIND_ADDRESS"  # of process 0, if all interfaces or another one are needed
+)
 NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
 _ALONE = f"{NUM_PROCESSES}=1 to run alone"
 
@@ -124,8 +129,12 @@ def start_processes() -> ProcessGroup | None:
         )
     # Its handler would swallow SIGTERM, which ends a run with its state saved.
     jax.config.update("jax_enable_preemption_service", False)
+    address, bind_address = group.coordinator_address, os.environ.get(BIND_ADDRESS)
+    if bind_address is None and address is not None and group.process_id == 0:
+        bind_address = listen_on(address)
     jax.distributed.initialize(
-        coordinator_address=group.coordinator_address,
+        coordinator_address=address,
+        coordinator_bind_address=bind_address,
         num_processes=group.num_processes,
         process_id=group.process_id,
         cluster_detection_method="deactivate" if group.launcher == "hand" else None,

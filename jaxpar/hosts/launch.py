@@ -1,4 +1,4 @@
-"""Starts several processes of `python -m jaxpar` here, or prints a script that does so on a cluster.
+"""Starts several processes of `python -m jaxpar` here; `scripts` has those for a cluster.
 
     python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
@@ -6,11 +6,9 @@ Each process has simulated devices of its own and reaches the others over the ne
 several machines. When one fails, all end, with its exit code.
 """
 
-import json
 import os
 import queue
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -21,11 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+from jaxpar.hosts.scripts import check_command
 
 # How long a process may take to end after SIGTERM; those that wait for a dead one never do.
 GRACE_SECONDS = 10.0
-COMMANDS = ("train", "evaluate")
-_PORT = 8476  # of process 0 in a pod of its own
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
 # Expected number of connected peer ranks is : 1", in pieces, from several threads at once.
 _CHATTER = re.compile(
@@ -47,104 +44,13 @@ def launch(command: Sequence[str], num_processes: int, devices_per_process: int)
     Raises:
       ValueError: a number is not positive, or the command is not one for several processes.
     """
-    _check(command, num_processes, devices_per_process)
+    check_command(command, num_processes, devices_per_process)
     if "--simulate" in {argument.partition("=")[0] for argument in command}:
         raise ValueError(
             f"launch simulates {devices_per_process} devices in each process already; leave "
             f"--simulate away after --, and use --devices-per-process"
         )
     return _Processes(command, num_processes, devices_per_process).wait()
-
-
-def slurm_script(command: Sequence[str], num_processes: int, devices_per_process: int) -> str:
-    """A script for `sbatch`: one process a node, with all of its GPUs.
-
-    Raises:
-      ValueError: as `launch`.
-    """
-    _check(command, num_processes, devices_per_process)
-    devices = ",".join(map(str, range(devices_per_process)))
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name=jaxpar
-#SBATCH --nodes={num_processes}
-#SBATCH --ntasks={num_processes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={devices_per_process}
-#SBATCH --time=01:00:00
-#SBATCH --output=%x-%j.log
-# Two minutes before the time is over: train saves its state and stops; --resume goes on.
-#SBATCH --signal=TERM@120
-
-# Submit it in a folder that all nodes share, in an environment that has jaxpar.
-# A process takes all GPUs of its node; by itself JAX would take one.
-export JAX_LOCAL_DEVICE_IDS={devices}
-srun --kill-on-bad-exit=1 --label python -m jaxpar {shlex.join(command)}
-"""
-
-
-def jobset_manifest(command: Sequence[str], num_processes: int, devices_per_process: int) -> str:
-    """A Kubernetes JobSet for `kubectl create -f`: one process a pod, each with its own GPUs.
-
-    Raises:
-      ValueError: as `launch`.
-    """
-    _check(command, num_processes, devices_per_process)
-    argv = json.dumps(["python", "-m", "jaxpar", *command])  # JSON is YAML too
-    return f"""\
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: jaxpar
-spec:
-  failurePolicy:
-    maxRestarts: 0 # one failed pod ends them all
-  replicatedJobs:
-  - name: workers
-    replicas: 1
-    template:
-      spec:
-        parallelism: {num_processes}
-        completions: {num_processes}
-        completionMode: Indexed
-        backoffLimit: 0
-        template:
-          spec:
-            restartPolicy: Never
-            terminationGracePeriodSeconds: 120 # train saves its state and stops
-            containers:
-            - name: jaxpar
-              image: IMAGE # fill in: one that has jaxpar, and JAX for your devices
-              command: {argv}
-              workingDir: /mnt/runs
-              env:
-              - name: {COORDINATOR_ADDRESS}
-                value: jaxpar-workers-0-0.jaxpar:{_PORT}
-              - name: {NUM_PROCESSES}
-                value: "{num_processes}"
-              - name: {PROCESS_ID}
-                valueFrom:
-                  fieldRef:
-                    fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']
-              ports:
-              - containerPort: {_PORT}
-              resources:
-                limits:
-                  nvidia.com/gpu: {devices_per_process}
-              volumeMounts:
-              - name: runs
-                mountPath: /mnt/runs
-            volumes:
-            - name: runs
-              persistentVolumeClaim:
-                claimName: CLAIM # fill in: a volume that all pods can write to
-"""
-
-
-TEMPLATES: dict[str, Callable[[Sequence[str], int, int], str]] = {
-    "slurm": slurm_script,
-    "jobset": jobset_manifest,
-}
 
 
 class _Processes:
@@ -251,20 +157,6 @@ class _Processes:
     def _print(self, line: str, target: IO[str]) -> None:
         with self._printing:
             print(line, file=target, flush=True)
-
-
-def _check(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
-    if num_processes < 1 or devices_per_process < 1:
-        raise ValueError(
-            f"processes={num_processes}, devices_per_process={devices_per_process}: "
-            f"use at least 1 of each"
-        )
-    if not command or command[0] not in COMMANDS:
-        given = repr(command[0]) if command else "nothing"
-        raise ValueError(
-            f"launch was given {given} to start; write {' or '.join(COMMANDS)} and its arguments "
-            f"after --, such as: launch --processes 2 -- train lm --mesh dp2"
-        )
 
 
 def _environ(

@@ -75,6 +75,10 @@ class ConsoleReport(Report):
         """A line."""
         self._print(f"{skipped.to_text()}: skipped, {skipped.skipped} of {allowed} allowed")
 
+    def warning(self, text: str) -> None:
+        """A line."""
+        self._print(f"warning: {text}")
+
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""
         self._print(f"step {step}  {evaluation.to_text()}")

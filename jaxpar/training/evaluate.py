@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,12 @@ _make_step = functools.lru_cache(maxsize=4)(make_eval_step)  # compiled once for
 
 
 def evaluate(
-    task: Task, parallel: Parallel, state: TrainState, split: str, mesh: Mesh
+    task: Task,
+    parallel: Parallel,
+    state: TrainState,
+    split: str,
+    mesh: Mesh,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Loss and metrics on a split.
 
@@ -28,10 +34,11 @@ def evaluate(
       task, parallel: those that the state was made with.
       state: its parameters are evaluated; it stays as it is.
       split: "valid" or "test", or another one that the task knows.
+      before_batch: is called before each; it may raise.
     Raises:
       ValueError: its batches have other sizes than those of training, or nothing in it counts.
     """
-    sums = sum_batches(task, parallel, state, task.make_batches(split), mesh)
+    sums = sum_batches(task, parallel, state, task.make_batches(split), mesh, before_batch)
     if not sums.weight > 0:
         raise ValueError(
             f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
@@ -41,7 +48,12 @@ def evaluate(
 
 
 def sum_batches(
-    task: Task, parallel: Parallel, state: TrainState, batches: Batches, mesh: Mesh
+    task: Task,
+    parallel: Parallel,
+    state: TrainState,
+    batches: Batches,
+    mesh: Mesh,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Sums:
     """The sums of all batches of an epoch, as Python numbers; arguments as of `evaluate`.
 
@@ -51,6 +63,7 @@ def sum_batches(
     checked, sums = CheckedBatches(task, batches), list[Sums]()
     sharding, step = batch_sharding(task, parallel, mesh), _make_step(task, parallel, mesh)
     for window in range(checked.num_windows):
+        before_batch()
         batch = place_batch(checked, window, sharding)
         if not window and not starts_of(batch):
             raise ValueError(

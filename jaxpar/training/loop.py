@@ -1,20 +1,19 @@
 """The loop: steps, with what is written and told of them, until the last one or a signal."""
 
-import contextlib
 import dataclasses
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch
 from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.task import Task
@@ -25,6 +24,9 @@ from jaxpar.training.profiler import StepTracer
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import Settings
+
+# A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
+EXPLODED = 10.0
 
 
 class Run:
@@ -48,6 +50,8 @@ class Run:
         self.num_skipped = int(state.skipped)  # of the steps that have been looked at
         self.sharding = batch_sharding(self.task, self.parallel, mesh)
         self.rate = self.task.learning_rate(self.config.num_steps)
+        self.first_loss: float | None = None
+        self.warned = False
         self.started = time.perf_counter()
 
     def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
@@ -66,12 +70,16 @@ class Run:
         if config.keep_best:  # a line after this step may still be there, for another process
             losses_before = self.folder.valid_losses().items()
             self.checkpoints.losses |= {s: loss for s, loss in losses_before if s <= step}
+        lines = self.folder.metrics()
+        self.first_loss = next((line["loss"] for line in lines if line["split"] == "train"), None)
         self.report.begin(step, config.num_steps, self.folder.path)
         clock, units = time.perf_counter(), 0.0  # since the last line
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
-        with _signals() as signals, tracer:
-            while step < config.num_steps and not self._should_stop(signals, step, first_step):
+        with Stop() as stop, tracer:
+            if self._validates(step) and step not in self.folder.valid_losses():
+                self._validate(step, stop)  # which a signal has ended
+            while step < config.num_steps and not stop.now():
                 tracer.before_step()
                 batch = place_batch(self.batches, step, self.sharding)
                 self.state, metrics = step_once.run(self.state, batch)
@@ -82,7 +90,7 @@ class Run:
                 last = step == config.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
                 is_logged = step % config.log_every == 0 or last or step == first_step + 1
-                evaluates = not last and config.eval_every and step % config.eval_every == 0
+                evaluates = self._validates(step)
                 is_due = config.checkpoint_every and step % config.checkpoint_every == 0
                 if is_logged or evaluates or is_due:
                     for metrics in self._look(waiting, step):
@@ -94,7 +102,8 @@ class Run:
                 is_best = False
                 if evaluates:
                     before = time.perf_counter()
-                    self.evaluate(step, "valid")
+                    if not self._validate(step, stop):
+                        break
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
                     clock += time.perf_counter() - before
                 if is_best or is_due:
@@ -102,11 +111,10 @@ class Run:
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
                 self.checkpoints.save(self.state)
-        stopped_by = signals[0] if signals and step < config.num_steps else None
-        self.report.end(step, config.num_steps, stopped_by)
+        self.report.end(step, config.num_steps, stop.signal)
         if tracer.path is not None:
             self.report.profile(tracer.path)
-        return first_step, losses, stopped_by
+        return first_step, losses, stop.signal
 
     def finish(self, stopped_by: signal.Signals | None) -> dict[str, Evaluation]:
         """The evaluations of valid and test, unless the run was stopped; all files are written."""
@@ -150,9 +158,24 @@ class Run:
             f"beforehand (--train.fallback-dir)"
         )
 
-    def evaluate(self, step: int, split: str) -> Evaluation:
+    def _validates(self, step: int) -> bool:
+        """Whether a validation follows this step of the loop."""
+        every = self.config.eval_every
+        return bool(every) and 0 < step < self.config.num_steps and step % every == 0
+
+    def _validate(self, step: int, stop: Stop) -> bool:
+        """Evaluates valid; False if a signal ended that: a resumed run does it before its first step."""
+        try:
+            self.evaluate(step, "valid", stop.check)
+        except Stopped:
+            return False
+        return True
+
+    def evaluate(
+        self, step: int, split: str, before_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh)
+        evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh, before_batch)
         if split == "valid" and self.config.keep_best:
             self.checkpoints.losses[step] = evaluation.loss
         line = evaluation.to_json(step)
@@ -176,7 +199,7 @@ class Run:
             epoch, window = divmod(number, self.batches.num_windows)
             skipped = Skipped(
                 step=number + 1,
-                nonfinite="gradient" if np.isfinite(metrics.loss) else "loss",
+                nonfinite=_first_not_finite(metrics),
                 epoch=epoch,
                 window=window,
                 num_windows=self.batches.num_windows,
@@ -235,43 +258,31 @@ class Run:
         )
         self._write(progress.to_json())
         self.report.progress(progress, self.config.num_steps)
+        self._warn_if_exploded(step, loss)
+
+    def _warn_if_exploded(self, step: int, loss: float) -> None:
+        """Tells it once of a loss that is finite, but far from where it began."""
+        if self.first_loss is None:
+            self.first_loss = loss
+        if self.warned or not 0 < EXPLODED * self.first_loss < loss:
+            return
+        self.warned = True
+        self.report.warning(
+            f"the loss of step {step} is {loss:.4g}, {loss / self.first_loss:.0f} times that of the first "
+            f"step: the run has gone astray; begin again, or go on from an earlier checkpoint, with a lower "
+            f"learning rate or a smaller --train.clip-norm (now {self.config.clip_norm:g}; 0 is none)"
+        )
 
     def _write(self, line: dict[str, object]) -> None:
         if jax.process_index() == 0:
             self.folder.append_metrics(line)
 
-    def _should_stop(self, signals: list[signal.Signals], step: int, first_step: int) -> bool:
-        if jax.process_count() == 1:
-            return bool(signals)
-        # All processes must leave at the same step, or the others wait in a collective for ever.
-        if step % self.config.log_every and step != first_step:
-            return False
-        return bool(np.max(multihost_utils.process_allgather(np.int32(bool(signals)))))
 
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-    """Gathers SIGINT and SIGTERM in a list and does not act on the first; a second acts as ever."""
-    received: list[signal.Signals] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received  # Python delivers signals to the main thread only
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def receive(number: int, _frame: object) -> None:
-        received.append(signal.Signals(number))
-        restore()
-
-    for number in before:
-        signal.signal(number, receive)
-    try:
-        yield received
-    finally:
-        restore()
+def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:
+    """Of a step that was skipped."""
+    if not np.isfinite(metrics.loss):
+        return "loss"
+    return "update" if np.isfinite(metrics.grad_norm) else "gradient"
 
 
 def _fallback_folder(root: str, folder: RunFolder, step: int) -> RunFolder:

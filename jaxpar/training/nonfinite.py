@@ -1,7 +1,8 @@
-"""Where a loss or gradient that is not finite comes from: its step, repeated from the state before it.
+"""Where a number that is not finite comes from: its step, repeated from the state before it.
 
-    forward    first -> layer 0 -> layer 1 -> last -> loss    the first whose output is not finite
+    forward    first -> layer 0 -> layer 1 -> last -> loss    the first whose output is not finite, and when
     backward   first <- layer 0 <- layer 1 <- last            else the first whose gradient is not
+    update     first -> layer 0 -> layer 1 -> last            else the first whose new parameters are not
 
 Batch and dropout are functions of the step, so it is the same step again. A run whose numbers are finite
 pays nothing for this. Dims: S rows of stacked layers, B batch.
@@ -15,14 +16,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.optimizer import clip, next_state
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
-from jaxpar.step import CompiledStep, make_loss_and_grad
+from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad
 from jaxpar.training.by_layer import array_of, kind_of
 from jaxpar.training.settings import Settings
 
@@ -35,17 +38,21 @@ class Origin(NamedTuple):
     Attributes:
       place: such as "the output of layer 2 (lstm)".
       rows: of the batch that have such numbers there; none if they cannot be told apart.
+      time: the first time step of those rows that has one, from 0; None if there is no time, or it cannot be
+        told.
     """
 
     place: str
     rows: tuple[int, ...] = ()
+    time: int | None = None
 
     def __str__(self) -> str:
+        text = self.place if self.time is None else f"{self.place} at time step {self.time}"
         if not self.rows:
-            return self.place
+            return text
         more = len(self.rows) - _ROWS_NAMED
         rows = ", ".join(map(str, self.rows[:_ROWS_NAMED])) + f" and {more} more" * (more > 0)
-        return f"{self.place}, in row{'s' * (len(self.rows) > 1)} {rows}"
+        return f"{text}, in row{'s' * (len(self.rows) > 1)} {rows}"
 
 
 def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -> Origin:
@@ -61,11 +68,14 @@ def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -
     """
     layout = lay_out(settings.task, settings.parallel)
     look = _make_look(settings, mesh)
-    found = jax.device_get(look.run(dataclasses.replace(state, opt_state=()), batch))
-    loss, watched, params, grads = found
-    for place, bad_B in _outputs(layout, watched):
-        if bad_B.any():
-            return Origin(f"the output of {place}", tuple(np.flatnonzero(bad_B).tolist()))
+    if settings.parallel.update == "host":
+        state = dataclasses.replace(state, opt_state=())
+    found = jax.device_get(look.run(state, batch))
+    loss, watched, params, grads, norm, new_params = found
+    for place, marks_B in _outputs(layout, watched):
+        if marks_B.any():
+            time = NEVER - int(marks_B.max()) if layout.time_major else None
+            return Origin(f"the output of {place}", tuple(np.flatnonzero(marks_B).tolist()), time)
     parts = _parts_on_the_way_back(layout)
     if not np.isfinite(loss):
         is_bad = _by_part(layout, params)
@@ -75,20 +85,29 @@ def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -
     for part in parts:
         if is_bad.get(part):
             return Origin(f"the gradient of {part}")
-    return Origin("the norm of all gradients, each of which is finite")
+    if not np.isfinite(norm):
+        return Origin("the norm of all gradients, each of which is finite")
+    is_bad = _by_part(layout, new_params)
+    bad = [part for part in reversed(parts) if is_bad.get(part)]
+    return Origin(f"the update of {bad[0] if bad else 'the parameters'}, whose gradient is finite")
 
 
 @functools.lru_cache(maxsize=1)
 def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
-    """(state, batch) -> the loss, and what is not finite of activations, parameters and gradients."""
+    """(state, batch) -> the loss, the gradients' norm, and what is not finite: activations, arrays."""
     task, parallel, train = settings
+    optimizer = task.make_optimizer(train.num_steps)
     value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed, watch=True)
 
     def look(state: TrainState, batch: Any, plan: Plan | None):
         (loss, ((_, watched), _)), grads = value_and_grad(state, batch, plan)
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
-        return loss, watched, _bad_arrays(state.params), _bad_arrays(squares)
+        bad = (_bad_arrays(state.params), _bad_arrays(squares))
+        clipped, new = clip(grads, train.clip_norm), {}
+        if parallel.update != "host":
+            new = _bad_arrays(next_state(optimizer, state.params, clipped, state.opt_state)[0])
+        return loss, watched, *bad, optax.tree.norm(grads), new
 
     layout, replicated = lay_out(task, parallel), NamedSharding(mesh, P())
     return CompiledStep(look, layout, backward=True, out_shardings=replicated)
@@ -106,10 +125,10 @@ def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
 def _outputs(
     layout: ModelLayout, watched: Mapping[str, np.ndarray]
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """Which rows of the batch are not finite where, in the order of the layers."""
+    """The marks of the rows of the batch (see `make_loss_and_grad`), in the order of the layers."""
     for number, kind in enumerate(layout.kind_of):
         name, row = layout.kinds[kind], layout.slots.rows[kind].index(number)
-        into_B, out_B = watched[name][row].T > 0
+        into_B, out_B = watched[name][row].T
         if number == 0:
             yield "first", into_B
         yield _layer(number, name), out_B

@@ -59,7 +59,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Skipped:
-    """A step that changed no parameter, because its loss or gradient was not finite.
+    """A step that changed no parameter, because its loss, gradient or update was not finite.
 
     Attributes:
       step: as in `Progress`.
@@ -70,7 +70,7 @@ class Skipped:
     """
 
     step: int
-    nonfinite: Literal["loss", "gradient"]
+    nonfinite: Literal["loss", "gradient", "update"]
     epoch: int
     window: int
     num_windows: int
@@ -136,6 +136,9 @@ class Report:
 
     def skipped(self, skipped: Skipped, allowed: int) -> None:
         """After a step that was skipped, when the host looks; up to `allowed` of them in a run."""
+
+    def warning(self, text: str) -> None:
+        """Of something that is no error, and should be looked at."""
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """After each evaluation of a split."""

@@ -19,9 +19,9 @@ class TrainConfig:
     Attributes:
       num_steps: optimizer steps.
       clip_norm: bound on the global norm of the gradients; 0 for none.
-      nonfinite: what becomes of a step whose loss or gradient norm is not finite. "stop": the run ends, and
-        the state before the step is saved. "skip": parameters and optimizer state stay as they are, the
-        carried state begins anew, and the next batch is taken.
+      nonfinite: what becomes of a step whose loss, gradient norm or update is not finite. "stop": the run
+        ends, and the state before the step is saved. "skip": parameters and optimizer state stay as they
+        are, the carried state begins anew, and the next batch is taken.
       max_skipped: steps of a run that "skip" passes over; one more stops it.
       seed: of initial values, dropout and the order of the data.
       log_every: steps between lines of progress.

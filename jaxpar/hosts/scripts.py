@@ -1,0 +1,208 @@
+"""Scripts that start several processes of `python -m jaxpar` on a cluster: for Slurm, and for Kubernetes.
+
+One script serves the first start of a run and every other: after the time limit, a preemption, a node that
+failed. It names the run's folder, and `train` goes on with what it finds there.
+"""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+
+Platform = Literal["gpu", "cpu"]
+
+COMMANDS = ("train", "evaluate")
+NOTICE_SECONDS = 120  # before the end that the cluster has set
+MAX_RESTARTS = 100  # of a JobSet, so that one that always fails ends some day
+STOPPED = 128 + 15  # the exit code of a run that SIGTERM has ended, with its state saved
+_PORT = 8476  # of process 0 in a pod of its own
+
+
+def slurm_script(
+    command: Sequence[str], num_processes: int, devices_per_process: int, platform: Platform = "gpu"
+) -> str:
+    """A script for `sbatch`: one process a node, which has the node for itself.
+
+    When `train` was stopped by SIGTERM, which Slurm sends some time before the limit, the script asks for
+    its job to be requeued. `scancel` ends the script as well, and the job stays cancelled.
+
+    Args:
+      platform: of the devices: "gpu", or "cpu", whose devices share the cores of their node.
+    Raises:
+      ValueError: as `launch`, or what is asked for would not go on when it is started again.
+    """
+    check_command(command, num_processes, devices_per_process)
+    if platform == "gpu":
+        gpus = f"#SBATCH --gpus-per-node={devices_per_process}\n"
+        devices = ",".join(map(str, range(devices_per_process)))
+        variables = (
+            f"# A process takes all GPUs of its node; by itself JAX would take one.\n"
+            f"export JAX_LOCAL_DEVICE_IDS={devices}\n"
+        )
+    else:
+        gpus = ""
+        variables = f"export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={devices_per_process}\n"
+    requeue = ""
+    if command[0] == "train":
+        requeue = f"""
+code=$?
+if [ $code = {STOPPED} ]; then # by SIGTERM, with its state saved
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code"""
+    more = _how_to_go_on(command, '"$out_dir"')
+    run = " ".join(["python -m jaxpar", shlex.join(command), *more])
+    if '"$out_dir"' in more:
+        variables = f"out_dir=runs/slurm-$SLURM_JOB_ID\n{variables}"
+    return f"""\
+#!/bin/bash
+#SBATCH --job-name=jaxpar
+#SBATCH --nodes={num_processes}
+#SBATCH --ntasks={num_processes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+{gpus}#SBATCH --time=01:00:00
+#SBATCH --output=%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Two minutes before the time is over: train saves its state and stops, and the job is requeued.
+#SBATCH --signal=TERM@{NOTICE_SECONDS}
+
+# Submit it in a folder that all nodes share, in an environment that has jaxpar.
+{variables}srun --kill-on-bad-exit=1 --cpu-bind=none --label {run}{requeue}
+"""
+
+
+def jobset_manifest(
+    command: Sequence[str], num_processes: int, devices_per_process: int, platform: Platform = "gpu"
+) -> str:
+    """A Kubernetes JobSet for `kubectl create -f`: one process a pod, each with its own devices.
+
+    When a pod fails, is evicted or stopped, all are started again. A mistake of the user's (exit code 2) or
+    a number that is not finite (3) would be met again, and ends them.
+
+    Args:
+      platform: as of `slurm_script`.
+    Raises:
+      ValueError: as of `slurm_script`.
+    """
+    check_command(command, num_processes, devices_per_process)
+    argv = ["python", "-m", "jaxpar", *command, *_how_to_go_on(command, "runs/jaxpar")]
+    if platform == "gpu":
+        variables, limit = "", f"nvidia.com/gpu: {devices_per_process}"
+    else:
+        variables = f"""
+              - name: JAX_PLATFORMS
+                value: cpu
+              - name: JAX_NUM_CPU_DEVICES
+                value: "{devices_per_process}\""""
+        limit = "cpu: CORES # fill in: of a node"
+    return f"""\
+apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+metadata:
+  name: jaxpar
+spec:
+  failurePolicy:
+    maxRestarts: {MAX_RESTARTS} # of all pods, when one has failed
+    rules:
+    - action: FailJobSet
+      onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+  - name: workers
+    replicas: 1
+    template:
+      spec:
+        parallelism: {num_processes}
+        completions: {num_processes}
+        completionMode: Indexed
+        backoffLimit: 0
+        podFailurePolicy:
+          rules:
+          - action: FailJob # would end in the same way again: a mistake, or a number that is not finite
+            onExitCodes:
+              containerName: jaxpar
+              operator: In
+              values: [2, 3]
+        template:
+          spec:
+            restartPolicy: Never # the JobSet starts all of them again
+            terminationGracePeriodSeconds: {NOTICE_SECONDS} # train saves its state and stops
+            containers:
+            - name: jaxpar
+              image: IMAGE # fill in: one that has jaxpar, and JAX for your devices
+              command: {json.dumps(argv)}
+              workingDir: /mnt/runs
+              env:
+              - name: {COORDINATOR_ADDRESS}
+                value: jaxpar-workers-0-0.jaxpar:{_PORT}
+              - name: {NUM_PROCESSES}
+                value: "{num_processes}"
+              - name: {PROCESS_ID}
+                valueFrom:
+                  fieldRef:
+                    fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']{variables}
+              ports:
+              - containerPort: {_PORT}
+              resources:
+                limits:
+                  {limit}
+              volumeMounts:
+              - name: runs
+                mountPath: /mnt/runs
+              - name: shared-memory
+                mountPath: /dev/shm
+            volumes:
+            - name: runs
+              persistentVolumeClaim:
+                claimName: CLAIM # fill in: a volume that all pods can write to
+            - name: shared-memory # in which NCCL exchanges within a node; a container has 64 MB
+              emptyDir:
+                medium: Memory
+"""
+
+
+TEMPLATES: dict[str, Callable[[Sequence[str], int, int, Platform], str]] = {
+    "slurm": slurm_script,
+    "jobset": jobset_manifest,
+}
+
+
+def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
+    """Raises a ValueError if a number is not positive, or the command is not one for several processes."""
+    if num_processes < 1 or devices_per_process < 1:
+        raise ValueError(
+            f"processes={num_processes}, devices_per_process={devices_per_process}: "
+            f"use at least 1 of each"
+        )
+    if not command or command[0] not in COMMANDS:
+        given = repr(command[0]) if command else "nothing"
+        raise ValueError(
+            f"launch was given {given} to start; write {' or '.join(COMMANDS)} and its arguments "
+            f"after --, such as: launch --processes 2 -- train lm --mesh dp2"
+        )
+
+
+def _how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
+    """What is to be added to a command, so that it begins a run or goes on with it.
+
+    Args:
+      out_dir: for a run that has no folder of its own.
+    Raises:
+      ValueError: the command removes what is there, and a second start of the script would do so too.
+    """
+    options = {argument.partition("=")[0].replace("_", "-") for argument in command}
+    if command[0] != "train":
+        return []
+    if "--overwrite" in options:
+        raise ValueError(
+            "--overwrite in a script would remove the run whenever its job is started again; leave it away: "
+            "remove the folder by hand, or name another --train.out-dir"
+        )
+    names_folder = "--train.out-dir" in options
+    says_how = bool(options & {"--resume", "--resume-or-begin"})
+    return ["--train.out-dir", out_dir] * (not names_folder) + ["--resume-or-begin"] * (
+        not says_how
+    )

@@ -1,0 +1,144 @@
+"""SIGINT and SIGTERM: they end a run after the step under way, in all of its processes after the same one.
+
+    process 0    step 41 | step 42 | stop        gets a signal in step 41, and asks all to stop
+    process 1    step 41 | step 42 | stop        was in step 42 then: all go as far as the farthest
+
+They talk by way of the coordinator, in threads of their own that look twice a second: what a step pays is
+a lock that nobody else holds. If each left after its own step, some would wait in a collective for ever.
+"""
+
+import contextlib
+import signal
+import threading
+
+import jax
+from jax._src import distributed  # multihost_utils, too, finds the coordinator here
+
+POLL_SECONDS = 0.5
+# It takes one POLL_SECONDS; a process that is gone is missed, and JAX ends the others, before that.
+_AGREE_MILLISECONDS = 300_000
+
+_num_opened = 0  # in this process; all processes open them in the same order
+
+
+class Stopped(Exception):  # noqa: N818
+    """This is the place to stop."""
+
+
+class Stop:
+    """Whether to stop: to be asked before every piece of work, while it is open as a context manager.
+
+    The first signal is gathered; a second one acts as ever. With several processes all of them open it, and
+    ask equally often.
+
+    Attributes:
+      signal: that ended the run; None as long as `now` says no.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._received: list[signal.Signals] = []
+        self._handlers = {}
+        self._group = _Group() if jax.process_count() > 1 else None
+
+    def __enter__(self) -> "Stop":
+        # Python delivers signals to the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM)
+            self._handlers = {number: signal.getsignal(number) for number in numbers}
+            for number in numbers:
+                signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+        if self._group is not None:
+            self._group.close()
+
+    def now(self) -> bool:
+        """Whether this is the place to stop."""
+        received = self._received[0] if self._received else None
+        self.signal = received if self._group is None else self._group.pass_by(received)
+        return self.signal is not None
+
+    def check(self) -> None:
+        """Asks in the middle of something.
+
+        Raises:
+          Stopped: this is the place to stop.
+        """
+        if self.now():
+            raise Stopped
+
+    def _receive(self, number: int, _frame: object) -> None:
+        self._received.append(signal.Signals(number))
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+class _Group:
+    """Several processes, which agree on the call of `pass_by` at which all stop."""
+
+    def __init__(self) -> None:
+        global _num_opened
+        _num_opened += 1
+        self._keys = f"jaxpar/stop/{_num_opened}"
+        client = distributed.global_state.client
+        assert client is not None
+        self._client = client
+        self._num_calls, self._has_asked, self._has_told = 0, False, False
+        self._agreed: tuple[int, signal.Signals] | None = None  # after how many calls, and why
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def pass_by(self, received: signal.Signals | None) -> signal.Signals | None:
+        """Counts the call; the signal that all stop by here, if they do.
+
+        Args:
+          received: by this process.
+        """
+        if received is not None and not self._has_asked:
+            self._has_asked = True
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has asked already
+                self._client.key_value_set(f"{self._keys}/asked", str(received.value))
+        with self._lock:
+            if self._agreed is not None and self._num_calls >= self._agreed[0]:
+                return self._agreed[1]
+            self._num_calls += 1
+        return None
+
+    def close(self) -> None:
+        """For a process that will not call again: the others do not wait for it."""
+        self._closed.set()
+        with self._lock:
+            self._tell()
+        self._watcher.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_SECONDS):
+            try:
+                asked = dict(self._client.key_value_dir_get(self._keys)).get(f"{self._keys}/asked")
+                if asked is None:
+                    continue
+                with self._lock:  # no more steps here until it is known how far the others are
+                    self._tell()
+                    told = [
+                        self._client.blocking_key_value_get(
+                            f"{self._keys}/{n}", _AGREE_MILLISECONDS
+                        )
+                        for n in range(jax.process_count())
+                    ]
+                    self._agreed = max(map(int, told)), signal.Signals(int(asked))
+            except jax.errors.JaxRuntimeError:
+                pass  # the coordinator is gone, and JAX ends this process
+            return
+
+    def _tell(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            key = f"{self._keys}/{jax.process_index()}"
+            self._client.key_value_set(key, str(self._num_calls))

@@ -1,0 +1,127 @@
+"""The law: a signal to any process ends all of them at the same place, in seconds, and nothing is lost."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import OptimizerConfig
+from jaxpar.parallel import Parallel
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training import loop
+from jaxpar.training.fit import fit
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.settings import TrainConfig
+
+END_SECONDS = 120  # which only a process that hangs takes
+STOP_SECONDS = 5.0  # with steps that are quicker than that
+NEVER = str(10**6)
+
+
+def start_by_hand(arguments, num_processes=2):
+    """Processes that know of each other by variables alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    group = {
+        "JAX_COORDINATOR_ADDRESS": address, "JAXPAR_NUM_PROCESSES": str(num_processes),
+        "JAX_NUM_CPU_DEVICES": "1", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "jaxpar", *arguments], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+            env=os.environ | group | {"JAXPAR_PROCESS_ID": str(index)},
+        )
+        for index in range(num_processes)
+    ]  # fmt: skip
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    processes = start_by_hand(
+        [
+            "train", "lm", "--corpus", str(text), "--batch-size", "8", "--seq-len", "8",
+            "--num-layers", "1", "--hidden-size", "8", "--embed-size", "8", "--mesh", "dp2",
+            "--train.num-steps", NEVER, "--train.log-every", NEVER, "--train.checkpoint-every", "0",
+            "--train.out-dir", str(folder),
+        ]
+    )  # fmt: skip
+    try:
+        for line in processes[0].stdout:
+            if re.match(r"step +1/", line):
+                break
+        time.sleep(1)  # some steps later
+        sent = time.monotonic()
+        processes[1].send_signal(signal.SIGTERM)
+        ends = [process.communicate(timeout=END_SECONDS) for process in processes]
+        seconds = time.monotonic() - sent
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, ends
+    said = re.search(r"^stopped by SIGTERM after step (\d+)/", ends[0][0], re.MULTILINE)
+    assert said, ends
+    assert folder.checkpoints(folder.settings()).steps() == [int(said[1])]
+    assert int(said[1]) > 1
+    assert [line["step"] for line in folder.metrics()] == [1]  # no log point in between
+    assert seconds < STOP_SECONDS
+
+
+@pytest.mark.usefixtures("compile_once")
+def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypatch):
+    task = LM(
+        num_layers=1,
+        hidden_size=8,
+        embed_size=8,
+        corpus=str(text),
+        batch_size=4,
+        seq_len=8,
+        optimizer=OptimizerConfig(warmup_steps=0),
+    )
+    run, whole = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "whole")
+
+    def train(folder, **options):
+        config = TrainConfig(num_steps=6, log_every=2, eval_every=3, out_dir=str(folder))
+        return fit(task, Parallel(MeshConfig(devices=(0,))), config, **options)
+
+    begun = []
+
+    def evaluate(*arguments):  # a signal that comes after the first batch
+        *others, before_batch = arguments
+
+        def interrupted():
+            begun.append(1)
+            if len(begun) == 2:
+                signal.raise_signal(signal.SIGTERM)
+            before_batch()
+
+        return loop_evaluate(*others, interrupted)
+
+    loop_evaluate = loop.evaluate
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    result = train(run)
+    monkeypatch.undo()
+    assert (result.stopped_by, int(result.state.step), len(begun)) == (signal.SIGTERM, 3, 2)
+    assert [line["split"] for line in run.metrics()] == ["train"] * 2
+    train(run, resume=True)
+    train(whole)
+
+    def lines(folder):
+        return [(line["step"], line["split"], line["loss"]) for line in folder.metrics()]
+
+    assert [line for line in lines(run) if line[1] != "train"] == [
+        line for line in lines(whole) if line[1] != "train"
+    ]
+    assert run.valid_losses().keys() == {3, 6}
+    for ours, theirs in zip(
+        *(map(jax.tree.leaves, (run.restore()[2], whole.restore()[2]))), strict=True
+    ):
+        assert (ours == theirs).all()
