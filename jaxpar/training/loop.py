@@ -98,9 +98,11 @@ class Run:
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
                     clock += time.perf_counter() - before
                 if is_best or is_due:
+                    self.folder.check_lock()
                     self.checkpoints.save(self.state)
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
+                self.folder.check_lock()
                 self.checkpoints.save(self.state)
         stopped_by = signals[0] if signals and step < config.num_steps else None
         self.report.end(step, config.num_steps, stopped_by)
@@ -115,6 +117,7 @@ class Run:
             for split in ("valid", "test"):
                 evaluations[split] = self.evaluate(int(self.state.step), split)
         self.checkpoints.close()  # what is named in the last lines is there
+        self.folder.check_lock()
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
 
@@ -131,6 +134,7 @@ class Run:
             places.append(_fallback_folder(self.config.fallback_dir, self.folder, step))
         for folder in places:
             try:
+                folder.check_lock()
                 if folder is not self.folder:
                     config = dataclasses.replace(self.config, out_dir=str(folder))
                     folder.start(self.settings._replace(train=config), self.asked)
@@ -145,9 +149,13 @@ class Run:
                 f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
                 f"--train.out-dir {folder}"
             )
+        free = (
+            ""
+            if isinstance(error, FileNotFoundError)
+            else "free some space and go on with --resume, or "
+        )
         return type(error)(
-            f"{message}; free some space and go on with --resume, or name another place for the state "
-            f"beforehand (--train.fallback-dir)"
+            f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
         )
 
     def evaluate(self, step: int, split: str) -> Evaluation:

@@ -160,10 +160,10 @@ def import_weights(
     task.check(parallel, mesh)
 
     settings = Settings(task, parallel, task.train if train is None else train)
-    folder, settings = begin_run(folder, settings, overwrite=overwrite)
-    state = init_state(task, parallel, mesh, seed=settings.train.seed)
-    with folder.checkpoints(settings) as checkpoints:
-        checkpoints.save(with_parameters(state, task, parallel, arrays))
+    with begin_run(folder, settings, overwrite=overwrite) as (folder, settings):
+        state = init_state(task, parallel, mesh, seed=settings.train.seed)
+        with folder.checkpoints(settings) as checkpoints:
+            checkpoints.save(with_parameters(state, task, parallel, arrays))
     return task
 
 
