@@ -129,12 +129,15 @@ class Run:
         """
         step, places = int(self.state.step), [self.folder]
         self.report.end(step, self.config.num_steps, None)
+        try:
+            self.folder.check_lock()
+        except FileNotFoundError as gone:
+            error, places = gone, []
         message = str(error)
         if self.config.fallback_dir is not None:
             places.append(_fallback_folder(self.config.fallback_dir, self.folder, step))
         for folder in places:
             try:
-                folder.check_lock()
                 if folder is not self.folder:
                     config = dataclasses.replace(self.config, out_dir=str(folder))
                     folder.start(self.settings._replace(train=config), self.asked)
