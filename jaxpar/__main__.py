@@ -322,7 +322,10 @@ def _use_compile_cache(use: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", use)
     if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    except FileNotFoundError:  # the user has no home: programs are compiled each time
+        return
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -23,7 +23,7 @@ from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
 # What Python and its libraries say of bytes that mean nothing to them.
-RAW = r"codec|Expecting|Extra data|delimiter|KeyError|control char|escape|Traceback|'utf-8'|DATA_LOSS|_NOT_|INVALID"
+RAW = r"codec|Expecting|Extra data|delimiter|KeyError|control char|Traceback|'utf-8'|DATA_LOSS|_NOT_|INVALID"
 
 ONE = Parallel(MeshConfig(devices=(0,)))
 

@@ -69,7 +69,7 @@ def seconds(task: LM, state: TrainState, side: str) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if side == "without":
             stack.enter_context(without_checksums())
-        checkpoints = stack.enter_context(Checkpoints(folder, task, PARALLEL, keep=1))
+        checkpoints = stack.enter_context(Checkpoints(folder, task, PARALLEL, keep=1, files={}))
         start = time.perf_counter()
         checkpoints.save(state)
         checkpoints.latest_step()
