@@ -255,7 +255,7 @@ def test_a_line_of_metrics_that_no_run_writes_is_named(tmp_path, line):
     folder.metrics_path.write_text("\n".join([*lines[:2], line, *lines[2:], ""]), encoding="utf-8")
     with pytest.raises(
         ValueError,
-        match=r"metrics\.jsonl is damaged: line 3 is not what was written; take that line away",
+        match=r"metrics\.jsonl is damaged: line 3 is not what was written; move it away, or take",
     ):
         folder.metrics()
 

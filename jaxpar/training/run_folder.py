@@ -355,8 +355,8 @@ class RunFolder:
 
     def _damaged_metrics(self, number: int) -> ValueError:
         return ValueError(
-            f"{self.metrics_path} is damaged: line {number} is not what was written; take that line away, or "
-            f"move the file, the run goes on without it"
+            f"{self.metrics_path} is damaged: line {number} is not what was written; move it away, or take "
+            f"out this line, the run goes on without it"
         )
 
     def valid_losses(self) -> dict[int, float]:
