@@ -3,7 +3,8 @@
     python -m benchmarks.checkpoints.speed
 
 The same state is saved and restored, with and without in turn; a save is waited for to its end, which a run
-does not. All values are drawn, so that nothing is gained by compression. Then, what hashes cost.
+does not. All values are drawn, so that nothing is gained by compression. Ratios are medians (quartiles) of
+the rounds, and that of the quickest. Then, what hashes cost.
 """
 
 import argparse
