@@ -396,7 +396,8 @@ def _read_checksums(path: Path) -> dict[str, Checksum]:
 def _metadata(path: Path) -> dict[str, Any]:
     """What is read of what Orbax says of a checkpoint; the time of its end comes after the checksums."""
     metadata = _read_json(path / _METADATA)
-    return {name: metadata.get(name) for name in ("custom_metadata", "item_handlers")}
+    read = {name: metadata.get(name) for name in ("custom_metadata", "item_handlers")}
+    return {**read, "names": sorted(metadata.keys() - {"commit_timestamp_nsecs"})}
 
 
 def _read_json(path: Path) -> dict[str, Any]:
