@@ -1,7 +1,9 @@
 """A JAX sharding framework for models too big or too slow for one device, deep recurrent networks first."""
 
+from jaxpar._interrupt import end_quietly_on_interrupt
 from jaxpar._versions import check_jax_version
 
+end_quietly_on_interrupt()
 check_jax_version()
 
 # Nothing of JAX is imported before its version is known to be sound.

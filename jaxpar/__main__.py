@@ -17,6 +17,7 @@ import itertools
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,6 +27,7 @@ import tyro
 from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, SuppressFixed
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from jaxpar._interrupt import leave_imports
 from jaxpar.commands import (
     COMMANDS,
     PICTURES,
@@ -61,11 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: arguments; None takes those of the process.
     """
+    if signal.getsignal(signal.SIGINT) is leave_imports:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     if not debug:  # Orbax logs the tracebacks of errors that it also raises
         logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
+        _check_encoding(argv)
         # Before the file of a task is read: it may touch a device.
         simulated = _given(argv).simulate
         if simulated is not None:
@@ -86,6 +91,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return leave_processes(3 if isinstance(error, FloatingPointError) else 2)
+
+
+def _check_encoding(argv: list[str]) -> None:
+    """Raises for arguments with bytes that mean no letters here: such a path cannot be written down."""
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{argument!a} is no text in the encoding of this process, "
+                f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8), or rename it"
+            ) from None
 
 
 def _parse(argv: list[str]) -> Command:
@@ -152,13 +169,18 @@ def _settings(words: list[str], spec: str | None, given: "_Given") -> Settings:
       OSError: there is no such run or file.
     """
     task = None if spec is None else find_task(spec)
-    settings, source = None if task is None else default_settings(task), ""
+    settings, source, folder = None if task is None else default_settings(task), "", None
     if given.resume:
         folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
         settings, source = folder.settings(), str(folder)
         task = task or type(settings.task)
     if given.config is not None:
         settings, source = read_config(given.config, settings), given.config
+        if given.resume and given.out_dir is None and settings.train.out_dir != str(folder):
+            raise ValueError(
+                f"{given.config} says out_dir={settings.train.out_dir!r}, the latest run is {folder}; say "
+                f"which one is to go on, such as --train.out-dir {folder}"
+            )
     if settings is None:
         what = " ".join(words)
         raise ValueError(
@@ -312,7 +334,10 @@ def _use_compile_cache(use: bool) -> None:
     jax.config.update("jax_enable_compilation_cache", use)
     if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    except FileNotFoundError:  # the user has no home: programs are compiled each time
+        return
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 

@@ -30,5 +30,12 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """For what can be made again: $XDG_CACHE_HOME/jaxpar, or ~/.cache/jaxpar."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpar"
+    """For what can be made again: $XDG_CACHE_HOME/jaxpar, or ~/.cache/jaxpar.
+
+    Raises:
+      FileNotFoundError: the user has no home.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxpar"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"{error}; set XDG_CACHE_HOME to a folder") from error

@@ -431,7 +431,7 @@ RUNS = {
         (damage("config.toml"), ["evaluate", "run"]), r"run/config\.toml is damaged: .*line 1",
     ),
     "a damaged vocabulary": (
-        (damage("vocabulary.json"), ["sample", "run"]), r"run/vocabulary\.json is no vocabulary",
+        (damage("vocabulary.json"), ["sample", "run"]), r"run/vocabulary\.json is damaged",
     ),
     "no vocabulary in the run": (
         (lambda world: (world / "run/vocabulary.json").unlink(), ["sample", "run"]),
@@ -473,7 +473,7 @@ RUNS = {
     ),
     "checkpoint of another vocabulary": (
         (other_vocabulary, ["sample", "run"]),
-        r"written with another vocabulary\.json: .*the.* is now .*cat.*; bring back the vocabulary\.json",
+        r"run/vocabulary\.json is damaged: it is not what was written; bring it back",
     ),
     "no best state": (
         (lambda world: (world / "run/metrics.jsonl").unlink(), ["evaluate", "run", "--best"]),
@@ -509,7 +509,8 @@ def test_one_message_exit_code_2_and_no_file_changed(
     shutil.copytree(world, here)
     change, argv = what if isinstance(what, tuple) else (None, what)
     config_path = here / "run" / "config.toml"
-    config_path.write_text(config_path.read_text().replace(str(world), str(here)))
+    text = config_path.read_text().replace(str(world), str(here))
+    config_path.write_text(re.sub("(?m)^# sha256.*\n", "", text))  # changed by hand
     if change is not None:
         change(here)
     monkeypatch.chdir(here)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training import checksums
 from jaxpar.training.by_layer import abstract_by_layer, by_layer
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.settings import TrainConfig
@@ -304,6 +306,13 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def flip(path, place, bit=0):
+    """Changes a bit at a place from 0, the first byte, to 1."""
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1 << bit
+    path.write_bytes(content)
+
+
 def largest(folder):
     return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
@@ -314,8 +323,24 @@ DAMAGES = {
     "half of the manifest": (
         lambda folder: cut(folder / "state/manifest.ocdbt"), r"manifest\.ocdbt has \d+ of \d+ bytes",
     ),
-    "half of the sizes": (lambda folder: cut(folder / "sizes.json"), "not what was written"),
-    "no sizes": (lambda folder: (folder / "sizes.json").unlink(), r"sizes\.json: No such file"),
+    "half of the checksums": (
+        lambda folder: cut(folder / "checksums.json"), r"checksums\.json is not what was written",
+    ),
+    "no checksums": (
+        lambda folder: (folder / "checksums.json").unlink(), r"checksums\.json: No such file",
+    ),
+    "other checksums": (
+        lambda folder: flip(folder / "checksums.json", 1 / 2), r"checksums\.json is not what was written",
+    ),
+    "a bit of the data": (
+        lambda folder: flip(largest(folder), 1 / 2), r"d/\w+ is not what was written, its checksum differs",
+    ),
+    "a bit of the description": (
+        lambda folder: flip(folder / "state/_METADATA", 1 / 2), r"state/_METADATA is not what was written",
+    ),
+    "a bit of the metadata": (
+        lambda folder: flip(folder / "_CHECKPOINT_METADATA", 1 / 2), "_CHECKPOINT_METADATA is not what was",
+    ),
     "half of the metadata": (
         lambda folder: cut(folder / "_CHECKPOINT_METADATA"), "not what was written",
     ),
@@ -338,7 +363,8 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
     change(tmp_path / "8")
 
     reader = Checkpoints(tmp_path, *setup, keep=3)
-    assert (reader.latest_step(), reader.steps()) == (3, [3])
+    if "a bit of the d" not in damage:  # that is not looked for in passing
+        assert (reader.latest_step(), reader.steps()) == (3, [3])
     assert int(reader.restore(mesh).step) == 3
     if message is not None:
         assert re.search(
@@ -357,11 +383,49 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
     assert aside == ([] if message is None else ["8.damaged-1"])
 
 
+def test_a_checkpoint_of_before_there_were_checksums_is_restored_with_a_warning(
+    tmp_path, small, caplog
+):
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        checkpoints.save(at_step(state, 3))
+    content = json.loads((tmp_path / "3" / "checksums.json").read_text())
+    (tmp_path / "3" / "checksums.json").unlink()
+    sizes = {name: size for name, (size, _) in content["files"].items()}
+    (tmp_path / "3" / "sizes.json").write_text(json.dumps(sizes))
+    assert int(restore(tmp_path, setup).step) == 3
+    assert re.search(r"/3 has no checksums, an older jaxpar wrote it", caplog.text)
+    cut(largest(tmp_path / "3"))
+    with pytest.raises(FileNotFoundError, match=r"d/\w+ has \d+ of \d+ bytes"):
+        restore(tmp_path, setup)
+
+
+def test_every_block_of_a_file_has_its_checksum(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksums, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(checksums, "_BUFFER_BYTES", 1024)
+    contents = {"empty": b"", "short": b"a", "whole": os.urandom(6000), "long": os.urandom(10_001)}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    expected = checksums.checksums(tmp_path, contents)
+    for name, content in contents.items():
+        crcs = [zlib.crc32(content[n : n + 3000]) for n in range(0, len(content), 3000)]
+        assert expected[name] == (len(content), "".join(f"{crc:08x}" for crc in crcs))
+    assert checksums.find_changed(tmp_path, expected) == {}
+    for place in range(0, 10_001, 500):
+        flip(tmp_path / "long", place / 10_001)
+        assert list(checksums.find_changed(tmp_path, expected)) == ["long"]
+        flip(tmp_path / "long", place / 10_001)
+    (tmp_path / "whole").unlink()
+    assert checksums.find_changed(tmp_path, expected) == {
+        "whole": "whole: No such file or directory"
+    }
+
+
 def test_nothing_but_damage_is_an_error(tmp_path, small):
     state, setup = small
     with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
         checkpoints.save(at_step(state, 3))
-    cut(tmp_path / "3" / "sizes.json")
+    cut(tmp_path / "3" / "checksums.json")
     with pytest.raises(
         FileNotFoundError, match=r"no whole checkpoint in .*: 3 is damaged, .*; bring"
     ):

@@ -17,7 +17,7 @@ from jaxpar.__main__ import main
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel, PipelineConfig
-from jaxpar.planning import MACHINES, check_fits, place, plan, plan_here, predict_step
+from jaxpar.planning import MACHINES, calibration, check_fits, place, plan, plan_here, predict_step
 from jaxpar.planning.hardware import Link
 from jaxpar.planning.planner import describe
 from jaxpar.tasks.lm import LM
@@ -237,3 +237,19 @@ def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path, laptop_here):
     assert best.num_devices == jax.device_count()
     assert main([*flags, "--overwrite", "--memory", "10kB"]) == 2
     assert re.search("needs|fits", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", None])
+def test_a_home_that_cannot_be_used_costs_a_measurement(home, monkeypatch, caplog):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without a name
+    else:
+        monkeypatch.setenv("HOME", home)
+    measured = MACHINES["laptop-cpu"]
+    monkeypatch.setattr(calibration, "calibrate", lambda: calibration._keep(measured, ()))
+    assert calibration.find_machine("here") == measured
+    (said,) = caplog.messages
+    assert "cannot be kept, and will be measured anew: " in said
+    assert "set XDG_CACHE_HOME" in said

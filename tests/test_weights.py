@@ -298,6 +298,27 @@ def test_broken_files_are_refused(tmp_path):
         read_weights(path)
 
 
+def test_a_file_that_changed_since_it_was_exported_is_refused(run, tmp_path):
+    path = tmp_path / "model.safetensors"
+    with safetensors.safe_open(run.out_dir / path.name, "np") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    others = {
+        "value": ({**tensors, "head.bias": tensors["head.bias"] + 1}, metadata),
+        "word": (tensors, {**metadata, "words": metadata["words"].replace("cat", "cow")}),
+        "name": ({name.replace("ih_l0", "hh_l9"): tensors[name] for name in tensors}, metadata),
+    }
+    for other in others.values():
+        safetensors.numpy.save_file(other[0], path, other[1])
+        with pytest.raises(
+            ValueError, match=r"is damaged: it is not what was exported; export it again"
+        ):
+            read_weights(path)
+    del metadata["jaxpar_sha256"]
+    safetensors.numpy.save_file(tensors, path, {**metadata, "words": '{"a"'})
+    with pytest.raises(ValueError, match=r"'words' in its metadata is no JSON list of texts"):
+        read_weights(path)
+
+
 def test_a_run_is_not_overwritten(run, text):
     path = run.out_dir / "model.safetensors"
     with pytest.raises(FileExistsError, match="holds a run already"):

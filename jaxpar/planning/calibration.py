@@ -7,6 +7,7 @@ of one board share power. Of several runs the quickest counts: what disturbs a m
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 import re
 import time
@@ -44,6 +45,8 @@ from jaxpar.trees import add
 
 HERE = "here"
 
+_log = logging.getLogger(__name__)
+
 # Those that a step uses, by their names in HLO.
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute")
 
@@ -72,7 +75,6 @@ def calibrate(num_seconds: float = 50.0) -> Hardware:
         time for.
     Raises:
       ValueError: `num_seconds` is not positive, or there are several processes.
-      OSError: the cache folder cannot be written.
     """
     if not 0 < num_seconds < float("inf"):
         raise ValueError(f"num_seconds={num_seconds}: must be positive and finite; 50 are usual")
@@ -92,7 +94,6 @@ def measure_pieces(machine: Hardware, works: Iterable[Work]) -> Hardware:
       works: `cost.pieces_of` a step.
     Raises:
       ValueError: there are several processes.
-      OSError: the cache folder cannot be written.
     """
     known = {(sample.kind, sample.sizes) for sample in machine.samples}
     new = [work for work in dict.fromkeys(works) if (work.kind, work.sizes) not in known]
@@ -120,7 +121,7 @@ def find_machine(name: str, memory_bytes: float | None = None) -> Hardware:
     if name in MACHINES:
         return MACHINES[name]
     if name == HERE:
-        return Hardware.load(path_here()) if path_here().is_file() else calibrate()
+        return calibrate() if (path := _kept_here()) is None else Hardware.load(path)
     if Path(name).is_file():
         return Hardware.load(name)
     raise ValueError(
@@ -135,11 +136,25 @@ def path_here() -> Path:
     return cache_folder() / "machines" / (re.sub(r"[^\w.]+", "-", name) + ".json")
 
 
+def _kept_here() -> Path | None:
+    try:
+        return path if (path := path_here()).is_file() else None
+    except OSError:  # there is no home, or it cannot be read
+        return None
+
+
 def _keep(machine: Hardware, samples: Sequence[Sample]) -> Hardware:
     """The machine with the samples too; in the file its memory stays what was measured."""
     machine = dataclasses.replace(machine, samples=(*machine.samples, *samples))
     real = dataclasses.replace(machine, memory_bytes=_memory_bytes(jax.devices()))
-    real.save(path_here())
+    try:
+        real.save(path_here())
+    except OSError as error:
+        _log.warning(
+            "what was measured here cannot be kept, and will be measured anew: %s; set XDG_CACHE_HOME to a "
+            "folder that can be written",
+            error,
+        )
     return machine
 
 

@@ -184,7 +184,6 @@ def compare_here(
       mesh: of `parallel`; None builds it.
     Raises:
       ValueError: as of `predict_step` and `find_machine`.
-      OSError: the user's cache folder cannot be written.
     """
     check_known(task)
     parallel = Parallel.of(parallel, task.parallel)

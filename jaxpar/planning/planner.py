@@ -213,7 +213,6 @@ def plan_here(
       memory_bytes: of a device, if it is not what the machine says.
     Raises:
       ValueError: as of `plan`, or there are several processes.
-      OSError: the user's cache folder cannot be written.
     """
     lstm_sizes(task)  # refuses a task that does not know its cost, before anything is measured
     machine = find_machine(HERE, memory_bytes)

@@ -4,22 +4,29 @@ A checkpoint does not know the mesh that wrote it: it holds the arrays of `by_la
 each array where the mesh of the new run wants it.
 
 Masks of dropout and batches are functions of the seed and the step, so these two are the random state
-and the place in the data. A checkpoint gets its name when all of it is written, and tells the size of
-every file in it: one that is not whole is recognised and passed over.
+and the place in the data. A checkpoint gets its name when all of it is written, and tells the size and the
+checksum of every file in it: one that is not what was written is recognised and passed over.
+
+    60/checksums.json      the files with their checksums, and its own; process 0 reads what all have written
+    60/_CHECKPOINT_METADATA, state/...      by Orbax
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from orbax.checkpoint import v1 as orbax
 
@@ -29,9 +36,18 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
+from jaxpar.training.checksums import Checksum, checksums, digest, find_changed
 
-# By Orbax the first two, by us the third.
-_METADATA, _HALF_WRITTEN, _SIZES = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp", "sizes.json"
+# By Orbax the first two, by us the third; what checkpoints had before they had checksums.
+_METADATA, _HALF_WRITTEN, _CHECKSUMS = (
+    "_CHECKPOINT_METADATA",
+    ".orbax-checkpoint-tmp",
+    "checksums.json",
+)
+_SIZES = "sizes.json"
+_METADATA_SECONDS = 60.0
+# Of what stands in the folder.
+CHECKPOINT_NAMES = re.compile(rf"\d+(\.damaged-\d+|{re.escape(_HALF_WRITTEN)}.*)?")
 FREE = "free"  # in the metadata of a task's field: it may change between two runs of one state
 _ELSEWHERE = "or use another out_dir"
 
@@ -95,23 +111,21 @@ class Checkpoints:
         """
         self._wait()
         step = int(state.step)
+        arrays = _nest(by_layer(state, self._task, self._parallel))
+        self._saving_step = step
+        if self._writer is None:
+            with self._failing_in_words():
+                self._writer = self._make_writer(step)
         if later := [s for s in self.steps() if s >= step]:
             raise ValueError(
                 f"cannot save step {step}: {self._folder} has step {max(later)} already; continue "
                 f"from that one, delete it, or use another out_dir"
             )
-        arrays = _nest(by_layer(state, self._task, self._parallel))
-        self._saving_step = step
-        try:
-            if self._writer is None:
-                self._writer = self._make_writer()
+        with self._failing_in_words():
             # Forced, for the caller has decided when.
             self._saving = self._writer.save_async(
                 step, arrays, force=True, custom_metadata=self._described
             )
-        except Exception as error:
-            self._writer = None
-            raise self._failure(error) from error
         assert self._saving is not None, "a forced save is never skipped"
 
     @property
@@ -175,16 +189,16 @@ class Checkpoints:
             if writer is not None:
                 writer.close()
 
-    def _make_writer(self) -> orbax.training.Checkpointer:
+    def _make_writer(self, step: int) -> orbax.training.Checkpointer:
         """Made by the first save: a reader makes no folder, and deletes no half-written one."""
         if jax.process_index() == 0:
-            self._move_damaged_aside()
+            self._move_damaged_aside(step)
         wait_for_processes("the folder has whole checkpoints only")
         kept: Any = _Kept(self._keep, self.losses)  # Any: Orbax's hints contradict each other
         context = orbax.Context()
         # Called when all is written, before the folder gets its name. A function, for Orbax copies the
         # options deeply, and with a method the object that it belongs to.
-        context.asynchronous.post_finalization_callback = lambda: self._write_sizes()
+        context.asynchronous.post_finalization_callback = lambda: self._write_checksums()
         # Where a folder cannot be made, threads would wait for it for minutes, at the end of the process too.
         context.asynchronous.create_directories_asynchronously = False
         return orbax.training.Checkpointer(
@@ -194,24 +208,40 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
 
-    def _write_sizes(self) -> None:
-        """Notes the size of every file of the checkpoint that is being written."""
+    def _write_checksums(self) -> None:
+        """Notes the checksum of every file of the checkpoint that is being written."""
         path = self._folder / f"{self._saving_step}{_HALF_WRITTEN}"
-        sizes = {
-            str(file.relative_to(path)): file.stat().st_size
-            for file in sorted(path.rglob("*"))
-            if file.is_file() and file != path / _METADATA  # not finished yet
-        }
-        (path / _SIZES).write_text(json.dumps(sizes, indent=1))
+        files = (file for file in sorted(path.rglob("*")) if file.is_file())
+        names = [str(file.relative_to(path)) for file in files if file != path / _METADATA]
+        content = {"files": checksums(path, names), "metadata": self._digest_metadata(path)}
+        text = json.dumps({**content, "sha256": digest(content)}, indent=1)
+        (path / _CHECKSUMS).write_text(text, encoding="utf-8")
+
+    def _digest_metadata(self, path: Path) -> str:
+        """Of what Orbax says of the checkpoint, which a thread of its own writes."""
+        deadline = time.monotonic() + _METADATA_SECONDS
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                metadata = _metadata(path)
+                if metadata["custom_metadata"] == self._described:
+                    return digest(metadata)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{path / _METADATA} was not written in {_METADATA_SECONDS} s")
+            time.sleep(0.01)
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            try:
+            with self._failing_in_words():
                 saving.result()
-            except Exception as error:
-                self._writer = None  # it would raise the same again, for ever
-                raise self._failure(error) from error
+
+    @contextlib.contextmanager
+    def _failing_in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._writer = None  # it would raise the same again, for ever
+            raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> OSError:
         """In words; TensorStore has the operating system's error in the text of a ValueError."""
@@ -233,11 +263,14 @@ class Checkpoints:
         paths = (path for path in self._folder.iterdir() if path.name.isdecimal())
         return {int(path.name): _problem(path) for path in paths}
 
-    def _move_damaged_aside(self) -> None:
-        for step, problem in self._examine().items():
+    def _move_damaged_aside(self, step: int) -> None:
+        """Moves what would be in the way of a step and those after it."""
+        for each, problem in self._examine().items():
+            path, number = self._folder / str(each), 1
+            if problem is None and each >= step:  # passed over by a restore, or else an error
+                problem = next(iter(find_changed(path, _known(path)).values()), None)
             if problem is not None:
-                path, number = self._folder / str(step), 1
-                while (aside := path.with_name(f"{step}.damaged-{number}")).exists():
+                while (aside := path.with_name(f"{each}.damaged-{number}")).exists():
                     number += 1
                 path.rename(aside)
                 _log.warning("moved %s to %s: %s", path, aside.name, problem)
@@ -247,6 +280,11 @@ class Checkpoints:
         examined = self._examine()
         damaged = {step: problem for step, problem in examined.items() if problem is not None}
         steps = sorted(examined.keys() - damaged.keys())
+        for each in reversed(steps.copy()) if step is None else {step} & {*steps}:
+            if (problem := self._find_changed(each)) is None:
+                break
+            damaged[each] = problem
+            steps.remove(each)
         if step in damaged:
             raise FileNotFoundError(
                 f"the checkpoint {self._folder / str(step)} is damaged: {damaged[step]}; use "
@@ -273,6 +311,27 @@ class Checkpoints:
             )
         return step
 
+    def _find_changed(self, step: int) -> str | None:
+        """What is wrong with a file of a checkpoint; None if all are as they were written.
+
+        Every process reads a part of the files, and hears of the others'.
+        """
+        path = self._folder / str(step)
+        expected = _known(path)
+        if not expected and jax.process_index() == 0:
+            _log.warning(
+                "%s has no checksums, an older jaxpar wrote it: a bit that changed is not found",
+                path,
+            )
+        names = sorted(expected)
+        mine = names[jax.process_index() :: jax.process_count()]
+        changed = find_changed(path, {name: expected[name] for name in mine})
+        if jax.process_count() > 1:
+            marks = multihost_utils.process_allgather(np.array([name in changed for name in names]))
+            others = [name for name, mark in zip(names, marks.any(axis=0), strict=True) if mark]
+            changed |= {name: f"{name} is not what was written" for name in others}
+        return changed[min(changed)] if changed else None
+
 
 class _Kept:
     """What Orbax asks which checkpoints to keep: the newest, and the one with the lowest loss."""
@@ -292,24 +351,63 @@ def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
 
 
 def _problem(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is whole."""
+    """What is wrong with a checkpoint, as far as sizes tell; None if nothing is."""
     try:
-        metadata = json.loads((path / _METADATA).read_bytes())
-        custom = metadata["custom_metadata"] or {}
-        if "task" not in custom:
-            older = (
-                "jaxpar 0.1 wrote it, use that" if "config" in custom else "jaxpar did not write it"
-            )
-            return f"it names no task, so {older}"
-        sizes = json.loads((path / _SIZES).read_bytes())
-        for name, size in sizes.items():
+        for name, (size, _) in _read_checksums(path).items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
     except OSError as error:
         return f"{Path(error.filename).relative_to(path)}: {error.strerror}"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{_METADATA} or {_SIZES} is not what was written"
+    except ValueError as error:
+        return str(error)
     return None
+
+
+def _known(path: Path) -> dict[str, Checksum]:
+    """The checksums of a checkpoint's files; none if an older version wrote it."""
+    return {name: checksum for name, checksum in _read_checksums(path).items() if checksum[1]}
+
+
+def _read_checksums(path: Path) -> dict[str, Checksum]:
+    """What a checkpoint says of its files. In an older one it is their sizes.
+
+    Raises:
+      OSError: a file of it is missing, or cannot be read.
+      ValueError: such a file is not what was written, or of another program.
+    """
+    metadata = _metadata(path)
+    if not (path / _CHECKSUMS).exists() and (path / _SIZES).exists():
+        sizes = _read_json(path / _SIZES)
+        if not all(type(size) is int for size in sizes.values()):
+            raise ValueError(f"{_SIZES} is not what was written")
+        return {name: (size, "") for name, size in sizes.items()}
+    custom = metadata["custom_metadata"] or {}
+    if not (path / _CHECKSUMS).exists() and "task" not in custom:
+        older = "jaxpar 0.1 wrote it, use that" if "config" in custom else "jaxpar did not write it"
+        raise ValueError(f"it names no task, so {older}")
+    content = _read_json(path / _CHECKSUMS)
+    if content.pop("sha256", None) != digest(content):
+        raise ValueError(f"{_CHECKSUMS} is not what was written")
+    if content["metadata"] != digest(metadata):
+        raise ValueError(f"{_METADATA} is not what was written")
+    return {name: (size, crcs) for name, (size, crcs) in content["files"].items()}
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """What is read of what Orbax says of a checkpoint; the time of its end comes after the checksums."""
+    metadata = _read_json(path / _METADATA)
+    read = {name: metadata.get(name) for name in ("custom_metadata", "item_handlers")}
+    return {**read, "names": sorted(metadata.keys() - {"commit_timestamp_nsecs"})}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} is not what was written")
+    return content
 
 
 def _describe(task: Task, files: Mapping[str, str]) -> dict[str, Any]:

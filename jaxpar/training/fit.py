@@ -1,8 +1,10 @@
 """From a task to a trained state, in a folder; what can be refused is refused before it is touched."""
 
+import contextlib
 import dataclasses
 import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -86,8 +88,8 @@ def fit(
       ValueError: sizes do not fit each other or the mesh, or the data have changed since the run began.
       FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not let it be skipped,
         or no more of them. The state before its step has been saved: a resumed run meets the same batch.
-      OSError: the data or the checkpoint cannot be read (FileNotFoundError), or `train.out_dir` holds
-        a run already (FileExistsError).
+      OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
+        a run already (FileExistsError), or another process trains there (BlockingIOError).
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
     train = task.train if train is None else train
@@ -113,14 +115,19 @@ def fit(
     report = report if report is not None and jax.process_index() == 0 else Report()
     report.plan(settings, mesh, target)
 
-    state = _restore(folder, settings, mesh) if resume and folder is not None else None
-    if train.fallback_dir is not None:
-        _make_fallback(Path(train.fallback_dir).expanduser())
-    if profile:
-        _check_profile(train.num_steps, 0 if state is None else int(state.step))
-
-    folder, settings = begin_run(folder, settings, asked, overwrite=overwrite)
-    with folder.checkpoints(settings) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        state = None
+        if resume and folder is not None:
+            stack.enter_context(folder.lock())
+            state = _restore(folder, settings, mesh)
+        if train.fallback_dir is not None:
+            _make_fallback(Path(train.fallback_dir).expanduser())
+        if profile:
+            _check_profile(train.num_steps, 0 if state is None else int(state.step))
+        folder, settings = stack.enter_context(
+            begin_run(folder, settings, asked, resume=resume, overwrite=overwrite)
+        )
+        checkpoints = stack.enter_context(folder.checkpoints(settings))
         if state is None:
             state = init_state(task, parallel, mesh, seed=train.seed, num_steps=train.num_steps)
         audit(state)
@@ -149,35 +156,42 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
         folder.check()
         return folder
     folder = None if out_dir is None else RunFolder(out_dir)
-    if folder is not None and folder.holds_run and not overwrite:
-        raise FileExistsError(
-            f"out_dir={out_dir!r} holds a run already; go on with it (--resume), use another "
-            f"--train.out-dir, or remove what is there (--overwrite)"
-        )
+    if folder is not None and not overwrite:
+        _check_holds_no_run(folder)
     return folder
 
 
+@contextlib.contextmanager
 def begin_run(
-    folder: RunFolder | None, settings: Settings, asked: Task | None = None, *, overwrite: bool
-) -> tuple[RunFolder, Settings]:
-    """Makes the folder of a run, or goes on in it; the settings with its path.
+    folder: RunFolder | None,
+    settings: Settings,
+    asked: Task | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> Iterator[tuple[RunFolder, Settings]]:
+    """Makes the folder of a run, or goes on in it, and keeps others out; the settings with its path.
 
     Args:
       folder: None takes the next number.
       asked: the task as it was given, before it was resolved; see `RunFolder.start`.
+      resume: go on with the run that is there.
       overwrite: remove the run that is there.
     Raises:
-      OSError: the folder cannot be written.
+      OSError: the folder cannot be written, or is in use.
     """
     folder = _claim_numbered_folder() if folder is None else folder
     train = dataclasses.replace(settings.train, out_dir=str(folder))
     settings = settings._replace(train=train)
-    if jax.process_index() == 0:
-        if overwrite:
-            folder.clear()
-        folder.start(settings, asked)
-    wait_for_processes("the run's folder is ready")
-    return folder, settings
+    with folder.lock():
+        if jax.process_index() == 0:
+            if overwrite:
+                folder.clear()
+            elif not resume:
+                _check_holds_no_run(folder)  # since this process looked
+            folder.start(settings, asked)
+        wait_for_processes("the run's folder is ready")
+        yield folder, settings
 
 
 def evaluate_run(
@@ -194,6 +208,14 @@ def evaluate_run(
     (task, parallel, _), devices, state = folder.restore(mesh, best=best)
     folder.check_data(task)
     return [evaluate(task, parallel, state, split, devices) for split in ("valid", "test")]
+
+
+def _check_holds_no_run(folder: RunFolder) -> None:
+    if folder.holds_run:
+        raise FileExistsError(
+            f"out_dir={str(folder)!r} holds a run already; go on with it (--resume), use another "
+            f"--train.out-dir, or remove what is there (--overwrite)"
+        )
 
 
 def _check_profile(num_steps: int, taken: int) -> None:

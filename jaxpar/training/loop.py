@@ -107,9 +107,11 @@ class Run:
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
                     clock += time.perf_counter() - before
                 if is_best or is_due:
+                    self.folder.check_lock()
                     self.checkpoints.save(self.state)
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
+                self.folder.check_lock()
                 self.checkpoints.save(self.state)
         self.report.end(step, config.num_steps, stop.signal)
         if tracer.path is not None:
@@ -123,6 +125,7 @@ class Run:
             for split in ("valid", "test"):
                 evaluations[split] = self.evaluate(int(self.state.step), split)
         self.checkpoints.close()  # what is named in the last lines is there
+        self.folder.check_lock()
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
 
@@ -134,6 +137,10 @@ class Run:
         """
         step, places = int(self.state.step), [self.folder]
         self.report.end(step, self.config.num_steps, None)
+        try:
+            self.folder.check_lock()
+        except FileNotFoundError as gone:
+            error, places = gone, []
         message = str(error)
         if self.config.fallback_dir is not None:
             places.append(_fallback_folder(self.config.fallback_dir, self.folder, step))
@@ -153,9 +160,13 @@ class Run:
                 f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
                 f"--train.out-dir {folder}"
             )
+        free = (
+            ""
+            if isinstance(error, FileNotFoundError)
+            else "free some space and go on with --resume, or "
+        )
         return type(error)(
-            f"{message}; free some space and go on with --resume, or name another place for the state "
-            f"beforehand (--train.fallback-dir)"
+            f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
         )
 
     def _validates(self, step: int) -> bool:

@@ -7,13 +7,21 @@ runs/0001/
   metrics.jsonl      one line a report
   checkpoints/       the newest states
   vocabulary.json    and other files that the task keeps
+  .lock              while a run goes on: who it is
+
+Each file tells whether it is as it was written: config.toml by its last line, data.json for itself and the
+files of the task, each line of metrics.jsonl for itself, a checkpoint by a file in it.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
+import re
 import shutil
 import tomllib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,12 +34,21 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
 from jaxpar.task import Task, spec_of
-from jaxpar.training.checkpoint import Checkpoints, best_of
+from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, best_of
+from jaxpar.training.checksums import digest
+from jaxpar.training.lock import FolderLock
 from jaxpar.training.settings import Settings
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 ONE_DEVICE = MeshConfig(devices=(0,))
 _NAMED = 3  # differences that a message names
+_SHA256 = "sha256"
+# The last line of config.toml, and the end of a line of metrics.jsonl.
+_SEAL = "# sha256 of what is above: {} (remove this line if you change the file by hand)\n"
+_SEALED = re.compile(rb"(.*\n)# sha256 of what is above: ([0-9a-f]{64})\b[^\n]*\n", re.DOTALL)
+_CHECKED_LINE = re.compile(rb'(\{.*), "crc32": "([0-9a-f]{8})"\}')
+
+_log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -45,6 +62,7 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
+        self._lock: FolderLock | None = None
 
     def __str__(self) -> str:
         return str(self.path)
@@ -76,7 +94,45 @@ class RunFolder:
                 f"the task of the run in {self} is in {file}, which is not there any more; bring it back: "
                 f"{self.task_path} is as it was when the run began"
             )
-        return read_config(self.config_path)
+        settings = read_config(self.config_path)
+        # A folder may have been copied or moved, or be somebody else's.
+        return settings._replace(train=dataclasses.replace(settings.train, out_dir=str(self)))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keeps other runs out of the folder, which is made if need be; again inside itself it does nothing.
+
+        With several processes, all of them call it.
+
+        Raises:
+          BlockingIOError: another run goes on here; the message says which.
+          OSError: the folder cannot be written.
+        """
+        if self._lock is not None:
+            yield
+            return
+        with FolderLock(self.path, self._make) as self._lock:
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    def check_lock(self) -> None:
+        """Nothing, if the folder is still there, or nobody has locked it.
+
+        Raises:
+          FileNotFoundError: it was removed since.
+        """
+        if self._lock is not None:
+            self._lock.check()
+
+    def _make(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise type(error)(
+                f"cannot make the folder {self}: {error.strerror}; use another --train.out-dir"
+            ) from error
 
     def _task_name(self) -> str:
         if not self.config_path.exists():
@@ -84,10 +140,19 @@ class RunFolder:
                 f"{self} holds no run: there is no {self.config_path.name} in it; give the "
                 f"folder that `train` named as its own" + _known_runs(self.path.parent)
             )
+        content = self.config_path.read_bytes()
+        sealed = _SEALED.fullmatch(content)
+        if sealed is not None and hashlib.sha256(sealed[1]).hexdigest() != sealed[2].decode():
+            raise ValueError(
+                f"{self.config_path} is damaged: it is not what was written; bring it back from a copy, or "
+                f"remove its last line if you have changed it yourself"
+            )
         try:
-            tables = tomllib.loads(self.config_path.read_bytes().decode())
+            tables = tomllib.loads(content.decode())
         except ValueError as error:
-            raise ValueError(f"{self.config_path} is damaged: {error}") from error
+            raise ValueError(
+                f"{self.config_path} is damaged: {error}; bring it back from a copy"
+            ) from error
         name = tables.get("task")
         if not isinstance(name, str):
             raise ValueError(
@@ -104,24 +169,39 @@ class RunFolder:
           ValueError: a file is damaged.
         """
         task, parallel, train = settings
-        files = {name: (self.path / name).read_bytes().decode() for name in self._data()["files"]}
+        files = {name: self.read(name) for name in self._data()["files"]}
         return Checkpoints(
             self.checkpoints_path, task, parallel, keep=train.keep_checkpoints, files=files
         )
 
+    def read(self, name: str) -> str:
+        """A file of the task, as it was written.
+
+        Raises:
+          OSError: it cannot be read.
+          ValueError: it is damaged, or data.json is, or there is no such file.
+        """
+        files = self._data()["files"]
+        if name not in files:
+            raise ValueError(f"the run in {self} keeps no {name}")
+        content = _read(self.path / name)
+        if hashlib.sha256(content).hexdigest() != files[name][_SHA256]:
+            raise _damaged(self.path / name)
+        return content.decode()
+
     def _data(self) -> dict[str, Any]:
         """What the run has written of its data."""
+        content = _read(self.data_path)
         try:
-            data = json.loads(self.data_path.read_bytes())
-            if data.keys() != {"data", "files"}:
-                raise ValueError("it has other keys than data and files")
-            return data
-        except OSError as error:
-            raise type(error)(f"cannot read {self.data_path}: {error.strerror}") from error
-        except (ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{self.data_path} is damaged: {error}; bring it back from a copy"
-            ) from error
+            data = json.loads(content)
+        except ValueError:
+            raise _damaged(self.data_path) from None
+        # An older version wrote no digest.
+        if not isinstance(data, dict) or data.keys() - {_SHA256} != {"data", "files"}:
+            raise _damaged(self.data_path)
+        if (written := data.pop(_SHA256, None)) is not None and written != digest(data):
+            raise _damaged(self.data_path)
+        return data
 
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
@@ -179,12 +259,7 @@ class RunFolder:
           ValueError: as of `texts`.
         """
         texts = self.texts(settings, asked)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(
-                f"cannot make the folder {self}: {error.strerror}; use another --train.out-dir"
-            ) from error
+        self._make()
         self._append("")
         for name, text in texts.items():
             with whole_file(self.path / name) as file:
@@ -206,17 +281,27 @@ class RunFolder:
                 )
         if source := _file_of(spec_of(task)):
             texts[self.task_path.name] = source.read_bytes().decode()
-        texts[self.data_path.name] = json.dumps(_describe(task), indent=1) + "\n"
-        texts[self.config_path.name] = to_toml(settings._replace(task=written))
+        data = _describe(task)
+        texts[self.data_path.name] = json.dumps({**data, _SHA256: digest(data)}, indent=1) + "\n"
+        # The folder knows where it is, wherever it will be copied.
+        train = dataclasses.replace(settings.train, out_dir=task.train.out_dir)
+        text = to_toml(settings._replace(task=written, train=train))
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        texts[self.config_path.name] = text + _SEAL.format(sha256)
         return texts
 
     def clear(self) -> None:
-        """Removes the files of a run, and no others."""
+        """Removes the files of a run, and no others. A link to a folder stays, what a run writes goes."""
         try:
             kept = self._data()["files"]
         except (OSError, ValueError):
             kept = ()
         for path in (*self._own_paths(), *(self.path / Path(name).name for name in kept)):
+            if path.is_symlink() and path.is_dir():
+                for inner in filter(Path.is_dir, path.iterdir()):
+                    if CHECKPOINT_NAMES.fullmatch(inner.name):
+                        shutil.rmtree(inner)
+                continue
             if path.is_dir():
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)
@@ -232,11 +317,12 @@ class RunFolder:
         Raises:
           OSError: it cannot be written.
         """
-        self._append(json.dumps(line) + "\n")
+        self.check_lock()
+        self._append(_to_line(line))
 
     def _append(self, text: str) -> None:
         try:
-            with self.metrics_path.open("a") as file:
+            with self.metrics_path.open("a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as error:
             raise type(error)(
@@ -253,14 +339,25 @@ class RunFolder:
         """
         if not self.metrics_path.exists():
             return []
-        try:
-            *lines, unfinished = self.metrics_path.read_text().split("\n")
-            del unfinished  # "" after a last line that is whole
-            return [json.loads(line) for line in lines]
-        except ValueError as error:
-            raise ValueError(
-                f"{self.metrics_path} is damaged: {error}; move it away, the run goes on without it"
-            ) from error
+        *contents, unfinished = _read(self.metrics_path).split(b"\n")  # b"" after a whole line
+        lines: list[dict[str, Any]] = []
+        checked = False  # an older version may have written the first lines
+        for number, content in enumerate(contents, 1):
+            match = _CHECKED_LINE.fullmatch(content)
+            line = _from_line(content, match)
+            if line is None or (checked and match is None):
+                raise self._damaged_metrics(number)
+            checked = match is not None
+            lines.append(line)
+        if _CHECKED_LINE.match(unfinished[:-1]):  # one byte too many for a process that was killed
+            raise self._damaged_metrics(len(lines) + 1)
+        return lines
+
+    def _damaged_metrics(self, number: int) -> ValueError:
+        return ValueError(
+            f"{self.metrics_path} is damaged: line {number} is not what was written; move it away, or take "
+            f"out this line, the run goes on without it"
+        )
 
     def valid_losses(self) -> dict[int, float]:
         """Step -> loss on the validation split, of `metrics.jsonl`."""
@@ -273,23 +370,24 @@ class RunFolder:
         """
         if not self.metrics_path.exists():
             return
-        kept = self._metrics_until(step)
-        if kept == self.metrics_path.read_text():
+        lines, kept = self.metrics(), self._metrics_until(step)
+        content = self.metrics_path.read_bytes()
+        if len(lines) == kept.count("\n") and content[-1:] in (b"", b"\n"):
             return
         number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
         with whole_file(self.path / f"metrics.before-{number}.jsonl") as file:
             shutil.copyfile(self.metrics_path, file)
         with whole_file(self.metrics_path) as file:
-            file.write_text(kept)
+            file.write_text(kept, encoding="utf-8")
 
     def take_metrics(self, other: "RunFolder", step: int) -> None:
         """Writes the lines of another run up to a step."""
         with whole_file(self.metrics_path) as file:
-            file.write_text(other._metrics_until(step))
+            file.write_text(other._metrics_until(step), encoding="utf-8")
 
     def _metrics_until(self, step: int) -> str:
         kept = (line for line in self.metrics() if line["step"] <= step)
-        return "".join(json.dumps(line) + "\n" for line in kept)
+        return "".join(map(_to_line, kept))
 
 
 def next_run_folder(root: Path = ROOT) -> RunFolder:
@@ -331,6 +429,40 @@ def _numbered(root: Path) -> list[Path]:
 def _known_runs(root: Path) -> str:
     names = [str(path) for path in _numbered(root) if RunFolder(path).holds_run]
     return f"; there are {', '.join(names[-3:])}" if names else ""
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise type(error)(f"cannot read {path}: {error.strerror}") from error
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"{path} is damaged: it is not what was written; bring it back from a copy")
+
+
+def _to_line(line: dict[str, Any]) -> str:
+    """A line of metrics.jsonl, with its CRC-32 as its last value."""
+    text = json.dumps(line)
+    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
+
+
+def _from_line(content: bytes, match: re.Match[bytes] | None) -> dict[str, Any] | None:
+    """What a line says, without its CRC-32; None if it is none that a run writes."""
+    if match is not None:
+        content = match[1] + b"}"
+        if zlib.crc32(content) != int(match[2], 16):
+            return None
+    try:
+        line = json.loads(content)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int:
+        return None
+    split, loss = line.get("split"), line.get("loss")
+    of_split = split in ("train", "valid", "test") and type(loss) in (int, float)
+    return line if of_split or split == "skipped" else None
 
 
 def _file_of(spec: str) -> Path | None:

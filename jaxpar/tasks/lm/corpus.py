@@ -39,6 +39,7 @@ NAMES = ("python-docs", "python-source")
 SPLITS = ("train", "valid", "test")
 LAYOUTS = ("ptb.{}.txt", "wiki.{}.tokens", "{}.txt")  # the first that a folder has is taken
 SOURCE_CHARS = 2_000_000
+LEAST_VOCAB = 3  # <unk>, <eos> and a word
 
 # A word with its contraction, or a run of one punctuation mark: `==`, `...`, `**`.
 _WORD_OR_MARK = re.compile(r"<unk>|<eos>|\w+(?:['\u2019](?:t|s|re|ve|ll|d|m)\b)?|([^\w\s])\1*")
@@ -190,8 +191,10 @@ def load_corpus(
     name = os.fspath(name_or_path)
     if level not in ("auto", "word", "char"):
         raise ValueError(f"level={level!r} is unknown; use auto, word or char")
-    if max_vocab < 3:
-        raise ValueError(f"max_vocab={max_vocab} leaves no room for words; use 3 or more")
+    if max_vocab < LEAST_VOCAB:
+        raise ValueError(
+            f"max_vocab={max_vocab} leaves no room for words; use {LEAST_VOCAB} or more"
+        )
     if level == "auto":
         level = "char" if name == "python-source" else "word"
     tokenizer = "chars" if level == "char" else "marks" if name in NAMES else "spaces"

@@ -22,4 +22,5 @@ def open_run(run_dir: str | PathLike[str]) -> tuple[RunFolder, Vocabulary]:
         raise ValueError(
             f"the run in {folder} is of the task {spec_of(task)}; give one of the task lm"
         )
+    folder.read(VOCABULARY)  # is it as it was written?
     return folder, Vocabulary.load(folder.path / VOCABULARY)

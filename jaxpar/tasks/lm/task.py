@@ -18,7 +18,14 @@ from jaxpar.optimizer import OptimizerConfig
 from jaxpar.parallel import Parallel, PipelineConfig, check_divides
 from jaxpar.task import Task
 from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
-from jaxpar.tasks.lm.corpus import SPLITS, Corpus, check_tokens, load_corpus, unigram_perplexity
+from jaxpar.tasks.lm.corpus import (
+    LEAST_VOCAB,
+    SPLITS,
+    Corpus,
+    check_tokens,
+    load_corpus,
+    unigram_perplexity,
+)
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
 from jaxpar.tasks.lm.model import LanguageModel
@@ -216,8 +223,8 @@ class LM(Task):
         name = "vocab_size" if self.num_words is None else "num_words"
         require(
             room is None or found <= room,
-            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}; leave it away, or use "
-            f"max_vocab={room}",
+            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}; leave it away"
+            + f", or use max_vocab={room}" * (room is not None and room >= LEAST_VOCAB),
         )
         require(
             self.num_words is not None or room in (None, found),

@@ -11,11 +11,12 @@ Legend of the dim suffixes: V vocabulary, E embedding, H hidden, 4 the gates i f
     head.bias             [V]
 
 So does `torch.nn.Module` name them if it has an Embedding, an LSTM and a Linear of these names.
-The words of the vocabulary, in the order of their ids, are in the file's metadata. V is their number: what
-pads the vocabulary is left out of a file, and comes back when it is read.
+The words of the vocabulary, in the order of their ids, are in the file's metadata, and a hash of all that the
+file says. V is the number of words: what pads the vocabulary is left out, and comes back when it is read.
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -32,13 +33,14 @@ from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.tasks.lm.run import open_run
-from jaxpar.tasks.lm.task import LM, padded
+from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import begin_run, choose_folder
-from jaxpar.training.run_folder import ONE_DEVICE
+from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
 from jaxpar.training.settings import Settings, TrainConfig
 
-WORDS = "words"  # in the metadata of a file, as a JSON list
+# In the metadata of a file: a JSON list, and the hash of it and of the tensors.
+WORDS, SHA256 = "words", "jaxpar_sha256"
 NAMES = ("embedding", "lstm", "head")
 
 
@@ -98,7 +100,8 @@ def export_weights(
         if name.startswith("params/")
     }
     tensors = to_torch(arrays, task, num_biases)
-    metadata = {"format": "pt", WORDS: json.dumps(vocabulary.words)}
+    words = json.dumps(vocabulary.words)
+    metadata = {"format": "pt", WORDS: words, SHA256: _sha256(tensors, words)}
     with whole_file(Path(path).expanduser()) as file:
         safetensors.numpy.save_file(tensors, file, metadata)
     return task
@@ -160,10 +163,10 @@ def import_weights(
     task.check(parallel, mesh)
 
     settings = Settings(task, parallel, task.train if train is None else train)
-    folder, settings = begin_run(folder, settings, overwrite=overwrite)
-    state = init_state(task, parallel, mesh, seed=settings.train.seed)
-    with folder.checkpoints(settings) as checkpoints:
-        checkpoints.save(with_parameters(state, task, parallel, arrays))
+    with begin_run(folder, settings, overwrite=overwrite) as (folder, settings):
+        state = init_state(task, parallel, mesh, seed=settings.train.seed)
+        with folder.checkpoints(settings) as checkpoints:
+            checkpoints.save(with_parameters(state, task, parallel, arrays))
     return task
 
 
@@ -221,15 +224,40 @@ def read_weights(path: str | PathLike[str], names: tuple[str, str, str] = NAMES)
     try:
         with safetensors.safe_open(path, framework="np") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            words = (file.metadata() or {}).get(WORDS)
+            metadata = file.metadata() or {}
     except OSError as error:
         raise type(error)(f"cannot read the weights: {error}; give a safetensors file") from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or not all of it: {error}") from error
+    words = metadata.get(WORDS)
+    if SHA256 in metadata and metadata[SHA256] != _sha256(tensors, words):
+        raise ValueError(
+            f"{path} is damaged: it is not what was exported; export it again. If another program has "
+            f"changed it, have it leave {SHA256} out of the metadata"
+        )
     try:
-        return _from_torch(tensors, names, None if words is None else json.loads(words))
+        return _from_torch(tensors, names, None if words is None else _parse_words(words))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _sha256(tensors: Mapping[str, np.ndarray], words: str | None) -> str:
+    """Of all that a file says: its words, and the names, types, shapes and values of its tensors."""
+    sha256 = hashlib.sha256(repr(words).encode())
+    for name, tensor in sorted(tensors.items()):
+        sha256.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        sha256.update(tensor.tobytes())
+    return sha256.hexdigest()
+
+
+def _parse_words(text: str) -> Sequence[str]:
+    try:
+        words = json.loads(text)
+    except ValueError:
+        words = None
+    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+        raise ValueError(f"{WORDS!r} in its metadata is no JSON list of texts; export it again")
+    return words
 
 
 def _from_torch(
@@ -295,6 +323,9 @@ def _from_torch(
 
 def _read_words(path: Path) -> Sequence[str]:
     if path.suffix == ".json":
+        folder = RunFolder(path.parent)
+        if folder.data_path.exists() and path.name == VOCABULARY:
+            folder.read(VOCABULARY)  # is it as it was written?
         return Vocabulary.load(path).words
     try:
         return path.read_bytes().decode().removesuffix("\n").split("\n")

@@ -1,0 +1,127 @@
+"""The law: a bit that changes in a run's folder is found, or changes nothing; it is never another result.
+
+The long form, with 200 bits:
+
+    pytest -m slow -s tests/test_bit_flips.py
+"""
+
+import collections
+import random
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jaxpar import OptimizerConfig, Parallel, TrainConfig
+from jaxpar.mesh import MeshConfig
+from jaxpar.task import find_task
+from jaxpar.tasks.lm.run import open_run
+from jaxpar.tasks.lm.weights import export_weights, read_weights
+from jaxpar.training.fit import fit
+from jaxpar.training.run_folder import RunFolder
+
+# What Python and its libraries say of bytes that mean nothing to them.
+RAW = r"codec|Expecting|Extra data|delimiter|KeyError|control char|Traceback|'utf-8'|DATA_LOSS|_NOT_|INVALID"
+
+ONE = Parallel(MeshConfig(devices=(0,)))
+
+
+@pytest.fixture(scope="module")
+def run(text, tmp_path_factory):
+    """The folder of a run of a task of one's own, with two checkpoints and its weights."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    file = folder.parent / "own.py"
+    file.write_text(
+        "import dataclasses\nfrom jaxpar.tasks.lm.task import LM\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
+    )
+    rate = OptimizerConfig(learning_rate=0.1, warmup_steps=0)
+    task = find_task(f"{file}:Own")(
+        num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4, optimizer=rate
+    )  # fmt: skip
+    train = TrainConfig(
+        num_steps=4, log_every=1, eval_every=2, checkpoint_every=2, out_dir=str(folder)
+    )
+    fit(task, ONE, train)
+    export_weights(folder, folder / "model.safetensors")
+    return folder
+
+
+def arrays(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def earlier_state(folder):
+    return arrays(folder.checkpoints(folder.settings()).restore(ONE.mesh.build(), step=2))
+
+
+def settings(path):
+    task, parallel, train = RunFolder(path).settings()
+    return repr((vars(task), parallel, vars(train) | {"out_dir": None}))
+
+
+# All that is read of a run.
+READERS = {
+    "settings": settings,
+    "state": lambda path: arrays(RunFolder(path).restore()[2]),
+    "earlier state": lambda path: earlier_state(RunFolder(path)),
+    "metrics": lambda path: RunFolder(path).metrics(),
+    "vocabulary": lambda path: open_run(path)[1],
+    "weights": lambda path: vars(read_weights(path / "model.safetensors")),
+}
+
+
+def same(one, other):
+    try:
+        np.testing.assert_equal(one, other)
+    except AssertionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "num_flips", [12, pytest.param(200, marks=pytest.mark.slow)], ids="{} bits".format
+)
+def test_a_bit_that_changes_is_found(run, tmp_path, caplog, num_flips):
+    expected = {name: read(run) for name, read in READERS.items()}
+    assert not same(expected["earlier state"], expected["state"])
+    chosen, outcomes = random.Random(num_flips), collections.Counter()
+    files = sorted(path.relative_to(run) for path in run.rglob("*") if path.is_file())
+    kinds = sorted({path.parts[0] for path in files} - {"checkpoints"})
+    for number in range(num_flips):
+        folder = tmp_path / "run"
+        shutil.copytree(run, folder)
+        kind = kinds[number // 2 % len(kinds)] if number % 2 else "checkpoints"
+        path = folder / chosen.choice([each for each in files if each.parts[0] == kind])
+        content = bytearray(path.read_bytes())
+        bit = chosen.randrange(8 * len(content))
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        what, found = f"bit {bit} of {path.relative_to(folder)}", []
+        for name, read in READERS.items():
+            caplog.clear()
+            result, message = None, None
+            try:
+                result = read(folder)
+            except (ValueError, OSError) as error:
+                message = str(error)
+            if message is not None:
+                assert str(folder) in message, f"{what}: {message}"
+                assert not re.search(RAW, message), f"{what}: {message}"
+                found.append(f"{name} refused")
+            elif not same(result, expected[name]):
+                assert name == "state", f"{what}: {name} is another"
+                assert same(result, expected["earlier state"]), f"{what}: another state"
+                (warning,) = caplog.messages
+                assert re.search(
+                    r"^skipped .*/checkpoints/4, which is damaged: \S+ (is|has)", warning
+                )
+                found.append("fell back")
+        outcomes.update(found or ["changed nothing"])
+        print(f"{number + 1}: {what}: {', '.join(found) or 'changes nothing'}", flush=True)
+        shutil.rmtree(folder)
+    print(dict(outcomes))
+    assert outcomes["fell back"]
+    assert outcomes["settings refused"]
