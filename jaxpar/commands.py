@@ -12,8 +12,9 @@ from tyro.conf import Fixed, Positional, arg
 from jaxpar.analysis import inspect_step
 from jaxpar.display import make_console
 from jaxpar.hosts import doctor
+from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.hosts.launch import TEMPLATES, launch
+from jaxpar.hosts.launch import TEMPLATES, elastic_command, launch
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.plot import plot
@@ -208,6 +209,8 @@ class Evaluate(Options):
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
+        asked_for = {"run_dir": self.run_dir, "best": self.best, "mesh": self.mesh}
+        agree(asked_for, remedy="start all of them with the same options", last=True)
         evaluations = evaluate_run(RunFolder(self.run_dir), self.mesh, best=self.best)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
@@ -413,6 +416,10 @@ class Launch:
     """Devices of each: simulated ones here, GPUs on a cluster."""
     template: Annotated[Literal["slurm", "jobset"] | None, arg(name="print")] = None
     """Start nothing; print a script for sbatch, or a Kubernetes JobSet."""
+    elastic: bool = False
+    """When processes die, go on with the others from the last checkpoint; with more, at the next start."""
+    min_processes: int = 1
+    """With fewer than these an elastic run waits for its next start."""
     debug: bool = False
     """Print the traceback of an error, not its message alone."""
 
@@ -420,7 +427,10 @@ class Launch:
         """The exit code: 0, or that of the first process that failed."""
         what = (self.command, self.processes, self.devices_per_process)
         if self.template is None:
-            return launch(*what)
+            return launch(*what, elastic=self.elastic, min_processes=self.min_processes)
+        if self.elastic:
+            command = elastic_command(self.command, self.processes, self.min_processes)
+            what = (command, *what[1:])
         print(TEMPLATES[self.template](*what), end="")
         return 0
 
