@@ -23,6 +23,7 @@ from jaxpar.planning import (
     check_fits,
     compare_here,
     find_machine,
+    fit_devices,
     measure_pieces,
     pieces_of,
     place,
@@ -114,6 +115,8 @@ class Train(RunOptions):
     """Go on with the run in --train.out-dir, or with the latest, with its task and settings."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
+    elastic: bool = False
+    """If the mesh does not fit the devices that there are, take another one; runs go on with what is left."""
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
@@ -139,10 +142,16 @@ class Train(RunOptions):
         """The settings with what the cost model chooses, or holds against the memory."""
         task, parallel, train = self.settings
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
-        if not plans and self.balance == "work" and num_bytes is None:
+        if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
             return self.settings
         sized = _with_sizes(task)
-        if plans:
+        if self.elastic:
+            parallel, reason = fit_devices(sized, parallel, train, keep=not plans)
+            if reason and jax.process_index() == 0:
+                print(f"mesh        {reason}")
+            if self.balance == "work" and num_bytes is None:
+                return Settings(task, parallel, train)
+        elif plans:
             if self.devices is not None:
                 raise ValueError(
                     f"--mesh auto takes all devices, and devices={self.devices} names some; leave one away"

@@ -9,6 +9,7 @@ where the last checkpoint is. None outlives the launcher by more than 10 s.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -30,7 +31,7 @@ from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS
 # How long a process may take to end after SIGTERM; those that wait for a dead one never do.
 GRACE_SECONDS = 10.0
 COMMANDS = ("train", "evaluate")
-ELASTIC = "--elastic"  # of train: go on with the run in its folder, on the devices that there are
+_OUT_DIR = "--train.out-dir"
 _LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 _PORT = 8476  # of process 0 in a pod of its own
@@ -81,7 +82,8 @@ def launch(
     left = num_processes
     with _receive_signals() as signals:
         while True:
-            end = _Processes(command, left, devices_per_process, signals).wait()
+            more = _how_to_go_on(command) if elastic else []
+            end = _Processes([*command, *more], left, devices_per_process, signals).wait()
             refused_first = end.code == _REFUSED and left == num_processes
             if not elastic or signals or refused_first or end.code in (0, _NOT_FINITE):
                 return end.code
@@ -99,18 +101,41 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
     """The command for processes that come and go.
 
     Raises:
-      ValueError: it does not train, it names no folder to go on in, or the least number is out of range.
+      ValueError: it does not train, it names no folder to go on in, it would remove what is there, or the
+        least number is out of range.
     """
-    names = {argument.partition("=")[0].replace("_", "-") for argument in command}
-    if not command or command[0] != "train" or "--train.out-dir" not in names:
+    options = _options(command)
+    if not command or command[0] != "train" or not options.get(_OUT_DIR):
         raise ValueError(
-            "--elastic goes on with a run in its folder; write train and --train.out-dir FOLDER after --"
+            f"--elastic goes on with a run in its folder; write train and {_OUT_DIR} FOLDER after --"
+        )
+    if "--overwrite" in options:
+        raise ValueError(
+            "--overwrite would remove the run whenever it is started again; leave it away: remove "
+            f"{options[_OUT_DIR]} by hand, or name another folder"
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
             f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
         )
-    return [*command, *([] if ELASTIC in names else [ELASTIC])]
+    return [*command, *(["--elastic"] if "--elastic" not in options else [])]
+
+
+def _how_to_go_on(command: Sequence[str]) -> list[str]:
+    """What an elastic command needs to go on with its run, if it has begun."""
+    options = _options(command)
+    has_begun = (Path(options[_OUT_DIR]).expanduser() / "config.toml").exists()
+    return ["--resume"] if has_begun and not {"--resume", "--resume-or-begin"} & {*options} else []
+
+
+def _options(command: Sequence[str]) -> dict[str, str]:
+    """The options in a command, each with what follows it."""
+    found = {}
+    for argument, following in itertools.zip_longest(command, command[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            found[name.replace("_", "-")] = value if equals else following
+    return found
 
 
 def slurm_script(command: Sequence[str], num_processes: int, devices_per_process: int) -> str:
