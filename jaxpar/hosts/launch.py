@@ -28,8 +28,9 @@ from typing import IO
 from jaxpar.hosts import leash
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 
-# How long a process may take to end after SIGTERM; those that wait for a dead one never do.
-GRACE_SECONDS = 10.0
+# How long a process may take to end after SIGTERM; those that wait for a dead one never do. All are gone 10 s
+# after the first has failed.
+GRACE_SECONDS = 7.0
 COMMANDS = ("train", "evaluate")
 _OUT_DIR = "--train.out-dir"
 _LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
