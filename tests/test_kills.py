@@ -208,7 +208,7 @@ def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
                 else:  # while it trains
                     path = run.folder.metrics_path
                     wait_for_a_line(run, process, path.stat().st_size if path.exists() else 0)
-                    time.sleep(moments.uniform(0, 0.5))
+                    time.sleep(moments.uniform(0, 3))
                 victim = kills % 3
                 seconds = run.kill(process, victim)
             if process.returncode == 0:

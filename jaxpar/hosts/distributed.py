@@ -134,12 +134,14 @@ def start_processes() -> ProcessGroup | None:
         )
     # Its handler would swallow SIGTERM, which ends a run with its state saved.
     jax.config.update("jax_enable_preemption_service", False)
-    address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
-        group.coordinator_address, group.num_processes, group.process_id, None, None, int(seconds)
-    )
-    assert address is not None
-    assert count is not None
-    assert index is not None
+    address, count, index = group.coordinator_address, group.num_processes, group.process_id
+    if address is None or count is None or index is None:
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            address, count, index, None, None, int(seconds)
+        )
+        assert address is not None
+        assert count is not None
+        assert index is not None
     bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     meet(address, index, count, program_facts(count), seconds, bind_address)
     jax.distributed.initialize(
