@@ -108,7 +108,7 @@ def test_a_stranger_at_the_door_is_no_process():
     address = f"127.0.0.1:{_free_port()}"
     host = threading.Thread(target=meet, args=(address, 0, 2, {}, 20.0, address))
     host.start()
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b""):
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": [1], "facts": 3}\n', b""):
         while True:
             try:
                 with socket.create_connection(

@@ -348,10 +348,10 @@ class _Processes:
             self._code = returncode if returncode > 0 else 128 - returncode
             if returncode not in expected:
                 self._look_for_stopped()
-                if returncode == -signal.SIGKILL:  # that is no end for the loss of another
-                    self._stopped.clear()
-                self._lost = {*self._stopped} or {index}
-                self._message = self._describe(index, returncode)
+                # SIGKILL is no end for the loss of another.
+                hung = set() if returncode == -signal.SIGKILL else {*self._stopped}
+                self._lost = hung or {index}
+                self._message = self._describe(index, returncode, hung)
                 self._send(signal.SIGTERM)
                 self._kill_at = time.monotonic() + GRACE_SECONDS
 
@@ -383,16 +383,16 @@ class _Processes:
             if index in self._stopped:  # it hears nothing else
                 self._processes[index].send_signal(signal.SIGCONT)
 
-    def _describe(self, index: int, returncode: int) -> str:
-        """What is said when a process has failed."""
+    def _describe(self, index: int, returncode: int, hung: set[int]) -> str:
+        """What is said when a process has failed, for those that hung if there are any."""
         total = len(self._processes)
         end = (
             f"ended with exit code {returncode}"
             if returncode > 0
             else f"was killed by {signal.Signals(-returncode).name}"
         )
-        if self._stopped:
-            who = " and ".join(map(str, sorted(self._stopped)))
+        if hung:
+            who = " and ".join(map(str, sorted(hung)))
             return (
                 f"error: process {who} of {total} hung, stopped by a signal (SIGSTOP), so process {index} "
                 f"{end}; all were ended"

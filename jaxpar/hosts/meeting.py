@@ -93,16 +93,16 @@ def _receive(
                 except TimeoutError:
                     continue
                 connection.settimeout(_LINE_SECONDS)
-                line = _read_line(connection)
-                if not (isinstance(line, dict) and line.keys() == {"process", "facts"}):
-                    connection.close()  # a stranger
-                    continue
-                connections.append(connection)
-                number = line["process"]
+                match _read_line(connection):
+                    case {"process": int(number), "facts": dict(its_facts)}:
+                        connections.append(connection)
+                    case _:
+                        connection.close()  # a stranger
+                        continue
                 if number in came:
                     conflicts.append(f"two processes have the number {number}")
-                came[number] = line["facts"]
-                if conflicts or line["facts"] != facts:
+                came[number] = its_facts
+                if conflicts or its_facts != facts:
                     until = min(until, time.monotonic() + _AFTER_A_CONFLICT_SECONDS)
         found = differences(came)
         if conflicts or found:
@@ -141,10 +141,11 @@ def _report(address: str, process_id: int, facts: Mapping[str, str], seconds: fl
                 connection.sendall(line.encode() + b"\n")
                 connection.settimeout(seconds + 2 * _AFTER_A_CONFLICT_SECONDS)
                 answer = _read_line(connection)
-            if isinstance(answer, dict) and answer.keys() == {"verdict"}:
-                if answer["verdict"]:
-                    raise ValueError(answer["verdict"])
-                return
+            match answer:
+                case {"verdict": ""}:
+                    return
+                case {"verdict": str(verdict)}:
+                    raise ValueError(verdict)
             problem = "what listens there is no process 0 of jaxpar"
         except OSError as error:
             problem = error.strerror or str(error)
