@@ -14,7 +14,7 @@ import yaml
 
 from jaxpar.__main__ import main
 from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, ProcessGroup, find_processes
-from jaxpar.hosts.launch import jobset_manifest, slurm_script
+from jaxpar.hosts.launch import _Processes, jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
@@ -430,3 +430,48 @@ def test_print_starts_nothing(capsys):
     argv = ["launch", "--print", "slurm", "--processes", "3", "--devices-per-process", "4"]
     assert main([*argv, "--", *COMMAND]) == 0
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4)
+
+
+# Ends of three processes in their order, as (number, return code); the exit code, how many were lost, and
+# who is named.
+CAUSES = {
+    "killed": ([(1, -9), (0, 1), (2, -6)], 137, 1, "process 1 of 3 was killed by SIGKILL"),
+    "killed, but others are faster": (
+        [(0, 1), (2, -6), (1, -9)], 137, 1, "process 1 of 3 was killed by SIGKILL"
+    ),
+    "two are killed": ([(0, 1), (1, -9), (2, -9)], 137, 2, "process 1 of 3 was killed by SIGKILL"),
+    "an error": ([(2, 1), (0, -6), (1, 0)], 1, 1, "process 2 of 3 ended with exit code 1"),
+    "a refusal": ([(0, 2), (1, 2), (2, 2)], 2, 1, "process 0 of 3 ended with exit code 2"),
+    "none": ([(0, 0), (1, 0), (2, 0)], 0, 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_first_cause_is_named(case, monkeypatch, capfd):
+    ends, code, num_lost, named = CAUSES[case]
+
+    class Ended:
+        stdout = stderr = ()
+        pid = 0
+
+        def __init__(self, *arguments, **options):
+            self.number = len(started)
+            self.returncode = dict(ends)[self.number]
+            started.append(self)
+
+        def wait(self):
+            pass
+
+        def send_signal(self, number):
+            raise AssertionError("all have ended")
+
+    started = []
+    monkeypatch.setattr("jaxpar.hosts.launch.subprocess.Popen", Ended)
+    monkeypatch.setattr(_Processes, "_report_end", lambda self, index: None)
+    processes = _Processes(["train"], 3, 1, [])
+    for number, _ in ends:
+        processes._ended.put(number)
+    end = processes.wait()
+    assert (end.code, end.num_lost) == (code, num_lost)
+    said = capfd.readouterr().err
+    assert said == (f"error: {named}; the others were ended\n" if named else "")

@@ -30,10 +30,11 @@ from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS
 
 # How long a process may take to end after SIGTERM; those that wait for a dead one never do. All are gone 10 s
 # after the first has failed.
-GRACE_SECONDS = 7.0
+GRACE_SECONDS = 6.0
 COMMANDS = ("train", "evaluate")
 _OUT_DIR = "--train.out-dir"
 _LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
+_SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 _PORT = 8476  # of process 0 in a pod of its own
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
@@ -260,8 +261,9 @@ class _Processes:
         self._running: set[int] = set()
         self._stopped: set[int] = set()  # by a signal: they neither run nor end
         self._lost: set[int] = set()
-        self._code, self._message = 0, ""
-        self._look_at, self._kill_at, self._has_killed = 0.0, float("inf"), False
+        self._failed: dict[int, int] = {}  # their return codes, in the order of ending
+        self._code, self._message, self._has_killed = 0, "", False
+        self._look_at, self._judge_at, self._kill_at = 0.0, float("inf"), float("inf")
         # The children have one end, this process alone the other: they notice when it closes.
         held, self._leash = os.pipe()
         try:
@@ -304,6 +306,8 @@ class _Processes:
             while self._running:
                 self._forward_signals()
                 now = time.monotonic()
+                if now >= self._judge_at:
+                    self._judge()
                 if now >= self._kill_at:
                     self._kill()
                 if now >= self._look_at:
@@ -311,6 +315,8 @@ class _Processes:
                     self._look_at = now + _LOOK_SECONDS
                 with contextlib.suppress(queue.Empty):
                     self._note_end(self._ended.get(timeout=0.1))
+            if self._judge_at < float("inf"):
+                self._judge()
             self._wait_for_readers()
             if self._message:  # the last line, below what the others said when they lost this one
                 _say(self._message)
@@ -336,7 +342,6 @@ class _Processes:
                 self._kill_at = min(self._kill_at, time.monotonic())
 
     def _note_end(self, index: int) -> None:
-        """What follows from the end of a process: the first that fails ends all."""
         self._running.remove(index)
         returncode = self._processes[index].returncode
         # A run that was told to stop says so with an exit code, which is no failure.
@@ -344,16 +349,28 @@ class _Processes:
         if self._message:
             if returncode == -signal.SIGKILL and not self._has_killed:
                 self._lost.add(index)  # not by us, nor for the loss of another
-        elif returncode and not self._code:
-            self._code = returncode if returncode > 0 else 128 - returncode
-            if returncode not in expected:
-                self._look_for_stopped()
-                # SIGKILL is no end for the loss of another.
-                hung = set() if returncode == -signal.SIGKILL else {*self._stopped}
-                self._lost = hung or {index}
-                self._message = self._describe(index, returncode, hung)
-                self._send(signal.SIGTERM)
-                self._kill_at = time.monotonic() + GRACE_SECONDS
+        elif self._code or not returncode:
+            return
+        elif returncode in expected:
+            self._code = _exit_code(returncode)
+        else:
+            self._failed[index] = returncode
+            self._judge_at = min(self._judge_at, time.monotonic() + _SETTLE_SECONDS)
+
+    def _judge(self) -> None:
+        """Says which failure was the first cause, and ends those that still run.
+
+        One that misses another may be gone before that other is: a process that was killed takes a while.
+        """
+        self._look_for_stopped()
+        killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
+        index = (killed or list(self._failed))[0]
+        hung = set() if killed else {*self._stopped}
+        self._lost = {*killed} or hung or {index}
+        self._code = _exit_code(self._failed[index])
+        self._message = self._describe(index, self._failed[index], hung)
+        self._send(signal.SIGTERM)
+        self._judge_at, self._kill_at = float("inf"), time.monotonic() + GRACE_SECONDS
 
     def _look_for_stopped(self) -> None:
         """Names those that a signal has stopped: the others wait for them, and look as if they hung."""
@@ -402,6 +419,11 @@ class _Processes:
     def _report_end(self, index: int) -> None:
         self._processes[index].wait()
         self._ended.put(index)
+
+
+def _exit_code(returncode: int) -> int:
+    """Of a process, as a shell has it."""
+    return returncode if returncode > 0 else 128 - returncode
 
 
 def _relay(index: int, source: IO[str], target: IO[str]) -> None:
