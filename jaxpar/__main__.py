@@ -43,6 +43,7 @@ from jaxpar.commands import (
 )
 from jaxpar.config_file import default_settings, read_config
 from jaxpar.files import cache_folder
+from jaxpar.hosts.agreement import await_agreement
 from jaxpar.hosts.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.parallel import short_name
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _simulate(simulated)
         if argv[:1] == ["train"] and not _asks_help(argv):
             start_processes()
+            await_agreement()
         command = _parse(argv)
         if isinstance(command, Options):
             _use_compile_cache(command.compile_cache)
@@ -85,12 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print("stopped", file=sys.stderr)
-        return leave_processes(130)
+        return leave_processes(130, "it was stopped")
     except (ValueError, OSError, FloatingPointError) as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return leave_processes(3 if isinstance(error, FloatingPointError) else 2)
+        return leave_processes(3 if isinstance(error, FloatingPointError) else 2, str(error))
+    except SystemExit as end:  # of the command line's reader, which has said why
+        if end.code:
+            leave_processes(2, "its options cannot be read")
+        raise
 
 
 def _check_encoding(argv: list[str]) -> None:

@@ -12,8 +12,9 @@ from tyro.conf import Fixed, Positional, arg
 from jaxpar.analysis import inspect_step
 from jaxpar.display import make_console
 from jaxpar.hosts import doctor
+from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import start_processes
-from jaxpar.hosts.launch import launch
+from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import TEMPLATES
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
@@ -23,6 +24,7 @@ from jaxpar.planning import (
     check_fits,
     compare_here,
     find_machine,
+    fit_devices,
     measure_pieces,
     pieces_of,
     place,
@@ -116,6 +118,8 @@ class Train(RunOptions):
     """Go on with the run in --train.out-dir, or begin it there: one command for every start of a job."""
     overwrite: bool = False
     """Remove the run that is in --train.out-dir."""
+    elastic: bool = False
+    """If the mesh does not fit the devices that there are, take another one; runs go on with what is left."""
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
@@ -145,10 +149,16 @@ class Train(RunOptions):
         """The settings with what the cost model chooses, or holds against the memory."""
         task, parallel, train = self.settings
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
-        if not plans and self.balance == "work" and num_bytes is None:
+        if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
             return self.settings
         sized = _with_sizes(task)
-        if plans:
+        if self.elastic:
+            parallel, reason = fit_devices(sized, parallel, train, keep=not plans)
+            if reason and jax.process_index() == 0:
+                print(f"mesh        {reason}")
+            if self.balance == "work" and num_bytes is None:
+                return Settings(task, parallel, train)
+        elif plans:
             if self.devices is not None:
                 raise ValueError(
                     f"--mesh auto takes all devices, and devices={self.devices} names some; leave one away"
@@ -215,6 +225,8 @@ class Evaluate(Options):
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
+        asked_for = {"run_dir": self.run_dir, "best": self.best, "mesh": self.mesh}
+        agree(asked_for, remedy="start all of them with the same options", last=True)
         evaluations = evaluate_run(RunFolder(self.run_dir), self.mesh, best=self.best)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
@@ -422,6 +434,10 @@ class Launch:
     """Start nothing; print a script for sbatch, or a Kubernetes JobSet."""
     platform: Literal["gpu", "cpu"] = "gpu"
     """Of the nodes that the script is for."""
+    elastic: bool = False
+    """When processes die, go on with the others from the last checkpoint; with more, at the next start."""
+    min_processes: int = 1
+    """With fewer than these an elastic run waits for its next start."""
     debug: bool = False
     """Print the traceback of an error, not its message alone."""
 
@@ -429,7 +445,10 @@ class Launch:
         """The exit code: 0, or that of the first process that failed."""
         what = (self.command, self.processes, self.devices_per_process)
         if self.template is None:
-            return launch(*what)
+            return launch(*what, elastic=self.elastic, min_processes=self.min_processes)
+        if self.elastic:
+            command = elastic_command(self.command, self.processes, self.min_processes)
+            what = (command, *what[1:])
         print(TEMPLATES[self.template](*what, self.platform), end="")
         return 0
 

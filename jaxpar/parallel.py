@@ -140,6 +140,15 @@ class Parallel:
         """With a -1 in the mesh inferred; see `MeshConfig.resolve`."""
         return dataclasses.replace(self, mesh=self.mesh.resolve(num_available))
 
+    def on_mesh(self, mesh: MeshConfig) -> Self:
+        """The same on another mesh, without what was chosen for the number of stages or groups it had."""
+        pipeline, shares = self.pipeline, self.shares
+        if mesh.stage != self.mesh.stage:
+            pipeline = dataclasses.replace(pipeline, placement="balanced")
+        if mesh.data != self.mesh.data:
+            shares = None
+        return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares)
+
     def check(self, batch_size: int, num_steps: int | None) -> None:
         """Nothing, if batches divide as the layout asks for.
 

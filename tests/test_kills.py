@@ -1,6 +1,6 @@
 """The law: a run that is killed (kill -9) at any moment, as often as one likes, loses nothing.
 
-The long form, with its 100 kills:
+The long form, with its 100 kills of one process, and 100 of two with their launcher:
 
     pytest -m slow -s tests/test_kills.py
 """
@@ -22,10 +22,11 @@ from jaxpar.training.run_folder import RunFolder
 
 STEPS = 120
 END_SECONDS = 1800  # which only a process that hangs takes
+LEFT_BEHIND_SECONDS = 10  # in which all end that belong to a process which was killed
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]
 # Lines in buckets, on two stages with dropout: all that a checkpoint has to hold is in use.
 FLAGS = [
-    "--simulate", "2", "--mesh", "pp2", "--pipeline.num-chunks", "2", "--num-buckets", "3",
+    "--mesh", "pp2", "--pipeline.num-chunks", "2", "--num-buckets", "3",
     "--bucket-multiple", "4", "--batch-size", "8", "--seq-len", "8", "--num-layers", "3",
     "--hidden-size", "8", "--embed-size", "8", "--dropout", "0.3", "--optimizer.learning-rate", "0.02",
     "--train.num-steps", str(STEPS), "--train.log-every", "1", "--train.checkpoint-every", "7",
@@ -35,6 +36,9 @@ FLAGS = [
 
 class Run:
     """A run in a folder, started by the command line as often as it is killed."""
+
+    command, devices = ("train",), ("--simulate", "2")
+    codes = (0, -signal.SIGKILL)
 
     def __init__(self, folder, text, environ):
         self.folder, self.environ = RunFolder(folder), environ
@@ -46,11 +50,12 @@ class Run:
     def start(self):
         """A process that begins the run or goes on with it; killed at the end."""
         resume = self.folder.config_path.exists()
-        arguments = ["--resume", "--simulate", "2"] if resume else self._new
+        arguments = [*self.devices, *self._out_dir]
+        arguments = ["--resume", *arguments] if resume else [*self._new, *arguments]
         # A file, for XLA may say more of what it finds in the cache than a pipe holds.
         with self.said.open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jaxpar", "train", *arguments, *self._out_dir],
+                [sys.executable, "-m", "jaxpar", *self.command, *arguments],
                 stdout=subprocess.DEVNULL, stderr=said, env=self.environ,
             )  # fmt: skip
         try:
@@ -58,8 +63,9 @@ class Run:
         finally:
             process.kill()
             process.wait()
-        assert "Traceback" not in self.said.read_text(), self.said.read_text()
-        assert process.returncode in (0, -signal.SIGKILL), self.said.read_text()
+        assert process.returncode in self.codes, self.said.read_text()
+        if process.returncode in (0, -signal.SIGKILL):
+            assert "Traceback" not in self.said.read_text(), self.said.read_text()
 
     def finish(self):
         with self.start() as process:
@@ -78,6 +84,37 @@ class Run:
     def state(self):
         _, _, state = self.folder.restore()
         return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+class Launched(Run):
+    """A run in two processes, which their launcher starts."""
+
+    command, devices = ("launch", "--processes", "2", "--", "train"), ()
+    codes = (0, -signal.SIGKILL, 128 + signal.SIGKILL)
+
+    def processes(self):
+        """The ids of all that belong to it and run: the launcher, then its children."""
+        listed = subprocess.run(
+            ["ps", "-A", "-ww", "-o", "pid=,stat=,args="],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rows = (row.split(maxsplit=2) for row in listed.stdout.splitlines())
+        found = (row for row in rows if len(row) == 3 and not row[1].startswith("Z"))
+        return sorted(int(pid) for pid, _, args in found if self._out_dir[1] in args)
+
+    def kill(self, process, victim):
+        """Kills the launcher (0) or a child, if it is there; the seconds until nobody is left."""
+        found, began = self.processes(), time.monotonic()
+        assert found[:1] == [process.pid] or process.poll() is not None
+        if found:
+            os.kill(found[min(victim, len(found) - 1)], signal.SIGKILL)
+        process.wait(END_SECONDS)
+        while left := self.processes():
+            assert time.monotonic() - began < LEFT_BEHIND_SECONDS, left
+            time.sleep(0.1)
+        return time.monotonic() - began
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +181,49 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
             np.testing.assert_array_equal(actual, expected)
     steps = [line["step"] for line in whole.folder.metrics() if line["split"] == "train"]
     assert steps == list(range(1, STEPS + 1))
+    assert kills == num_kills
+
+
+@pytest.mark.parametrize(
+    "num_kills", [2, pytest.param(100, marks=pytest.mark.slow)], ids="{} kills".format
+)
+def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
+    undisturbed, tmp_path, num_kills
+):
+    """The launcher and its children by turns."""
+    one, text, environ, start_seconds = undisturbed
+    whole, moments = Launched(tmp_path / "whole", text, environ), random.Random(num_kills)
+    whole.finish()
+    np.testing.assert_allclose(
+        [loss for _, _, loss, *_ in whole.losses()], [loss for _, _, loss, *_ in one.losses()], 1e-4
+    )
+    kills = num_runs = 0
+    while kills < num_kills:
+        num_runs += 1
+        run = Launched(tmp_path / f"run-{num_runs:03}", text, environ)
+        while kills < num_kills:
+            with run.start() as process:
+                if kills > 1 and moments.random() < 0.3:  # while it starts
+                    time.sleep(moments.uniform(0, 2 * start_seconds))
+                else:  # while it trains
+                    path = run.folder.metrics_path
+                    wait_for_a_line(run, process, path.stat().st_size if path.exists() else 0)
+                    time.sleep(moments.uniform(0, 3))
+                victim = kills % 3
+                seconds = run.kill(process, victim)
+            if process.returncode == 0:
+                break
+            kills += 1
+            print(
+                f"kill {kills}: {victim}, run {num_runs}, nobody left after {seconds:.1f} s, at checkpoint "
+                f"{run.latest_step()}",
+                flush=True,
+            )
+        else:
+            run.finish()
+        assert run.losses() == whole.losses()
+        for actual, expected in zip(run.state(), whole.state(), strict=True):
+            np.testing.assert_array_equal(actual, expected)
     assert kills == num_kills
 
 

@@ -7,18 +7,21 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
 
 from jaxpar.__main__ import main
-from jaxpar.hosts.distributed import ProcessGroup, find_processes
+from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, ProcessGroup, find_processes
 from jaxpar.hosts.interface import listen_on
+from jaxpar.hosts.launch import _Processes
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
 END_SECONDS = 600  # which only a process that hangs takes
+LEASH_SECONDS = 10  # in which the children of a launcher that was killed end
 BY_HAND = {
     "JAX_COORDINATOR_ADDRESS": "a.b:1", "JAXPAR_NUM_PROCESSES": "4", "JAXPAR_PROCESS_ID": "3",
 }  # fmt: skip
@@ -139,10 +142,11 @@ def flags(text, *more):
     ]  # fmt: skip
 
 
-def start(arguments, *options):
+def start(arguments, *options, processes=2):
     """The launcher, with two processes."""
+    command = [sys.executable, "-m", "jaxpar", "launch", "--processes", str(processes), *options]
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxpar", "launch", "--processes", "2", *options, "--", *arguments],
+        [*command, "--", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
     )  # fmt: skip
 
@@ -156,21 +160,40 @@ def finish(process):
     return process.returncode, out, err
 
 
-def start_long_run(text, out_dir):
+def start_long_run(text, out_dir, *more, **how):
     """A launched run that has taken a step, and would take many more; its children's ids."""
     process = start(
-        flags(text, "--mesh", "dp2", "--train.num-steps", "1000000", "--train.out-dir", out_dir)
-    )
+        flags(text, "--mesh", "dp2", "--train.num-steps", "1000000", "--train.out-dir", out_dir),
+        *more, **how,
+    )  # fmt: skip
     for line in process.stdout:  # lines come while it runs
         if re.match(r"\[0\] step +1/1000000", line):
             break
     else:
         raise AssertionError(process.stderr.read())
+    return process, children_of(process.pid)
+
+
+def children_of(parent):
     listed = subprocess.run(
         ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
     )
     pairs = [tuple(map(int, row.split())) for row in listed.stdout.splitlines()]
-    return process, sorted(pid for pid, parent in pairs if parent == process.pid)
+    return sorted(pid for pid, its_parent in pairs if its_parent == parent)
+
+
+def assert_gone(pids, seconds):
+    """Within so many seconds none of them runs any more."""
+    until = time.monotonic() + seconds
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.1)
+
+
+def is_running(pid):
+    """Not for one that has ended and that nobody has asked for its exit code."""
+    listed = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return listed.stdout.strip()[:1] not in ("", "Z")
 
 
 def train_losses(out_dir):
@@ -263,9 +286,76 @@ def test_a_killed_process_ends_the_others(victim, text, tmp_path):
         err.splitlines()[-1]
         == f"error: process {victim} of 2 was killed by SIGKILL; the others were ended"
     )
-    for child in children:
-        with pytest.raises(ProcessLookupError):
-            os.kill(child, 0)
+    assert_gone(children, 0)
+
+
+def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
+    process, children = start_long_run(text, str(tmp_path / "run"))
+    assert len(children) == 2
+    os.kill(children[1], signal.SIGSTOP)
+    warning = process.stderr.readline()
+    assert re.match(
+        rf"warning: process 1 of 2 hangs: a signal has stopped it \(SIGSTOP\); it goes on after kill -CONT "
+        rf"{children[1]}, or",
+        warning,
+    ), warning + process.stderr.read()
+    process.kill()
+    process.wait()
+    assert_gone(children, LEASH_SECONDS)
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
+    """First nobody reads what is printed, then SIGHUP comes."""
+    process, _ = start_long_run(text, str(tmp_path / "run"))
+    process.stdout.close()
+    process.stderr.close()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    size, until = metrics.stat().st_size, time.monotonic() + END_SECONDS
+    while metrics.stat().st_size < size + 2000:  # some steps
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(END_SECONDS) == 128 + signal.SIGTERM
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert (tmp_path / "run" / "checkpoints" / str(last)).is_dir()
+
+
+def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
+    """More lines than wait in a pipe are taken from a process when nobody reads them any more."""
+    program = (
+        "import io, sys; from jaxpar.hosts.launch import _relay\n"
+        "lines = io.StringIO('a line of a run\\n' * 100_000)\n"
+        "_relay(0, lines, sys.stdout)\n"
+        "print(lines.tell() == len(lines.getvalue()), file=sys.stderr)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "[0] a line of a run\n"
+    process.stdout.close()
+    assert process.stderr.read() == "True\n"
+    assert process.wait(END_SECONDS) == 0
+    process.stderr.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_hangs_is_named_and_ends_all(victim, text, tmp_path):
+    process, children = start_long_run(text, str(tmp_path / "run"))
+    began = time.monotonic()
+    os.kill(children[victim], signal.SIGSTOP)
+    code, _, err = finish(process)
+    assert code not in (0, 2)
+    assert re.match(
+        rf"error: process {victim} of 2 hung, stopped by a signal \(SIGSTOP\), so process {1 - victim} .*; "
+        r"all were ended",
+        err.splitlines()[-1],
+    ), err
+    assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT_SECONDS
+    assert_gone(children, 0)
 
 
 def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
@@ -308,6 +398,19 @@ MISTAKES = {
     "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate"),
     "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),
     "simulate": (["--", "train", "--simulate=4"], r"leave --simulate away after --"),
+    "elastic without a folder": (
+        ["--elastic", "--", "train", "lm"],
+        r"write train and --train\.out-dir FOLDER",
+    ),
+    "elastic evaluate": (
+        ["--elastic", "--", "evaluate", "runs/1"],
+        r"write train and --train\.out-dir FOLDER",
+    ),
+    "too few": (
+        ["--elastic", "--min-processes", "3", "--", "train", "lm", "--train.out-dir=x"],
+        r"min_processes=3: use a number from 1 to processes=2",
+    ),
+    "not elastic": (["--min-processes", "2", "--", "train"], r"min_processes=2 needs elastic"),
 }
 
 
@@ -417,3 +520,48 @@ def test_print_starts_nothing(capsys):
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4)
     assert main([*argv, "--platform", "cpu", "--", *COMMAND]) == 0
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4, "cpu")
+
+
+# Ends of three processes in their order, as (number, return code); the exit code, how many were lost, and
+# who is named.
+CAUSES = {
+    "killed": ([(1, -9), (0, 1), (2, -6)], 137, 1, "process 1 of 3 was killed by SIGKILL"),
+    "killed, but others are faster": (
+        [(0, 1), (2, -6), (1, -9)], 137, 1, "process 1 of 3 was killed by SIGKILL"
+    ),
+    "two are killed": ([(0, 1), (1, -9), (2, -9)], 137, 2, "process 1 of 3 was killed by SIGKILL"),
+    "an error": ([(2, 1), (0, -6), (1, 0)], 1, 1, "process 2 of 3 ended with exit code 1"),
+    "a refusal": ([(0, 2), (1, 2), (2, 2)], 2, 1, "process 0 of 3 ended with exit code 2"),
+    "none": ([(0, 0), (1, 0), (2, 0)], 0, 0, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_the_first_cause_is_named(case, monkeypatch, capfd):
+    ends, code, num_lost, named = CAUSES[case]
+
+    class Ended:
+        stdout = stderr = ()
+        pid = 0
+
+        def __init__(self, *arguments, **options):
+            self.number = len(started)
+            self.returncode = dict(ends)[self.number]
+            started.append(self)
+
+        def wait(self):
+            pass
+
+        def send_signal(self, number):
+            raise AssertionError("all have ended")
+
+    started = []
+    monkeypatch.setattr("jaxpar.hosts.launch.subprocess.Popen", Ended)
+    monkeypatch.setattr(_Processes, "_report_end", lambda self, index: None)
+    processes = _Processes(["train"], 3, 1, [])
+    for number, _ in ends:
+        processes._ended.put(number)
+    end = processes.wait()
+    assert (end.code, end.num_lost) == (code, num_lost)
+    said = capfd.readouterr().err
+    assert said == (f"error: {named}; the others were ended\n" if named else "")

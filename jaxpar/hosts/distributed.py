@@ -19,16 +19,22 @@ from collections.abc import Mapping
 from types import TracebackType
 
 import jax
+from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 from jax.experimental import multihost_utils
 
+from jaxpar.hosts.agreement import tell_failure
 from jaxpar.hosts.interface import listen_on
+from jaxpar.hosts.meeting import meet, program_facts
 
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 BIND_ADDRESS = (
     "JAX_COORDINATOR_BIND_ADDRESS"  # of process 0, if all interfaces or another one are needed
 )
 NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
+START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
 _ALONE = f"{NUM_PROCESSES}=1 to run alone"
+_BY_HAND_SECONDS = 50.0
+_CLUSTER_SECONDS = 300.0  # whose launcher knows the number, and whose machines may be slow to start
 
 # A process that is gone is missed after this time (JAX waits for 100 s), and the others end.
 HEARTBEAT_TIMEOUT_SECONDS = 30
@@ -114,12 +120,15 @@ def start_processes() -> ProcessGroup | None:
     To be called before anything touches a device. `jax.devices()` are those of all processes then.
 
     Raises:
-      ValueError: settings are incomplete, or no numbers in range.
-      RuntimeError: JAX has started already, or the others were not reached in 5 minutes.
+      ValueError: settings are incomplete, or no numbers in range; processes have not come, or other versions
+        of jaxpar or JAX have.
+      OSError: the coordinator's port is in use.
+      RuntimeError: JAX has started already.
     """
     group = find_processes(os.environ)
     if group is None:
         return None
+    seconds = _start_seconds(os.environ, group)
     if group.launcher == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise ValueError(
             f"JOB_COMPLETION_INDEX={os.environ['JOB_COMPLETION_INDEX']}: in an indexed Kubernetes "
@@ -129,14 +138,23 @@ def start_processes() -> ProcessGroup | None:
         )
     # Its handler would swallow SIGTERM, which ends a run with its state saved.
     jax.config.update("jax_enable_preemption_service", False)
-    address, bind_address = group.coordinator_address, os.environ.get(BIND_ADDRESS)
-    if bind_address is None and address is not None and group.process_id == 0:
+    address, count, index = group.coordinator_address, group.num_processes, group.process_id
+    if address is None or count is None or index is None:
+        address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+            address, count, index, None, None, int(seconds)
+        )
+        assert address is not None
+        assert count is not None
+        assert index is not None
+    bind_address = os.environ.get(BIND_ADDRESS)
+    if bind_address is None and index == 0:
         bind_address = listen_on(address)
+    meet(address, index, count, program_facts(count), seconds, bind_address)
     jax.distributed.initialize(
         coordinator_address=address,
         coordinator_bind_address=bind_address,
-        num_processes=group.num_processes,
-        process_id=group.process_id,
+        num_processes=count,
+        process_id=index,
         cluster_detection_method="deactivate" if group.launcher == "hand" else None,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
     )
@@ -151,13 +169,14 @@ def wait_for_processes(event: str) -> None:
         multihost_utils.sync_global_devices(f"jaxpar: {event}")
 
 
-def leave_processes(code: int) -> int:
+def leave_processes(code: int, reason: str = "it failed") -> int:
     """Ends this process at once if there are others; else gives the exit code back.
 
     For a process that fails: at an ordinary exit JAX waits for the others, and they, in the middle
-    of a step, for this one. When it is gone they fail too.
+    of a step, for this one. When it is gone they fail too. Before the run has begun they are told why.
     """
     if jax.distributed.is_initialized():
+        tell_failure(reason)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -168,7 +187,7 @@ def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     traceback.print_exception(kind, error, trace)
-    leave_processes(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    leave_processes(130 if issubclass(kind, KeyboardInterrupt) else 1, f"{kind.__name__}: {error}")
 
 
 def _keep_stdout_for_python() -> None:
@@ -184,6 +203,17 @@ def _keep_stdout_for_python() -> None:
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = os.fdopen(descriptor, "w", buffering=1, encoding=encoding, errors=errors)
+
+
+def _start_seconds(environ: Mapping[str, str], group: ProcessGroup) -> float:
+    """How long processes wait for each other."""
+    text = environ.get(START_SECONDS)
+    if text is None:
+        in_cluster = group.launcher != "hand" or "KUBERNETES_SERVICE_HOST" in environ
+        return _CLUSTER_SECONDS if in_cluster else _BY_HAND_SECONDS
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{START_SECONDS}={text!r}: use a whole number of seconds, such as 300")
+    return float(text)
 
 
 def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str) -> ProcessGroup:

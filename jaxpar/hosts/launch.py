@@ -3,9 +3,13 @@
     python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
 Each process has simulated devices of its own and reaches the others over the network, as on
-several machines. When one fails, all end, with its exit code.
+several machines. When one fails, all end, with its exit code; with --elastic those that are left begin again
+where the last checkpoint is. None outlives the launcher by more than 10 s.
 """
 
+import contextlib
+import dataclasses
+import itertools
 import os
 import queue
 import re
@@ -15,14 +19,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO
 
+from jaxpar.hosts import leash
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.hosts.scripts import check_command
 
-# How long a process may take to end after SIGTERM; those that wait for a dead one never do.
-GRACE_SECONDS = 10.0
+# How long a process may take to end after SIGTERM; those that wait for a dead one never do. All are gone 10 s
+# after the first has failed.
+GRACE_SECONDS = 6.0
+_OUT_DIR = "--train.out-dir"
+_LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
+_SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
+_REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
 # Expected number of connected peer ranks is : 1", in pieces, from several threads at once.
 _CHATTER = re.compile(
@@ -30,14 +41,25 @@ _CHATTER = re.compile(
 )
 
 
-def launch(command: Sequence[str], num_processes: int, devices_per_process: int) -> int:
+def launch(
+    command: Sequence[str],
+    num_processes: int,
+    devices_per_process: int,
+    *,
+    elastic: bool = False,
+    min_processes: int = 1,
+) -> int:
     """Runs a command in several processes on simulated devices, and waits for them.
 
-    Their lines appear as they come, on the same stream, after the number of the process: `[0] `.
-    SIGINT (Ctrl-C) and SIGTERM go on to all of them; a second one ends them at once.
+    Their lines appear as they come, on the same stream, after the number of the process: `[0] `. When nobody
+    reads them any more they are dropped, and the run goes on. SIGINT (Ctrl-C) and SIGTERM go on to all of
+    them, SIGHUP as SIGTERM; a second one ends them at once.
 
     Args:
       command: arguments of `python -m jaxpar`.
+      elastic: when processes die, start the others again with `train --elastic`, which goes on from the last
+        checkpoint. A number of processes that the run refuses, as no mesh fits, is passed over.
+      min_processes: with fewer the run is not started again.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
       ended it.
@@ -50,113 +72,316 @@ def launch(command: Sequence[str], num_processes: int, devices_per_process: int)
             f"launch simulates {devices_per_process} devices in each process already; leave "
             f"--simulate away after --, and use --devices-per-process"
         )
-    return _Processes(command, num_processes, devices_per_process).wait()
+    if elastic:
+        command = elastic_command(command, num_processes, min_processes)
+    elif min_processes != 1:
+        raise ValueError(
+            f"min_processes={min_processes} needs elastic; use --elastic, or leave it away"
+        )
+    left = num_processes
+    with _receive_signals() as signals:
+        while True:
+            more = _how_to_go_on(command) if elastic else []
+            end = _Processes([*command, *more], left, devices_per_process, signals).wait()
+            refused_first = end.code == _REFUSED and left == num_processes
+            if not elastic or signals or refused_first or end.code in (0, _NOT_FINITE):
+                return end.code
+            left -= end.num_lost
+            if left < min_processes:
+                _say(
+                    f"error: {left} of {num_processes} processes are left, and --min-processes is "
+                    f"{min_processes}; the run goes on with the same command when there are more"
+                )
+                return end.code
+            _say(f"going on with {left} of {num_processes} processes")
+
+
+def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:
+    """The command for processes that come and go.
+
+    Raises:
+      ValueError: it does not train, it names no folder to go on in, it would remove what is there, or the
+        least number is out of range.
+    """
+    options = _options(command)
+    if not command or command[0] != "train" or not options.get(_OUT_DIR):
+        raise ValueError(
+            f"--elastic goes on with a run in its folder; write train and {_OUT_DIR} FOLDER after --"
+        )
+    if "--overwrite" in options:
+        raise ValueError(
+            "--overwrite would remove the run whenever it is started again; leave it away: remove "
+            f"{options[_OUT_DIR]} by hand, or name another folder"
+        )
+    if not 1 <= min_processes <= num_processes:
+        raise ValueError(
+            f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
+        )
+    return [*command, *(["--elastic"] if "--elastic" not in options else [])]
+
+
+def _how_to_go_on(command: Sequence[str]) -> list[str]:
+    """What an elastic command needs to go on with its run, if it has begun."""
+    options = _options(command)
+    has_begun = (Path(options[_OUT_DIR]).expanduser() / "config.toml").exists()
+    return ["--resume"] if has_begun and not {"--resume", "--resume-or-begin"} & {*options} else []
+
+
+def _options(command: Sequence[str]) -> dict[str, str]:
+    """The options in a command, each with what follows it."""
+    found = {}
+    for argument, following in itertools.zip_longest(command, command[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            found[name.replace("_", "-")] = value if equals else following
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """How processes ended.
+
+    Attributes:
+      code: as `launch` gives it.
+      num_lost: that died or hung by themselves, not for the others; 0 if none failed.
+    """
+
+    code: int
+    num_lost: int
 
 
 class _Processes:
     """Started when made; `wait` sees them to their end, whatever it is."""
 
-    def __init__(self, command: Sequence[str], num_processes: int, devices_per_process: int):
-        self._signals: list[int] = []
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_processes: int,
+        devices_per_process: int,
+        signals: Sequence[int],
+    ):
+        self._signals, self._num_forwarded = signals, 0
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers, in the order of ending
         self._readers: list[threading.Thread] = []
-        self._printing = threading.Lock()
         self._processes: list[subprocess.Popen[str]] = []
-        self._handlers = {
-            number: signal.signal(number, self._receive)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        address = f"127.0.0.1:{_free_port()}"
-        for index in range(num_processes):
-            environ = _environ(os.environ, address, num_processes, index, devices_per_process)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "jaxpar", *command],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C comes from here alone, and once
-            )
-            self._processes.append(process)
-            assert process.stdout is not None
-            assert process.stderr is not None
-            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                self._readers.append(self._thread(self._relay, index, source, target))
-            self._thread(self._report_end, index)
-
-    def wait(self) -> int:
-        """The exit code of all, as `launch` gives it."""
-        code, message, forwarded, kill_at = 0, "", 0, float("inf")
-        running = set(range(len(self._processes)))
+        self._running: set[int] = set()
+        self._stopped: set[int] = set()  # by a signal: they neither run nor end
+        self._lost: set[int] = set()
+        self._failed: dict[int, int] = {}  # their return codes, in the order of ending
+        self._code, self._message, self._has_killed = 0, "", False
+        self._look_at, self._judge_at, self._kill_at = 0.0, float("inf"), float("inf")
+        # The children have one end, this process alone the other: they notice when it closes.
+        held, self._leash = os.pipe()
         try:
-            while running:
-                if forwarded < len(self._signals):
-                    self._send(running, self._signals[forwarded])
-                    forwarded += 1
-                    if forwarded > 1:
-                        kill_at = min(kill_at, time.monotonic())
-                if time.monotonic() >= kill_at:
-                    self._send(running, signal.SIGKILL)
-                    kill_at = float("inf")
-                try:
-                    index = self._ended.get(timeout=0.1)
-                except queue.Empty:
-                    continue
-                running.remove(index)
-                returncode = self._processes[index].returncode
-                # A run that was told to stop says so with an exit code, which is no failure.
-                stopped = {128 + number for number in self._signals} | {-n for n in self._signals}
-                if returncode and not code:
-                    code = returncode if returncode > 0 else 128 - returncode
-                    if returncode not in stopped:
-                        message = self._describe(index, returncode)
-                        self._send(running, signal.SIGTERM)
-                        kill_at = time.monotonic() + GRACE_SECONDS
-            for reader in self._readers:
-                reader.join(GRACE_SECONDS)
-            if message:  # the last line, below what the others said when they lost this one
-                self._print(message, sys.stderr)
+            address = f"127.0.0.1:{_free_port()}"
+            for index in range(num_processes):
+                environ = _environ(os.environ, address, num_processes, index, devices_per_process)
+                self._start(index, command, environ, held)
+        except BaseException:
+            self._kill()
+            os.close(self._leash)
+            raise
         finally:
-            self._send(running, signal.SIGKILL)
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler)
-        return code
+            os.close(held)
 
-    def _receive(self, number: int, _frame: object) -> None:
-        self._signals.append(number)
+    def _start(
+        self, index: int, command: Sequence[str], environ: Mapping[str, str], held: int
+    ) -> None:
+        process = subprocess.Popen(
+            [sys.executable, leash.__file__, str(held), *command],
+            env=environ,
+            pass_fds=[held],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C comes from here alone, and once
+        )
+        self._processes.append(process)
+        self._running.add(index)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            self._readers.append(_thread(_relay, index, source, target))
+        _thread(self._report_end, index)
 
-    def _send(self, running: set[int], number: int) -> None:
-        for index in running:
+    def wait(self) -> _End:
+        """Returns when all have ended."""
+        try:
+            while self._running:
+                self._forward_signals()
+                now = time.monotonic()
+                if now >= self._judge_at:
+                    self._judge()
+                if now >= self._kill_at:
+                    self._kill()
+                if now >= self._look_at:
+                    self._look_for_stopped()
+                    self._look_at = now + _LOOK_SECONDS
+                with contextlib.suppress(queue.Empty):
+                    self._note_end(self._ended.get(timeout=0.1))
+            if self._judge_at < float("inf"):
+                self._judge()
+            self._wait_for_readers()
+            if self._message:  # the last line, below what the others said when they lost this one
+                _say(self._message)
+        finally:
+            self._kill()
+            os.close(self._leash)
+        return _End(self._code, len(self._lost))
+
+    def _wait_for_readers(self) -> None:
+        """Until all that was said is printed; not for what a process may have left behind to say more."""
+        until = time.monotonic() + GRACE_SECONDS
+        for reader in self._readers:
+            while reader.is_alive() and len(self._signals) < 2:
+                if time.monotonic() > until and not _printing.locked():
+                    break
+                reader.join(0.1)
+
+    def _forward_signals(self) -> None:
+        if self._num_forwarded < len(self._signals):
+            self._send(self._signals[self._num_forwarded])
+            self._num_forwarded += 1
+            if self._num_forwarded > 1:
+                self._kill_at = min(self._kill_at, time.monotonic())
+
+    def _note_end(self, index: int) -> None:
+        self._running.remove(index)
+        returncode = self._processes[index].returncode
+        # A run that was told to stop says so with an exit code, which is no failure.
+        expected = {128 + number for number in self._signals} | {-n for n in self._signals}
+        if self._message:
+            if returncode == -signal.SIGKILL and not self._has_killed:
+                self._lost.add(index)  # not by us, nor for the loss of another
+        elif self._code or not returncode:
+            return
+        elif returncode in expected:
+            self._code = _exit_code(returncode)
+        else:
+            self._failed[index] = returncode
+            self._judge_at = min(self._judge_at, time.monotonic() + _SETTLE_SECONDS)
+
+    def _judge(self) -> None:
+        """Says which failure was the first cause, and ends those that still run.
+
+        One that misses another may be gone before that other is: a process that was killed takes a while.
+        """
+        self._look_for_stopped()
+        killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
+        index = (killed or list(self._failed))[0]
+        hung = set() if killed else {*self._stopped}
+        self._lost = {*killed} or hung or {index}
+        self._code = _exit_code(self._failed[index])
+        self._message = self._describe(index, self._failed[index], hung)
+        self._send(signal.SIGTERM)
+        self._judge_at, self._kill_at = float("inf"), time.monotonic() + GRACE_SECONDS
+
+    def _look_for_stopped(self) -> None:
+        """Names those that a signal has stopped: the others wait for them, and look as if they hung."""
+        before, self._stopped = self._stopped, {i for i in self._running if self._is_stopped(i)}
+        for index in sorted(self._stopped - before):
+            pid = self._processes[index].pid
+            _say(
+                f"warning: process {index} of {len(self._processes)} hangs: a signal has stopped it "
+                f"(SIGSTOP); it goes on after kill -CONT {pid}, or the others miss it and all end"
+            )
+
+    def _is_stopped(self, index: int) -> bool:
+        try:
+            stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
+        except OSError:
+            return False  # it is gone; or this is no Linux
+        return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
+
+    def _kill(self) -> None:
+        """Ends those that still run, at once."""
+        self._send(signal.SIGKILL)
+        self._kill_at, self._has_killed = float("inf"), True
+
+    def _send(self, number: int) -> None:
+        for index in self._running:
             self._processes[index].send_signal(number)
+            if index in self._stopped:  # it hears nothing else
+                self._processes[index].send_signal(signal.SIGCONT)
 
-    def _describe(self, index: int, returncode: int) -> str:
+    def _describe(self, index: int, returncode: int, hung: set[int]) -> str:
+        """What is said when a process has failed, for those that hung if there are any."""
+        total = len(self._processes)
         end = (
             f"ended with exit code {returncode}"
             if returncode > 0
             else f"was killed by {signal.Signals(-returncode).name}"
         )
-        message = f"error: process {index} of {len(self._processes)} {end}"
-        return message + "; the others were ended" * (len(self._processes) > 1)
-
-    def _thread(self, target: Callable[..., None], *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=target, args=arguments, daemon=True)
-        thread.start()
-        return thread
-
-    def _relay(self, index: int, source: IO[str], target: IO[str]) -> None:
-        for line in source:
-            if target is sys.stdout or not _CHATTER.fullmatch(line):
-                self._print(f"[{index}] {line.rstrip()}", target)
+        if hung:
+            who = " and ".join(map(str, sorted(hung)))
+            return (
+                f"error: process {who} of {total} hung, stopped by a signal (SIGSTOP), so process {index} "
+                f"{end}; all were ended"
+            )
+        return f"error: process {index} of {total} {end}" + "; the others were ended" * (total > 1)
 
     def _report_end(self, index: int) -> None:
         self._processes[index].wait()
         self._ended.put(index)
 
-    def _print(self, line: str, target: IO[str]) -> None:
-        with self._printing:
+
+def _exit_code(returncode: int) -> int:
+    """Of a process, as a shell has it."""
+    return returncode if returncode > 0 else 128 - returncode
+
+
+def _relay(index: int, source: IO[str], target: IO[str]) -> None:
+    """Prints the lines of a process as they come; read to their end, or the process would wait."""
+    for line in source:
+        if target is sys.stdout or not _CHATTER.fullmatch(line):
+            _print(f"[{index}] {line.rstrip()}", target)
+
+
+def _print(line: str, target: IO[str]) -> None:
+    """Prints a line as a whole; nothing, from the time on when nobody can read the target any more."""
+    with _printing:
+        try:
             print(line, file=target, flush=True)
+        except OSError:
+            with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), target.fileno())
+
+
+def _say(line: str) -> None:
+    """Prints a line of the launcher's own; not if another one is stuck, for its reader has paused."""
+    if _printing.acquire(timeout=GRACE_SECONDS):
+        _printing.release()
+        _print(line, sys.stderr)
+
+
+_printing = threading.Lock()
+
+
+def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+@contextlib.contextmanager
+def _receive_signals() -> Iterator[list[int]]:
+    """Gathers the signals that end a run, in a list; SIGHUP, of a terminal that closes, as SIGTERM."""
+    received: list[int] = []
+    meant = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+        meant[signal.SIGHUP] = signal.SIGTERM
+
+    def receive(number: int, _frame: object) -> None:
+        received.append(meant[signal.Signals(number)])
+
+    before = {number: signal.signal(number, receive) for number in meant}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environ(

@@ -11,6 +11,7 @@ from jaxpar.planning.cost import (
     pieces_of,
     predict_step,
 )
+from jaxpar.planning.elastic import fit_devices
 from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
 from jaxpar.planning.planner import Ranking, check_fits, place, plan, plan_here
 from jaxpar.planning.shares import measure_groups, propose_shares
@@ -34,6 +35,7 @@ __all__ = [
     "compare",
     "compare_here",
     "find_machine",
+    "fit_devices",
     "measure_groups",
     "measure_pieces",
     "pieces_of",

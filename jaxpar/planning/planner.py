@@ -371,19 +371,20 @@ def _cuts_of(sizes: LSTMSizes, given: Parallel, num_devices: int) -> Iterator[Pa
 
 
 def _meshes(num_devices: int, devices: tuple[int, ...] | None) -> Iterator[MeshConfig]:
-    for data in _divisors(num_devices):
-        for stage in _divisors(num_devices // data):
+    for data in divisors(num_devices):
+        for stage in divisors(num_devices // data):
             yield MeshConfig(data, stage, num_devices // data // stage, devices)
 
 
-def _divisors(n: int) -> list[int]:
+def divisors(n: int) -> list[int]:
+    """Of a positive whole number, from 1 to itself."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _cuts(n: int) -> list[int]:
     """Divisors of n, each larger than the one before by a factor."""
     cuts = [1]
-    for divisor in _divisors(n):
+    for divisor in divisors(n):
         if divisor >= _NEXT_CUT * cuts[-1]:
             cuts.append(divisor)
     return cuts

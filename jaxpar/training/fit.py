@@ -2,16 +2,20 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
@@ -93,13 +97,18 @@ def fit(
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
     train = task.train if train is None else train
+    parallel = Parallel.of(parallel, task.parallel)
+    options = {"resume": resume, "overwrite": overwrite, "profile": profile}
+    agree(
+        task, parallel, {"task": task.name, "train": train, **options},
+        remedy="start all of them with the same options",
+    )  # fmt: skip
     if train.fallback_dir is not None and jax.process_count() > 1:
         raise ValueError(
             f"fallback_dir={train.fallback_dir!r} is for one process, there are "
             f"{jax.process_count()}: they cannot agree once one of them cannot write; leave it away"
         )
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
-    parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build()
     parallel = parallel.resolve(mesh.size)
     asked, task = task, task.resolve(parallel, mesh)
@@ -107,11 +116,13 @@ def fit(
     settings = Settings(task, parallel, train)
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
     abstract_by_layer(target, task, parallel)  # can it be stored?
-    (folder or RunFolder(".")).texts(settings, asked)  # and these?
+    texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
     batches = CheckedBatches(task, task.make_batches("train", train.seed))
     batches.batch(0)
     if resume and folder is not None:
         folder.check_data(task)
+    found = _what_was_found(texts, parallel)
+    agree(found, remedy="give all of them the same data, task and devices", last=True)
     report = report if report is not None and jax.process_index() == 0 else Report()
     report.plan(settings, mesh, target)
 
@@ -216,6 +227,16 @@ def _check_holds_no_run(folder: RunFolder) -> None:
             f"out_dir={str(folder)!r} holds a run already; go on with it (--resume), use another "
             f"--train.out-dir, or remove what is there (--overwrite)"
         )
+
+
+def _what_was_found(texts: Mapping[str, str], parallel: Parallel) -> dict[str, Any]:
+    """What all processes must have found alike: the data, the file of the task, the kind of their devices."""
+    found = json.loads(texts["data.json"])
+    if "task.py" in texts:
+        found["task.py"] = hashlib.sha256(texts["task.py"].encode()).hexdigest()
+    if parallel.has_equal_shares:  # others say that devices differ
+        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
+    return found
 
 
 def _check_profile(num_steps: int, taken: int) -> None:

@@ -31,7 +31,6 @@ from jax.sharding import Mesh
 from jaxpar.config_file import read_config, to_toml
 from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
 from jaxpar.task import Task, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, best_of
@@ -219,7 +218,7 @@ class RunFolder:
         """
         settings = self.settings()
         devices = mesh.build()
-        parallel = _on_mesh(settings.parallel, mesh.resolve(devices.size))
+        parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
         task = settings.task.portable().resolve(parallel, devices)
         task.check(parallel, devices)
         settings = settings._replace(task=task, parallel=parallel)
@@ -477,16 +476,6 @@ def _filled_in(asked: Task, task: Task) -> Task:
         field.name for field in dataclasses.fields(asked) if getattr(asked, field.name) is None
     ]
     return dataclasses.replace(asked, **{name: getattr(task, name) for name in names})
-
-
-def _on_mesh(parallel: Parallel, mesh: MeshConfig) -> Parallel:
-    """The same on another mesh, without what was chosen for the number of stages or groups it had."""
-    pipeline, shares = parallel.pipeline, parallel.shares
-    if mesh.stage != parallel.mesh.stage:
-        pipeline = dataclasses.replace(pipeline, placement="balanced")
-    if mesh.data != parallel.mesh.data:
-        shares = None
-    return dataclasses.replace(parallel, mesh=mesh, pipeline=pipeline, shares=shares)
 
 
 def _describe(task: Task) -> dict[str, Any]:

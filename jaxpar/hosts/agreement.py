@@ -1,0 +1,170 @@
+"""Processes that begin a run agree on it, or all of them refuse and name who differs in what.
+
+Every process gives its facts to the key-value store of JAX's coordinator; process 0 compares them, and its
+verdict goes to all. No device takes part, so it comes before anything is compiled.
+"""
+
+import contextlib
+import dataclasses
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax._src.distributed import global_state  # there is no public way to its key-value store
+
+_FAILED = "failed"
+_NAMED = 5  # differences that a message names
+_NOTICE_SECONDS = 20.0  # twice as long each time
+_LEAVE_SECONDS = 10.0  # that a process which fails has for telling the others
+
+
+def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
+    """In words, what is not the same in all processes, and where it is what; "" if they agree.
+
+    Args:
+      facts: of each process, by its number; texts by their names.
+    """
+    names = list(dict.fromkeys(name for each in facts.values() for name in each))
+    found = []
+    for name in names:
+        processes: dict[str, list[int]] = {}
+        for number, each in sorted(facts.items()):
+            processes.setdefault(each.get(name, "not there"), []).append(number)
+        if len(processes) > 1:
+            parts = (
+                f"{value} in {describe_processes(where)}" for value, where in processes.items()
+            )
+            found.append(f"{name} is {', '.join(parts)}")
+    more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    return "; ".join(found[:_NAMED] + more)
+
+
+def _flatten(facts: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """The values in tables and dataclasses as texts, each with the names that lead to it."""
+    if dataclasses.is_dataclass(facts) and not isinstance(facts, type):
+        facts = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
+    if not isinstance(facts, Mapping):
+        yield path, re.sub(r" at 0x[0-9a-f]+", "", repr(facts))  # an object's address is its own
+        return
+    for name, value in facts.items():
+        yield from _flatten(value, f"{path}.{name}" if path else str(name))
+
+
+def agree(*facts: Any, remedy: str, last: bool = False) -> None:
+    """Returns when all processes have come here with the same facts; at once in one that is alone.
+
+    Args:
+      facts: tables and dataclasses, whose values are told apart by their `repr`.
+      remedy: what to do if they differ.
+      last: from here on a process that fails need not tell the others.
+    Raises:
+      ValueError: they differ, or a process has failed on its way here; in all processes alike.
+    """
+    found = {name: text for each in facts for name, text in _flatten(each)}
+    _state.agree(found, remedy, last=last)
+
+
+def await_agreement() -> None:
+    """Notes that the others will wait for this process in `agree`: if it fails before, they are told."""
+    _state.is_ahead = True
+
+
+def tell_failure(message: str) -> None:
+    """Lets the others know that this process ends, if they are about to wait for it in `agree`."""
+    if _state.is_ahead:
+        with contextlib.suppress(ValueError, RuntimeError):
+            _state.agree({_FAILED: message}, "", last=True, seconds=_LEAVE_SECONDS)
+
+
+class _Agreements:
+    """The agreements of this process: all processes come to the same ones, one after the other."""
+
+    def __init__(self):
+        self.is_ahead = False  # another one, before anything else that needs all processes
+        self._turn = 0
+
+    def agree(
+        self, facts: dict[str, str], remedy: str, *, last: bool, seconds: float = float("inf")
+    ) -> None:
+        client, number = global_state.client, global_state.process_id
+        if client is None or global_state.num_processes == 1:
+            return
+        self.is_ahead, self._turn = not last, self._turn + 1
+        folder, until = f"jaxpar/agreement/{self._turn}", time.monotonic() + seconds
+        client.key_value_set(f"{folder}/{number}", json.dumps(facts))
+        verdict_key = f"{folder}/verdict"
+        if number == 0:
+            others = range(1, global_state.num_processes)
+            texts = {each: _wait_for(f"{folder}/{each}", each, until) for each in others}
+            everyone = {0: facts} | {each: json.loads(text) for each, text in texts.items()}
+            verdict = _judge(everyone, remedy)
+            client.key_value_set(verdict_key, verdict)
+        else:
+            verdict = _wait_for(verdict_key, 0, until)
+        if verdict:
+            self.is_ahead = False
+            _shut_down()
+            raise ValueError(verdict)
+
+
+_state = _Agreements()
+
+
+def _judge(facts: Mapping[int, Mapping[str, str]], remedy: str) -> str:
+    """What is wrong, in words; "" if nothing is."""
+    failed = [
+        f"process {number} ended before the run began: {each[_FAILED]}"
+        for number, each in facts.items()
+        if _FAILED in each
+    ]
+    if failed:
+        return "; ".join(failed[:_NAMED])
+    found = differences(facts)
+    return f"the processes do not agree: {found}; {remedy}" if found else ""
+
+
+def _wait_for(key: str, process: int, until: float) -> str:
+    """The value of a key, once that process has set it.
+
+    Raises:
+      RuntimeError: it has not.
+    """
+    assert global_state.client is not None
+    began, notice_at = time.monotonic(), time.monotonic() + _NOTICE_SECONDS
+    while True:
+        try:
+            return global_state.client.blocking_key_value_get(key, 1000)  # then signals are heard
+        except jax.errors.JaxRuntimeError as error:
+            now = time.monotonic()
+            if "DEADLINE_EXCEEDED" not in str(error) or now > until:
+                raise
+        if now > notice_at:
+            print(
+                f"waiting for process {process} to begin the run, for {now - began:.0f} s",
+                file=sys.stderr,
+            )
+            notice_at = now + (now - began)
+
+
+def _shut_down() -> None:
+    """Parts from the others, so that none ends for the loss of another; not for ever."""
+    thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    thread.start()
+    thread.join(_LEAVE_SECONDS)
+
+
+def describe_processes(numbers: Sequence[int]) -> str:
+    """In words: `process 3`, or `processes 0 to 2, 5`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    texts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in ranges]
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"

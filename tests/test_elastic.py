@@ -1,0 +1,245 @@
+"""A run goes on when processes are lost, and when there are more: on which mesh, and with which losses."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import pytest
+
+from jaxpar import MeshConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.__main__ import main
+from jaxpar.hosts import launch
+from jaxpar.planning import fit_devices
+from jaxpar.planning.elastic import _find_machine
+from jaxpar.tasks.lm import LM
+from tests.models import Regress
+
+RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
+END_SECONDS = 600  # which only a process that hangs takes
+RESTART_SECONDS = 60
+TEXT = LM(
+    num_layers=2,
+    hidden_size=16,
+    embed_size=16,
+    vocab_size=128,
+    num_words=100,
+    batch_size=8,
+    seq_len=8,
+)
+
+
+@pytest.mark.parametrize("asked", ["dp8", "dp2pp2tp2", "dp-1pp2"])
+def test_a_mesh_that_fits_is_kept(asked):
+    layout, reason = fit_devices(TEXT, Parallel.of(asked, LM.parallel), TrainConfig())
+    assert reason == ""
+    assert layout == Parallel.of(asked, LM.parallel).resolve()
+
+
+def test_the_cost_model_chooses_for_a_task_that_knows_its_cost():
+    layout, reason = fit_devices(TEXT, Parallel.of("dp2pp2", LM.parallel), TrainConfig())
+    assert layout.mesh.num_devices == 8
+    assert re.fullmatch(
+        r"dp2pp2 does not fit 8 devices; \S.* is the quickest by the cost model for laptop-cpu",
+        reason,
+    )
+    assert fit_devices(TEXT, Parallel(), TrainConfig(), keep=False)[0] == layout
+
+
+# There are eight devices; sixteen rows.
+RULE = {
+    "data is larger": ("dp2pp2", "dp4pp2"),
+    "data is smaller": ("dp4pp2tp2", "dp2pp2tp2"),
+    "stages do not divide": ("dp2pp3", "dp8"),
+    "tensor does not divide": ("pp2tp3", "dp4pp2"),
+    "both are divisors": ("dp3pp4tp4", "dp1pp4tp2"),
+}
+
+
+@pytest.mark.parametrize("case", RULE)
+def test_stages_and_tensor_are_kept_where_nobody_knows_the_cost(case):
+    asked, expected = RULE[case]
+    mesh = MeshConfig.parse(asked)
+    placement = "balanced" if mesh.stage == 3 else (4 // mesh.stage,) * mesh.stage
+    given = Parallel(mesh, PipelineConfig(placement=placement, num_microbatches=2))
+    layout, reason = fit_devices(Regress(), given, TrainConfig())
+    assert layout.mesh == MeshConfig.parse(expected)
+    assert layout.pipeline.num_microbatches == 2
+    assert layout.pipeline.placement == (
+        placement if layout.mesh.stage == mesh.stage else "balanced"
+    )
+    assert "task 'Regress' does not know its cost" in reason
+
+
+def test_a_mesh_that_the_batch_does_not_fit_is_passed_over():
+    """Twelve rows are not for eight groups, but for four of two stages' devices."""
+    layout, _ = fit_devices(
+        Regress(batch_size=12), Parallel.of("dp1pp6", Parallel()), TrainConfig()
+    )
+    assert layout.mesh == MeshConfig.parse("dp4pp2")
+
+
+def test_no_mesh_at_all_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"no mesh of 8 devices fits: batch_size=9 does not divide"
+    ):
+        fit_devices(Regress(batch_size=9), Parallel(), TrainConfig())
+    named = Parallel(MeshConfig(data=2, devices=(0, 1)))
+    with pytest.raises(
+        ValueError, match=r"--elastic takes all devices, and devices=\(0, 1\) names some"
+    ):
+        fit_devices(Regress(), named, TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "machine"),
+    [
+        ("cpu", "cpu", "laptop-cpu"), ("gpu", "NVIDIA H200", "h200"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"), ("gpu", "NVIDIA L4", "h100"),
+        ("tpu", "TPU v5 lite", "tpu-v5e"),
+    ],
+)  # fmt: skip
+def test_devices_are_of_a_machine(platform, kind, machine):
+    class Device:
+        device_kind = kind
+
+    Device.platform = platform
+    assert _find_machine(Device) == machine
+
+
+# ---- the launcher ----
+
+COMMAND = ["train", "lm", "--train.out-dir", "nowhere"]
+# Ends of three processes and then fewer, as (exit code, lost); the numbers started, and the exit code of all.
+ENDS = {
+    "all is well": ([(0, 0)], {}, [3], 0),
+    "one dies": ([(137, 1), (0, 0)], {}, [3, 2], 0),
+    "two die": ([(137, 2), (0, 0)], {}, [3, 1], 0),
+    "one after the other": ([(137, 1), (134, 1), (0, 0)], {}, [3, 2, 1], 0),
+    "a number is refused": ([(137, 1), (2, 1), (0, 0)], {}, [3, 2, 1], 0),
+    "a mistake": ([(2, 1)], {}, [3], 2),
+    "not finite": ([(137, 1), (3, 1)], {}, [3, 2], 3),
+    "all die": ([(137, 1), (137, 1), (139, 1)], {}, [3, 2, 1], 139),
+    "too few are left": ([(137, 1), (137, 1)], {"min_processes": 2}, [3, 2], 137),
+    "not elastic": ([(137, 1)], {"elastic": False}, [3], 137),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
+    ends, options, expected, code = ENDS[case]
+    started = []
+
+    class Processes:
+        def __init__(self, command, num_processes, devices_per_process, signals):
+            assert command == COMMAND + ["--elastic"] * options.get("elastic", True)
+            started.append(num_processes)
+
+        def wait(self):
+            return launch._End(*ends[len(started) - 1])
+
+    monkeypatch.setattr(launch, "_Processes", Processes)
+    assert launch.launch(COMMAND, 3, 1, **{"elastic": True, **options}) == code
+    assert started == expected
+    said = capfd.readouterr().err
+    assert [int(n) for n in re.findall(r"going on with (\d) of 3 processes", said)] == expected[1:]
+    assert ("1 of 3 processes are left, and --min-processes is 2" in said) == (
+        case == "too few are left"
+    )
+
+
+def test_it_resumes_what_has_begun(tmp_path):
+    for command in (
+        ["train", "--train.out-dir", str(tmp_path)],
+        ["train", f"--train.out_dir={tmp_path}"],
+    ):
+        (tmp_path / "config.toml").unlink(missing_ok=True)
+        assert launch._how_to_go_on(command) == []
+        (tmp_path / "config.toml").touch()
+        assert launch._how_to_go_on(command) == ["--resume"]
+        assert launch._how_to_go_on([*command, "--resume"]) == []
+
+
+def flags(text, out_dir, num_steps, *more):
+    return [
+        "train", "lm", "--corpus", str(text), "--batch-size", "12", "--seq-len", "8", "--num-layers", "2",
+        "--hidden-size", "16", "--embed-size", "16", "--optimizer.lr-schedule", "constant",
+        "--optimizer.warmup-steps", "2", "--train.log-every", "1", "--train.checkpoint-every", "5",
+        "--train.num-steps", str(num_steps), "--train.out-dir", str(out_dir), *more,
+    ]  # fmt: skip
+
+
+def start(processes, arguments):
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "jaxpar", "launch", "--elastic", "--processes", str(processes), "--",
+            *arguments,
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def read_until(process, pattern):
+    """The lines until one matches."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    raise AssertionError("".join(lines))
+
+
+def children_of(parent):
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    pairs = [tuple(map(int, row.split())) for row in listed.stdout.splitlines()]
+    return sorted(pid for pid, its_parent in pairs if its_parent == parent)
+
+
+def train_losses(out_dir):
+    lines = (json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if line["split"] == "train"]
+
+
+@pytest.mark.law
+def test_fewer_processes_and_then_more_have_the_losses_of_one_device(text, tmp_path):
+    out_dir = tmp_path / "run"
+    process = start(2, flags(text, out_dir, 1_000_000, "--mesh", "dp2"))
+    watchdog = threading.Timer(END_SECONDS, process.kill)
+    watchdog.start()
+    read_until(process, r"step +12/")  # a checkpoint of step 5 or 10 is there
+    began = time.monotonic()
+    os.kill(children_of(process.pid)[1], signal.SIGKILL)
+    said = "".join(read_until(process, r"resumed at step (5|10|15);"))
+    assert "error: process 1 of 2 was killed by SIGKILL; the others were ended\n" in said
+    assert (
+        "going on with 1 of 2 processes\n[0] mesh        dp2 does not fit 1 devices; dp1 is the"
+        in said
+    )
+    read_until(process, r"step +20/")
+    assert time.monotonic() - began < RESTART_SECONDS
+    process.terminate()
+    read_until(process, r"stopped by SIGTERM")
+    process.communicate(timeout=END_SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+    watchdog.cancel()
+
+    num_steps = len(train_losses(out_dir)) + 10
+    process = start(3, flags(text, out_dir, num_steps, "--mesh", "dp2"))
+    said = process.communicate(timeout=END_SECONDS)[0]
+    assert process.returncode == 0, said
+    assert "dp2 does not fit 3 devices; dp3 is the quickest" in said
+    assert main(flags(text, tmp_path / "one", num_steps, "--devices", "0")) == 0
+    expected = train_losses(tmp_path / "one")
+    assert len(expected) == num_steps >= 30
+    assert train_losses(out_dir) == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
+
+
+def test_there_are_eight_devices():
+    assert jax.device_count() == 8
