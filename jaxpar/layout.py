@@ -20,6 +20,7 @@ from jaxpar.batches import STARTS
 from jaxpar.model import NO_SLOTS, Stack, values
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
+from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import PARAM_SHAPE, Layout, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
 from jaxpar.trees import zeros
@@ -195,6 +196,23 @@ class ModelLayout:
 
         leaves = jax.tree.leaves(nnx.state(model))
         return count_flops(last, leaves, self.x, self._block) / float(np.mean(self.layer_costs))
+
+    @functools.cached_property
+    def whole_kinds(self) -> tuple[str, ...]:
+        """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
+        own = zip(self.of_layers(self.params), self.of_layers(self.frozen), strict=True)
+        whole = []
+        for name, (params, frozen), function, (_, args) in zip(
+            self.kinds, own, self.layer_functions(), self._layer_traces, strict=True
+        ):
+            params, frozen = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (params, frozen)
+            )
+            _, carry, x, batch = args
+            at = _At(self, batch)
+            if not SplitLayer(function, params, frozen, carry, x, at, splits=True).has_weights:
+                whole.append(name)
+        return tuple(whole)
 
     def _check_layers(self, plain: Any) -> None:
         """Traces `first` and every kind of layer once by itself, so that a mistake has a name."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import Regress
 from test_equivalence import (
     MODEL,
     RELATIVE_ERROR,
@@ -25,6 +26,7 @@ from jaxpar.analysis import inspect_step
 from jaxpar.at import At
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
+from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.placement import make_slots
@@ -66,6 +68,8 @@ def test_every_schedule_and_option_equals_plain(options, tied):
         (4, {"placement": "balanced", "head": "last"}),
         (2, {"schedule": "interleaved", "num_groups": 2, "placement": (1, 3, 2, 1)}),
         (4, {"placement": (1, 4, 1, 1), "zero_bubble": "unit"}),
+        (4, {"placement": (0, 4, 3, 0), "head": "last"}),
+        (4, {"placement": (4, 3, 0, 0), "head": "last", "zero_bubble": "unit", "unroll": True}),
         (4, {"placement": (1, 4, 1, 1), "zero_bubble": "microbatch", "unroll": True}),
     ],
 )
@@ -677,3 +681,11 @@ def test_layers_of_several_groups_are_not_written_out():
         assert_same_as_plain(
             make_settings((1, 2, 1), (2, 2), schedule="interleaved", num_groups=2, unroll=True)
         )
+
+
+def test_the_report_says_which_gradients_are_not_apart():
+    task, units = Regress(("gru", "dense", "cell")), PipelineConfig(zero_bubble="unit")
+    [note] = inspect_step(task, Parallel(MeshConfig(stage=3, devices=(0, 1, 2)), units)).notes
+    assert "weights of gru, recurrent come out of the backward pass" in note
+    assert "dense" not in note
+    assert not inspect_step(*make_settings((1, 2, 1), (2, 2), zero_bubble="unit")[:2]).notes

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.display import format_bytes, format_shape
+from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
@@ -73,11 +74,13 @@ class ProgramReport(Tables):
       flops: floating-point operations by XLA's count, which takes the body of every loop once, however
         often it runs; None where XLA does not count.
       memory: None where XLA does not tell.
+      notes: what of the settings could not be done.
     """
 
     collectives: tuple[Collective, ...]
     flops: float | None
     memory: Memory | None
+    notes: tuple[str, ...] = ()
 
     @property
     def totals(self) -> tuple[Total, ...]:
@@ -133,6 +136,7 @@ class ProgramReport(Tables):
             parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", m.temporary)))
             facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
         yield facts
+        yield from self.notes
 
 
 def inspect_step(
@@ -162,7 +166,13 @@ def inspect_step(
     if plan is None:
         return report
     collectives = tuple(_planned(collective, plan) for collective in report.collectives)
-    return dataclasses.replace(report, collectives=collectives)
+    notes = ()
+    if parallel.zero_bubble != "off" and (whole := lay_out(task, parallel).whole_kinds):
+        notes = (
+            f"\nzero_bubble: gradients of the weights of {', '.join(whole)} come out of the backward pass of "
+            f"the inputs, and stay in backward units",
+        )
+    return dataclasses.replace(report, collectives=collectives, notes=notes)
 
 
 def settle(

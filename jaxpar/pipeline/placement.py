@@ -200,10 +200,10 @@ def resolve_placement(
         raise ValueError(
             f'placement={placement!r}; use "balanced", "even" or numbers such as (2, 3, 3)'
         )
-    if len(placement) != num_places or sum(placement) != num_layers or min(placement) < 1:
+    if len(placement) != num_places or sum(placement) != num_layers or min(placement) < 0:
         raise ValueError(
             f"placement={tuple(placement)} is {len(placement)} numbers with the sum {sum(placement)}; "
-            f"num_layers={num_layers} on {places} needs {num_places} numbers from 1 with the sum "
+            f"num_layers={num_layers} on {places} needs {num_places} numbers from 0 with the sum "
             f"{num_layers}, such as {balanced}"
         )
     return tuple(placement)
