@@ -6,6 +6,7 @@ gradients: scheduled (1F1B) against autodiff through its forward units (GPipe). 
 
 import argparse
 import time
+from typing import Any
 from unittest import mock
 
 import jax
@@ -20,11 +21,12 @@ from jaxpar.tasks.lm import LM
 
 
 def make_settings(
-    num_microbatches: int, num_chunks: int, num_layers: int, *, remat: bool = False
+    num_microbatches: int, num_chunks: int, num_layers: int, **options: Any
 ) -> tuple[LM, Parallel]:
     """4 stages, 8 rows a microbatch, 64 steps of time."""
     task = LM(num_layers, 256, 256, vocab_size=384, batch_size=8 * num_microbatches, seq_len=64)
-    pipeline = PipelineConfig(num_microbatches=num_microbatches, num_chunks=num_chunks, remat=remat)
+    cut = {"num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    pipeline = PipelineConfig(**cut, **options)
     return task, Parallel(MeshConfig(stage=4), pipeline)
 
 
@@ -57,17 +59,33 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     jaxpar.simulate_devices(4)
     print("temporary memory per device, MiB: 8 layers of 256, T=64, K=4, 8 rows a microbatch")
-    print(f"{'M':>4} {'1f1b':>8} {'1f1b remat':>11} {'autodiff':>9} {'1f1b/autodiff':>14}")
+    interleaved = {"schedule": "interleaved", "num_groups": 2}
+    columns = {
+        "1f1b": {},
+        "1f1b+zb": {"zero_bubble": "unit"},
+        "1f1b+zb(microbatch)": {"zero_bubble": "microbatch"},
+        "1f1b+zb(microbatch), unroll": {"zero_bubble": "microbatch", "unroll": True},
+        "interleaved": interleaved,
+        "interleaved+zb": {**interleaved, "zero_bubble": "unit"},
+        "1f1b, remat": {"remat": True},
+    }
+    print("| M | " + " | ".join([*columns, "autodiff"]) + " |")
     for num_microbatches in (4, 8, 16, 32):
-        settings, remat = (make_settings(num_microbatches, 4, 8, remat=r) for r in (False, True))
-        ours, lean = (temporary_mib(lower_scheduled(*each)) for each in (settings, remat))
-        autodiff = temporary_mib(lower_autodiff(*settings))
-        print(
-            f"{num_microbatches:4} {ours:8.1f} {lean:11.1f} {autodiff:9.1f} {ours / autodiff:14.2f}"
-        )
+        row = [
+            temporary_mib(lower_scheduled(*make_settings(num_microbatches, 4, 8, **options)))
+            for options in columns.values()
+        ]
+        row.append(temporary_mib(lower_autodiff(*make_settings(num_microbatches, 4, 8))))
+        print(f"| {num_microbatches} | " + " | ".join(f"{mib:.1f}" for mib in row) + " |")
     print("\ntime to lower and compile, seconds (median of 3)")
-    for num_layers, num_microbatches, num_chunks in ((8, 4, 4), (64, 32, 16)):
-        settings = make_settings(num_microbatches, num_chunks, num_layers)
+    zero_bubble = {"zero_bubble": "unit"}
+    for num_layers, num_microbatches, num_chunks, options in (
+        (8, 4, 4, {}),
+        (64, 32, 16, {}),
+        (8, 4, 4, zero_bubble),
+        (64, 32, 16, zero_bubble),
+    ):
+        settings = make_settings(num_microbatches, num_chunks, num_layers, **options)
         seconds = []
         for _ in range(3):
             jax.clear_caches()
@@ -75,7 +93,8 @@ def main() -> None:
             lower_scheduled(*settings).compile()
             seconds.append(time.perf_counter() - start)
         print(
-            f"{num_layers} layers, M={num_microbatches}, K={num_chunks}: {sorted(seconds)[1]:.2f}"
+            f"{num_layers} layers, M={num_microbatches}, K={num_chunks}, {options or '1f1b'}: "
+            f"{sorted(seconds)[1]:.2f}"
         )
 
 

@@ -7,39 +7,43 @@ Cuts of the work are tried first, for a few rounds each; the best of jaxpar and 
 
 import argparse
 import json
+from typing import Any
 
 import jax
 
 from benchmarks.sides import Measured, Side, measure, table
 from benchmarks.work import WORKS
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.step import step_schedule
 
 BOTH = ((0, 1),)
-# Microbatches and chunks that are tried.
+# Microbatches and chunks that are tried,
 CUTS = {
-    "A": [(1, 4), (1, 8), (1, 16), (2, 4), (2, 8)],
-    "B": [(1, 5), (1, 7), (2, 5), (2, 7)],
-    "C": [(1, 5), (1, 7), (2, 5), (2, 7)],
+    "A": [(1, 8), (1, 16), (2, 4), (2, 8)],
+    "B": [(1, 5), (1, 7), (2, 5)],
+    "C": [(1, 5), (1, 7), (2, 5)],
+}
+# and what becomes of the gradients of weights.
+WAYS = {
+    "1f1b": {},
+    "zb": {"zero_bubble": "unit", "unroll": True},
+    "zb(microbatch)": {"zero_bubble": "microbatch", "unroll": True},
 }
 
 
 def jaxpar_side(
-    name: str, work: str, cores, stages: int = 1, cut: tuple[int, int] = (1, 1)
+    name: str, work: str, cores, stages: int = 1, options: dict[str, Any] | None = None
 ) -> Side:
-    """The training step on one device, or on two stages."""
-    mesh = json.dumps({"stage": stages})
-    return Side(name, ("-m", "benchmarks.jaxpar_side", work, mesh, options(cut)), cores)
+    """The training step on one device, or on two stages; options of `PipelineConfig`."""
+    arguments = work, json.dumps({"stage": stages}), json.dumps(options or {})
+    return Side(name, ("-m", "benchmarks.jaxpar_side", *arguments), cores)
 
 
-def options(cut: tuple[int, int]) -> str:
-    """A cut as arguments of `PipelineConfig`."""
-    return json.dumps({"num_microbatches": cut[0], "num_chunks": cut[1]})
-
-
-def ticks_side(work: str, ticks: str, cut: tuple[int, int]) -> Side:
+def ticks_side(work: str, ticks: str, options: dict[str, Any]) -> Side:
     """Loss and gradients, with all, idle or no ticks."""
     name = f"loss and gradients, {ticks} ticks"
-    return Side(name, ("-m", "benchmarks.pipeline.ticks_side", work, options(cut), ticks), BOTH)
+    arguments = work, json.dumps(options), ticks
+    return Side(name, ("-m", "benchmarks.pipeline.ticks_side", *arguments), BOTH)
 
 
 def torch_side(work: str, kind: str, num_microbatches: int, python: str) -> Side:
@@ -87,18 +91,21 @@ def main() -> None:
     args = parser.parse_args()
     print(f"jax {jax.__version__}, work {args.work}: {WORKS[args.work]}\n")
     few = max(args.rounds // 3, 2)
-    cuts = {f"2 stages, M={m}, K={k}": (m, k) for m, k in CUTS[args.work]}
-    chosen = best(
-        args.work, [jaxpar_side(name, args.work, BOTH, 2, cut) for name, cut in cuts.items()], few
-    )
-    cut = cuts[chosen.name]
+    ways = {
+        f"2 stages, M={m}, K={k}, {way}": {"num_microbatches": m, "num_chunks": k, **options}
+        for m, k in CUTS[args.work]
+        for way, options in WAYS.items()
+    }
+    sides = [jaxpar_side(name, args.work, BOTH, 2, options) for name, options in ways.items()]
+    chosen = best(args.work, sides, few)
+    options = ways[chosen.name]
     sides = [
         jaxpar_side("plain", args.work, ((0,),)),
         jaxpar_side("two copies of plain", args.work, ((0,), (1,))),
         jaxpar_side("plain, both cores", args.work, BOTH),
-        jaxpar_side(f"{chosen.name}, one core", args.work, ((0,),), 2, cut),
+        jaxpar_side(f"{chosen.name}, one core", args.work, ((0,),), 2, options),
         chosen,
-        *(ticks_side(args.work, ticks, cut) for ticks in ("all", "idle", "none")),
+        *(ticks_side(args.work, ticks, options) for ticks in ("all", "idle", "none")),
     ]
     if args.torch_python:
         kinds = [(kind, m) for kind in ("gpipe", "1f1b") for m in (2, 4)]
@@ -111,7 +118,7 @@ def main() -> None:
     print(table(results, WORKS[args.work].tokens), "\n")
     plain, copies, _, one_core, pipe, full, idle, none, *_ = results
     executor = (idle.median - none.median) / full.median
-    bubble = make_schedule("1f1b", 2, *cut).bubble
+    bubble = step_schedule(Parallel(MeshConfig(stage=2), PipelineConfig(**options))).bubble
     print(explain(plain, copies, one_core, pipe, bubble, executor))
 
 

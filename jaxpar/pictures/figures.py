@@ -17,7 +17,7 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.display import format_count
 from jaxpar.pictures.chart import IDLE, Chart
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.schedule import ZeroBubble, make_schedule
 from jaxpar.state import TrainState
 
 GREY = "#e4e8ec"  # idle
@@ -77,15 +77,18 @@ def draw_bubble(
     kind: str,
     num_stages: int,
     num_groups: int = 1,
+    zero_bubble: ZeroBubble = "off",
     microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32),
     chunks: Sequence[int] = (1, 2, 4, 8),
 ) -> Figure:
     """The bubble of schedules against the number of microbatches, a line for each number of chunks."""
     figure, [axes] = _figure()
     for i, K in enumerate(chunks):
-        bubbles = [
-            100 * make_schedule(kind, num_stages, M, K, num_groups).bubble for M in microbatches
-        ]
+        schedules = (
+            make_schedule(kind, num_stages, M, K, num_groups, zero_bubble=zero_bubble)
+            for M in microbatches
+        )
+        bubbles = [100 * schedule.bubble for schedule in schedules]
         label = f"K = {format_count(K, 'chunk')} of time"
         axes.plot(microbatches, bubbles, marker="os^Dvp*"[i % 7], color=color_of(i), label=label)
     axes.set_xscale("log", base=2)
@@ -95,7 +98,8 @@ def draw_bubble(
     axes.set_xlabel("M, microbatches")
     axes.set_ylabel("bubble (% of stage-time)")
     groups = f", {num_groups} groups of layers" * (num_groups > 1)
-    axes.set_title(f"{kind}, {num_stages} stages{groups}", fontsize=10)
+    apart = {"off": "", "unit": ", zero-bubble", "microbatch": ", zero-bubble by microbatch"}
+    axes.set_title(f"{kind}{apart[zero_bubble]}, {num_stages} stages{groups}", fontsize=10)
     axes.legend(frameon=False)
     return figure
 

@@ -94,7 +94,9 @@ def _figure(
         schedule = _schedule(settings)
         if schedule.num_stages == 1:
             raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
-        return figures.draw_bubble(schedule.kind, schedule.num_stages, schedule.num_groups)
+        return figures.draw_bubble(
+            schedule.kind, schedule.num_stages, schedule.num_groups, schedule.zero_bubble
+        )
     task, parallel, train = _of(settings)
     reports, memory = {}, {}
     for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
