@@ -93,23 +93,21 @@ class Launched(Run):
     codes = (0, -signal.SIGKILL, 128 + signal.SIGKILL)
 
     def processes(self):
-        """The ids of all that belong to it and run: the launcher, then its children."""
+        """The ids of all that belong to it and run, each with that of its parent."""
         listed = subprocess.run(
-            ["ps", "-A", "-ww", "-o", "pid=,stat=,args="],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rows = (row.split(maxsplit=2) for row in listed.stdout.splitlines())
-        found = (row for row in rows if len(row) == 3 and not row[1].startswith("Z"))
-        return sorted(int(pid) for pid, _, args in found if self._out_dir[1] in args)
+            ["ps", "-A", "-ww", "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True
+        )  # fmt: skip
+        rows = (row.split(maxsplit=3) for row in listed.stdout.splitlines())
+        found = (row for row in rows if len(row) == 4 and not row[2].startswith("Z"))
+        return {int(pid): int(parent) for pid, parent, _, args in found if self._out_dir[1] in args}
 
     def kill(self, process, victim):
         """Kills the launcher (0) or a child, if it is there; the seconds until nobody is left."""
         found, began = self.processes(), time.monotonic()
-        assert found[:1] == [process.pid] or process.poll() is not None
-        if found:
-            os.kill(found[min(victim, len(found) - 1)], signal.SIGKILL)
+        assert process.pid in found or process.poll() is not None
+        children = sorted(pid for pid, parent in found.items() if parent == process.pid)
+        if process.poll() is None:
+            os.kill([process.pid, *children][min(victim, len(children))], signal.SIGKILL)
         process.wait(END_SECONDS)
         while left := self.processes():
             assert time.monotonic() - began < LEFT_BEHIND_SECONDS, left
