@@ -105,7 +105,7 @@ def layouts(draw):
     return task, Parallel(mesh, pipeline, shares=shares, fsdp=pick(False, True))
 
 
-@hypothesis.settings(max_examples=4, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
+@hypothesis.settings(max_examples=3, phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
 @hypothesis.given(drawn=layouts())
 @hypothesis.example(
     drawn=(
