@@ -288,11 +288,10 @@ def test_numbers_are_taken_as_they_are():
         (
             ((1, 2), 4, 2),
             r"placement=\(1, 2\) is 2 numbers with the sum 3; num_layers=4 on stage=2 needs 2 numbers "
-            r"from 1 with the sum 4, such as \(2, 2\)$",
+            r"from 0 with the sum 4, such as \(2, 2\)$",
         ),
         (((2, 1, 1), 4, 2), r"placement=\(2, 1, 1\) is 3 numbers .* needs 2 numbers"),
-        (((4, 0), 4, 2), r"placement=\(4, 0\) is 2 numbers with the sum 4; .* from 1 with"),
-        (((5, -1), 4, 2), r"placement=\(5, -1\)"),
+        (((5, -1), 4, 2), r"placement=\(5, -1\) is 2 numbers with the sum 4; .* from 0 with"),
         (((), 4, 2), r"placement=\(\) is 0 numbers"),
     ],
 )

@@ -86,6 +86,10 @@ def test_a_figure_of_bubbles_is_of_schedules():
         expected = [100 * make_schedule("interleaved", 4, M, K, 2).bubble for M in (1, 2, 4, 8)]
         np.testing.assert_allclose(line.get_ydata(), expected)
     assert {"M, microbatches", "bubble (% of stage-time)"} <= set(texts(figure))
+    figure = figures.draw_bubble("1f1b", 4, microbatches=(4,), chunks=(2,), zero_bubble="unit")
+    expected = 100 * make_schedule("1f1b", 4, 4, 2, zero_bubble="unit").bubble
+    np.testing.assert_allclose(figure.axes[0].get_lines()[0].get_ydata(), [expected])
+    assert "1f1b, zero-bubble, 4 stages" in texts(figure)
 
 
 def test_figures_of_memory_and_bytes_add_up():

@@ -77,9 +77,9 @@ def draw_bubble(
     kind: str,
     num_stages: int,
     num_groups: int = 1,
-    zero_bubble: ZeroBubble = "off",
     microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32),
     chunks: Sequence[int] = (1, 2, 4, 8),
+    zero_bubble: ZeroBubble = "off",
 ) -> Figure:
     """The bubble of schedules against the number of microbatches, a line for each number of chunks."""
     figure, [axes] = _figure()

@@ -95,7 +95,10 @@ def _figure(
         if schedule.num_stages == 1:
             raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
         return figures.draw_bubble(
-            schedule.kind, schedule.num_stages, schedule.num_groups, schedule.zero_bubble
+            schedule.kind,
+            schedule.num_stages,
+            schedule.num_groups,
+            zero_bubble=schedule.zero_bubble,
         )
     task, parallel, train = _of(settings)
     reports, memory = {}, {}
