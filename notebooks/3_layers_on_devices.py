@@ -64,32 +64,26 @@ make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
 # Microbatches and chunks: the bubble is (S-1) / (MK + S-1), of S stages, M microbatches and K chunks.
 
 # %%
-make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
-
-# %%
 print("bubble of 4 stages    " + "".join(f"K = {K:<6}" for K in (1, 2, 4, 8)))
 for M in (1, 2, 4, 8):
     row = [make_schedule("1f1b", 4, M, K).bubble for K in (1, 2, 4, 8)]
     print(f"{M} microbatches        " + "".join(f"{bubble:<10.1%}" for bubble in row))
+make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 
 # %% [markdown]
 # ## No idle stage
 #
 # Half of a backward unit is nobody's business but its own stage's: the gradients of its weights (W). The rest, what the
 # stage below waits for, is B. Taken apart, W goes where a stage would wait. It needs no memory: the places of units that
-# are on their way are as many on every stage, and the later stages do not need all of theirs.
-
-# %%
-make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubble="unit")
-
-# %% [markdown]
-# With two groups of layers on each stage the rest of the bubble halves again.
+# are on their way are as many on every stage, and the later stages do not need all of theirs. With two groups of layers
+# on each stage the rest of the bubble halves again.
 
 # %%
 for kind, groups in (("1f1b", 1), ("interleaved", 2)):
     for apart in ("off", "unit"):
         schedule = make_schedule(kind, 4, 8, 4, groups, zero_bubble=apart)
         print(f"{schedule.title:<16} bubble {schedule.bubble:.1%}, {schedule.num_slots} slots")
+make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubble="unit")
 
 # %% [markdown]
 # ## And in reality?
@@ -118,11 +112,9 @@ naive
 
 # %%
 filled = measure(2, 2)
-filled
-
-# %%
 for name, measured in (("at once", naive), ("in units", filled)):
     print(f"{name:>8}: waiting {measured.bubble:.0%}, predicted {measured.predicted_bubble:.0%}")
+filled
 
 # %% [markdown]
 # ## What was learned
