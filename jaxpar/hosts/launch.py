@@ -9,7 +9,6 @@ where the last checkpoint is. None outlives the launcher by more than 10 s.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import queue
 import re
@@ -25,11 +24,9 @@ from typing import IO
 
 from jaxpar.hosts import leash
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
-from jaxpar.hosts.scripts import check_command
+from jaxpar.hosts.leash import GRACE_SECONDS
+from jaxpar.hosts.scripts import check_command, options_of
 
-# How long a process may take to end after SIGTERM; those that wait for a dead one never do. All are gone 10 s
-# after the first has failed.
-GRACE_SECONDS = 6.0
 _OUT_DIR = "--train.out-dir"
 _LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
 _SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
@@ -103,7 +100,7 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
       ValueError: it does not train, it names no folder to go on in, it would remove what is there, or the
         least number is out of range.
     """
-    options = _options(command)
+    options = options_of(command)
     if not command or command[0] != "train" or not options.get(_OUT_DIR):
         raise ValueError(
             f"--elastic goes on with a run in its folder; write train and {_OUT_DIR} FOLDER after --"
@@ -122,19 +119,9 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
 
 def _how_to_go_on(command: Sequence[str]) -> list[str]:
     """What an elastic command needs to go on with its run, if it has begun."""
-    options = _options(command)
+    options = options_of(command)
     has_begun = (Path(options[_OUT_DIR]).expanduser() / "config.toml").exists()
     return ["--resume"] if has_begun and not {"--resume", "--resume-or-begin"} & {*options} else []
-
-
-def _options(command: Sequence[str]) -> dict[str, str]:
-    """The options in a command, each with what follows it."""
-    found = {}
-    for argument, following in itertools.zip_longest(command, command[1:], fillvalue=""):
-        name, equals, value = argument.partition("=")
-        if name.startswith("--"):
-            found[name.replace("_", "-")] = value if equals else following
-    return found
 
 
 @dataclasses.dataclass(frozen=True)

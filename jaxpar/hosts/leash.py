@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 
-# A run saves its state after the step under way; all are gone 10 s after their launcher.
+# How long a process may take to end after SIGTERM: a run saves its state after the step under way, and those
+# that wait for a dead one never end. All are gone 10 s after their launcher, or after the first has failed.
 GRACE_SECONDS = 6.0
 _LOOK_SECONDS = 0.5
 

@@ -4,6 +4,7 @@ One script serves the first start of a run and every other: after the time limit
 failed. It names the run's folder, and `train` goes on with what it finds there.
 """
 
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -185,6 +186,16 @@ def check_command(command: Sequence[str], num_processes: int, devices_per_proces
         )
 
 
+def options_of(command: Sequence[str]) -> dict[str, str]:
+    """The options in a command, each with what follows it."""
+    found = {}
+    for argument, following in itertools.zip_longest(command, command[1:], fillvalue=""):
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            found[name.replace("_", "-")] = value if equals else following
+    return found
+
+
 def _how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
     """What is to be added to a command, so that it begins a run or goes on with it.
 
@@ -193,7 +204,7 @@ def _how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
     Raises:
       ValueError: the command removes what is there, and a second start of the script would do so too.
     """
-    options = {argument.partition("=")[0].replace("_", "-") for argument in command}
+    options = options_of(command)
     if command[0] != "train":
         return []
     if "--overwrite" in options:
@@ -202,7 +213,7 @@ def _how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
             "remove the folder by hand, or name another --train.out-dir"
         )
     names_folder = "--train.out-dir" in options
-    says_how = bool(options & {"--resume", "--resume-or-begin"})
+    says_how = bool(options.keys() & {"--resume", "--resume-or-begin"})
     return ["--train.out-dir", out_dir] * (not names_folder) + ["--resume-or-begin"] * (
         not says_how
     )

@@ -454,16 +454,16 @@ class _Device:
         zero, K = jnp.int32(0), self.plan.max_chunks
         params, frozen = (self.stacked(tree.layers) for tree in (self.params, self.frozen))
         carry, x = self.first_block()
-        whole = None
-        if self.plan.zero_bubble == "microbatch" and K > 1:
+        splits, whole = bool(self.plan.weights) and not self.pipe.remat, None
+        if splits and self.plan.zero_bubble == "microbatch" and K > 1:
             long = jax.tree.map(lambda a: jnp.concatenate([a] * K), x)
             whole = long, self.at(zero, is_whole=True), K
         return SplitLayers(
             self.pipe.layers,
             *(params, frozen, carry, x, self.at(zero)),
             has_empty_slots=self.pipe.slots.has_empty_slots,
-            splits=bool(self.plan.weights) and not self.pipe.remat,
-            whole=None if self.pipe.remat else whole,
+            splits=splits,
+            whole=whole,
         )
 
     def first_block(self) -> tuple[Any, Any]:
