@@ -10,6 +10,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from flax import nnx
+from models import Regress
 
 import jaxpar
 from jaxpar import ArrayBatches, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
@@ -87,6 +88,36 @@ def test_an_interleaved_pipeline_with_a_split_head_is_measured():
     check_order(measured)
     heads = [span.stage for span in measured.spans if span.part == HEAD]
     assert sorted(heads) == [0, 0, 1, 1]
+
+
+def test_w_runs_after_its_backward_on_every_stage():
+    parallel = parallel_of(
+        MeshConfig(stage=2, devices=(0, 1)), num_microbatches=4, zero_bubble="unit"
+    )
+    measured = jaxpar.measure_step(TASK, parallel, num_steps=1)
+    ends, found = {}, []
+    for span in measured.spans:
+        if span.part == BACKWARD:
+            unit = int(measured.schedule.backward.unit[span.tick, span.stage])
+            ends[span.stage, unit] = span.start + span.seconds
+    for span in measured.spans:
+        if span.part.startswith("weights"):
+            lane = measured.schedule.weights[int(span.part.removeprefix("weights"))]
+            unit = int(lane.unit[span.tick, span.stage])
+            found.append((span.stage, unit))
+            assert span.start >= ends[span.stage, unit] - SLACK
+    assert sorted(found) == sorted(ends)
+    assert len(found) == 2 * 4
+    assert "ms W" in str(measured)
+    assert ">W" in measured.to_svg()
+
+
+def test_layers_without_a_w_of_their_own_are_shown_as_they_run():
+    parallel = parallel_of(MeshConfig(stage=2, devices=(0, 1)), zero_bubble="unit")
+    measured = jaxpar.measure_step(Regress(("gru", "gru")), parallel, num_steps=1)
+    assert measured.schedule.title == "1f1b"
+    assert not measured.schedule.weights
+    assert 0 < measured.predicted_bubble < 1
 
 
 class Dense(nnx.Module):

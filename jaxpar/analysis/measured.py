@@ -245,6 +245,9 @@ def measure_step(
         (_measure(step, branches, stages, busy) for step in steps.values()), key=lambda m: m[1]
     )
     schedule = step_schedule(parallel, parallel.group_shares[0])
+    if not any(part.startswith(WEIGHTS) for _, part in branches.values()):
+        # Of no layer are they apart: then there is nothing in their lanes.
+        schedule = dataclasses.replace(schedule, weights=(), zero_bubble="off")
     return MeasuredStep(schedule, *measured[len(measured) // 2], traced, plain)
 
 
