@@ -486,10 +486,10 @@ class _Device:
             ran_T4=jnp.zeros((plan.forward.unit.shape[1], 4), jnp.int32),
         )
         if with_gradients:
-            run = functools.partial(self.layers_forward, True, unit, unit)
-            kept = jax.eval_shape(lambda: run(*self.first_block()))[2]
             rows = self.pipe.microbatch_rows
-            if not self.pipe.remat:
+            if self.pipe.remat:  # the state and the input of a unit
+                kept = jax.eval_shape(self.first_block)
+            else:
                 kept = tuple(map(self.room, self.layers.saved, self.rows))
             state = state._replace(
                 kept=buffers(plan.num_slots, kept),

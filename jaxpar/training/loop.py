@@ -67,9 +67,9 @@ class Run:
         step_once = make_train_step(*self.settings, self.mesh)
         if jax.process_index() == 0:
             self.folder.rewind_metrics(step)
+        validated = self.folder.valid_losses()
         if config.keep_best:  # a line after this step may still be there, for another process
-            losses_before = self.folder.valid_losses().items()
-            self.checkpoints.losses |= {s: loss for s, loss in losses_before if s <= step}
+            self.checkpoints.losses |= {s: loss for s, loss in validated.items() if s <= step}
         lines = self.folder.metrics()
         self.first_loss = next((line["loss"] for line in lines if line["split"] == "train"), None)
         self.report.begin(step, config.num_steps, self.folder.path)
@@ -77,7 +77,7 @@ class Run:
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with Stop() as stop, tracer:
-            if self._validates(step) and step not in self.folder.valid_losses():
+            if self._validates(step) and step not in validated:
                 self._validate(step, stop)  # which a signal has ended
             while step < config.num_steps and not stop.now():
                 tracer.before_step()
