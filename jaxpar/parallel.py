@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, Self
 
+from jax.sharding import Mesh
+
 from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import check_fields, nearest_multiples, require, require_positive
 from jaxpar.mesh import SHORT_NAMES, MeshConfig
@@ -31,6 +33,9 @@ class PipelineConfig:
       unroll: write the layers of a stage out one by one, with their weights laid out for it once a step:
         quicker where chunks are short, for more memory and a larger program. For layers of one kind, without
         groups.
+      steady_loop: run the ticks in which no stage is idle in a loop of their own, without branches and of a
+        length that the compiler knows: where a device stops for the host at each branch and turn, as GPUs
+        do. It makes the program larger. "auto": on devices that are not CPUs.
       remat: keep inputs instead of residuals, and run each forward again before its backward.
     """
 
@@ -42,6 +47,7 @@ class PipelineConfig:
     placement: str | tuple[int, ...] = "balanced"
     head: Literal["auto", "last", "sharded"] = "auto"
     unroll: bool = False
+    steady_loop: Literal["auto", "on", "off"] = "auto"
     remat: bool = False
 
     def __post_init__(self):
@@ -131,6 +137,11 @@ class Parallel:
         """Where the gradients of weights go; with their backwards without stages, and with remat."""
         apart = self.mesh.stage > 1 and not self.pipeline.remat
         return self.pipeline.zero_bubble if apart else "off"
+
+    def has_steady_loop(self, mesh: Mesh) -> bool:
+        """Whether ticks without idle stages are a loop of their own on the devices of a mesh."""
+        choice = self.pipeline.steady_loop
+        return choice == "on" or (choice == "auto" and mesh.devices.flat[0].platform != "cpu")
 
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, of a batch of so many."""

@@ -602,6 +602,7 @@ def _run_in_units(layout: ModelLayout, mesh, layers, params, frozen, carry, batc
         last_specs=_last_specs(layout, outer, model),
         remat=parallel.pipeline.remat,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
+        steady_loop=parallel.has_steady_loop(mesh),
         first_gradient=add_first_gradient if adds_gradient else None,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
@@ -680,6 +681,9 @@ def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
         return step_schedule(parallel, share, K, backward=backward)
 
     any_length = range(1, parallel.num_chunks + 1)
-    shares = parallel.group_shares
+    shares, steady_len = parallel.group_shares, None
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
-    return make_plan([schedule(share, num_chunks) for share in shares], capacity)
+    if num_chunks < parallel.num_chunks:
+        steady_len = _plan(parallel, parallel.num_chunks, backward).steady_len
+    schedules = [schedule(share, num_chunks) for share in shares]
+    return make_plan(schedules, capacity, steady_len)

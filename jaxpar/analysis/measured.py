@@ -260,6 +260,11 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
             f"on {platform} the profiler does not tell where a unit begins; use simulated devices, or look "
             f"at the trace of train --profile"
         )
+    if parallel.has_steady_loop(mesh):
+        raise ValueError(
+            "steady_loop='on': without branches the profiler does not tell where a unit begins; measure it "
+            "with steady_loop='off'"
+        )
     if parallel.update == "host":
         raise ValueError("update='host' is not one program; measure it with update='replicated'")
     if num_steps < 1:

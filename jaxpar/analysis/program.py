@@ -15,7 +15,7 @@ from jaxpar.display import format_bytes, format_shape
 from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, STEADY, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
@@ -165,7 +165,8 @@ def inspect_step(
     plan = step.full_plan
     if plan is None:
         return report
-    collectives = tuple(_planned(collective, plan) for collective in report.collectives)
+    has_steady = parallel.has_steady_loop(mesh) and int(plan.steady) >= 0
+    collectives = tuple(_planned(each, plan, has_steady) for each in report.collectives)
     notes = ()
     if parallel.zero_bubble != "off" and (whole := lay_out(task, parallel).whole_kinds):
         notes = (
@@ -253,19 +254,28 @@ def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
     )
 
 
-def _planned(collective: Collective, plan: Plan) -> Collective:
-    """A collective of the loop over ticks with the loop's length, by what of a tick it belongs to."""
+def _planned(collective: Collective, plan: Plan, has_steady: bool) -> Collective:
+    """A collective of a loop over ticks with the loop's length, by what of a tick it belongs to."""
     units = {
         FORWARD: np.asarray(plan.forward.unit) >= 0,  # [data, ticks, stage]
         BACKWARD: np.asarray(plan.backward.unit) >= 0,
         HEAD: np.asarray(plan.head)[..., :1] >= 0,
         **{scope_of_weights(n): unit >= 0 for n, unit in enumerate(plan.weight_units)},
     }
-    part = next((scope for scope in _SCOPE.findall(collective.module) if scope in units), None)
+    scopes = _SCOPE.findall(collective.module)
+    part = next((scope for scope in scopes if scope in units), None)
     if part is None or collective.trip_counts[:1] != (None,):
         return collective
-    length = int(units[part].sum(1).max() if collective.conditional else plan.num_ticks)
-    return dataclasses.replace(collective, trip_counts=(length, *collective.trip_counts[1:]))
+    runs_T, num_loops = np.arange(plan.forward.unit.shape[1]) < plan.num_ticks, 1
+    if has_steady:
+        past_T = np.arange(len(runs_T)) - plan.steady
+        steady_T = (past_T >= 0) & (past_T < plan.steady_len)
+        is_steady = STEADY in scopes
+        runs_T, num_loops = runs_T & (steady_T == is_steady), 2 + is_steady
+    busy = units[part] & runs_T[:, None]
+    length = int(busy.sum(1).max() if collective.conditional else runs_T.sum())
+    trips = (length, *collective.trip_counts[num_loops:])
+    return dataclasses.replace(collective, trip_counts=trips)
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:

@@ -38,8 +38,9 @@ from jaxpar.trees import add, vary_like, zeros
 
 Head = Literal["last", "sharded"]
 
-# The parts of a tick, as named scopes of the program.
+# The parts of a tick, as named scopes of the program; and the loop of steady ticks.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+STEADY = "steady"
 
 
 def scope_of_weights(number: int) -> str:
@@ -87,6 +88,9 @@ class Pipeline:
       remat: keep a unit's input and state instead of its residuals, and run it again before its backward.
       unroll: write the layers of a stage out one by one, each with weights of its own that are laid out for
         the backward pass once a step; else they are a loop. For layers of one kind, in one group.
+      steady_loop: run the steady ticks of a full batch (`Plan.steady`) in a loop of their own, of a length
+        that the compiler knows and without a branch around F, B and W. What one stage has alone, `first` and
+        a head on the last stage, keeps its branch.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
       first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
@@ -105,6 +109,7 @@ class Pipeline:
     last_specs: tuple[Any, Any] = (P(), P())
     remat: bool = False
     unroll: bool = False
+    steady_loop: bool = False
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
     layout: Callable[..., Any] = anywhere
@@ -225,6 +230,7 @@ class Pipeline:
                     slot_of=None if plan.slot_of is None else P(DATA, STAGE),
                     head=P(DATA),
                     num_ticks=P(),
+                    steady=P(),
                     num_chunks=P(),
                 ),
             ),
@@ -422,12 +428,7 @@ class _Device:
                 self.prepared = self.layers.prepare(*layers)
             else:
                 self.prepared = tuple(zip(*layers, strict=True))
-        state = lax.fori_loop(
-            0,
-            self.plan.num_ticks if num_ticks is None or with_gradients else num_ticks,
-            functools.partial(self.tick, with_gradients),
-            self.initial_state(with_gradients),
-        )
+        state = self.ticks(with_gradients, num_ticks, self.initial_state(with_gradients))
         over_head = (DATA,) if self.pipe.head == "sharded" else (DATA, STAGE)
         out = (self.sum(state.sums, *over_head), state.carry, state.ran_T4[None, ..., None])
         if not with_gradients:
@@ -439,6 +440,36 @@ class _Device:
                 last=self.sum(state.grads.last, *over_head),
             )
         return (*out, grads)
+
+    def ticks(self, with_gradients: bool, num_ticks: int | None, state: _State) -> _State:
+        """All ticks: before the steady ones, these, and the others; or all in one loop."""
+        plan = self.plan
+        tick = functools.partial(self.tick, with_gradients, False)
+        if num_ticks is not None and not with_gradients:
+            return lax.fori_loop(0, num_ticks, tick, state)
+        if not (self.pipe.steady_loop and plan.steady_len):
+            return lax.fori_loop(0, plan.num_ticks, tick, state)
+        has_steady = jnp.asarray(plan.steady) >= 0
+
+        @jax.named_scope(STEADY)
+        def steady(_, state):
+            # The first is data, their number is not.
+            return lax.fori_loop(
+                0,
+                plan.steady_len,
+                lambda n, state: self.tick(with_gradients, True, plan.steady + n, state),
+                state,
+            )
+
+        def part(number, state):
+            """Before and with the steady ticks, then after them: so the others are there only once."""
+            is_before = has_steady & (number == 0)
+            start = jnp.where(number == 0, 0, plan.steady + plan.steady_len)
+            stop = jnp.where(is_before, plan.steady, plan.num_ticks)
+            state = lax.fori_loop(start, stop, tick, state)
+            return lax.fori_loop(0, is_before.astype(jnp.int32), steady, state)
+
+        return lax.fori_loop(0, 1 + has_steady.astype(jnp.int32), part, state)
 
     def stacked(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         """Layers that are written out as one tree again."""
@@ -523,24 +554,30 @@ class _Device:
         n = len(rows) // self.plan.num_groups
         return [jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype) for leaf in saved]
 
-    def tick(self, with_gradients: bool, number: jax.Array, state: _State) -> _State:
-        """Forward, head, backward, weights, exchange."""
+    def tick(
+        self, with_gradients: bool, is_steady: bool, number: jax.Array, state: _State
+    ) -> _State:
+        """Forward, head, backward, weights, exchange.
+
+        Args:
+          is_steady: see `Plan.steady`; what every stage has then needs no branch.
+        """
         forward, backward, *weights = (
             vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), self.here)
             for lane in (self.plan.forward, self.plan.backward, *self.plan.weights)
         )
-        state, y = self.forward(with_gradients, forward, state)
-        if with_gradients and weights:
+        state, y = self.forward(with_gradients, is_steady, forward, state)
+        if with_gradients and weights and not is_steady:
             # B writes over what is read here. XLA does not know the order, and would copy all that is kept.
             state, done = self.weights(weights[0], state, 0)
             backward = backward._replace(slot=backward.slot + done)
         unit, slot = self.plan.head[0, number]
-        state = self.head(with_gradients, unit, slot, y, state)
+        state = self.head(with_gradients, is_steady, unit, slot, y, state)
         dx = None
         if with_gradients:
-            state, dx = self.backward(backward, state)
+            state, dx = self.backward(is_steady, backward, state)
             if weights:
-                state, _ = self.weights(weights[1], state, 1)
+                state, _ = self.weights(weights[1], state, 1, is_steady)
         if self.meets_once:
             y, dx = lax.optimization_barrier((y, dx))
         arrived_x = self.exchange(y, +1, state.arrived_x, forward.arrival)
@@ -554,7 +591,9 @@ class _Device:
         return state._replace(arrived_x=arrived_x, ran_T4=ran_T4)
 
     @jax.named_scope(FORWARD)
-    def forward(self, with_gradients: bool, at: Lane, state: _State) -> tuple[_State, Any]:
+    def forward(
+        self, with_gradients: bool, is_steady: bool, at: Lane, state: _State
+    ) -> tuple[_State, Any]:
         unit, m = jnp.maximum(at.unit, 0), self.microbatch(at.unit)
         x = lax.cond(
             (at.unit >= 0) & (at.source < 0),
@@ -564,8 +603,8 @@ class _Device:
         before = self.read_carry(state.carry, at.group, m)
         run = functools.partial(self.layers_forward, with_gradients, unit, at.group, before, x)
         kept = jax.eval_shape(run)[2]
-        after, y, kept = lax.cond(
-            at.unit >= 0,
+        after, y, kept = _if(
+            is_steady or at.unit >= 0,
             lambda: vary_like(run(), self.here),
             lambda: vary_like((before, x, zeros(kept)), self.here),
         )
@@ -585,18 +624,20 @@ class _Device:
         return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
 
     @jax.named_scope(HEAD)
-    def head(self, with_gradients: bool, unit, slot, y: Any, state: _State) -> _State:
+    def head(
+        self, with_gradients: bool, is_steady: bool, unit, slot, y: Any, state: _State
+    ) -> _State:
         """Sums and cotangent of the unit that has just left the last layer, if there is one."""
         on_last, dtypes = self.stage == self.last_stage, jax.tree.map(lambda a: a.dtype, y)
         if self.pipe.head == "sharded":
-            active = unit >= 0
+            active = (is_steady and self.plan.num_groups == 1) or unit >= 0
         else:
             unit, slot = vary_like((unit, slot), self.here)
             active = (unit >= 0) & on_last
         y = self.head_input(y, unit)
 
         if not with_gradients:
-            sums = lax.cond(
+            sums = _if(
                 active,
                 lambda: vary_like(add(state.sums, self.last(self.params.last, y, unit)), y),
                 lambda: state.sums,
@@ -613,7 +654,7 @@ class _Device:
             )
             return vary_like((add(state.sums, sums), dy), y), add(state.grads.last, d_last)
 
-        (sums, dy), grads = lax.cond(
+        (sums, dy), grads = _if(
             active,
             run,
             lambda: ((state.sums, jax.tree.map(jnp.zeros_like, y)), state.grads.last),
@@ -627,7 +668,7 @@ class _Device:
         )
 
     @jax.named_scope(BACKWARD)
-    def backward(self, at: Lane, state: _State) -> tuple[_State, Any]:
+    def backward(self, is_steady: bool, at: Lane, state: _State) -> tuple[_State, Any]:
         unit = jnp.maximum(at.unit, 0)
         is_last_chunk = unit % self.plan.num_chunks == self.plan.num_chunks - 1
         dy = jax.tree.map(
@@ -662,8 +703,8 @@ class _Device:
             for kind, own in zip(self.layers.kinds, state.grads.layers, strict=True)
         )
         later = jax.eval_shape(run)[3]
-        grads, d_carry, dx, later = lax.cond(
-            at.unit >= 0,
+        grads, d_carry, dx, later = _if(
+            is_steady or at.unit >= 0,
             lambda: vary_like(run(), self.here),
             lambda: vary_like((grads, state.d_carry, dy, zeros(later)), self.here),
         )
@@ -711,25 +752,32 @@ class _Device:
         own = [each[0] for each in more]
         return ([function(*row, *own) for row in zip(kept[0], values[0], strict=True)],)
 
-    def weights(self, at: Lane, state: _State, first: int) -> tuple[_State, jax.Array]:
-        """W of the units of this part of a tick; gradients are changed in place. And 0, when it is done.
+    def weights(
+        self, at: Lane, state: _State, first: int, is_steady: bool = False
+    ) -> tuple[_State, jax.Array]:
+        """W of the units of this part of a tick; gradients are changed in place. And 0.
 
         Args:
-          first: number of the first lane.
+          first: number of the first lane; of the lane 0, beside forwards, the 0 comes when it is done.
+          is_steady: then there is nothing but in this one.
         """
         layers, done = state.grads.layers, vary_like(jnp.int32(0), self.here)
         if not any(kind.has_weights for kind in self.layers.kinds):
             return state, done
-        for place in range(at.unit.shape[0]):
+        is_there = is_steady and self.plan.zero_bubble == "unit"
+        for place in range(1 if is_steady else at.unit.shape[0]):
             here = jax.tree.map(lambda a, place=place: a[place], at)
 
-            def run(here=here, layers=layers):
+            def run(here=here, layers=layers, done=done):
                 after = tuple(
                     self.weights_of(n, here, state.kept[n], own) if kind.has_weights else own
                     for n, (kind, own) in enumerate(zip(self.layers.kinds, layers, strict=True))
                 )
-                # 0, whatever the number is; the compiler cannot know it before.
-                some = jax.tree.leaves(after)[0].ravel()[0]
+                if first:  # nothing in this tick waits for it
+                    return after, done
+                # 0, whatever the number is; the compiler cannot know it before. The least is sent, if a
+                # mesh axis splits it.
+                some = min(jax.tree.leaves(after), key=jnp.size).ravel()[0]
                 return after, (some * 0 == 1).astype(jnp.int32)
 
             def skip(layers=layers, done=done):
@@ -737,7 +785,7 @@ class _Device:
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = lax.cond(here.unit >= 0, run, skip)
+                layers, done = _if(is_there or here.unit >= 0, run, skip)
         return state._replace(grads=state.grads._replace(layers=layers)), done
 
     def weights_of(self, kind: int, at: Lane, buffers: Any, grads: Any) -> Any:
@@ -886,6 +934,11 @@ class _Device:
         return jax.tree.map(
             lambda a, p: lax.dynamic_update_slice_in_dim(a, p, group * p.shape[0], 0), tree, part
         )
+
+
+def _if(condition: ArrayLike, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+    """`lax.cond`; without a branch where the condition is known to be true."""
+    return run() if condition is True else lax.cond(condition, run, skip)
 
 
 def read(buffers: Any, slot: ArrayLike) -> Any:
