@@ -25,7 +25,8 @@ class PipelineConfig:
       num_groups: groups of layers on each stage, for "interleaved".
       zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them:
         one by one ("unit"), or once for all chunks of a microbatch ("microbatch"); see
-        `schedule.make_schedule`. With remat they stay, for what W waits with is more than remat keeps.
+        `schedule.make_schedule`. With remat they stay, for what W waits with is more than remat keeps. "auto"
+        is "unit", which takes no more memory, where the schedule can.
       placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
         ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
@@ -43,7 +44,7 @@ class PipelineConfig:
     num_microbatches: int = 1
     num_chunks: int = 1
     num_groups: int = 1
-    zero_bubble: ZeroBubble = "off"
+    zero_bubble: Literal["auto"] | ZeroBubble = "auto"
     placement: str | tuple[int, ...] = "balanced"
     head: Literal["auto", "last", "sharded"] = "auto"
     unroll: bool = False
@@ -54,7 +55,7 @@ class PipelineConfig:
         check_fields(self)
         require_positive(self, "num_microbatches", "num_chunks", "num_groups")
         require(
-            self.zero_bubble == "off" or self.schedule != "gpipe",
+            self.zero_bubble in ("auto", "off") or self.schedule != "gpipe",
             f"zero_bubble={self.zero_bubble!r} with schedule='gpipe', which keeps all residuals; use "
             f"'1f1b' or 'interleaved'",
         )
@@ -135,8 +136,10 @@ class Parallel:
     @property
     def zero_bubble(self) -> ZeroBubble:
         """Where the gradients of weights go; with their backwards without stages, and with remat."""
-        apart = self.mesh.stage > 1 and not self.pipeline.remat
-        return self.pipeline.zero_bubble if apart else "off"
+        pipeline = self.pipeline
+        if self.mesh.stage == 1 or pipeline.remat or pipeline.schedule == "gpipe":
+            return "off"
+        return "unit" if pipeline.zero_bubble == "auto" else pipeline.zero_bubble
 
     def has_steady_loop(self, mesh: Mesh) -> bool:
         """Whether ticks without idle stages are a loop of their own on the devices of a mesh."""

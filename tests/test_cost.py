@@ -226,14 +226,15 @@ def test_seconds_are_flops_where_only_flops_take_time(seed):
     assert cost.seconds.total == pytest.approx(busy + cost.seconds.bubble)
 
 
+# Matmuls of F, B and W of a layer; the head stands beside them.
+@pytest.mark.parametrize(("apart", "costs"), [("off", (2, 4)), ("unit", (2, 2, 2))])
 @pytest.mark.parametrize("units", [(1, 4), (4, 2)])
-def test_the_bubble_is_that_of_the_schedule(units):
-    settings = make_settings((1, 4, 1), units)
+def test_the_bubble_is_that_of_the_schedule(units, apart, costs):
+    settings = make_settings((1, 4, 1), units, zero_bubble=apart)
     cost = predict_step(*settings, ONLY_FLOPS)
-    forward, backward = 2, 4  # matmuls of a layer; the head stands beside them
     schedule = StepShape(*settings).schedule
     waiting = cost.seconds.bubble / (cost.seconds.layers + cost.seconds.bubble)
-    assert waiting == pytest.approx(schedule.bubble_at(forward, backward))
+    assert waiting == pytest.approx(schedule.bubble_at(*costs))
     assert (cost.num_ticks, cost.bubble) == (schedule.num_ticks, schedule.bubble)
 
 

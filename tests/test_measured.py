@@ -37,9 +37,11 @@ def measured():
 
 
 def times(measured):
-    """(part, virtual stage, unit) -> begin and end of the layers, which follow the embedding."""
+    """(part but W, virtual stage, unit) -> begin and end of the layers, which follow the embedding."""
     s, found = measured.schedule, {}
     for span in sorted(measured.spans, key=lambda span: span.start):
+        if span.part not in (FORWARD, HEAD, BACKWARD):
+            continue
         lane = s.backward if span.part == BACKWARD else s.forward
         unit, group = (int(a[span.tick, span.stage]) for a in (lane.unit, lane.group))
         key = (span.part, group * s.num_stages + span.stage, unit)

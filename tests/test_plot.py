@@ -190,7 +190,8 @@ def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
         assert min(struct.unpack(">II", head[16:])) > 300
     else:
         assert "<svg" in path.read_text()
-        assert "bubble 50.0%" in path.read_text()
+        assert "1f1b+zb" in path.read_text()
+        assert "bubble 40.0%" in path.read_text()
         links = re.findall(r"(?:href|src)=\"([^\"]*)\"", path.read_text())
         assert all(link.startswith(("#", "data:")) for link in links)
 

@@ -272,8 +272,10 @@ def _planned(collective: Collective, plan: Plan, has_steady: bool) -> Collective
         steady_T = (past_T >= 0) & (past_T < plan.steady_len)
         is_steady = STEADY in scopes
         runs_T, num_loops = runs_T & (steady_T == is_steady), 2 + is_steady
-    busy = units[part] & runs_T[:, None]
-    length = int(busy.sum(1).max() if collective.conditional else runs_T.sum())
+    # On one device, for W takes other lanes on each stage: the last of the group with the most units.
+    group = units[FORWARD].sum((1, 2)).argmax()
+    busy_T = units[part][group, :, -1] if collective.conditional else np.bool_(True)
+    length = int((busy_T & runs_T).sum())
     trips = (length, *collective.trip_counts[num_loops:])
     return dataclasses.replace(collective, trip_counts=trips)
 

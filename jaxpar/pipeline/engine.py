@@ -775,9 +775,9 @@ class _Device:
                 )
                 if first:  # nothing in this tick waits for it
                     return after, done
-                # 0, whatever the number is; the compiler cannot know it before. The least is sent, if a
-                # mesh axis splits it.
-                some = min(jax.tree.leaves(after), key=jnp.size).ravel()[0]
+                # 0, whatever the sum is; the compiler cannot know it before. Over parts of an array it takes
+                # an exchange, of one number.
+                some = jnp.sum(min(jax.tree.leaves(after), key=jnp.size))
                 return after, (some * 0 == 1).astype(jnp.int32)
 
             def skip(layers=layers, done=done):

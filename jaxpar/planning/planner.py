@@ -150,7 +150,7 @@ def plan(
     """Every way to run a task's training step on so many devices, ranked by predicted time.
 
     All shapes of the mesh, microbatches, chunks of time, and both heads are tried, with balanced placements
-    and the 1F1B schedule; recomputation, FSDP and the places of the optimizer where memory asks for them, or
+    and the 1F1B schedule, zero-bubble; recomputation, FSDP and the places of the optimizer where memory asks for them, or
     where they are quicker.
 
     Args:

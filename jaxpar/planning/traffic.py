@@ -131,9 +131,15 @@ class _Sender:
         # A single layer, in no loop and in no shard_map, still has the x that was gathered for it.
         is_plain = not self.parallel.runs_in_units and self.sizes[DATA] == 1
         both = 1 if is_plain and step.model.num_layers == 1 else 2
+        lanes = step.schedule.lanes if self.parallel.runs_in_units else ()
+        apart = [work for work in lanes if work.letter == "W"]
+        times = apart[0].num_units if apart else 1
         yield from self.send(
-            "all-gather", (TENSOR,), x, both * runs, "x and h for weight gradients"
+            "all-gather", (TENSOR,), times * x, both * runs // times, "x and h for weight gradients"
         )
+        if apart:
+            beside = int(apart[0].busy_TS[:, -1].sum())
+            yield from self.send("all-reduce", (TENSOR,), 1, beside, "order of W and B")
         yield from self.send("all-reduce", (TENSOR,), h, runs * step.t, "dh of every step")
         yield from self.send("all-reduce", (TENSOR,), x, runs, "dx of layers")
 
