@@ -150,8 +150,8 @@ def plan(
     """Every way to run a task's training step on so many devices, ranked by predicted time.
 
     All shapes of the mesh, microbatches, chunks of time, and both heads are tried, with balanced placements
-    and the 1F1B schedule, zero-bubble; recomputation, FSDP and the places of the optimizer where memory asks for them, or
-    where they are quicker.
+    and the 1F1B schedule with zero-bubble; recomputation, FSDP and the places of the optimizer where memory
+    asks for them, or where they are quicker.
 
     Args:
       task, train: as of `predict_step`.
