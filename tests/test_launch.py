@@ -11,6 +11,7 @@ import time
 
 import pytest
 import yaml
+from test_train import flip_a_bit
 
 from jaxpar.__main__ import main
 from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, ProcessGroup, find_processes
@@ -226,14 +227,20 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
 
 
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
+    """The two begin before a checkpoint in which a bit has changed, and name its file."""
+
     def arguments(name, num_steps, *more):
         out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
         return [*flags(text, *out_dir, "--optimizer.lr-schedule", "constant"), *more]
 
-    assert main(arguments("run", 5, "--mesh", "dp2pp2tp2")) == 0
+    assert main(arguments("run", 5, "--mesh", "dp2pp2tp2", "--train.checkpoint-every", "3")) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "5"
+    damaged = flip_a_bit(checkpoint)
     resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
-    code, _, err = finish(start(resume, "--devices-per-process", "2"))
+    code, out, err = finish(start(resume, "--devices-per-process", "2"))
     assert code == 0, err
+    assert f"skipped {checkpoint}, which is damaged: {damaged} is not what was written" in err
+    assert "resumed at step 3;" in out
     assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
     assert main(arguments("whole", 30, "--devices", "0")) == 0
     losses, expected = train_losses(tmp_path / "run"), train_losses(tmp_path / "whole")
