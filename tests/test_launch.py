@@ -476,11 +476,18 @@ def test_slurm_script_asks_for_a_requeue_when_a_run_was_stopped(tmp_path):
     assert run_script(script, tmp_path, 128 + 15) == (128 + 15, started, ["requeue", "7"])
     for code in (2, 3, 128 + 9):
         assert run_script(script, tmp_path, code) == (code, started, None)
+    elastic = slurm_script(resume, 3, 1, min_processes=2)
+    assert "#SBATCH --nodes=2-3" in elastic
+    assert "--ntasks" not in elastic
+    for code in (128 + 15, 128 + 9, 1):
+        assert run_script(elastic, tmp_path, code) == (code, started, ["requeue", "7"])
+    for code in (0, 2, 3):
+        assert run_script(elastic, tmp_path, code) == (code, started, None)
     evaluate = ["evaluate", "runs/1", "--mesh", "dp2"]
     started = ["python", "-m", "jaxpar", *evaluate]
     assert run_script(slurm_script(evaluate, 2, 1), tmp_path, 143) == (143, started, None)
     for script in (slurm_script, jobset_manifest):
-        with pytest.raises(ValueError, match=r"--overwrite in a script would remove the run"):
+        with pytest.raises(ValueError, match=r"--overwrite would remove the run whenever"):
             script([*COMMAND, "--overwrite"], 2, 1)
 
 
@@ -527,6 +534,10 @@ def test_print_starts_nothing(capsys):
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4)
     assert main([*argv, "--platform", "cpu", "--", *COMMAND]) == 0
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4, "cpu")
+    named = [*COMMAND, "--train.out-dir", "runs/1"]
+    assert main([*argv, "--elastic", "--min-processes", "2", "--", *named]) == 0
+    command = [*named, "--elastic", "--resume-or-begin"]
+    assert capsys.readouterr().out == slurm_script(command, 3, 4, min_processes=2)
 
 
 # Ends of three processes in their order, as (number, return code); the exit code, how many were lost, and
