@@ -179,6 +179,13 @@ def _settings(words: list[str], spec: str | None, given: "_Given") -> Settings:
     if given.resume:
         folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
         settings, source = folder.settings(), str(folder)
+        before = read_config(folder.config_path).train.fallback_dir
+        if before is not None and given.fallback_dir is None:
+            print(
+                f"warning: the settings of {folder} have fallback_dir={before!r}, which is not followed, for "
+                f"a folder may be somebody else's; if it is yours, add --train.fallback-dir {before}",
+                file=sys.stderr,
+            )
         task = task or type(settings.task)
     if given.config is not None:
         settings, source = read_config(given.config, settings), given.config
@@ -208,6 +215,7 @@ class _Given(NamedTuple):
     resume: bool = False
     resume_or_begin: bool = False
     out_dir: str | None = None
+    fallback_dir: str | None = None
     simulate: int | None = None
 
 
@@ -219,6 +227,7 @@ def _given(argv: list[str]) -> _Given:
         early.add_argument("--resume", action="store_true")
         early.add_argument("--resume-or-begin", "--resume_or_begin", action="store_true")
         early.add_argument("--train.out-dir", "--train.out_dir", dest="out_dir")
+        early.add_argument("--train.fallback-dir", "--train.fallback_dir", dest="fallback_dir")
     if argv[:1] == ["launch"]:
         return _Given()  # those after -- are not its own
     try:

@@ -15,7 +15,7 @@ from jaxpar.hosts import doctor
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.hosts.launch import elastic_command, launch
-from jaxpar.hosts.scripts import TEMPLATES
+from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.plot import plot
@@ -449,7 +449,11 @@ class Launch:
         if self.elastic:
             command = elastic_command(self.command, self.processes, self.min_processes)
             what = (command, *what[1:])
-        print(TEMPLATES[self.template](*what, self.platform), end="")
+        if self.template == "jobset":  # which has as many pods at every start
+            print(jobset_manifest(*what, self.platform), end="")
+            return 0
+        min_processes = self.min_processes if self.elastic else None
+        print(slurm_script(*what, self.platform, min_processes), end="")
         return 0
 
 

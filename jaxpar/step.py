@@ -335,24 +335,33 @@ def make_loss_and_grad(
     Args:
       mesh: None builds `parallel.mesh`.
       seed: of the dropout masks.
-      watch: the carry is then (carry, watched): watched tells by kind, float32 [rows of the stack, B, 2], in
-        which time step t inputs and outputs of layers were not finite for the first time: `NEVER` - t, or 0.
+      watch: the carry is then (carry, watched), the gradients (gradients, marks). Watched tells by kind,
+        float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers were not finite
+        for the first time: `NEVER` - t, or 0. Marks, [rows of the stack, 2, T, B], are not 0 where the
+        gradients of these inputs and outputs are not finite.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
     mesh = parallel.mesh.build() if mesh is None else mesh
     task.check(parallel, mesh)
-    unroll = _make_unroll(lay_out(task, parallel), mesh, watch)
+    layout = lay_out(task, parallel)
+    unroll = _make_unroll(layout, mesh, watch)
 
     def loss(params, state, batch, plan):
+        params, probes = params if watch else (params, ())
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         plan = _full_plan(parallel, backward=True) if plan is None else plan
-        carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan)
+        carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan, probes)
         mean = sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
         return mean, (carry, sums)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
-    return lambda state, batch, plan=None: value_and_grad(state.params, state, batch, plan)
+
+    def run(state, batch, plan=None):
+        params = (state.params, _make_probes(layout)) if watch else state.params
+        return value_and_grad(params, state, batch, plan)
+
+    return run
 
 
 def make_eval_step(task: Task, parallel: Parallel, mesh: Mesh | None = None) -> CompiledStep:
@@ -422,13 +431,13 @@ def step_schedule(
 def _make_unroll(
     layout: ModelLayout, mesh: Mesh, watch: bool = False
 ) -> Callable[..., tuple[Any, Sums]]:
-    """(params, frozen, carry, batch, dropout key, plan) -> (carry, sums) over one window."""
+    """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
     layers = layout.layer_functions()
     if watch:
-        layers = tuple(_watched(layer, layout.time_major) for layer in layers)
+        layers = tuple(_watched(layer, layout) for layer in layers)
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
 
-    def unroll(params, frozen, carry, batch, key, plan):
+    def unroll(params, frozen, carry, batch, key, plan, probes=()):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
         params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
         starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
@@ -438,7 +447,7 @@ def _make_unroll(
             B = layout.batch_size
             flags = (jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
             flat = tuple(zip(flat, flags, strict=True))
-        after, sums = run(layout, mesh, layers, params, frozen, flat, batch, key, plan)
+        after, sums = run(layout, mesh, layers, params, probes, frozen, flat, batch, key, plan)
         if not watch:
             return _wrap(layout, after, carry), sums
         carries, flags = zip(*after, strict=True) if after else ((), ())
@@ -451,31 +460,63 @@ def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
     return {kind: wrap_like(c, like[kind]) for kind, c in zip(layout.kinds, carry, strict=True)}
 
 
-def _watched(layer: Callable[..., Any], time_major: bool) -> Callable[..., Any]:
-    """A layer whose carry also tells of each row when inputs and outputs were first not finite."""
+def _make_probes(layout: ModelLayout) -> tuple[jax.Array, ...]:
+    """Zeros beside the parameters of every kind, whose gradients are the marks of `make_loss_and_grad`."""
+    T, B = layout.num_steps or 1, layout.batch_size
+    return tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
+
+
+def _with_probes(params: tuple[Any, ...], probes: tuple[jax.Array, ...]) -> tuple[Any, ...]:
+    """Parameters of the layers by kind, as layers that are watched take them."""
+    return tuple(zip(params, probes, strict=True)) if probes else params
+
+
+def _watched(layer: Callable[..., Any], layout: ModelLayout) -> Callable[..., Any]:
+    """A layer that tells where its inputs and outputs, and the gradients of both, are not finite.
+
+    Its parameters are (parameters, probe), its carry (carry, marks); see `make_loss_and_grad`.
+    """
+
+    def bad(tree):
+        parts = []
+        for leaf in jax.tree.leaves(tree):
+            leaf_TB = leaf if layout.time_major else leaf[None]
+            parts.append(~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim))))
+        return functools.reduce(jnp.logical_or, parts)
 
     def first_bad(tree, at):
-        parts = []
-        for leaf in jax.tree.leaves(lax.stop_gradient(tree)):
-            leaf_TB = leaf if time_major else leaf[None]
-            bad_TB = ~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim)))
-            step_B = at.time + bad_TB.argmax(0)
-            parts.append(jnp.where(bad_TB.any(0), (NEVER - step_B).astype(jnp.float32), 0.0))
-        return functools.reduce(jnp.maximum, parts)
+        bad_TB = bad(lax.stop_gradient(tree))
+        step_B = at.time + bad_TB.argmax(0)
+        return jnp.where(bad_TB.any(0), (NEVER - step_B).astype(jnp.float32), 0.0)
+
+    @jax.custom_vjp
+    def tap(tree, probe_TB, place):
+        return tree
+
+    def pull_back(place, d_tree):
+        marks_TB = bad(d_tree).astype(jnp.float32)
+        room_TB = vary_like(jnp.zeros((layout.num_steps or 1, layout.batch_size)), marks_TB)
+        return d_tree, lax.dynamic_update_slice(room_TB, marks_TB, place), None
+
+    tap.defvjp(lambda tree, probe_TB, place: (tree, place), pull_back)
 
     def run(params, frozen, carry, x, at):
-        carry, marks_B2 = carry
+        (params, probe_2TB), (carry, marks_B2) = params, carry
+        x = tap(x, probe_2TB[0], (at.time, at.row))
         after, y = layer(params, frozen, carry, x, at)
+        y = tap(y, probe_2TB[1], (at.time, at.row))
         now_B2 = jnp.stack([first_bad(x, at), first_bad(y, at)], axis=1)
         return (after, jnp.maximum(lax.stop_gradient(marks_B2), now_B2)), y
 
     return run
 
 
-def _run_at_once(layout: ModelLayout, mesh, layers, params, frozen, carry, batch, key, plan):
+def _run_at_once(
+    layout: ModelLayout, mesh, layers, params, probes, frozen, carry, batch, key, plan
+):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
+    def run(params, probes, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
         model = layout.merge(params, frozen)
         block = _to_block(layout, batch)
         at = At(
@@ -489,23 +530,23 @@ def _run_at_once(layout: ModelLayout, mesh, layers, params, frozen, carry, batch
         )
         with jax.named_scope("first"):
             x = model.first(block, at._replace(layer=len(layout.kind_of) + 1))
-        own = layout.of_layers(params), layout.of_layers(frozen)
+        own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
         carry, y = _run_stack(layout, layers, *own, carry, x, at)
         with jax.named_scope("head"):
             return carry, model.last(y, block, at._replace(layer=len(layout.kind_of)))
 
     if mesh.shape[DATA] == 1 or not layout.divides_by_hand:
-        return run(params, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
+        return run(params, probes, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
-    def run_shard(params, frozen, carry, batch, key):
+    def run_shard(params, probes, frozen, carry, batch, key):
         group = lax.axis_index(DATA)
         with jax.named_scope("gradients"):
-            params = vary_like(params, group)
+            params, probes = vary_like((params, probes), group)
         first_row = group * (layout.batch_size // mesh.shape[DATA])
         at_layout = layout.layout_of(mesh, DATA)
-        carry, sums = run(params, frozen, carry, batch, key, first_row, at_layout)
+        carry, sums = run(params, probes, frozen, carry, batch, key, first_row, at_layout)
         with jax.named_scope("loss"):
             return carry, lax.psum(vary_like(sums, group), DATA)
 
@@ -514,9 +555,9 @@ def _run_at_once(layout: ModelLayout, mesh, layers, params, frozen, carry, batch
         run_shard,
         mesh=mesh,
         axis_names={DATA},
-        in_specs=(P(), P(), P(None, DATA), rows, P()),
+        in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
         out_specs=(P(None, DATA), P()),
-    )(params, frozen, carry, batch, key)
+    )(params, probes, frozen, carry, batch, key)
 
 
 def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
@@ -562,7 +603,9 @@ def _to_block(layout: ModelLayout, batch: Any) -> Any:
     return jax.tree.map(lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch)
 
 
-def _run_in_units(layout: ModelLayout, mesh, layers, params, frozen, carry, batch, key, plan):
+def _run_in_units(
+    layout: ModelLayout, mesh, layers, params, probes, frozen, carry, batch, key, plan
+):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
     if hasattr(model, "prepare"):
@@ -611,15 +654,17 @@ def _run_in_units(layout: ModelLayout, mesh, layers, params, frozen, carry, batc
     )
     _, trained, rest = layout.split(model)
 
-    def parts(leaves, first, last, state):
+    def parts(leaves, first, last, state, probes=()):
         return PipelineParams(
-            tuple(leaves[n] for n in first), layout.of_layers(state), tuple(leaves[n] for n in last)
+            tuple(leaves[n] for n in first),
+            _with_probes(layout.of_layers(state), probes),
+            tuple(leaves[n] for n in last),
         )
 
     block = _to_block(layout, jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(
-        parts(outer.leaves, outer.first, outer.last, trained),
+        parts(outer.leaves, outer.first, outer.last, trained, probes),
         carry,
         block,
         plan,

@@ -477,7 +477,7 @@ RUNS = {
     ),
     "no best state": (
         (lambda world: (world / "run/metrics.jsonl").unlink(), ["evaluate", "run", "--best"]),
-        "run holds no checkpoint of a validated step; train with --train.eval-every",
+        "run/checkpoints holds no checkpoint of a validated step; train with --train.eval-every",
     ),
     "an unknown word": (
         ["sample", "run", "--prompt", "the cst"],

@@ -19,6 +19,7 @@ import time
 
 import pytest
 
+from jaxpar.hosts.launch import elastic_command
 from jaxpar.hosts.scripts import slurm_script
 from jaxpar.training.run_folder import RunFolder
 
@@ -155,6 +156,8 @@ def slurm(tmp_path):
             time.sleep(0.2)
         yield cluster
         cluster("scancel", "--state=RUNNING")
+        # Of a test that failed: its daemons would wait for them.
+        wait_until(lambda: not cluster("squeue", "-h"), lambda: cluster("squeue"))
     finally:
         cluster.close()
 
@@ -207,6 +210,49 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
     wait_for(lambda: slurm.state(job)[0] not in ("PENDING", "RUNNING", "COMPLETING"))
     assert slurm.state(job) == ["COMPLETED", "0", "0:0"], log.read_text()
     assert steps()[-1] == stopped_at[-1] + 3
+
+
+@pytest.mark.slow
+def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
+    """A node is lost, and comes back; then a process dies."""
+    folder = RunFolder(slurm.folder / "elastic")
+    elastic = ("--train.out-dir", str(folder), "--train.checkpoint-every", "20")
+    command = elastic_command(train(text, 10**6, *elastic), 2, 1)
+    script = slurm_script(command, 2, 1, "cpu", min_processes=1)
+    path = f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH\nsrun"
+    job = slurm.submit(script.replace("\nsrun", f"\n{path}"))
+    log = slurm.folder / f"jaxpar-{job}.log"
+
+    def meshes():
+        said = log.read_text() if log.exists() else ""
+        return re.findall(r"^0: mesh +data=(\d)", said, re.MULTILINE)
+
+    def wait_for(condition):
+        wait_until(condition, lambda: (slurm.state(job), log.exists() and log.read_text()))
+
+    def wait_for_a_checkpoint():
+        before = max(folder.checkpoints(folder.settings()).steps(), default=0)
+        wait_for(lambda: max(folder.checkpoints(folder.settings()).steps(), default=0) > before)
+
+    wait_for(lambda: meshes() == ["2"] and folder.checkpoints_path.exists())
+    wait_for_a_checkpoint()
+    slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=test")
+    wait_for(lambda: meshes() == ["2", "1"])
+    wait_for_a_checkpoint()
+    slurm("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+    slurm("scontrol", "requeue", job)
+    wait_for(lambda: meshes() == ["2", "1", "2"])
+    wait_for_a_checkpoint()
+    pids = slurm("pgrep", "-f", rf"^\S*python\S* -m jaxpar train .*{folder}").split()
+    os.kill(int(pids[-1]), signal.SIGKILL)
+    wait_for(lambda: meshes() == ["2", "1", "2", "2"])
+    wait_for_a_checkpoint()
+    slurm("scancel", job)
+    wait_for(lambda: slurm.state(job)[0] == "CANCELLED")
+    resumed = re.findall(r"resumed at step (\d+);", log.read_text())
+    assert len(resumed) == 3
+    assert sorted(map(int, resumed)) == list(map(int, resumed))
+    assert len({*resumed}) == 3
 
 
 @pytest.mark.slow

@@ -137,7 +137,8 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
 
     class Processes:
         def __init__(self, command, num_processes, devices_per_process, signals):
-            assert command == COMMAND + ["--elastic"] * options.get("elastic", True)
+            more = ["--elastic", "--resume-or-begin"] if options.get("elastic", True) else []
+            assert command == COMMAND + more
             started.append(num_processes)
 
         def wait(self):
@@ -153,16 +154,14 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     )
 
 
-def test_it_resumes_what_has_begun(tmp_path):
-    for command in (
-        ["train", "--train.out-dir", str(tmp_path)],
-        ["train", f"--train.out_dir={tmp_path}"],
-    ):
-        (tmp_path / "config.toml").unlink(missing_ok=True)
-        assert launch._how_to_go_on(command) == []
-        (tmp_path / "config.toml").touch()
-        assert launch._how_to_go_on(command) == ["--resume"]
-        assert launch._how_to_go_on([*command, "--resume"]) == []
+def test_every_start_resumes_what_has_begun():
+    for command in (["train", "--train.out-dir", "run"], ["train", "--train.out_dir=run"]):
+        more = ["--elastic", "--resume-or-begin"]
+        assert launch.elastic_command(command, 3, 1) == [*command, *more]
+        command = [*command, "--resume"]
+        assert launch.elastic_command(command, 3, 1) == [*command, "--elastic"]
+        with pytest.raises(ValueError, match="--overwrite would remove the run whenever"):
+            launch.elastic_command([*command, "--overwrite"], 3, 1)
 
 
 def flags(text, out_dir, num_steps, *more):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import yaml
+from test_train import flip_a_bit
 
 from jaxpar.__main__ import main
 from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, ProcessGroup, find_processes
@@ -228,14 +229,20 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
 
 
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
+    """The two begin before a checkpoint in which a bit has changed, and name its file."""
+
     def arguments(name, num_steps, *more):
         out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
         return [*flags(text, *out_dir, "--optimizer.lr-schedule", "constant"), *more]
 
-    assert main(arguments("run", 5, "--mesh", "dp2pp2tp2")) == 0
+    assert main(arguments("run", 5, "--mesh", "dp2pp2tp2", "--train.checkpoint-every", "3")) == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "5"
+    damaged = flip_a_bit(checkpoint)
     resume = [*arguments("run", 25), "--resume", "--mesh", "dp2pp2"]
-    code, _, err = finish(start(resume, "--devices-per-process", "2"))
+    code, out, err = finish(start(resume, "--devices-per-process", "2"))
     assert code == 0, err
+    assert f"skipped {checkpoint}, which is damaged: {damaged} is not what was written" in err
+    assert "resumed at step 3;" in out
     assert main([*arguments("run", 30), "--resume", "--mesh", "dp2pp2tp2"]) == 0
     assert main(arguments("whole", 30, "--devices", "0")) == 0
     losses, expected = train_losses(tmp_path / "run"), train_losses(tmp_path / "whole")
@@ -471,11 +478,18 @@ def test_slurm_script_asks_for_a_requeue_when_a_run_was_stopped(tmp_path):
     assert run_script(script, tmp_path, 128 + 15) == (128 + 15, started, ["requeue", "7"])
     for code in (2, 3, 128 + 9):
         assert run_script(script, tmp_path, code) == (code, started, None)
+    elastic = slurm_script(resume, 3, 1, min_processes=2)
+    assert "#SBATCH --nodes=2-3" in elastic
+    assert "--ntasks" not in elastic
+    for code in (128 + 15, 128 + 9, 1):
+        assert run_script(elastic, tmp_path, code) == (code, started, ["requeue", "7"])
+    for code in (0, 2, 3):
+        assert run_script(elastic, tmp_path, code) == (code, started, None)
     evaluate = ["evaluate", "runs/1", "--mesh", "dp2"]
     started = ["python", "-m", "jaxpar", *evaluate]
     assert run_script(slurm_script(evaluate, 2, 1), tmp_path, 143) == (143, started, None)
     for script in (slurm_script, jobset_manifest):
-        with pytest.raises(ValueError, match=r"--overwrite in a script would remove the run"):
+        with pytest.raises(ValueError, match=r"--overwrite would remove the run whenever"):
             script([*COMMAND, "--overwrite"], 2, 1)
 
 
@@ -522,6 +536,10 @@ def test_print_starts_nothing(capsys):
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4)
     assert main([*argv, "--platform", "cpu", "--", *COMMAND]) == 0
     assert capsys.readouterr().out == slurm_script(COMMAND, 3, 4, "cpu")
+    named = [*COMMAND, "--train.out-dir", "runs/1"]
+    assert main([*argv, "--elastic", "--min-processes", "2", "--", *named]) == 0
+    command = [*named, "--elastic", "--resume-or-begin"]
+    assert capsys.readouterr().out == slurm_script(command, 3, 4, min_processes=2)
 
 
 # Ends of three processes in their order, as (number, return code); the exit code, how many were lost, and

@@ -166,7 +166,7 @@ ORIGINS = {
     "middle layer": ("layers/lstm/w_x", put_nan((2, 7, 0, 2)), "the output of layer 2 (lstm)"),
     "last layer": ("layers/lstm/b", put_nan((3, 2, 4)), "the output of layer 3 (lstm)"),
     "head": ("head/bias", put_nan(5), "the output of last"),
-    # Logits and their loss are finite; so are the head's gradients, but not those of what is below.
+    # Logits and their loss are finite; so are the head's gradients, but not the norm of what is below.
     "on the way back": ("head/kernel", scale, "the gradient of layer 3 (lstm)"),
 }
 
@@ -286,7 +286,7 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     assert origin() == "the update of the parameters, whose gradient is finite"  # there is none
     assert origin(np.nan, (6,)) == "the output of first, in row 6"
     assert origin(-1.0, (0, 5)) == "the output of layer 1 (root), in rows 0, 5"
-    assert origin(0.0, (3,)) == "the gradient of layer 0 (stateless)"
+    assert origin(0.0, (3,)) == "the gradient of layer 1 (root), in row 3"
     shifted = change(state, settings, "shift", put_nan(2))
     assert origin(state=shifted) == "the output of last"
     steep = change(state, settings, "gain", lambda a: a.fill(1e20))
@@ -294,6 +294,30 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
 
 
 # ---- numbers that are put where the batch says ----
+
+
+@jax.custom_vjp
+def give_back(y, d_y, is_here):
+    """y, and another gradient of it where it is here."""
+    return y
+
+
+give_back.defvjp(
+    lambda y, *other: (y, other),
+    lambda other, d_y: (jnp.where(other[1], other[0], d_y), jnp.zeros_like(d_y), None),
+)
+
+
+def put_value(y_TB4, at):
+    """The value of the batch at its layer, row and time; on the way back, if the batch says so."""
+    batch, times_T1 = at.batch, (at.time + jnp.arange(len(y_TB4)))[:, None]
+    is_here_TB = (batch["layer"] == at.layer)[None] & (batch["time"][None] == times_T1)
+    is_back_B, value_TB4 = (
+        batch["is_back"] > 0,
+        jnp.broadcast_to(batch["value"][None, :, None], y_TB4.shape),
+    )
+    y_TB4 = jnp.where((is_here_TB & ~is_back_B[None])[..., None], value_TB4, y_TB4)
+    return give_back(y_TB4, value_TB4, (is_here_TB & is_back_B[None])[..., None])
 
 
 class Summing(nnx.Module):
@@ -307,9 +331,7 @@ class Summing(nnx.Module):
 
     def __call__(self, h_B4, x_TB4, at):
         y_TB4 = h_B4[None] + jnp.cumsum(jnp.tanh(x_TB4 @ self.kernel[...]), axis=0)
-        times_T1 = (at.time + jnp.arange(len(x_TB4)))[:, None]
-        is_here_TB = (at.batch["layer"] == at.layer)[None] & (at.batch["time"][None] == times_T1)
-        y_TB4 = jnp.where(is_here_TB[..., None], at.batch["value"][None, :, None], y_TB4)
+        y_TB4 = put_value(y_TB4, at)
         return y_TB4[-1], y_TB4
 
 
@@ -322,7 +344,7 @@ class Sums4(nnx.Module):
         return batch["x"]
 
     def last(self, y, batch, at):
-        loss = jnp.square(y * self.gain[...][None, None]).sum()
+        loss = jnp.square(put_value(y, at) * self.gain[...][None, None]).sum()
         return Sums(loss, jnp.float32(y.shape[0] * y.shape[1]))
 
 
@@ -332,7 +354,11 @@ ADDED_UP = {
     "one device": Parallel(MeshConfig(devices=(0,))),
     "stages": Parallel(MeshConfig(1, 4, devices=(0, 1, 2, 3)), UNITS),
     "data": Parallel(MeshConfig(4, devices=(0, 1, 2, 3)), fsdp=True),
-    "data, stages": Parallel(MeshConfig(2, 2, devices=(0, 1, 2, 3)), UNITS, shares=(3, 1)),
+    "data, stages": Parallel(
+        MeshConfig(2, 2, devices=(0, 1, 2, 3)),
+        dataclasses.replace(UNITS, zero_bubble="unit"),
+        shares=(3, 1),
+    ),
 }
 
 
@@ -350,12 +376,19 @@ class Adding(Task):
 def good_rows(number):
     nowhere = np.full(number, -1, np.int32)
     x = np.random.default_rng(number).random((number, LONG, 4), np.float32)
-    return {"x": x, "layer": nowhere, "time": nowhere.copy(), "value": np.zeros(number, np.float32)}
+    zeros = np.zeros(number, np.float32)
+    return {
+        "x": x,
+        "layer": nowhere,
+        "time": nowhere.copy(),
+        "value": zeros,
+        "is_back": zeros.copy(),
+    }
 
 
 @pytest.mark.parametrize(
     ("layout", "times"),
-    [("one device", 3), ("data, stages", 3)]
+    [("one device", 4), ("data, stages", 4)]
     + [pytest.param(layout, 25, marks=pytest.mark.slow) for layout in ADDED_UP],
 )
 def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
@@ -363,20 +396,23 @@ def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
     settings = Settings(Adding(), parallel, TrainConfig())
     mesh = parallel.mesh.build()
     step, rng = make_train_step(*settings, mesh), np.random.default_rng(times)
-    for _ in range(times):
-        bad_step, layer, time, row = map(int, rng.integers((4, NUM_LAYERS, LONG, ROWS)))
+    for number in range(times):
+        is_back = number % 2  # then also in what is after the layers
+        bad_step, layer, time, row = map(int, rng.integers((4, NUM_LAYERS + is_back, LONG, ROWS)))
         state = init_state(*settings[:2], mesh)
-        for number in range(6):
+        for step_number in range(6):
             rows = good_rows(ROWS) | {"weight": np.ones(ROWS, np.float32)}
-            if number == bad_step:
-                rows["layer"][row], rows["time"][row] = layer, time
+            if step_number == bad_step:
+                rows["layer"][row], rows["time"][row], rows["is_back"][row] = layer, time, is_back
                 rows["value"][row] = rng.choice([np.nan, np.inf, -np.inf])
                 bad = place(rows, settings, mesh)
             state, metrics = step(state, place(rows, settings, mesh))
         assert int(metrics.skipped) == 1  # halted since
         assert int(state.step) == bad_step
         origin = find_origin(settings, mesh, release(state, 0), bad)
-        assert origin == (f"the output of layer {layer} (summing)", (row,), time)
+        part = "last" if layer == NUM_LAYERS else f"layer {layer} (summing)"
+        what = "gradient" if is_back else "output"
+        assert origin == (f"the {what} of {part}", (row,), time)
 
 
 # ---- updates ----

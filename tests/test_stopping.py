@@ -75,6 +75,79 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
     assert seconds < STOP_SECONDS
 
 
+HANGING = """
+import ctypes, dataclasses, time
+import jax
+from jaxpar.hosts import hanging
+from jaxpar.tasks.lm import LM
+
+hanging.STALL_SECONDS = 2.0
+
+
+def spin():
+    while True:
+        pass
+
+
+def sleep():
+    time.sleep(1000)
+
+
+def keep():
+    ctypes.PyDLL(None).sleep(1000)  # keeps Python's lock
+
+
+class Batches:
+    def __init__(self, batches):
+        self.batches, self.batch_size, self.num_windows = batches, batches.batch_size, batches.num_windows
+
+    def batch(self, step, rows=slice(None)):
+        if step == 3 and jax.process_index() == VICTIM:
+            HANG()
+        return self.batches.batch(step, rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hanging(LM):
+    def make_batches(self, split, seed=None):
+        return Batches(super().make_batches(split, seed))
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "hang"),
+    [
+        (1, "spin"),
+        pytest.param(0, "sleep", marks=pytest.mark.slow),
+        pytest.param(1, "keep", marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_never_comes_to_the_next_step_is_named(victim, hang, text, tmp_path):
+    file = tmp_path / "hanging.py"
+    file.write_text(HANGING.replace("VICTIM", str(victim)).replace("HANG()", f"{hang}()"))
+    processes = start_by_hand(
+        [
+            "train", f"{file}:Hanging", "--corpus", str(text), "--batch-size", "8", "--seq-len", "8",
+            "--num-layers", "1", "--hidden-size", "8", "--embed-size", "8", "--mesh", "dp2",
+            "--train.num-steps", "100", "--train.out-dir", str(tmp_path / "run"),
+        ]
+    )  # fmt: skip
+    try:
+        said = next(line for line in processes[1 - victim].stderr if "hangs" in line)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    where = {"keep": "it does not answer: .*"}.get(
+        hang, rf"it is in {hang} \({file}, line \d+\), from .*"
+    )
+    assert re.fullmatch(
+        rf"warning: process {victim} of 2 hangs: no step has begun for \d+ s, and process {1 - victim} waits "
+        rf"for it; {where}\n",
+        said,
+    ), said
+
+
 @pytest.mark.usefixtures("compile_once")
 def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypatch):
     task = LM(

@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import ClassVar
 
 import jax
@@ -245,7 +246,16 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(text, tmp_path, w
 RESTLESS = {"learning_rate": 5.0, "lr_schedule": "constant", "warmup_steps": 8}
 
 
-def test_the_best_state_is_saved_and_kept(text, tmp_path):
+def flip_a_bit(checkpoint):
+    """In the largest of a checkpoint's files, whose name is returned."""
+    path = max(filter(Path.is_file, checkpoint.rglob("*")), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    return str(path.relative_to(checkpoint))
+
+
+def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     options = {"optimizer": RESTLESS, "eval_every": 1, "log_every": 1, "checkpoint_every": 0}
     recorder = Recorder(at_step=7, action=lambda: os.kill(os.getpid(), signal.SIGINT))
     run = make_run(text, tmp_path / "run", num_steps=12, keep_checkpoints=1, **options)
@@ -259,6 +269,18 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path):
     assert folder.checkpoints(run).steps() == [best, 12]
     assert evaluate_run(folder, best=True)[0].loss == losses[best]
     assert evaluate_run(folder)[0].loss == losses[12]
+
+    damaged = flip_a_bit(folder.checkpoints_path / str(best))
+    assert evaluate_run(folder, best=True)[0].loss == losses[12]
+    assert (
+        f"checkpoints/{best}, which is damaged: {damaged} is not what was written, its checksum differs; the "
+        f"state of step 12 is taken" in caplog.text
+    )
+    damaged = flip_a_bit(folder.checkpoints_path / "12")
+    with pytest.raises(
+        FileNotFoundError, match=rf"12 is damaged, {damaged} is not .*, or take the newest state$"
+    ):
+        evaluate_run(folder, best=True)
 
 
 def test_without_keep_best_the_newest_are_kept(text, tmp_path):

@@ -25,7 +25,7 @@ from typing import IO
 from jaxpar.hosts import leash
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.hosts.leash import GRACE_SECONDS
-from jaxpar.hosts.scripts import check_command, options_of
+from jaxpar.hosts.scripts import check_command, how_to_go_on, options_of
 
 _OUT_DIR = "--train.out-dir"
 _LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
@@ -78,8 +78,7 @@ def launch(
     left = num_processes
     with _receive_signals() as signals:
         while True:
-            more = _how_to_go_on(command) if elastic else []
-            end = _Processes([*command, *more], left, devices_per_process, signals).wait()
+            end = _Processes(command, left, devices_per_process, signals).wait()
             refused_first = end.code == _REFUSED and left == num_processes
             if not elastic or signals or refused_first or end.code in (0, _NOT_FINITE):
                 return end.code
@@ -94,7 +93,7 @@ def launch(
 
 
 def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:
-    """The command for processes that come and go.
+    """The command for processes that come and go, at every start of the run.
 
     Raises:
       ValueError: it does not train, it names no folder to go on in, it would remove what is there, or the
@@ -105,23 +104,12 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
         raise ValueError(
             f"--elastic goes on with a run in its folder; write train and {_OUT_DIR} FOLDER after --"
         )
-    if "--overwrite" in options:
-        raise ValueError(
-            "--overwrite would remove the run whenever it is started again; leave it away: remove "
-            f"{options[_OUT_DIR]} by hand, or name another folder"
-        )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
             f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
         )
-    return [*command, *(["--elastic"] if "--elastic" not in options else [])]
-
-
-def _how_to_go_on(command: Sequence[str]) -> list[str]:
-    """What an elastic command needs to go on with its run, if it has begun."""
-    options = options_of(command)
-    has_begun = (Path(options[_OUT_DIR]).expanduser() / "config.toml").exists()
-    return ["--resume"] if has_begun and not {"--resume", "--resume-or-begin"} & {*options} else []
+    more = ["--elastic"] * ("--elastic" not in options)
+    return [*command, *more, *how_to_go_on(command, options[_OUT_DIR])]
 
 
 @dataclasses.dataclass(frozen=True)

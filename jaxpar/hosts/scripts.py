@@ -7,7 +7,7 @@ failed. It names the run's folder, and `train` goes on with what it finds there.
 import itertools
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
@@ -22,7 +22,11 @@ _PORT = 8476  # of process 0 in a pod of its own
 
 
 def slurm_script(
-    command: Sequence[str], num_processes: int, devices_per_process: int, platform: Platform = "gpu"
+    command: Sequence[str],
+    num_processes: int,
+    devices_per_process: int,
+    platform: Platform = "gpu",
+    min_processes: int | None = None,
 ) -> str:
     """A script for `sbatch`: one process a node, which has the node for itself.
 
@@ -31,6 +35,8 @@ def slurm_script(
 
     Args:
       platform: of the devices: "gpu", or "cpu", whose devices share the cores of their node.
+      min_processes: for an elastic command: the job runs on as many nodes as Slurm has for it, not fewer than
+        these, and is requeued after any failure that another start may mend.
     Raises:
       ValueError: as `launch`, or what is asked for would not go on when it is started again.
     """
@@ -47,23 +53,30 @@ def slurm_script(
         variables = f"export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={devices_per_process}\n"
     requeue = ""
     if command[0] == "train":
+        again = f"[ $code = {STOPPED} ]"
+        if min_processes is not None:
+            failed = "[ $code != 0 ] && [ $code != 2 ] && [ $code != 3 ]"  # as of `jobset_manifest`
+            again += f" || {{ {failed} && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MAX_RESTARTS} ]; }}"
         requeue = f"""
 code=$?
-if [ $code = {STOPPED} ]; then # by SIGTERM, with its state saved
+if {again}; then # {STOPPED}: by SIGTERM, with its state saved
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $code"""
-    more = _how_to_go_on(command, '"$out_dir"')
+    tasks = f"#SBATCH --ntasks={num_processes}\n#SBATCH --ntasks-per-node=1\n"
+    nodes = str(num_processes)
+    if min_processes is not None:
+        # There is one task on each node by default. Told so, Slurm takes the fewest nodes.
+        nodes, tasks = f"{min_processes}-{num_processes}", ""
+    more = how_to_go_on(command, '"$out_dir"')
     run = " ".join(["python -m jaxpar", shlex.join(command), *more])
     if '"$out_dir"' in more:
         variables = f"out_dir=runs/slurm-$SLURM_JOB_ID\n{variables}"
     return f"""\
 #!/bin/bash
 #SBATCH --job-name=jaxpar
-#SBATCH --nodes={num_processes}
-#SBATCH --ntasks={num_processes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --exclusive
+#SBATCH --nodes={nodes}
+{tasks}#SBATCH --exclusive
 {gpus}#SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
@@ -90,7 +103,7 @@ def jobset_manifest(
       ValueError: as of `slurm_script`.
     """
     check_command(command, num_processes, devices_per_process)
-    argv = ["python", "-m", "jaxpar", *command, *_how_to_go_on(command, "runs/jaxpar")]
+    argv = ["python", "-m", "jaxpar", *command, *how_to_go_on(command, "runs/jaxpar")]
     if platform == "gpu":
         variables, limit = "", f"nvidia.com/gpu: {devices_per_process}"
     else:
@@ -165,12 +178,6 @@ spec:
 """
 
 
-TEMPLATES: dict[str, Callable[[Sequence[str], int, int, Platform], str]] = {
-    "slurm": slurm_script,
-    "jobset": jobset_manifest,
-}
-
-
 def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
     """Raises a ValueError if a number is not positive, or the command is not one for several processes."""
     if num_processes < 1 or devices_per_process < 1:
@@ -196,21 +203,21 @@ def options_of(command: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
+def how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
     """What is to be added to a command, so that it begins a run or goes on with it.
 
     Args:
       out_dir: for a run that has no folder of its own.
     Raises:
-      ValueError: the command removes what is there, and a second start of the script would do so too.
+      ValueError: the command removes what is there, and a second start would do so too.
     """
     options = options_of(command)
     if command[0] != "train":
         return []
     if "--overwrite" in options:
         raise ValueError(
-            "--overwrite in a script would remove the run whenever its job is started again; leave it away: "
-            "remove the folder by hand, or name another --train.out-dir"
+            "--overwrite would remove the run whenever it is started again; leave it away: remove the folder "
+            "by hand, or name another --train.out-dir"
         )
     names_folder = "--train.out-dir" in options
     says_how = bool(options.keys() & {"--resume", "--resume-or-begin"})

@@ -14,6 +14,8 @@ import threading
 import jax
 from jax._src import distributed  # multihost_utils, too, finds the coordinator here
 
+from jaxpar.hosts.hanging import HangWatch
+
 POLL_SECONDS = 0.5
 # It takes one POLL_SECONDS; a process that is gone is missed, and JAX ends the others, before that.
 _AGREE_MILLISECONDS = 300_000
@@ -92,6 +94,7 @@ class _Group:
         self._num_calls, self._has_asked, self._has_told = 0, False, False
         self._agreed: tuple[int, signal.Signals] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()
+        self._hangs = HangWatch(client)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -121,6 +124,7 @@ class _Group:
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
             try:
+                self._hangs.look(self._num_calls)
                 asked = dict(self._client.key_value_dir_get(self._keys)).get(f"{self._keys}/asked")
                 if asked is None:
                     continue

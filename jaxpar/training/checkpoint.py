@@ -148,20 +148,20 @@ class Checkpoints:
         """Steps of which there is a whole checkpoint, in their order."""
         return sorted(step for step, problem in self._examine().items() if problem is None)
 
-    def restore(self, mesh: Mesh, step: int | None = None) -> TrainState:
+    def restore(self, mesh: Mesh, step: int | None = None, *, best: bool = False) -> TrainState:
         """The state of a checkpoint, on this mesh, in the placement and layout of `parallel`.
 
         Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
         `update`, learning rate and the task's free fields may differ from those of the run that wrote it.
 
         Args:
-          step: None takes the latest.
+          step: None takes the latest; or with `best` that with the lowest of `losses`.
         Raises:
           FileNotFoundError: there is no such checkpoint that is whole.
           ValueError: it holds another task, other files, another optimizer or carried state of other rows;
             or sizes do not fit the mesh.
         """
-        path = self._folder / str(self._resolve(step))
+        path = self._folder / str(self._resolve(step, best))
         target = abstract_state(self._task, self._parallel, mesh)
         abstract = abstract_by_layer(target, self._task, self._parallel)
         metadata = orbax.metadata(str(path))
@@ -275,11 +275,21 @@ class Checkpoints:
                 path.rename(aside)
                 _log.warning("moved %s to %s: %s", path, aside.name, problem)
 
-    def _resolve(self, step: int | None) -> int:
+    def _resolve(self, step: int | None, best: bool = False) -> int:
+        def rank(step: int) -> tuple[float, int]:
+            return (-self.losses[step] if best else 0.0), step
+
         self._wait()
         examined = self._examine()
+        if best:
+            examined = {step: examined[step] for step in examined.keys() & self.losses.keys()}
+            if not examined:
+                raise FileNotFoundError(
+                    f"{self._folder} holds no checkpoint of a validated step; train with "
+                    f"--train.eval-every, or take the newest state"
+                )
         damaged = {step: problem for step, problem in examined.items() if problem is not None}
-        steps = sorted(examined.keys() - damaged.keys())
+        steps = sorted(examined.keys() - damaged.keys(), key=rank)
         for each in reversed(steps.copy()) if step is None else {step} & {*steps}:
             if (problem := self._find_changed(each)) is None:
                 break
@@ -294,16 +304,20 @@ class Checkpoints:
             raise FileNotFoundError(
                 f"there is no whole checkpoint in {self._folder}: "
                 + "; ".join(f"{step} is damaged, {damaged[step]}" for step in sorted(damaged))
-                + "; bring it back from a copy, or begin anew (--overwrite)"
+                + "; bring it back from a copy, or "
+                + ("take the newest state" if best else "begin anew (--overwrite)")
                 if damaged
                 else f"there is no checkpoint in {self._folder}; train first, or set out_dir to "
                 f"the folder of a run that has saved one"
             )
         if step is None:
             if jax.process_index() == 0:
-                for each in sorted(each for each in damaged if each > steps[-1]):
-                    path = self._folder / str(each)
-                    _log.warning("skipped %s, which is damaged: %s", path, damaged[each])
+                for each in sorted(each for each in damaged if rank(each) > rank(steps[-1])):
+                    path, taken = self._folder / str(each), steps[-1]
+                    _log.warning(
+                        "skipped %s, which is damaged: %s; the state of step %d is taken",
+                        *(path, damaged[each], taken),
+                    )
             return steps[-1]
         if step not in steps:
             raise FileNotFoundError(

@@ -1,7 +1,7 @@
 """Where a number that is not finite comes from: its step, repeated from the state before it.
 
     forward    first -> layer 0 -> layer 1 -> last -> loss    the first whose output is not finite, and when
-    backward   first <- layer 0 <- layer 1 <- last            else the first whose gradient is not
+    backward   first <- layer 0 <- layer 1 <- last            else the first whose gradient is not, and when
     update     first -> layer 0 -> layer 1 -> last            else the first whose new parameters are not
 
 Batch and dropout are functions of the step, so it is the same step again. A run whose numbers are finite
@@ -10,7 +10,7 @@ pays nothing for this. Dims: S rows of stacked layers, B batch.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad
 from jaxpar.training.by_layer import array_of, kind_of
 from jaxpar.training.settings import Settings
 
+_LAST = "last"  # all that is computed after the layers
 _ROWS_NAMED = 8
 
 
@@ -38,8 +39,8 @@ class Origin(NamedTuple):
     Attributes:
       place: such as "the output of layer 2 (lstm)".
       rows: of the batch that have such numbers there; none if they cannot be told apart.
-      time: the first time step of those rows that has one, from 0; None if there is no time, or it cannot be
-        told.
+      time: the first time step of those rows that has one, from 0; on the way back the last. None if there is
+        no time, or it cannot be told.
     """
 
     place: str
@@ -66,12 +67,15 @@ def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -
       state: before the step, as a halted state is; not consumed.
       batch: of the step.
     """
+    parallel = settings.parallel  # the gradients of weights would be cut from what is looked at
+    pipeline = dataclasses.replace(parallel.pipeline, zero_bubble="off")
+    settings = settings._replace(parallel=dataclasses.replace(parallel, pipeline=pipeline))
     layout = lay_out(settings.task, settings.parallel)
     look = _make_look(settings, mesh)
-    if settings.parallel.update == "host":
+    if parallel.update == "host":
         state = dataclasses.replace(state, opt_state=())
     found = jax.device_get(look.run(state, batch))
-    loss, watched, params, grads, norm, new_params = found
+    loss, watched, marks, params, grads, norm, new_params = found
     for place, marks_B in _outputs(layout, watched):
         if marks_B.any():
             time = NEVER - int(marks_B.max()) if layout.time_major else None
@@ -80,11 +84,14 @@ def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -
     if not np.isfinite(loss):
         is_bad = _by_part(layout, params)
         bad = [] if layout.kinds else [part for part in reversed(parts) if is_bad.get(part)]
-        return Origin(f"the parameters of {bad[0]}" if bad else "the output of last")
-    is_bad = _by_part(layout, grads)
-    for part in parts:
-        if is_bad.get(part):
-            return Origin(f"the gradient of {part}")
+        return Origin(f"the parameters of {bad[0]}" if bad else f"the output of {_LAST}")
+    is_bad, marks_of = _by_part(layout, grads), dict(_inputs(layout, marks))
+    bad = [part for part in parts if is_bad.get(part) or np.any(marks_of.get(part, 0))]
+    if bad:
+        part = _LAST if parts.index(bad[0]) < parts.index(_LAST) else bad[0]
+        times, rows = map(np.unique, np.nonzero(marks_of.get(part, np.zeros((0, 0)))))
+        time = int(times[-1]) if layout.time_major and len(times) else None
+        return Origin(f"the gradient of {bad[0]}", tuple(rows.tolist()), time)
     if not np.isfinite(norm):
         return Origin("the norm of all gradients, each of which is finite")
     is_bad = _by_part(layout, new_params)
@@ -94,20 +101,20 @@ def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -
 
 @functools.lru_cache(maxsize=1)
 def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
-    """(state, batch) -> the loss, the gradients' norm, and what is not finite: activations, arrays."""
+    """(state, batch) -> the loss, what is not finite (activations, gradients, arrays), the norm."""
     task, parallel, train = settings
     optimizer = task.make_optimizer(train.num_steps)
     value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed, watch=True)
 
     def look(state: TrainState, batch: Any, plan: Plan | None):
-        (loss, ((_, watched), _)), grads = value_and_grad(state, batch, plan)
+        (loss, ((_, watched), _)), (grads, marks) = value_and_grad(state, batch, plan)
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
         bad = (_bad_arrays(state.params), _bad_arrays(squares))
         clipped, new = clip(grads, train.clip_norm), {}
         if parallel.update != "host":
             new = _bad_arrays(next_state(optimizer, state.params, clipped, state.opt_state)[0])
-        return loss, watched, *bad, optax.tree.norm(grads), new
+        return loss, watched, marks, *bad, optax.tree.norm(grads), new
 
     layout, replicated = lay_out(task, parallel), NamedSharding(mesh, P())
     return CompiledStep(look, layout, backward=True, out_shardings=replicated)
@@ -134,13 +141,22 @@ def _outputs(
         yield _layer(number, name), out_B
 
 
+def _inputs(layout: ModelLayout, marks: Sequence[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
+    """What takes inputs, and the marks [T, B] of their gradients (see `make_loss_and_grad`)."""
+    for number, kind in enumerate(layout.kind_of):
+        into_TB, out_TB = marks[kind][layout.slots.rows[kind].index(number)]
+        yield _layer(number, layout.kinds[kind]), into_TB
+        if number + 1 == len(layout.kind_of):
+            yield _LAST, out_TB
+
+
 def _parts_on_the_way_back(layout: ModelLayout) -> list[str]:
     """What a model is made of, in the order in which gradients are computed."""
     outer = layout.outer(layout.merge(layout.params, layout.frozen))
     modules = [_module(name) for name, _ in named_leaves(layout.params)]
     last = dict.fromkeys(modules[n] for n in outer.last if n not in outer.first)
     layers = [_layer(n, layout.kinds[kind]) for n, kind in enumerate(layout.kind_of)]
-    return list(dict.fromkeys([*last, *reversed(layers), *reversed(modules)]))
+    return list(dict.fromkeys([*last, _LAST, *reversed(layers), *reversed(modules)]))
 
 
 def _by_part(layout: ModelLayout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:

@@ -33,7 +33,7 @@ from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import TrainState
 from jaxpar.task import Task, spec_of
-from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, best_of
+from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints
 from jaxpar.training.checksums import digest
 from jaxpar.training.lock import FolderLock
 from jaxpar.training.settings import Settings
@@ -94,8 +94,9 @@ class RunFolder:
                 f"{self.task_path} is as it was when the run began"
             )
         settings = read_config(self.config_path)
-        # A folder may have been copied or moved, or be somebody else's.
-        return settings._replace(train=dataclasses.replace(settings.train, out_dir=str(self)))
+        # A folder may have been copied or moved, or be somebody else's: it names no place to write to.
+        train = dataclasses.replace(settings.train, out_dir=str(self), fallback_dir=None)
+        return settings._replace(train=train)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -211,7 +212,7 @@ class RunFolder:
         placed anew.
 
         Args:
-          best: the state with the lowest validation loss that has been kept, not the newest.
+          best: the state with the lowest validation loss that has been kept and is whole, not the newest.
         Raises:
           ValueError: the model does not fit the mesh.
           FileNotFoundError: no run has written here, or no such checkpoint.
@@ -222,13 +223,10 @@ class RunFolder:
         task = settings.task.portable().resolve(parallel, devices)
         task.check(parallel, devices)
         settings = settings._replace(task=task, parallel=parallel)
-        checkpoints, step = self.checkpoints(settings), None
-        if best and (step := best_of(checkpoints.steps(), self.valid_losses())) is None:
-            raise FileNotFoundError(
-                f"{self} holds no checkpoint of a validated step; train with --train.eval-every, or "
-                f"take the newest state"
-            )
-        return settings, devices, checkpoints.restore(devices, step)
+        checkpoints = self.checkpoints(settings)
+        if best:
+            checkpoints.losses |= self.valid_losses()
+        return settings, devices, checkpoints.restore(devices, best=best)
 
     def check_data(self, task: Task) -> None:
         """Nothing, if a task's data and files are those that the run began with.
