@@ -23,6 +23,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
 from jaxpar import Parallel, init_state
 from jaxpar.mesh import MeshConfig
@@ -35,6 +36,7 @@ HIDDEN_SIZES = {"100 MB": 360, "1 GB": 1140}  # of 8 layers, with Adam
 SIDES = ("without", "with")
 PARALLEL = Parallel(MeshConfig(devices=(0,)))
 HASHES: dict[str, Callable[[bytes], object]] = {
+    "XXH3, 128 bits (xxhash)": lambda content: xxhash.xxh3_128(content).digest(),
     "CRC-32 (zlib)": zlib.crc32,
     "SHA-256 (OpenSSL)": hashlib.sha256,
     "BLAKE2b": hashlib.blake2b,

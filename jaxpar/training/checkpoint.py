@@ -404,7 +404,7 @@ def _read_checksums(path: Path) -> dict[str, Checksum]:
         raise ValueError(f"{_CHECKSUMS} is not what was written")
     if content["metadata"] != digest(metadata):
         raise ValueError(f"{_METADATA} is not what was written")
-    return {name: (size, crcs) for name, (size, crcs) in content["files"].items()}
+    return {name: (size, hashes) for name, (size, hashes) in content["files"].items()}
 
 
 def _metadata(path: Path) -> dict[str, Any]:
