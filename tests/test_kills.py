@@ -2,7 +2,7 @@
 
 The long form, with its 100 kills of one process, and 100 of two with their launcher:
 
-    pytest -m slow -s tests/test_kills.py
+    pytest -n 0 -m slow -s tests/test_kills.py
 """
 
 import contextlib
@@ -24,6 +24,11 @@ STEPS = 120
 END_SECONDS = 1800  # which only a process that hangs takes
 LEFT_BEHIND_SECONDS = 10  # in which all end that belong to a process which was killed
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]
+KILLS = pytest.mark.parametrize(
+    "num_kills",
+    [2, pytest.param(3, marks=pytest.mark.full), pytest.param(100, marks=pytest.mark.slow)],
+    ids="{} kills".format,
+)
 # Lines in buckets, on two stages with dropout: all that a checkpoint has to hold is in use.
 FLAGS = [
     "--mesh", "pp2", "--pipeline.num-chunks", "2", "--num-buckets", "3",
@@ -147,9 +152,7 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "num_kills", [3, pytest.param(100, marks=pytest.mark.slow)], ids="{} kills".format
-)
+@KILLS
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
     whole, text, environ, start_seconds = undisturbed
     moments = random.Random(num_kills)
@@ -182,9 +185,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
     assert kills == num_kills
 
 
-@pytest.mark.parametrize(
-    "num_kills", [2, pytest.param(100, marks=pytest.mark.slow)], ids="{} kills".format
-)
+@KILLS
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
     undisturbed, tmp_path, num_kills
 ):
