@@ -121,7 +121,12 @@ def assert_same_as_plain(settings):
 
 
 # Microbatches and chunks are what moves between stages; without stages they change nothing.
-LAYOUTS = [(mesh, units) for mesh in MESHES for units in (UNITS if mesh[1] > 1 else UNITS[-1:])]
+LAYOUTS = [(mesh, UNITS[-1]) for mesh in MESHES] + [
+    pytest.param(mesh, units, marks=() if mesh == (2, 2, 2) else pytest.mark.full)
+    for mesh in MESHES
+    for units in UNITS[:-1]
+    if mesh[1] > 1
+]
 
 
 @pytest.mark.parametrize(("mesh", "units"), LAYOUTS)

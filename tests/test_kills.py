@@ -24,11 +24,6 @@ STEPS = 120
 END_SECONDS = 1800  # which only a process that hangs takes
 LEFT_BEHIND_SECONDS = 10  # in which all end that belong to a process which was killed
 SENTENCES = ["the cat sat on the mat", "a dog ran", "the mat", "a cat sat on a dog on the mat"]
-KILLS = pytest.mark.parametrize(
-    "num_kills",
-    [2, pytest.param(3, marks=pytest.mark.full), pytest.param(100, marks=pytest.mark.slow)],
-    ids="{} kills".format,
-)
 # Lines in buckets, on two stages with dropout: all that a checkpoint has to hold is in use.
 FLAGS = [
     "--mesh", "pp2", "--pipeline.num-chunks", "2", "--num-buckets", "3",
@@ -37,6 +32,13 @@ FLAGS = [
     "--train.num-steps", str(STEPS), "--train.log-every", "1", "--train.checkpoint-every", "7",
     "--train.eval-every", "50",
 ]  # fmt: skip
+
+
+def kills(*numbers):
+    """A few always, then more, then very many."""
+    marks = ((), pytest.mark.full, pytest.mark.slow)
+    params = [pytest.param(n, marks=mark) for n, mark in zip(numbers, marks, strict=True)]
+    return pytest.mark.parametrize("num_kills", params, ids="{} kills".format)
 
 
 class Run:
@@ -152,7 +154,7 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
-@KILLS
+@kills(2, 3, 100)
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
     whole, text, environ, start_seconds = undisturbed
     moments = random.Random(num_kills)
@@ -185,7 +187,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
     assert kills == num_kills
 
 
-@KILLS
+@kills(1, 3, 100)
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
     undisturbed, tmp_path, num_kills
 ):

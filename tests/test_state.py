@@ -327,9 +327,9 @@ def freeze_by_hand(settings, num_steps=2):
 
 
 FROZEN = [
-    ((1, 1, 1), (1, 1), {}),
+    pytest.param((1, 1, 1), (1, 1), {}, marks=pytest.mark.full),
     ((1, 1, 1), (2, 1), {}),  # in units
-    ((2, 2, 2), (2, 2), {"head": "last"}),
+    pytest.param((2, 2, 2), (2, 2), {"head": "last"}, marks=pytest.mark.full),
     ((2, 2, 2), (2, 2), {"head": "sharded", "remat": True}),
 ]
 
