@@ -1,8 +1,10 @@
 """What every test runs on: 8 simulated CPU devices, strict dtypes and ranks."""
 
 import atexit
+import gc
 import os
 import shutil
+import signal
 import tempfile
 
 import hypothesis
@@ -11,10 +13,12 @@ import pytest
 
 # Also for the subprocesses that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile far more than they compute: LLVM is to hurry. XLA's own passes run as ever.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-)
+# Tests compile far more than they compute: LLVM is to hurry, and XLA to emit by hand, where it still can,
+# what goes through MLIR. XLA's own passes run as ever.
+flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+flags += ["--xla_cpu_parallel_codegen_split_count=1"]
+flags += ["--xla_cpu_use_fusion_emitters=false"] * (jax.__version_info__ < (0, 11))
+os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -24,6 +28,7 @@ jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads them
 
 # No limit of time: the first example compiles. `pytest --hypothesis-profile thorough` looks further.
 patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
@@ -32,6 +37,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", **patient, max_examples=1000)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_collection_finish():
+    """What is imported stays: tracing makes much garbage, and the collector need not look there."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_reach_what_tests_start():
+    """What nohup, or a shell for its background jobs, ignores is inherited; a handler is not."""
+    for number in (signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 The twenty disagreements of whole processes:
 
-    pytest -m slow -s tests/test_agreement.py
+    pytest -n 0 -m slow -s tests/test_agreement.py
 """
 
 import os

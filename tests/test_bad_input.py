@@ -2,7 +2,7 @@
 
 The messages below each other:
 
-    pytest -s tests/test_bad_input.py
+    pytest -n 0 -s tests/test_bad_input.py
 """
 
 import re

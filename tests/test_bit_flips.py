@@ -2,7 +2,7 @@
 
 The long form, with 200 bits:
 
-    pytest -m slow -s tests/test_bit_flips.py
+    pytest -n 0 -m slow -s tests/test_bit_flips.py
 """
 
 import collections

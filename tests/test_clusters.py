@@ -3,7 +3,7 @@
 A real Slurm on this machine, of two nodes, and Open MPI, where they are installed (Debian's slurm-wlm and
 openmpi-bin):
 
-    pytest -m slow tests/test_clusters.py
+    pytest -n 0 -m slow tests/test_clusters.py
 """
 
 import getpass

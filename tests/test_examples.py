@@ -23,6 +23,8 @@ from jaxpar.task import find_task
 
 pytestmark = pytest.mark.law
 
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+
 FOLDER = Path(__file__).parent.parent / "examples"
 
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
@@ -218,28 +220,28 @@ def assert_batches_equal_plain(task, parallel):
 
 
 LAYOUTS = [
-    (FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
-    (FORECAST, make_parallel((8, 1, 1))),
+    full(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
+    full(FORECAST, make_parallel((8, 1, 1))),
     (FORECAST, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=4)),
-    (FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
+    full(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
     (FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
-    (FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
-    (CHARACTERS, make_parallel((1, 1, 1))),
-    (CHARACTERS, make_parallel((8, 1, 1))),
-    (CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
+    full(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
+    full(CHARACTERS, make_parallel((1, 1, 1))),
+    full(CHARACTERS, make_parallel((8, 1, 1))),
+    full(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
     (CHARACTERS, make_parallel((2, 2, 2), num_microbatches=2, remat=True)),
     (CHARACTERS, make_parallel((4, 2, 1), shares=(1, 1, 1, 5), placement=(1, 3))),
-    (TRANSLATE, make_parallel((1, 1, 1))),
-    (TRANSLATE, make_parallel((8, 1, 1))),
-    (TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
+    full(TRANSLATE, make_parallel((1, 1, 1))),
+    full(TRANSLATE, make_parallel((8, 1, 1))),
+    full(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
     (TRANSLATE, make_parallel((2, 2, 2), shares=(1, 3), num_microbatches=4)),
     (TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
-    (DIGITS, make_parallel((1, 1, 1))),
-    (DIGITS, make_parallel((8, 1, 1))),
+    full(DIGITS, make_parallel((1, 1, 1))),
+    full(DIGITS, make_parallel((8, 1, 1))),
     (DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
-    (DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
+    full(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
     (DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
-    (DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
+    full(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
 ]
 
 
@@ -256,6 +258,7 @@ def test_loss_metrics_and_gradients_equal_plain(name, parallel):
     assert_batches_equal_plain(make_task(name), parallel)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_layouts_drawn_at_random_equal_plain(seed):
     rng = np.random.default_rng(seed)
@@ -302,9 +305,9 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     ("name", "mesh", "rate"),
     [
         (FORECAST, "dp2pp2tp2", 0.005),
-        (CHARACTERS, "pp2tp4", 0.01),
-        (TRANSLATE, "dp4pp2", 0.01),
-        (DIGITS, "dp2pp4", 0.01),
+        full(CHARACTERS, "pp2tp4", 0.01),
+        full(TRANSLATE, "dp4pp2", 0.01),
+        full(DIGITS, "dp2pp4", 0.01),
     ],
 )
 def test_example_learns(name, mesh, rate, tmp_path):

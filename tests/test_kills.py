@@ -2,7 +2,7 @@
 
 The long form, with its 100 kills of one process, and 100 of two with their launcher:
 
-    pytest -m slow -s tests/test_kills.py
+    pytest -n 0 -m slow -s tests/test_kills.py
 """
 
 import contextlib
@@ -32,6 +32,13 @@ FLAGS = [
     "--train.num-steps", str(STEPS), "--train.log-every", "1", "--train.checkpoint-every", "7",
     "--train.eval-every", "50",
 ]  # fmt: skip
+
+
+def kills(*numbers):
+    """A few always, then more, then very many."""
+    marks = ((), pytest.mark.full, pytest.mark.slow)
+    params = [pytest.param(n, marks=mark) for n, mark in zip(numbers, marks, strict=True)]
+    return pytest.mark.parametrize("num_kills", params, ids="{} kills".format)
 
 
 class Run:
@@ -147,9 +154,7 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    "num_kills", [3, pytest.param(100, marks=pytest.mark.slow)], ids="{} kills".format
-)
+@kills(2, 3, 100)
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
     whole, text, environ, start_seconds = undisturbed
     moments = random.Random(num_kills)
@@ -182,9 +187,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
     assert kills == num_kills
 
 
-@pytest.mark.parametrize(
-    "num_kills", [2, pytest.param(100, marks=pytest.mark.slow)], ids="{} kills".format
-)
+@kills(1, 3, 100)
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
     undisturbed, tmp_path, num_kills
 ):

@@ -149,8 +149,6 @@ def start(arguments, *options, processes=2):
     return subprocess.Popen(
         [*command, "--", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ,
-        # A test run under nohup ignores it, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )  # fmt: skip
 
 

@@ -90,9 +90,9 @@ def test_lstm_and_its_gradients_equal_flax(inputs, hidden, layers, num_steps, nu
         after = LSTMCarry(jnp.stack([h for _, h in states]), jnp.stack([c for c, _ in states]))
         return loss_of(after, x), (after, x)
 
-    (loss, out), (grads, dx) = jax.value_and_grad(ours, (0, 1), has_aux=True)(params, x)
+    (loss, out), (grads, dx) = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(params, x)
     with jax.numpy_rank_promotion("allow"):  # Flax adds its bias so
-        both = jax.value_and_grad(theirs, (0, 1), has_aux=True)
+        both = jax.jit(jax.value_and_grad(theirs, (0, 1), has_aux=True))
         (expected_loss, expected_out), (expected_grads, expected_dx) = both(flax_params, x)
     jax.tree.map(assert_close, (loss, out, dx), (expected_loss, expected_out, expected_dx))
     grads = grads["lstm"]

@@ -203,6 +203,7 @@ def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     )
 
 
+@pytest.mark.full
 def test_it_runs_in_several_processes(here):
     printed, _ = jaxpar(
         "launch", "--processes", 2, "--devices-per-process", 2, "--", "train", "forecast.py:Forecast",

@@ -58,9 +58,17 @@ OPTIONS = [
 ]
 
 
+UNTIED = [(options, False) for options in OPTIONS]
+TIED = [(OPTIONS[n], True) for n in (4, 5, 10)]
+MORE_TIED = [
+    pytest.param(options, True, marks=pytest.mark.full)
+    for options in OPTIONS
+    if (options, True) not in TIED
+]
+
+
 @pytest.mark.law
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("options", "tied"), UNTIED + TIED + MORE_TIED)
 def test_every_schedule_and_option_equals_plain(options, tied):
     task = dataclasses.replace(MODEL, tie_embedding=tied)
     assert_same_as_plain(make_settings((1, 4, 2), (2, 2), task, **options))
@@ -486,7 +494,7 @@ def test_data_parallel_devices_may_have_different_numbers_of_microbatches():
         )
         return last(params.last, (), y, at)[0]
 
-    expected, expected_grads = jax.value_and_grad(plain)(params)
+    expected, expected_grads = jax.jit(jax.value_and_grad(plain))(params)
     np.testing.assert_allclose(loss, expected, rtol=RELATIVE_ERROR)
     for actual, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert np.linalg.norm(actual - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
@@ -595,7 +603,7 @@ def test_memory_does_not_grow_with_microbatches():
         settings = make_settings((1, 4, 1), (num_microbatches, 4), task)
         return lowered(settings).compile().memory_analysis().temp_size_in_bytes
 
-    sizes = [temporary(num_microbatches) for num_microbatches in (4, 8, 16, 32)]
+    sizes = [temporary(num_microbatches) for num_microbatches in (4, 32)]
     assert max(sizes) <= 1.02 * min(sizes), sizes
 
 
@@ -622,7 +630,7 @@ def run_pipeline(pipeline, schedules=(), *, num_layers=6, rows=16, num_steps=16,
     def loss(params):
         return pipeline.sums(params, carry, {"x": x, "targets": targets, **more}, plan)[0][0]
 
-    return jax.value_and_grad(loss)(params)
+    return jax.jit(jax.value_and_grad(loss))(params)
 
 
 MISTAKES = [

@@ -45,7 +45,9 @@ def run(*command, cwd):
     return done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", ["README.md", *(pytest.param(page, marks=pytest.mark.full) for page in PAGES[1:])]
+)
 def test_python_blocks_run_in_their_order(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks("python", page)))
@@ -74,6 +76,7 @@ SMALL = {
 OWN = "# forecast.py"  # a model of the reader's, which commands below it train
 
 
+@pytest.mark.full
 def test_commands_of_the_readme_run(tmp_path):
     [own] = [block for block in blocks("python") if block.startswith(OWN)]
     (tmp_path / "forecast.py").write_text(own)
@@ -90,8 +93,8 @@ def test_commands_of_the_readme_run(tmp_path):
     assert written == {"runs", "timeline.svg", "bytes.png", "strategies.html"}
 
 
-@pytest.mark.parametrize("page", PAGES[1:])
-def test_commands_of_other_pages_are_understood(page, tmp_path, monkeypatch):
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs/0001").mkdir(parents=True)
     for path in ("settings.toml", "runs/0001/config.toml"):

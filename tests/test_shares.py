@@ -52,7 +52,7 @@ def test_any_shares_give_the_gradients_of_one_device(mesh, units, shares, option
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("num_microbatches", [2, 4])
+@pytest.mark.parametrize("num_microbatches", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (4, 1, 1), (2, 1, 2), (1, 1, 8)])
 def test_accumulation_equals_the_big_batch(mesh, num_microbatches):
     assert_same_as_plain(make_settings(mesh, (num_microbatches, 1)))
