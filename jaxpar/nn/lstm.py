@@ -21,6 +21,7 @@ from jax import lax
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
+from jaxpar.nn.linear import sum_of_outer_products
 from jaxpar.nn.param import lecun_uniform, named_param
 
 
@@ -120,8 +121,8 @@ def lstm_backward(
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH)
     (dh, dc, _), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
     d_params = LSTMParams(
-        w_x_I4H=_sum_of_outer_products(residuals.x_TBI, dz_TB4H),
-        w_h_H4H=_sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
+        w_x_I4H=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
+        w_h_H4H=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
         b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
     dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, params.w_x_I4H.astype(dtype)).astype(dtype)
@@ -151,12 +152,6 @@ lstm_layer.defvjp(_layer_fwd, _layer_bwd)
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
-
-
-def _sum_of_outer_products(a_TBI: jax.Array, b_TB4H: jax.Array) -> jax.Array:
-    """Over T and B, in that order: einsum would sum over B and T, and transpose both arrays for it."""
-    dims = (((0, 1), (0, 1)), ((), ()))
-    return lax.dot_general(a_TBI, b_TB4H, dims, preferred_element_type=jnp.float32)
 
 
 class LSTM(nnx.Module):
