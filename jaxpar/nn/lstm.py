@@ -21,7 +21,7 @@ from jax import lax
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
-from jaxpar.nn.linear import sum_of_outer_products
+from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import lecun_uniform, named_param
 
 
@@ -96,6 +96,7 @@ def lstm_backward(
       cotangents of the weights (float32), of the (h, c) before the first step, and of x.
     """
     dtype = residuals.x_TBI.dtype
+    w_x_I4H = transposable(params.w_x_I4H.astype(dtype))
     # Transposed here, or it would be at every step.
     w_h_4HH = lax.optimization_barrier(params.w_h_H4H.astype(dtype).transpose(1, 2, 0))
 
@@ -125,7 +126,7 @@ def lstm_backward(
         w_h_H4H=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
         b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
-    dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, params.w_x_I4H.astype(dtype)).astype(dtype)
+    dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)
     return d_params, LSTMCarry(dh, dc), dx_TBI
 
 
