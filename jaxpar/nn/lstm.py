@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -23,6 +24,11 @@ from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import lecun_uniform, named_param
+
+# Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
+_IS_TANH_141 = np.array([0, 0, 1, 0], np.float32)[None, :, None]
+_SCALE_141 = (1 + _IS_TANH_141) / 2
+_SHIFT_141 = 1 - _SCALE_141
 
 
 class LSTMParams(NamedTuple):
@@ -66,21 +72,23 @@ def lstm_forward(
     """
     dtype = x_TBI.dtype
     w_h = params.w_h_H4H.astype(dtype)
-    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_I4H.astype(dtype)) + params.b_4H[None, None]
+    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_I4H.astype(dtype))
 
-    def step(carry, zx_B4H):
-        h_BH, c_BH = carry
-        z_B4H = zx_B4H + _dot("bj,jgh->bgh", h_BH, w_h)
-        i, f, o = (jax.nn.sigmoid(z_B4H[:, gate]) for gate in (0, 1, 3))
-        g = jnp.tanh(z_B4H[:, 2])
+    def step(carry, t):
+        h_BH, c_BH, room_TB4H = carry
+        z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_4H[None]
+        gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
+        i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         c_next = f * c_BH + i * g
         h_next = (o * jnp.tanh(c_next)).astype(dtype)
-        gates_B4H = jnp.stack([i, f, g, o], axis=1).astype(dtype)
-        return (h_next, c_next), (h_next, gates_B4H, h_BH, c_BH)
+        # The gates take the room of what they are made of: memory that is at hand, and in the cache.
+        room_TB4H = lax.dynamic_update_index_in_dim(room_TB4H, gates_B4H, t, 0)
+        return (h_next, c_next, room_TB4H), (h_next, h_BH, c_BH)
 
-    start = (carry.h_BH.astype(dtype), carry.c_BH)
-    (h, c), (y_TBH, gates, h_prev, c_prev) = lax.scan(step, start, zx_TB4H)
-    residuals = LSTMResiduals(x_TBI, gates, h_prev, c_prev, c)
+    start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
+    steps = jnp.arange(len(x_TBI))
+    (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps)
+    residuals = LSTMResiduals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
     return LSTMCarry(h.astype(jnp.float32), c), y_TBH, residuals
 
 
@@ -102,20 +110,15 @@ def lstm_backward(
 
     def step(carry, inputs):
         dh_BH, dc_BH, c_BH = carry
-        dy_BH, gates_B4H, c_prev_BH = inputs
-        i, f, g, o = (gates_B4H[:, gate].astype(jnp.float32) for gate in range(4))
+        dy_BH, gates_B4H, c_prev_BH = lax.optimization_barrier(inputs)
+        gates_B4H = gates_B4H.astype(jnp.float32)
+        i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         tanh_c = jnp.tanh(c_BH)
         dh_BH = dh_BH + dy_BH.astype(jnp.float32)
         dc_BH = dc_BH + dh_BH * o * (1 - tanh_c * tanh_c)
-        dz_B4H = jnp.stack(
-            [
-                dc_BH * g * i * (1 - i),
-                dc_BH * c_prev_BH * f * (1 - f),
-                dc_BH * i * (1 - g * g),
-                dh_BH * tanh_c * o * (1 - o),
-            ],
-            axis=1,
-        ).astype(dtype)
+        d_gates_B4H = jnp.stack([dc_BH * g, dc_BH * c_prev_BH, dc_BH * i, dh_BH * tanh_c], axis=1)
+        slope_B4H = (1 - gates_B4H) * (gates_B4H + _IS_TANH_141)
+        dz_B4H = lax.optimization_barrier((d_gates_B4H * slope_B4H).astype(dtype))
         return (_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f, c_prev_BH), dz_B4H
 
     start = (d_carry.h_BH, d_carry.c_BH, residuals.c_last_BH)
