@@ -7,6 +7,7 @@ so that whatever slows the machine for a while slows both.
 import dataclasses
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -20,6 +21,13 @@ def peak_mib_of_host() -> float:
     with open("/proc/self/status") as status:
         kib = next(line.split()[1] for line in status if line.startswith("VmHWM"))
     return int(kib) / 1024
+
+
+def processor() -> str:
+    """What the machine calls its processor."""
+    with open("/proc/cpuinfo") as lines:
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def serve(

@@ -23,6 +23,7 @@ from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import starts_of
 from jaxpar.layout import ModelLayout, Outer, lay_out
+from jaxpar.mesh import release_freed_memory
 from jaxpar.model import Sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip, gives_finite, update
 from jaxpar.parallel import Parallel
@@ -92,6 +93,7 @@ class CompiledStep:
         arguments = (state, *self._planned(batch))
         if not self.num_programs:
             self._check_program(arguments)
+            release_freed_memory()
         return self._jitted(*arguments)
 
     def _check_program(self, arguments: Any) -> None:

@@ -10,7 +10,7 @@ import json
 
 import jax
 
-from benchmarks.sides import Side, measure, table
+from benchmarks.sides import Side, measure, processor, table
 from benchmarks.work import WORKS
 
 # Microbatches and chunks of two stages: the best of `benchmarks.pipeline.speed`.
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    print(f"jax {jax.__version__}, work {args.work}: {WORKS[args.work]}\n")
+    print(f"{processor()}, jax {jax.__version__}, work {args.work}: {WORKS[args.work]}\n")
     sides = sides_of(args.work, args.cores, args.torch_python)
     results = measure(sides, num_rounds=args.rounds, num_steps=2)
     print(table(results, WORKS[args.work].tokens), "\n")

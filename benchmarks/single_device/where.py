@@ -1,15 +1,16 @@
 """Where the time of jaxpar's training step goes, and how far each part is from what the machine can do.
 
-    python -m benchmarks.single_device.where A
+    python -m benchmarks.single_device.where A [--copies]
 
-Times are those that XLA's profiler saw on one core, less what it saw inside of them. The ceilings are
-measured in the same process: the product of two large matrices, and a copy of more than any cache holds.
+Times are those that XLA's profiler saw on one core, less what it saw inside of them: of every operation the
+quickest of all steps, which a busy machine disturbs least. The ceilings are measured in the same process: the
+product of two large matrices, and a copy of more than any cache holds.
 """
 
 import argparse
 import collections
+import math
 import os
-import statistics
 import tempfile
 import time
 
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 
 import jaxpar
 from benchmarks.jaxpar_side import TRAIN, initial_state, make_batch, make_task
+from benchmarks.sides import processor
 from benchmarks.work import WORKS, Work
 from jaxpar import Parallel
-from jaxpar.analysis.hlo import Module, Visit
+from jaxpar.analysis.hlo import Instruction, Module, Visit, arrays, bits
 from jaxpar.step import make_train_step
 from jaxpar.timing import take_turns
 from jaxpar.training.profiler import Operation, read_trace, trace
@@ -66,7 +68,7 @@ def part_of(visit: Visit, module: Module, num_steps: int) -> str:
         return "matmuls of the head" if multiplies else "softmax and loss"
     if "embedding" in names:
         return "embedding"
-    if "update" in names:
+    if "/update/" in names:
         return "update"
     over_time = num_steps in visit.trip_counts
     if multiplies:
@@ -74,23 +76,49 @@ def part_of(visit: Visit, module: Module, num_steps: int) -> str:
     return "gates" if over_time else "residuals, transposes, other copies"
 
 
-def own_milliseconds(operations: list[Operation]) -> collections.Counter[str]:
-    """Of every operation on a device, without those inside of it."""
-    totals: collections.Counter[str] = collections.Counter()
-    threads = collections.defaultdict[int, list[Operation]](list)
+def own_milliseconds(operations: list[Operation]) -> list[dict[str, list[float]]]:
+    """Step by step, of every operation each time it ran, without those inside of it."""
+    threads = collections.defaultdict[tuple[int, int], list[Operation]](list)
     for operation in operations:
-        threads[operation.thread].append(operation)
-    for thread in threads.values():
-        around: list[Operation] = []  # that are going on
+        threads[operation.run, operation.thread].append(operation)
+    steps = collections.defaultdict[int, dict[str, list[float]]](dict)
+    for (run, _), thread in threads.items():
+        around: list[tuple[Operation, int]] = []  # that are going on
         for operation in sorted(thread, key=lambda each: (each.start, -each.end)):
-            while around and around[-1].end <= operation.start:
+            while around and around[-1][0].end <= operation.start:
                 around.pop()
+            own = steps[run].setdefault(operation.name, [])
             milliseconds = 1e3 * (operation.end - operation.start)
             if around:
-                totals[around[-1].name] -= milliseconds
-            totals[operation.name] += milliseconds
-            around.append(operation)
-    return totals
+                outer, place = around[-1]
+                steps[run][outer.name][place] -= milliseconds
+            around.append((operation, len(own)))
+            own.append(milliseconds)
+    return [steps[run] for run in sorted(steps)]
+
+
+# They move numbers and make none.
+_MOVES = {
+    "bitcast", "broadcast", "concatenate", "copy", "dynamic-slice", "dynamic-update-slice", "pad",
+    "reshape", "slice", "transpose",
+}  # fmt: skip
+_MB = 1e6
+
+
+def moved_bytes(instruction: Instruction, module: Module) -> int:
+    """Bytes of what an instruction copies, transposes, repeats or cuts; 0 if it does anything else."""
+    inside = module.fused(instruction) or [instruction]
+    makes_numbers = {
+        each.opcode
+        for each in inside
+        if any(math.prod(dims) > 1 for _, dims in arrays(each.shape))  # others compute places
+    } - {*_MOVES, "parameter"}
+    if makes_numbers or inside[-1].opcode == "parameter":
+        return 0
+    [(dtype, dims), *_] = arrays(instruction.shape)
+    size = math.prod(dims) * bits(dtype) // 8
+    writes_a_row = any(each.opcode == "dynamic-update-slice" for each in inside)
+    return size // dims[0] if writes_a_row else size
 
 
 def ceilings() -> tuple[float, float]:
@@ -100,7 +128,7 @@ def ceilings() -> tuple[float, float]:
     multiply, copy = jax.jit(lambda a: a @ a), jax.jit(lambda a: a + 1)
 
     seconds = take_turns([lambda: multiply(a), lambda: copy(big)], 6)
-    of_product, of_copy = (statistics.median(times[1:]) for times in seconds)
+    of_product, of_copy = map(min, seconds)
     return 2 * 2048**3 / of_product, 2 * big.nbytes / of_copy
 
 
@@ -109,6 +137,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--copies", action="store_true", help="list those of more than 1 MB")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     work = WORKS[args.work]
@@ -118,32 +147,41 @@ def main() -> None:
     state = initial_state(work, task, parallel, mesh)
     step = make_train_step(task, parallel, TRAIN, mesh)
     batch = make_batch(work, task, parallel, mesh)
-    module = Module(step.lower(state, batch).compile().as_text())
-    parts = {
-        visit.instruction.name: part_of(visit, module, work.seq_len) for visit in module.visits()
-    }
+    text = step.lower(state, batch).compile().as_text()
+    assert text is not None
+    module = Module(text)
+    visits = {visit.instruction.name: visit for visit in module.visits()}
 
     for _ in range(2):
         state, _ = step.run(state, batch)
         jax.block_until_ready(state)
+    totals = list[float]()
     with tempfile.TemporaryDirectory() as folder:
         with trace(folder):
-            start = time.perf_counter()
             for _ in range(args.steps):
+                start = time.perf_counter()
                 state, _ = step.run(state, batch)
                 jax.block_until_ready(state)
-            total = (time.perf_counter() - start) * 1e3 / args.steps
-        milliseconds = own_milliseconds(read_trace(folder))
-    times = collections.Counter[str]()
+                totals.append((time.perf_counter() - start) * 1e3)
+        steps = [
+            {name: own for name, own in each.items() if name in visits}
+            for each in own_milliseconds(read_trace(folder))
+        ]
+    milliseconds = {
+        name: sum(map(min, zip(*(each[name] for each in steps), strict=True))) for name in steps[0]
+    }
+    times = collections.defaultdict[str, float](float)
     for name, value in milliseconds.items():
-        if name in parts:
-            times[parts[name]] += value / args.steps
-    times["between the operations"] = total - times.total()
+        times[part_of(visits[name], module, work.seq_len)] += value
+    times["between the operations"] = min(
+        total - sum(map(sum, each.values())) for total, each in zip(totals, steps, strict=True)
+    )
+    total = sum(times.values())
     flop_rate, byte_rate = ceilings()
     num_params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     counts = counted(work, num_params)
 
-    print(f"jax {jax.__version__}, one core, work {args.work}: {work}")
+    print(f"{processor()}, one core, jax {jax.__version__}, work {args.work}: {work}")
     print(f"ceilings: {flop_rate / 1e9:.0f} GFLOP/s, {byte_rate / 1e9:.1f} GB/s\n")
     print("| part | ms a step | share | GFLOP | MB | at the ceiling, ms | of the ceiling |")
     print("|---|---:|---:|---:|---:|---:|---:|")
@@ -159,6 +197,17 @@ def main() -> None:
             row += " | | | |"
         print(row)
     print(f"| all | {total:.1f} | 100.0% | | | | |")
+    if args.copies:
+        print("\n| copy | from | times a step | MB each | ms a step |")
+        print("|---|---|---:|---:|---:|")
+        for name, visit in sorted(visits.items(), key=lambda each: -milliseconds.get(each[0], 0)):
+            size = moved_bytes(visit.instruction, module)
+            if size > _MB and name in milliseconds:
+                times_a_step = math.prod(trips or 1 for trips in visit.trip_counts)
+                print(
+                    f"| {name} {visit.instruction.shape} | {module.source(visit.instruction)} | "
+                    f"{times_a_step} | {size / _MB:.1f} | {milliseconds[name]:.2f} |"
+                )
 
 
 if __name__ == "__main__":

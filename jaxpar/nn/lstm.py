@@ -15,13 +15,20 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
+from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import lecun_uniform, named_param
+
+# Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
+_IS_TANH_141 = np.array([0, 0, 1, 0], np.float32)[None, :, None]
+_SCALE_141 = (1 + _IS_TANH_141) / 2
+_SHIFT_141 = 1 - _SCALE_141
 
 
 class LSTMParams(NamedTuple):
@@ -65,21 +72,23 @@ def lstm_forward(
     """
     dtype = x_TBI.dtype
     w_h = params.w_h_H4H.astype(dtype)
-    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_I4H.astype(dtype)) + params.b_4H[None, None]
+    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_I4H.astype(dtype))
 
-    def step(carry, zx_B4H):
-        h_BH, c_BH = carry
-        z_B4H = zx_B4H + _dot("bj,jgh->bgh", h_BH, w_h)
-        i, f, o = (jax.nn.sigmoid(z_B4H[:, gate]) for gate in (0, 1, 3))
-        g = jnp.tanh(z_B4H[:, 2])
+    def step(carry, t):
+        h_BH, c_BH, room_TB4H = carry
+        z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_4H[None]
+        gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
+        i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         c_next = f * c_BH + i * g
         h_next = (o * jnp.tanh(c_next)).astype(dtype)
-        gates_B4H = jnp.stack([i, f, g, o], axis=1).astype(dtype)
-        return (h_next, c_next), (h_next, gates_B4H, h_BH, c_BH)
+        # The gates take the room of what they are made of: memory that is at hand, and in the cache.
+        room_TB4H = lax.dynamic_update_index_in_dim(room_TB4H, gates_B4H, t, 0)
+        return (h_next, c_next, room_TB4H), (h_next, h_BH, c_BH)
 
-    start = (carry.h_BH.astype(dtype), carry.c_BH)
-    (h, c), (y_TBH, gates, h_prev, c_prev) = lax.scan(step, start, zx_TB4H)
-    residuals = LSTMResiduals(x_TBI, gates, h_prev, c_prev, c)
+    start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
+    steps = jnp.arange(len(x_TBI))
+    (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps)
+    residuals = LSTMResiduals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
     return LSTMCarry(h.astype(jnp.float32), c), y_TBH, residuals
 
 
@@ -95,36 +104,32 @@ def lstm_backward(
       cotangents of the weights (float32), of the (h, c) before the first step, and of x.
     """
     dtype = residuals.x_TBI.dtype
+    w_x_I4H = transposable(params.w_x_I4H.astype(dtype))
     # Transposed here, or it would be at every step.
     w_h_4HH = lax.optimization_barrier(params.w_h_H4H.astype(dtype).transpose(1, 2, 0))
 
     def step(carry, inputs):
         dh_BH, dc_BH, c_BH = carry
-        dy_BH, gates_B4H, c_prev_BH = inputs
-        i, f, g, o = (gates_B4H[:, gate].astype(jnp.float32) for gate in range(4))
+        dy_BH, gates_B4H, c_prev_BH = lax.optimization_barrier(inputs)
+        gates_B4H = gates_B4H.astype(jnp.float32)
+        i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         tanh_c = jnp.tanh(c_BH)
         dh_BH = dh_BH + dy_BH.astype(jnp.float32)
         dc_BH = dc_BH + dh_BH * o * (1 - tanh_c * tanh_c)
-        dz_B4H = jnp.stack(
-            [
-                dc_BH * g * i * (1 - i),
-                dc_BH * c_prev_BH * f * (1 - f),
-                dc_BH * i * (1 - g * g),
-                dh_BH * tanh_c * o * (1 - o),
-            ],
-            axis=1,
-        ).astype(dtype)
+        d_gates_B4H = jnp.stack([dc_BH * g, dc_BH * c_prev_BH, dc_BH * i, dh_BH * tanh_c], axis=1)
+        slope_B4H = (1 - gates_B4H) * (gates_B4H + _IS_TANH_141)
+        dz_B4H = lax.optimization_barrier((d_gates_B4H * slope_B4H).astype(dtype))
         return (_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f, c_prev_BH), dz_B4H
 
     start = (d_carry.h_BH, d_carry.c_BH, residuals.c_last_BH)
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH)
     (dh, dc, _), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
     d_params = LSTMParams(
-        w_x_I4H=_sum_of_outer_products(residuals.x_TBI, dz_TB4H),
-        w_h_H4H=_sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
+        w_x_I4H=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
+        w_h_H4H=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
         b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
-    dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, params.w_x_I4H.astype(dtype)).astype(dtype)
+    dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)
     return d_params, LSTMCarry(dh, dc), dx_TBI
 
 
@@ -151,12 +156,6 @@ lstm_layer.defvjp(_layer_fwd, _layer_bwd)
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
-
-
-def _sum_of_outer_products(a_TBI: jax.Array, b_TB4H: jax.Array) -> jax.Array:
-    """Over T and B, in that order: einsum would sum over B and T, and transpose both arrays for it."""
-    dims = (((0, 1), (0, 1)), ((), ()))
-    return lax.dot_general(a_TBI, b_TB4H, dims, preferred_element_type=jnp.float32)
 
 
 class LSTM(nnx.Module):

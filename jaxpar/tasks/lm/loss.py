@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.model import Sums
-from jaxpar.nn.linear import matmul
+from jaxpar.nn.linear import matmul, sum_of_outer_products
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.trees import vary_like, zeros
 
@@ -45,8 +45,6 @@ def cross_entropy(
 ) -> Sums:
     """Negative log-likelihood of the targets, in nats, summed over those that are not `IGNORE`.
 
-    The target's logit is picked by a masked sum, which needs no exchange where the compiler splits V.
-
     Args:
       logits_TBV: float32.
       targets_TB: int32.
@@ -56,18 +54,42 @@ def cross_entropy(
     Returns:
       the sum, and the number of targets that count.
     """
-    ids_V = _ids(logits_TBV, manual_axis).astype(targets_TB.dtype)
-    is_target_TBV = targets_TB[..., None] == ids_V[None, None]
-    max_TB = lax.stop_gradient(jnp.max(logits_TBV, axis=-1))
-    target_TB = jnp.sum(jnp.where(is_target_TBV, logits_TBV, 0.0), axis=-1)
+    nll: Any = _nll(manual_axis, logits_TBV, targets_TB)
+    return Sums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nll(manual_axis: str | None, logits_TBV, targets_TB) -> jax.Array:
+    return _nll_fwd(manual_axis, logits_TBV, targets_TB)[0]
+
+
+def _nll_fwd(manual_axis: str | None, logits_TBV, targets_TB):
+    """The sum, and what its gradient is made of: there is one `exp` for each logit."""
+    max_TB = jnp.max(logits_TBV, axis=-1)
+    target_TB = _pick(logits_TBV, targets_TB, manual_axis)
     if manual_axis is not None:
         max_TB = lax.pmax(max_TB, manual_axis)
-    sum_TB = jnp.sum(jnp.exp(logits_TBV - max_TB[..., None]), axis=-1)
+    # Nobody reads the logits after this: what follows overwrites them.
+    logits_TBV, target_TB = lax.optimization_barrier((logits_TBV, target_TB))
+    exp_TBV = jnp.exp(logits_TBV - max_TB[..., None])
+    sum_TB = jnp.sum(exp_TBV, axis=-1)
     if manual_axis is not None:
         sum_TB, target_TB = lax.psum((sum_TB, target_TB), manual_axis)
-    counts_TB = targets_TB != IGNORE
-    nll_TB = jnp.where(counts_TB, jnp.log(sum_TB) + (max_TB - target_TB), 0.0)
-    return Sums(jnp.sum(nll_TB), jnp.sum(counts_TB, dtype=jnp.float32))
+    nll_TB = jnp.where(targets_TB != IGNORE, jnp.log(sum_TB) + (max_TB - target_TB), 0.0)
+    return jnp.sum(nll_TB), (exp_TBV, sum_TB, targets_TB)
+
+
+def _nll_bwd(manual_axis: str | None, saved, d_nll: jax.Array):
+    """Probabilities less the targets."""
+    exp_TBV, sum_TB, targets_TB = saved
+    d_nll_TB = jnp.where(targets_TB != IGNORE, d_nll, 0.0)
+    ids_V = _ids(exp_TBV, manual_axis).astype(targets_TB.dtype)
+    is_target_TBV = targets_TB[..., None] == ids_V[None, None]
+    target_TBV = jnp.where(is_target_TBV, d_nll_TB[..., None], 0.0)
+    return exp_TBV * (d_nll_TB / sum_TB)[..., None] - target_TBV, None
+
+
+_nll.defvjp(_nll_fwd, _nll_bwd)
 
 
 def linear_cross_entropy(
@@ -109,15 +131,14 @@ def _linear_nll(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Ar
 
 
 def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
-    def nll(y_tBH, kernel_HV, bias_V, targets_tB):
-        return _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss
-
     def step(totals, chunk):
         y_tBH, targets_tB = chunk
-        loss, (dy_tBH, *grads) = jax.value_and_grad(nll, (0, 1, 2))(
-            y_tBH, kernel_HV, bias_V, targets_tB
-        )
-        return jax.tree.map(jnp.add, totals, (loss, grads)), dy_tBH
+        products_tBV, backward = jax.vjp(lambda y_tBH: matmul(y_tBH, kernel_HV), y_tBH)
+        nll, saved = _nll_fwd(None, products_tBV + bias_V[None, None], targets_tB)
+        dlogits_tBV, _ = _nll_bwd(None, saved, jnp.float32(1))
+        grads = [sum_of_outer_products(y_tBH, dlogits_tBV), jnp.sum(dlogits_tBV, axis=(0, 1))]
+        [dy_tBH] = backward(dlogits_tBV)
+        return jax.tree.map(jnp.add, totals, (nll, grads)), dy_tBH
 
     start = vary_like((jnp.float32(0), zeros([kernel_HV, bias_V])), y_TBH)
     (loss, grads), dy = lax.scan(step, start, _cut(num_chunks, y_TBH, targets_TB))
@@ -134,6 +155,15 @@ _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)
 
 def _sums(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> Sums:
     return cross_entropy(matmul(y_tBH, kernel_HV) + bias_V[None, None], targets_tB)
+
+
+def _pick(logits_TBV: jax.Array, targets_TB: jax.Array, manual_axis: str | None) -> jax.Array:
+    """The logits of the targets; 0 where another device has them, or none."""
+    size = logits_TBV.shape[-1]
+    first = 0 if manual_axis is None else lax.axis_index(manual_axis) * size
+    place_TB = targets_TB - first
+    picked_TB1 = jnp.take_along_axis(logits_TBV, place_TB[..., None], axis=-1, mode="clip")
+    return jnp.where((place_TB >= 0) & (place_TB < size), picked_TB1[..., 0], 0.0)
 
 
 def _cut(num_chunks: int, *arrays: jax.Array) -> list[jax.Array]:
