@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.trees import vary_like
 
 
 class Linear(nnx.Module):
@@ -44,17 +45,41 @@ def matmul(x: jax.Array, kernel_IO: jax.Array, dtype: jnp.dtype | None = None) -
     The gradient of x has x's dtype. Where devices hold parts of the kernel and add what each of them finds
     for x, a float32 x and a narrower `dtype` round the sum alone, not every part of it.
     """
-    if dtype is None or dtype == x.dtype:
-        return jnp.matmul(x, kernel_IO.astype(x.dtype), preferred_element_type=jnp.float32)
-    return _matmul_in(dtype, x, kernel_IO)
+    # A gradient has the type of what it is of: over which axes parts are added is told before.
+    x, kernel_IO = vary_like((x, kernel_IO), (x, kernel_IO))
+    return _matmul(x.dtype if dtype is None else dtype, x, kernel_IO)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(dtype: jnp.dtype, x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    rounded = x.astype(dtype), kernel_IO.astype(dtype)
+    return jnp.matmul(*rounded, preferred_element_type=jnp.float32)
+
+
+def _matmul_fwd(dtype: jnp.dtype, x: jax.Array, kernel_IO: jax.Array):
+    return _matmul(dtype, x, kernel_IO), (x, kernel_IO)
+
+
+def _matmul_bwd(dtype: jnp.dtype, saved, dy: jax.Array):
+    """Of rounded values, but the rounding itself counts as the identity."""
+    x, kernel_IO = saved
+    dims = (((dy.ndim - 1,), (1,)), ((), ()))
+    dx = lax.dot_general(dy, kernel_IO.astype(dtype), dims, preferred_element_type=jnp.float32)
+    d_kernel = sum_of_outer_products(x.astype(dtype), dy)
+    return dx.astype(x.dtype), d_kernel.astype(kernel_IO.dtype)
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def sum_of_outer_products(x_TBI: jax.Array, dy_TBO: jax.Array) -> jax.Array:
-    """The gradient of a kernel, [I, ...O]: over T and B, in that order, in float32.
+    """The gradient of a kernel, [I, ...O]: over all dims of x but its last, in their order, in float32.
 
-    `einsum` would sum over B and T, and transpose both arrays for it.
+    `einsum` would sum over B and T, and autodiff of `x @ kernel` gives the product the other way round: XLA's
+    CPU transposes dy for it, and multiplies at half the speed.
     """
-    dims = (((0, 1), (0, 1)), ((), ()))
+    over = tuple(range(x_TBI.ndim - 1))
+    dims = ((over, over), ((), ()))
     return lax.dot_general(transposable(x_TBI), dy_TBO, dims, preferred_element_type=jnp.float32)
 
 
@@ -65,17 +90,3 @@ def transposable(x: jax.Array) -> jax.Array:
     layer's slice of a stack.
     """
     return lax.optimization_barrier(x)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul_in(dtype: jnp.dtype, x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    return matmul(x.astype(dtype), kernel_IO)
-
-
-@_matmul_in.defjvp
-def _matmul_in_jvp(dtype: jnp.dtype, primals, tangents):
-    """Of rounded values, but the rounding itself counts as the identity."""
-    (x, kernel_IO), (dx, dkernel_IO) = primals, tangents
-    rounded = x.astype(dtype), kernel_IO.astype(dtype)
-    dy = matmul(dx, rounded[1]) + matmul(rounded[0].astype(x.dtype), dkernel_IO)
-    return matmul(*rounded), dy

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.model import Sums
-from jaxpar.nn.linear import matmul, sum_of_outer_products
+from jaxpar.nn.linear import matmul
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.trees import vary_like, zeros
 
@@ -131,14 +131,15 @@ def _linear_nll(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB) -> jax.Ar
 
 
 def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
+    def nll(y_tBH, kernel_HV, bias_V, targets_tB):
+        return _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss
+
     def step(totals, chunk):
         y_tBH, targets_tB = chunk
-        products_tBV, backward = jax.vjp(lambda y_tBH: matmul(y_tBH, kernel_HV), y_tBH)
-        nll, saved = _nll_fwd(None, products_tBV + bias_V[None, None], targets_tB)
-        dlogits_tBV, _ = _nll_bwd(None, saved, jnp.float32(1))
-        grads = [sum_of_outer_products(y_tBH, dlogits_tBV), jnp.sum(dlogits_tBV, axis=(0, 1))]
-        [dy_tBH] = backward(dlogits_tBV)
-        return jax.tree.map(jnp.add, totals, (nll, grads)), dy_tBH
+        loss, (dy_tBH, *grads) = jax.value_and_grad(nll, (0, 1, 2))(
+            y_tBH, kernel_HV, bias_V, targets_tB
+        )
+        return jax.tree.map(jnp.add, totals, (loss, grads)), dy_tBH
 
     start = vary_like((jnp.float32(0), zeros([kernel_HV, bias_V])), y_TBH)
     (loss, grads), dy = lax.scan(step, start, _cut(num_chunks, y_TBH, targets_TB))
