@@ -28,7 +28,6 @@ jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # nobody reads them
 
 # No limit of time: the first example compiles. `pytest --hypothesis-profile thorough` looks further.
 patient = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -34,13 +34,6 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def kills(*numbers):
-    """A few always, then more, then very many."""
-    marks = ((), pytest.mark.full, pytest.mark.slow)
-    params = [pytest.param(n, marks=mark) for n, mark in zip(numbers, marks, strict=True)]
-    return pytest.mark.parametrize("num_kills", params, ids="{} kills".format)
-
-
 class Run:
     """A run in a folder, started by the command line as often as it is killed."""
 
@@ -154,7 +147,11 @@ def wait_for_a_line(run, process, size):
         time.sleep(0.01)
 
 
-@kills(2, 3, 100)
+@pytest.mark.parametrize(
+    "num_kills",
+    [2, pytest.param(3, marks=pytest.mark.full), pytest.param(100, marks=pytest.mark.slow)],
+    ids="{} kills".format,
+)
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):
     whole, text, environ, start_seconds = undisturbed
     moments = random.Random(num_kills)
@@ -187,7 +184,11 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
     assert kills == num_kills
 
 
-@kills(1, 3, 100)
+@pytest.mark.parametrize(
+    "num_kills",
+    [pytest.param(3, marks=pytest.mark.full), pytest.param(100, marks=pytest.mark.slow)],
+    ids="{} kills".format,
+)
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
     undisturbed, tmp_path, num_kills
 ):

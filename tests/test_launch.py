@@ -226,6 +226,7 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     assert losses == pytest.approx(train_losses(one), rel=RELATIVE_TOLERANCE)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
     """The two begin before a checkpoint in which a bit has changed, and name its file."""
 
@@ -283,7 +284,7 @@ def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path
     assert saved == [str(int(said[1]) - 1)]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
     os.kill(children[victim], signal.SIGKILL)
