@@ -80,7 +80,7 @@ def sum_of_outer_products(x_TBI: jax.Array, dy_TBO: jax.Array) -> jax.Array:
     """
     over = tuple(range(x_TBI.ndim - 1))
     dims = ((over, over), ((), ()))
-    return lax.dot_general(transposable(x_TBI), dy_TBO, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(x_TBI, dy_TBO, dims, preferred_element_type=jnp.float32)
 
 
 def transposable(x: jax.Array) -> jax.Array:

@@ -125,8 +125,8 @@ def lstm_backward(
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH)
     (dh, dc, _), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
     d_params = LSTMParams(
-        w_x_I4H=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
-        w_h_H4H=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
+        w_x_I4H=sum_of_outer_products(transposable(residuals.x_TBI), dz_TB4H),
+        w_h_H4H=sum_of_outer_products(transposable(residuals.h_prev_TBH), dz_TB4H),
         b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
     dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)

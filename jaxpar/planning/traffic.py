@@ -128,14 +128,11 @@ class _Sender:
         repeat = 1 + (self.parallel.pipeline.remat and self.parallel.runs_in_units)
         yield from self.send("all-gather", (TENSOR,), x, repeat * runs, "inputs of layers")
         yield from self.send("all-gather", (TENSOR,), h, repeat * runs * step.t, "h of every step")
-        # A single layer, in no loop and in no shard_map, still has the x that was gathered for it.
-        is_plain = not self.parallel.runs_in_units and self.sizes[DATA] == 1
-        both = 1 if is_plain and step.model.num_layers == 1 else 2
         lanes = step.schedule.lanes if self.parallel.runs_in_units else ()
         apart = [work for work in lanes if work.letter == "W"]
         times = apart[0].num_units if apart else 1
         yield from self.send(
-            "all-gather", (TENSOR,), times * x, both * runs // times, "x and h for weight gradients"
+            "all-gather", (TENSOR,), times * x, 2 * runs // times, "x and h for weight gradients"
         )
         if apart:
             beside = int(apart[0].busy_TS[:, -1].sum())
@@ -150,8 +147,8 @@ class _Sender:
         yield from self.send("all-gather", (TENSOR,), y, runs, "inputs of the head")
         yield from self.send("all-reduce", (TENSOR,), y, runs, "dy of the head")
         part = self.step.vocab
-        if self.parallel.runs_in_units and part < self.step.width:
-            # Then it is less to gather dlogits than y, and to exchange the parts of the kernel's gradient.
+        if self.parallel.runs_in_units and part <= self.step.width:
+            # Then it is no more to gather dlogits than y, and to exchange the parts of the kernel's gradient.
             whole = tokens * part * self.sizes[TENSOR]
             yield from self.send("all-gather", (TENSOR,), whole, runs, "dlogits")
             yield from self.send("all-to-all", (TENSOR,), self.step.H * part, 1, "head's gradient")

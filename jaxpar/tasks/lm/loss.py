@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.model import Sums
-from jaxpar.nn.linear import matmul
+from jaxpar.nn.linear import matmul, transposable
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.trees import vary_like, zeros
 
@@ -135,7 +135,7 @@ def _linear_nll_fwd(num_chunks: int, y_TBH, kernel_HV, bias_V, targets_TB):
         return _sums(y_tBH, kernel_HV, bias_V, targets_tB).loss
 
     def step(totals, chunk):
-        y_tBH, targets_tB = chunk
+        y_tBH, targets_tB = transposable(chunk[0]), chunk[1]
         loss, (dy_tBH, *grads) = jax.value_and_grad(nll, (0, 1, 2))(
             y_tBH, kernel_HV, bias_V, targets_tB
         )
