@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from models import Regress
-from test_equivalence import assert_close, by_layer, on_devices
+from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums
@@ -111,7 +111,7 @@ def test_a_model_that_is_frozen_in_part_equals_its_definition():
     assert_same(task, Parallel(on_devices((2, 2, 2)), units))
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("seed", [0, full(1)])
 def test_random_models_on_random_layouts_equal_their_definition(seed):
     @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from test_equivalence import full
 
 import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
@@ -22,8 +23,6 @@ from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.task import find_task
 
 pytestmark = pytest.mark.law
-
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 
 FOLDER = Path(__file__).parent.parent / "examples"
 

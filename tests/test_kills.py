@@ -149,7 +149,7 @@ def wait_for_a_line(run, process, size):
 
 @pytest.mark.parametrize(
     "num_kills",
-    [2, pytest.param(3, marks=pytest.mark.full), pytest.param(100, marks=pytest.mark.slow)],
+    [3, pytest.param(100, marks=pytest.mark.slow)],
     ids="{} kills".format,
 )
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):

@@ -61,9 +61,9 @@ def plainly(task):
 
 HEADS = [
     ((1, 1, 1), (1, 1), {}),
-    ((1, 2, 1), (1, 2), {"head": "last"}),
+    pytest.param((1, 2, 1), (1, 2), {"head": "last"}, marks=pytest.mark.full),
     ((2, 2, 2), (2, 3), {"head": "last"}),
-    ((1, 2, 1), (1, 2), {"head": "sharded"}),
+    pytest.param((1, 2, 1), (1, 2), {"head": "sharded"}, marks=pytest.mark.full),
     ((2, 2, 2), (2, 3), {"head": "sharded"}),
 ]
 

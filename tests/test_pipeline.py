@@ -19,6 +19,7 @@ from test_equivalence import (
     assert_close,
     assert_same_as_plain,
     by_layer,
+    full,
     loss_and_grads,
     make_batch,
     make_settings,
@@ -58,17 +59,17 @@ OPTIONS = [
 ]
 
 
-UNTIED = [(options, False) for options in OPTIONS]
-TIED = [(OPTIONS[n], True) for n in (4, 5, 10)]
-MORE_TIED = [
-    pytest.param(options, True, marks=pytest.mark.full)
+ROWS = [(OPTIONS[n], False) for n in (1, 4, 6, 7, 8, 9, 10)] + [(OPTIONS[n], True) for n in (4, 5)]
+ROWS += [
+    full(options, tied)
     for options in OPTIONS
-    if (options, True) not in TIED
+    for tied in (False, True)
+    if (options, tied) not in ROWS
 ]
 
 
 @pytest.mark.law
-@pytest.mark.parametrize(("options", "tied"), UNTIED + TIED + MORE_TIED)
+@pytest.mark.parametrize(("options", "tied"), ROWS)
 def test_every_schedule_and_option_equals_plain(options, tied):
     task = dataclasses.replace(MODEL, tie_embedding=tied)
     assert_same_as_plain(make_settings((1, 4, 2), (2, 2), task, **options))
@@ -78,11 +79,11 @@ def test_every_schedule_and_option_equals_plain(options, tied):
 @pytest.mark.parametrize(
     ("stages", "options"),
     [
-        (4, {"placement": (1, 4, 1, 1)}),
-        (4, {"placement": "balanced", "head": "last"}),
+        full(4, {"placement": (1, 4, 1, 1)}),
+        full(4, {"placement": "balanced", "head": "last"}),
         (2, {"schedule": "interleaved", "num_groups": 2, "placement": (1, 3, 2, 1)}),
         (4, {"placement": (1, 4, 1, 1), "zero_bubble": "unit"}),
-        (4, {"placement": (0, 4, 3, 0), "head": "last"}),
+        full(4, {"placement": (0, 4, 3, 0), "head": "last"}),
         (4, {"placement": (4, 3, 0, 0), "head": "last", "zero_bubble": "unit", "unroll": True}),
         (4, {"placement": (1, 4, 1, 1), "zero_bubble": "microbatch", "unroll": True}),
     ],
@@ -93,7 +94,9 @@ def test_uneven_placements_equal_plain(stages, options):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("options", [OPTIONS[n] for n in (0, 3, 6, 8, 9)])
+@pytest.mark.parametrize(
+    "options", [*(OPTIONS[n] for n in (3, 6, 8)), *(full(OPTIONS[n]) for n in (0, 9))]
+)
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
     monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
@@ -201,7 +204,7 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
     ("mesh", "units", "lengths", "programs", "options"),
     [
         ((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1, {}),
-        ((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": "unit"}),
+        full((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": "unit"}),
         ((1, 2, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": "microbatch", "steady_loop": "on"}),
         ((2, 1, 1), (2, 1), (10, 4), 2, {}),
     ],

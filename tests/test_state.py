@@ -19,6 +19,7 @@ from test_equivalence import (
     RELATIVE_ERROR,
     assert_close,
     by_layer,
+    full,
     make_batch,
     make_settings,
 )
@@ -327,9 +328,9 @@ def freeze_by_hand(settings, num_steps=2):
 
 
 FROZEN = [
-    pytest.param((1, 1, 1), (1, 1), {}, marks=pytest.mark.full),
+    full((1, 1, 1), (1, 1), {}),
     ((1, 1, 1), (2, 1), {}),  # in units
-    pytest.param((2, 2, 2), (2, 2), {"head": "last"}, marks=pytest.mark.full),
+    full((2, 2, 2), (2, 2), {"head": "last"}),
     ((2, 2, 2), (2, 2), {"head": "sharded", "remat": True}),
 ]
 
