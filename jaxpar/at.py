@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.batches import RESETS, part_of
+
 
 def anywhere(x: Any, *_dims: str | None) -> Any:
     """`x`, wherever the compiler lays it out."""
@@ -32,3 +34,13 @@ class At(NamedTuple):
     batch: Any = None
     layout: Callable[..., Any] = anywhere
     time_major: bool = True
+
+    @property
+    def resets(self) -> Any:
+        """Where a sequence begins within the block: bool [time, rows]; None if the batch does not say.
+
+        It is the batch's field or key `resets`, [rows, time] there. A recurrent layer starts such a step from
+        its initial state.
+        """
+        resets = part_of(self.batch, RESETS)
+        return None if resets is None else resets != 0

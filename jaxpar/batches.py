@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jaxpar.fields import nearest_multiples
 
 STARTS = "starts"  # the field or key of a batch that says whether carried state begins anew
+RESETS = "resets"  # of one that says in which rows and at which time steps it does within a window
 WEIGHT = "weight"  # the key of a batch that says how much each place counts; 0 is padding
 
 
@@ -39,11 +40,16 @@ class Batches(Protocol):
         ...
 
 
+def part_of(batch: Any, name: str, default: Any = None) -> Any:
+    """A field or key of a batch, if it has it."""
+    if isinstance(batch, Mapping):
+        return batch.get(name, default)
+    return getattr(batch, name, default)
+
+
 def starts_of(batch: Any) -> Any:
     """Whether carried state begins anew with this batch: its `starts`, or True."""
-    if isinstance(batch, Mapping):
-        return batch.get(STARTS, True)
-    return getattr(batch, STARTS, True)
+    return part_of(batch, STARTS, True)
 
 
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:

@@ -44,13 +44,13 @@ class GRU(nnx.Module):
 
         def step(h, inputs):
             zx, is_new = inputs
-            h = jnp.where(is_new[:, None] > 0, START[None], h)
+            h = jnp.where(is_new[:, None], START[None], h)
             zh = jnp.einsum("bi,igh->bgh", h, self.w_h[...])
             r, z = nnx.sigmoid(zx[:, 0] + zh[:, 0]), nnx.sigmoid(zx[:, 1] + zh[:, 1])
             h = (1 - z) * jnp.tanh(zx[:, 2] + r * zh[:, 2]) + z * h
             return h, h
 
-        return jax.lax.scan(step, h, (zx_TB3W, at.batch["resets"]))
+        return jax.lax.scan(step, h, (zx_TB3W, at.resets))
 
 
 class Block(nnx.Module):
