@@ -28,6 +28,7 @@ from jaxpar.step import make_eval_step, make_train_step  # noqa: E402
 from jaxpar.task import Task  # noqa: E402
 from jaxpar.tasks import images, lm  # noqa: E402
 from jaxpar.training.fit import fit  # noqa: E402
+from jaxpar.training.loaded import load_run  # noqa: E402
 from jaxpar.training.settings import TrainConfig  # noqa: E402
 
 if _collects:
@@ -54,6 +55,7 @@ __all__ = [
     "simulate_devices",
     # A run; or its parts.
     "fit",
+    "load_run",
     "init_state",
     "make_train_step",
     "make_eval_step",
