@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 from jaxpar.trees import vary_like
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`, W of shape [in, out], drawn with variance 1 / in_size.
+    """`y = x W + b`, W of shape [in, out], drawn by `init`: None is with variance 1 / in_size.
 
     How it is split follows from the names of its dims and the rules. A rule for the second dim makes it
     column-parallel: it takes x whole, and every device computes columns of y. One for the first makes it
@@ -29,9 +29,10 @@ class Linear(nnx.Module):
         *,
         dims: tuple[str | None, str | None],
         rngs: nnx.Rngs,
+        init: Initializer | None = None,
     ):
-        init = lecun_uniform(in_size)
-        kernel = init(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
+        draw = init or lecun_uniform(in_size)
+        kernel = draw(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
         self.kernel = named_param(kernel, dims)
         self.bias = named_param(jnp.zeros(out_size), dims[1:])
 
