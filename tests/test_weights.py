@@ -275,7 +275,7 @@ def test_files_of_another_model_are_refused(name, text, tmp_path):
 def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
     path = tmp_path / "model.safetensors"
     save(path, foreign())
-    with pytest.raises(ValueError, match=r"does not tell the words .* give them with --vocabulary"):
+    with pytest.raises(ValueError, match=r"does not contain the words .* give them with --vocabulary"):
         import_to(path, tmp_path / "run", text)
     save(path, foreign(), [*WORDS[:2], "hat", *WORDS[3:]])
     with pytest.raises(
@@ -294,7 +294,7 @@ def test_broken_files_are_refused(tmp_path):
         read_weights(path)
     save(path, foreign())
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"no safetensors file, or not all of it"):
+    with pytest.raises(ValueError, match=r"not a safetensors file, or not all of it"):
         read_weights(path)
 
 
@@ -315,7 +315,7 @@ def test_a_file_that_changed_since_it_was_exported_is_refused(run, tmp_path):
             read_weights(path)
     del metadata["jaxpar_sha256"]
     safetensors.numpy.save_file(tensors, path, {**metadata, "words": '{"a"'})
-    with pytest.raises(ValueError, match=r"'words' in its metadata is no JSON list of texts"):
+    with pytest.raises(ValueError, match=r"'words' in its metadata is not a JSON list of texts"):
         read_weights(path)
 
 
