@@ -435,6 +435,13 @@ def _make_unroll(
 ) -> Callable[..., tuple[Any, Sums]]:
     """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
     layers = layout.layer_functions()
+    if (
+        layout.parallel.runs_in_units
+    ):  # the engine does not differentiate the carry that it is given
+        layers = tuple(
+            layer if start is None else _from_learned_start(layer, start)
+            for layer, start in zip(layers, layout.learned_starts, strict=True)
+        )
     if watch:
         layers = tuple(_watched(layer, layout) for layer in layers)
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
@@ -460,6 +467,18 @@ def _make_unroll(
 
 def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
     return {kind: wrap_like(c, like[kind]) for kind, c in zip(layout.kinds, carry, strict=True)}
+
+
+def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
+    """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
+
+    def run(params, frozen, carry, x, at):
+        is_first = (at.time == 0) & jnp.asarray(starts_of(at.batch)).astype(bool)
+        initial = start(params, frozen, jax.tree.leaves(carry)[0].shape[0])
+        carry = jax.tree.map(lambda a, b: jnp.where(is_first, b, a), carry, initial)
+        return layer(params, frozen, carry, x, at)
+
+    return run
 
 
 def _make_probes(layout: ModelLayout) -> tuple[jax.Array, ...]:
