@@ -25,7 +25,7 @@ from jaxpar.batches import starts_of
 from jaxpar.layout import ModelLayout, Outer, lay_out
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model import Sums, wrap_like
-from jaxpar.optimizer import HostOptimizer, Safe, clip, gives_finite, update
+from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
@@ -211,15 +211,15 @@ class _HostStep(CompiledStep):
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         before = _without_optimizer(state)
-        split, grads, applies, metrics = super().run(before, batch)
+        split, grads, scale, applies, metrics = super().run(before, batch)
         if (
             self._refuse is not None
             and applies
-            and not self._host.gives_finite(split.params, grads, state.opt_state)
+            and not self._host.gives_finite(split.params, grads, state.opt_state, scale)
         ):
             split, applies = self._refuse(before), jnp.zeros_like(applies)
             metrics = metrics._replace(skipped=split.skipped)
-        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies)
+        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies, scale)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -266,13 +266,13 @@ def make_train_step(
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            grads = clip(grads, train.clip_norm)
+            scale = clip_scale(norm, train.clip_norm)
             if not (is_safe or on_host):
-                is_finite &= gives_finite(optimizer, params, grads, state.opt_state)
+                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return state, grads, applies, metrics
+            return state, grads, scale, applies, metrics
 
     def refuse(state: TrainState) -> TrainState:
         initial = layout.initial_carry(state.params, state.frozen)
@@ -280,9 +280,11 @@ def make_train_step(
         return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
     def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
-        state, grads, applies, metrics = gradients(state, batch, plan)
+        state, grads, scale, applies, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
-            params, opt_state = update(optimizer, state.params, grads, state.opt_state, applies)
+            params, opt_state = update(
+                optimizer, state.params, grads, state.opt_state, applies, scale
+            )
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
@@ -291,7 +293,7 @@ def make_train_step(
     if on_host:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
-        out = (state, split, replicated, replicated)
+        out = (state, split, replicated, replicated, replicated)
         return _HostStep(gradients, layout, optimizer, None if is_safe else refuse, states, out)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)

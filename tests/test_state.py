@@ -30,7 +30,7 @@ from jaxpar.batches import place_batch
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
-from jaxpar.optimizer import OptimizerConfig, clip, update
+from jaxpar.optimizer import OptimizerConfig, clip_scale, next_state, update
 from jaxpar.sharding import (
     RULES,
     Rules,
@@ -472,7 +472,14 @@ def test_learning_rate_is_held_and_then_falls(schedule, expected):
 
 
 def test_gradients_are_clipped_by_their_global_norm():
+    params = {"a": np.zeros(2, np.float32)}
     grads = {"a": np.array([3.0, 4.0], np.float32)}
-    clipped = clip(grads, 0.5)
-    np.testing.assert_allclose(clipped["a"], [0.3, 0.4], rtol=1e-6)
-    np.testing.assert_array_equal(clip(grads, 0.0)["a"], grads["a"])
+    sgd = OptimizerConfig("sgd", 1.0, "constant", warmup_steps=0).make(1)
+
+    def moved(clip_norm):
+        scale = clip_scale(jnp.float32(5), clip_norm)
+        return -next_state(sgd, params, grads, sgd.init(params), scale)[0]["a"]
+
+    np.testing.assert_allclose(moved(0.5), [0.3, 0.4], rtol=1e-6)
+    np.testing.assert_array_equal(moved(6.0), grads["a"])
+    np.testing.assert_array_equal(moved(0.0), grads["a"])

@@ -32,7 +32,7 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import matmul
 from jaxpar.nn.lstm import LSTMCarry, LSTMParams, lstm_layer
-from jaxpar.optimizer import OptimizerConfig, clip, update
+from jaxpar.optimizer import OptimizerConfig, clip_scale, update
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, SplitLayers
 from jaxpar.pipeline.placement import make_slots
@@ -300,8 +300,9 @@ class _Bench:
 
         def run(state, grads):
             params, opt_state = state
-            applies = jnp.isfinite(optax.tree.norm(grads))
-            return update(made, params, clip(grads, clip_norm), opt_state, applies), None
+            norm = optax.tree.norm(grads)
+            scale = clip_scale(norm, clip_norm)
+            return update(made, params, grads, opt_state, jnp.isfinite(norm), scale), None
 
         return self.seconds(run, params, changed=(params, jax.device_get(made.init(params))))
 
