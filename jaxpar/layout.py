@@ -59,6 +59,11 @@ class ModelLayout:
         self.time_major = bool(getattr(plain, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         parallel.check(self.batch_size, self.num_steps)
+        if parallel.num_segments > 1 and task.variable_length:
+            raise ValueError(
+                f"remat_keeps='carries': segments are for batches of one length, those of task {task.name} "
+                f"have any; use remat_keeps='device' or 'host'"
+            )
         self.kinds, self.kind_of = plain.layers.kinds, plain.layers.kind_of
         self.unroll = plain.layers.unroll
         self.head = self._choose_head(plain)

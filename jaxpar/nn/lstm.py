@@ -183,7 +183,7 @@ def _layer_fwd(params, carry, x_TBI, resets):
 
 def _layer_bwd(saved, cotangents):
     params, residuals, resets = saved
-    *grads, d_initial = lstm_backward(params, residuals, *cotangents, resets)
+    *grads, d_initial = lstm_backward(params, residuals, *cotangents, resets=resets)
     return *grads, None if resets is None else resets._replace(at_TB=None, initial=d_initial)
 
 
