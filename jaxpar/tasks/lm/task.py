@@ -29,6 +29,7 @@ from jaxpar.tasks.lm.corpus import (
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
 from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.packed import PackedSentences
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
@@ -87,6 +88,8 @@ class LM(Task):
       num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
         most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
       bucket_multiple: lengths of buckets are multiples of it. A pipeline needs whole chunks.
+      packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
+        ones go on in the next window. See `packing.Packing`.
       optimizer: and its learning rate.
     """
 
@@ -111,6 +114,7 @@ class LM(Task):
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
     num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
     bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
+    packed: bool = dataclasses.field(default=False, metadata=_FREE)
     optimizer: OptimizerConfig = dataclasses.field(default=OptimizerConfig(), metadata=_FREE)
 
     def __post_init__(self):
@@ -146,6 +150,11 @@ class LM(Task):
             f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
             f"bucket; use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}",
         )
+        require(
+            not (self.packed and self.num_buckets),
+            f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
+            f"leave packed away",
+        )
 
     @property
     def variable_length(self) -> bool:
@@ -175,7 +184,7 @@ class LM(Task):
         )
 
     def make_batches(self, split: str, seed: int | None = None) -> Batches:
-        """Windows of the text as one long stream, or its lines in buckets.
+        """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
           OSError: the text cannot be read.
@@ -186,7 +195,7 @@ class LM(Task):
 
     def batches_of(
         self, tokens: np.ndarray, separator: int, seed: int | None = None
-    ) -> TokenStreams | BucketedSentences:
+    ) -> TokenStreams | BucketedSentences | PackedSentences:
         """The batches of any text.
 
         Args:
@@ -196,9 +205,11 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        if not self.num_buckets:
+        if not (self.num_buckets or self.packed):
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
         sentences = Sentences.split(tokens, separator)
+        if self.packed:
+            return PackedSentences(sentences, self.batch_size, self.seq_len, seed)
         edges = choose_edges(
             sentences.lengths_S,
             self.num_buckets,
@@ -212,7 +223,7 @@ class LM(Task):
         """Random tokens: no text is read for it."""
         high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
-        return Batch(inputs, targets, starts=True)
+        return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
 
     def read_text(self) -> Corpus:
         """The corpus, whose words the vocabulary must have room for.
@@ -280,7 +291,7 @@ class LM(Task):
             self.seq_len // parallel.num_chunks,
             parallel.microbatch_rows(self.batch_size),
         )
-        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows)
+        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows, self.packed)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
@@ -317,6 +328,10 @@ class LM(Task):
             buckets = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
             assert isinstance(buckets, BucketedSentences)
             lines += [("batch", f"{batch} or less, in buckets"), ("buckets", buckets.to_text())]
+        elif self.packed:
+            packed = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
+            assert isinstance(packed, PackedSentences)
+            lines += [("batch", f"{batch}, lines packed"), ("packing", packed.to_text())]
         else:
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
         known = vars(self).get(_KNOWN)
