@@ -52,6 +52,11 @@ class Rules:
     over: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.table, tuple) or any(len(rule) != 2 for rule in self.table):
+            raise ValueError(
+                f"rules={self.table!r}: write Rules.make({{...}}), such as "
+                'Rules.make({"hidden": "tensor", "embed": None})'
+            )
         dims = [dim for dim, _ in self.table]
         for dim, axes in self.table:
             if dims.count(dim) > 1:
