@@ -7,7 +7,13 @@ from typing import Literal, Self
 from jax.sharding import Mesh
 
 from jaxpar.axes import DATA, STAGE
-from jaxpar.fields import check_fields, nearest_multiples, require, require_positive
+from jaxpar.fields import (
+    check_fields,
+    nearest_multiples,
+    require,
+    require_instance,
+    require_positive,
+)
 from jaxpar.mesh import SHORT_NAMES, MeshConfig
 from jaxpar.pipeline.schedule import ZeroBubble
 
@@ -115,12 +121,20 @@ class Parallel:
         )
 
     @classmethod
-    def of(cls, parallel: "Parallel | str | None", default: "Parallel") -> "Parallel":
-        """What was given: the shape of a mesh in words, or nothing for the default."""
+    def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
+        """What was given: a mesh, the shape of one in words, or nothing for the default.
+
+        Raises:
+          ValueError: it is something else.
+        """
         if parallel is None:
             return default
         if isinstance(parallel, str):
-            return dataclasses.replace(default, mesh=MeshConfig.parse(parallel))
+            parallel = MeshConfig.parse(parallel)
+        if isinstance(parallel, MeshConfig):
+            return dataclasses.replace(default, mesh=parallel)
+        use = 'a Parallel, a MeshConfig, or the shape of a mesh such as "dp2pp2tp2"'
+        require_instance("parallel", parallel, Parallel, use)
         return parallel
 
     @property

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import starts_of
+from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, Outer, lay_out
-from jaxpar.mesh import release_freed_memory
+from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
 from jaxpar.parallel import Parallel
@@ -33,7 +34,7 @@ from jaxpar.pipeline.schedule import Schedule, make_schedule
 from jaxpar.pipeline.ticks import Plan, largest, make_plan
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
-from jaxpar.task import Task
+from jaxpar.task import Task, check_task
 from jaxpar.training.settings import TrainConfig
 from jaxpar.trees import vary_like
 
@@ -80,9 +81,12 @@ class CompiledStep:
         """Runs the step.
 
         Raises:
-          ValueError: the batch is not as the task's example: other arrays, other sizes, more time steps, or
-            fewer where the task has batches of one length; or it has values that the task refuses.
+          ValueError: the state is of another mesh. The batch is not as the task's example: other arrays,
+            other sizes, more time steps, or fewer where the task has batches of one length; or it has values
+            that the task refuses.
         """
+        self._check_state(state)
+        check_batch_shape(self._layout, batch)
         leaves = jax.tree.leaves(batch)
         if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
             self._layout.task.check_batch(jax.device_get(batch))
@@ -95,6 +99,18 @@ class CompiledStep:
             self._check_program(arguments)
             release_freed_memory()
         return self._jitted(*arguments)
+
+    def _check_state(self, state: TrainState) -> None:
+        require_instance("state", state, TrainState, "what init_state or a step returns")
+        sizes = self._layout.parallel.mesh.sizes
+        if not isinstance(state.step, jax.Array):
+            raise ValueError("the state is abstract; make one with values by init_state")
+        lies_on = getattr(state.step.sharding, "mesh", None)
+        if lies_on is not None and dict(lies_on.shape) != sizes:
+            raise ValueError(
+                f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}; make both with "
+                f"the same parallel"
+            )
 
     def _check_program(self, arguments: Any) -> None:
         """Raises if a unit's work holds an exchange that all stages must take part in: it would never end."""
@@ -233,7 +249,10 @@ def _without_optimizer(state: TrainState) -> TrainState:
 
 
 def make_train_step(
-    task: Task, parallel: Parallel, train: TrainConfig | None = None, mesh: Mesh | None = None
+    task: Task,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
 ) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
@@ -252,8 +271,11 @@ def make_train_step(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
+    check_task(task)
+    parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     train = task.train if train is None else train
+    require_instance("train", train, TrainConfig, "a TrainConfig")
     layout, optimizer = lay_out(task, parallel), task.make_optimizer(train.num_steps)
     value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed)
     is_safe, on_host = isinstance(optimizer, Safe), parallel.update == "host"
@@ -369,7 +391,9 @@ def make_loss_and_grad(
     return run
 
 
-def make_eval_step(task: Task, parallel: Parallel, mesh: Mesh | None = None) -> CompiledStep:
+def make_eval_step(
+    task: Task, parallel: Parallel | MeshConfig | str | None = None, mesh: Mesh | None = None
+) -> CompiledStep:
     """The sums of a batch without dropout, compiled for the mesh.
 
     Returns:
@@ -377,6 +401,8 @@ def make_eval_step(task: Task, parallel: Parallel, mesh: Mesh | None = None) -> 
     Raises:
       ValueError: sizes do not fit the mesh.
     """
+    check_task(task)
+    parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     task.check(parallel, mesh)
     layout = lay_out(task, parallel)

@@ -202,9 +202,15 @@ def test_the_command_prints_the_table(capsys, laptop_here):  # noqa: F811
     assert "8 devices of laptop-cpu" in capsys.readouterr().out
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "lm", "--machine", "h100", "--memory", size, *flags.split()]) == 2
-        assert f"--memory {size}: write it as 16GB" in capsys.readouterr().err
-    assert main(["plan", "lm", "--machine", "h100", "--memory", "1kB", *flags.split()]) == 2
-    assert "none of" in capsys.readouterr().err
+        assert (
+            f"--memory {size}: write a number and its unit, such as 16GB" in capsys.readouterr().err
+        )
+    for size, message in (
+        ("1kB", "a device has 1.0 kB, and the parameters alone need"),
+        ("160kB", "none of"),
+    ):
+        assert main(["plan", "lm", "--machine", "h100", "--memory", size, *flags.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_readme_shows_what_the_command_prints(capsys):

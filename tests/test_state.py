@@ -228,17 +228,17 @@ def test_optimizers_that_would_be_wrong_in_parts_are_refused(task_type, update, 
         init_state(settings.task, settings.parallel)
 
 
-# (2, 2, 2): what `fsdp` and a split update leave of each array on a device. Over `data`, the largest dim that
-# divides is split too: of equals the last, and whether it has a name or not.
+# (2, 2, 2): what `fsdp` and a split update leave of each array on a device. Over `data`, the first dim that
+# divides is split too, whether it has a name or not.
 OWN_DIMS = {
     "inputs.kernel": ((3, 16), (3, 16), (3, 8)),
     "outputs.kernel": ((16, 3), (16, 3), (8, 3)),
     "scale": ((16,), (16,), (8,)),
     "layers.block.qkv": ((2, 16, 3, 2, 8), (1, 16, 3, 1, 8), (1, 8, 3, 1, 8)),
-    "layers.block.up.kernel": ((2, 16, 32), (1, 16, 16), (1, 16, 8)),
+    "layers.block.up.kernel": ((2, 16, 32), (1, 16, 16), (1, 8, 16)),
     "layers.block.down.kernel": ((2, 32, 16), (1, 16, 16), (1, 8, 16)),
-    "layers.gru.w_x": ((2, 16, 3, 16), (1, 16, 3, 8), (1, 16, 3, 4)),
-    "layers.dense.kernel": ((2, 16, 16), (1, 16, 16), (1, 16, 8)),
+    "layers.gru.w_x": ((2, 16, 3, 16), (1, 16, 3, 8), (1, 8, 3, 8)),
+    "layers.dense.kernel": ((2, 16, 16), (1, 16, 16), (1, 8, 16)),
     "layers.dense.bias": ((2, 16), (1, 16), (1, 8)),
 }
 
@@ -285,7 +285,7 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
     ("dims", "shape", "spec"),
     [
         ((None, None), (6, 8), P(None, "data")),
-        ((None, "input"), (8, 8), P(None, "data")),
+        ((None, "input"), (8, 16), P("data", None)),
         (("input", None), (8, 6), P("data", None)),
         (("hidden", None), (16, 12), P(("tensor", "data"), None)),  # 16 over 2 x 4
         (("hidden", None), (12, 8), P("tensor", "data")),  # 12 does not divide by 2 x 4
@@ -296,7 +296,7 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
         ((), (), P()),
     ],
 )
-def test_the_largest_dim_that_divides_is_split_over_data_too(dims, shape, spec):
+def test_the_first_dim_that_divides_is_split_over_data_too(dims, shape, spec):
     sizes = {"data": 4, "stage": 2, "tensor": 2}
     assert split_over_data(RULES).spec_on(dims, shape, sizes) == spec
     assert RULES.spec_on(dims, shape, sizes) == RULES.spec(dims)

@@ -23,7 +23,7 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
@@ -227,20 +227,23 @@ class LSTM(nnx.Module):
         width: int,
         *,
         rngs: nnx.Rngs,
+        init: Initializer | None = None,
         forget_bias: float = 1.0,
         dropout: float = 0.0,
         learn_initial: bool = False,
     ):
-        """Draws weights with variance 1 / width; biases are 0 but for the forget gate's.
+        """Draws the kernels; biases are 0 but for the forget gate's.
 
         Args:
           width: H, of inputs, state and outputs.
+          init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
           dropout: rate on the inputs; see `nn.dropout`.
           learn_initial: learn the state that sequences begin from; else it is zeros.
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
-        draw, kernel, dtype = lecun_uniform(width), (width, 4, width), jnp.dtype(jnp.float32)
+        draw, dtype = init or lecun_uniform(width), jnp.dtype(jnp.float32)
+        kernel = (width, 4, width)
         self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
         self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
         self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))

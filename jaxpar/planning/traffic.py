@@ -182,8 +182,7 @@ class _Sender:
         yield from self.send("all-reduce", loss, 2, 1, "loss and number of targets")
 
     def norms(self) -> Iterator[Traffic]:
-        """Of the gradients, once to report it and once to clip: a sum over each split dim in its turn."""
-        count = 1 + (self.step.train.clip_norm > 0)
+        """Of the gradients: a sum over each split dim in its turn."""
         for param in self.step.params:
             for axes in (param.split if self.step.splits_update else param.computed).axes:
-                yield from self.send("all-reduce", axes, 1, count, "norm of gradients")
+                yield from self.send("all-reduce", axes, 1, 1, "norm of gradients")

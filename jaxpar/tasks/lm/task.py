@@ -75,6 +75,7 @@ class LM(Task):
         a vocab_size all of them.
       dropout: rate on the embedding, between layers and before the head.
       forget_bias: initial bias of the forget gates.
+      init_range: initial weights lie evenly within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
       kernel: what runs the layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
@@ -102,6 +103,7 @@ class LM(Task):
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
+    init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
     kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
@@ -122,6 +124,7 @@ class LM(Task):
             "bucket_multiple",
         )  # fmt: skip
         require_rate(self, "dropout")
+        require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
@@ -173,6 +176,7 @@ class LM(Task):
             num_words=self.num_words,
             dropout=self.dropout,
             forget_bias=self.forget_bias,
+            init_range=self.init_range,
             tie_embedding=self.tie_embedding,
             dtype=self.dtype,
             lstm=LAYERS["cudnn" if self.kernel == "cudnn" else "scan"],
