@@ -5,7 +5,7 @@ from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import Linear, dot_general
-from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, extend, lstm_layer
+from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, Resets, extend, lstm_layer
 from jaxpar.nn.param import lecun_uniform, named_param
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LSTMParams",
     "Linear",
     "Recurrent",
+    "Resets",
     "Residual",
     "Stateless",
     "dot_general",

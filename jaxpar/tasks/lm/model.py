@@ -167,16 +167,20 @@ class LanguageModel(nnx.Module):
         kernel_HV, bias_V = self._head()
         return matmul(y, kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
 
-    def unroll(self, tokens_BT: jax.Array, carry: Any) -> tuple[Any, jax.Array]:
+    def unroll(
+        self, tokens_BT: jax.Array, carry: Any, resets_BT: jax.Array | None = None
+    ) -> tuple[Any, jax.Array]:
         """One window of a text from the state that the window before left, without dropout.
 
         Args:
           tokens_BT: int32.
           carry: as `layers.initial_carry` gives it.
+          resets_BT: where lines begin anew, before that token; None if nowhere.
         Returns:
           the state after the window, and float32 logits [T, B, V].
         """
-        batch = Batch(tokens_BT.T, tokens_BT.T, starts=False)
+        resets_TB = None if resets_BT is None else resets_BT.T
+        batch = Batch(tokens_BT.T, tokens_BT.T, starts=False, resets=resets_TB)
         at = At(layer=0, time=0, row=0, batch=batch)
         carry, y_TBH = self.layers(carry, self.first(batch, at), at)
         return carry, self.logits(y_TBH)

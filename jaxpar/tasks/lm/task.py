@@ -164,6 +164,11 @@ class LM(Task):
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
 
+    @property
+    def reads_lines(self) -> bool:
+        """Whether each line of the text is read from the initial state."""
+        return self.packed or self.num_buckets > 0
+
     def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
         """The model. Without a mesh nothing can be chosen: kernel="auto" is the scan here.
 
@@ -209,7 +214,7 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        if not (self.num_buckets or self.packed):
+        if not self.reads_lines:
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
         sentences = Sentences.split(tokens, separator)
         if self.packed:
