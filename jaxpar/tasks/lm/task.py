@@ -89,7 +89,8 @@ class LM(Task):
       kernel: what runs LSTM layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
         without `tensor`; "auto" is the faster one by measurement.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
-      level: what a token is; "auto" takes the corpus's own.
+      level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
+        (pip install 'jaxpar[subword]').
       max_vocab: the most frequent tokens kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
@@ -118,7 +119,9 @@ class LM(Task):
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
     kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
     corpus: str = dataclasses.field(default="python-docs", metadata=_FREE)
-    level: Literal["auto", "word", "char"] = dataclasses.field(default="auto", metadata=_FREE)
+    level: Literal["auto", "word", "char", "subword"] = dataclasses.field(
+        default="auto", metadata=_FREE
+    )
     max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
     batch_size: int = dataclasses.field(default=16, metadata=_FREE)
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
