@@ -144,7 +144,8 @@ class CompiledStep:
     def _planned(self, batch: Any) -> tuple[Any, Plan | None]:
         layout, parallel = self._layout, self._layout.parallel
         length = check_batch_shape(layout, batch)
-        if parallel.mesh.stage == 1 or layout.num_steps is None:
+        is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
+        if is_whole or layout.num_steps is None or parallel.num_segments > 1:
             return batch, self.full_plan
         whole, K = layout.num_steps, parallel.num_chunks
         chunk_len = whole // K
@@ -441,14 +442,14 @@ def step_schedule(
 
     Args:
       share: of the data-parallel group; it has so many times `num_microbatches`.
-      num_chunks: of the batch; None if it has the full length.
+      num_chunks: of the batch, or of one of its segments; None if it has the full length.
       backward: False in an evaluation.
     """
     return _make_schedule(
         parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
         parallel.mesh.stage,
         share * parallel.pipeline.num_microbatches,
-        parallel.num_chunks if num_chunks is None else num_chunks,
+        parallel.num_chunks // parallel.num_segments if num_chunks is None else num_chunks,
         parallel.num_groups,
         backward=backward,
         zero_bubble=parallel.zero_bubble,
@@ -463,6 +464,13 @@ def _make_unroll(
 ) -> Callable[..., tuple[Any, Sums]]:
     """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
     layers = layout.layer_functions()
+    if (
+        layout.parallel.runs_in_units
+    ):  # the engine does not differentiate the carry that it is given
+        layers = tuple(
+            layer if start is None else _from_learned_start(layer, start)
+            for layer, start in zip(layers, layout.learned_starts, strict=True)
+        )
     if watch:
         layers = tuple(_watched(layer, layout) for layer in layers)
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
@@ -470,6 +478,8 @@ def _make_unroll(
     def unroll(params, frozen, carry, batch, key, plan, probes=()):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
         params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
+        if key is not None:
+            params = layout.drawn(params, frozen, key)
         starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
         flat = layout.carry_of(before)
@@ -488,6 +498,18 @@ def _make_unroll(
 
 def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
     return {kind: wrap_like(c, like[kind]) for kind, c in zip(layout.kinds, carry, strict=True)}
+
+
+def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
+    """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
+
+    def run(params, frozen, carry, x, at):
+        is_first = (at.time == 0) & jnp.asarray(starts_of(at.batch)).astype(bool)
+        initial = start(params, frozen, jax.tree.leaves(carry)[0].shape[0])
+        carry = jax.tree.map(lambda a, b: jnp.where(is_first, b, a), carry, initial)
+        return layer(params, frozen, carry, x, at)
+
+    return run
 
 
 def _make_probes(layout: ModelLayout) -> tuple[jax.Array, ...]:
@@ -673,7 +695,9 @@ def _run_in_units(
         microbatch_rows=b,
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer, model),
-        remat=parallel.pipeline.remat,
+        remat=parallel.pipeline.remat and parallel.num_segments == 1,
+        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
+        num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         steady_loop=parallel.has_steady_loop(mesh),
         first_gradient=add_first_gradient if adds_gradient else None,
@@ -702,6 +726,11 @@ def _run_in_units(
         key=key,
     )
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
+
+
+def _have_own_memory(mesh: Mesh) -> bool:
+    """Whether devices have another memory than the host; that of CPUs is the host's."""
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _last_specs(layout: ModelLayout, outer: Outer, model: Any) -> tuple[Any, Any]:
@@ -745,7 +774,7 @@ def _deal(layout: ModelLayout, mesh: Mesh):
 def _full_plan(parallel: Parallel, *, backward: bool) -> Plan | None:
     if not parallel.runs_in_units:
         return None
-    return _plan(parallel, parallel.num_chunks, backward)
+    return _plan(parallel, parallel.num_chunks // parallel.num_segments, backward)
 
 
 @functools.lru_cache
@@ -755,10 +784,11 @@ def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
     def schedule(share: int, K: int) -> Schedule:
         return step_schedule(parallel, share, K, backward=backward)
 
-    any_length = range(1, parallel.num_chunks + 1)
+    full_length = parallel.num_chunks // parallel.num_segments
+    any_length = range(1, full_length + 1) if parallel.num_segments == 1 else [full_length]
     shares, steady_len = parallel.group_shares, None
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
-    if num_chunks < parallel.num_chunks:
-        steady_len = _plan(parallel, parallel.num_chunks, backward).steady_len
+    if num_chunks < full_length:
+        steady_len = _plan(parallel, full_length, backward).steady_len
     schedules = [schedule(share, num_chunks) for share in shares]
     return make_plan(schedules, capacity, steady_len)

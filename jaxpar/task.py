@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxpar.batches import Batches
 from jaxpar.fields import check_fields, require_instance
+from jaxpar.packing import PackedBatches
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import RULES, Rules
 from jaxpar.training.settings import TrainConfig
@@ -118,8 +119,9 @@ class Task:
         return {}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Lines for the table before a run: (what, in words)."""
-        return []
+        """Lines for the table before a run: (what, in words); by default what batches tell (`to_text`)."""
+        batches = self.make_batches("train", 0)
+        return [("batches", batches.to_text())] if isinstance(batches, PackedBatches) else []
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data, as JSON has it: a resumed run must have the same."""

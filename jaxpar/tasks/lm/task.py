@@ -1,9 +1,10 @@
 """The task of a language model: its options, and what follows from them."""
 
 import dataclasses
+import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.batches import Batches
 from jaxpar.fields import nearest_multiples, require, require_positive, require_rate
+from jaxpar.nn import GRU, RGLRU, SLSTM, MinGRU
 from jaxpar.optimizer import OptimizerConfig
 from jaxpar.parallel import Parallel, PipelineConfig, check_divides
 from jaxpar.task import Task
@@ -28,7 +30,9 @@ from jaxpar.tasks.lm.corpus import (
 )
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
-from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.model import NLL, LanguageModel
+from jaxpar.tasks.lm.packed import PackedSentences
+from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
@@ -36,6 +40,9 @@ from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
+
+OTHER_LAYERS = {"gru": GRU, "rglru": RGLRU, "mingru": MinGRU, "slstm": SLSTM}
+FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
 
 _FREE = {"free": True}  # may change between two runs of one state
 
@@ -63,21 +70,23 @@ _KNOWN = "_known"
 
 @dataclasses.dataclass(frozen=True)
 class LM(Task):
-    """A deep LSTM language model, and the text that it learns.
+    """A deep recurrent language model, and the text that it learns.
 
     Attributes:
-      num_layers: LSTM layers.
+      num_layers: recurrent layers.
       hidden_size: units of each layer.
       embed_size: width of the token embedding; at most hidden_size.
       vocab_size: rows of the embedding; None takes what the corpus needs, and some padding.
       num_words: ids from here on are padding and get no probability; None takes those of the corpus, or with
         a vocab_size all of them.
       dropout: rate on the embedding, between layers and before the head.
-      forget_bias: initial bias of the forget gates.
+      regularization: masks that are held over time, dropped words and weights, a penalty on activations.
+      layer: what they are: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
+      forget_bias: initial bias of the forget gates, of an LSTM or sLSTM.
       init_range: initial weights lie evenly within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
-      kernel: what runs the layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
+      kernel: what runs LSTM layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
         without `tensor`; "auto" is the faster one by measurement.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
       level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
@@ -88,6 +97,8 @@ class LM(Task):
       num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
         most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
       bucket_multiple: lengths of buckets are multiples of it. A pipeline needs whole chunks.
+      packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
+        ones go on in the next window. See `packing.Packing`.
       optimizer: and its learning rate.
     """
 
@@ -100,6 +111,8 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
+    regularization: Regularization = dataclasses.field(default=Regularization(), metadata=_FREE)
+    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
@@ -114,6 +127,7 @@ class LM(Task):
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
     num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
     bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
+    packed: bool = dataclasses.field(default=False, metadata=_FREE)
     optimizer: OptimizerConfig = dataclasses.field(default=OptimizerConfig(), metadata=_FREE)
 
     def __post_init__(self):
@@ -124,6 +138,20 @@ class LM(Task):
         )  # fmt: skip
         require_rate(self, "dropout")
         require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
+        require(
+            self.layer == "lstm" or self.kernel != "cudnn",
+            f"kernel='cudnn' cannot run layer={self.layer!r}: it is an LSTM; use kernel='scan'",
+        )
+        require(
+            self.layer in FORGETFUL or self.forget_bias == 1.0,
+            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
+            f"own; leave it away, or use layer='lstm' or 'slstm'",
+        )
+        require(
+            self.regularization.kernel_dropout == 0 or self.layer not in ("rglru", "mingru"),
+            f"regularization.kernel_dropout={self.regularization.kernel_dropout}: layer={self.layer!r} has "
+            f"no recurrent kernel to drop weights of; use 0, or another layer",
+        )
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
@@ -149,11 +177,21 @@ class LM(Task):
             f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
             f"bucket; use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}",
         )
+        require(
+            not (self.packed and self.num_buckets),
+            f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
+            f"leave packed away",
+        )
 
     @property
     def variable_length(self) -> bool:
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
+
+    @property
+    def reads_lines(self) -> bool:
+        """Whether each line of the text is read from the initial state."""
+        return self.packed or self.num_buckets > 0
 
     def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
         """The model. Without a mesh nothing can be chosen: kernel="auto" is the scan here.
@@ -169,16 +207,23 @@ class LM(Task):
             rngs=rngs,
             num_words=self.num_words,
             dropout=self.dropout,
-            forget_bias=self.forget_bias,
+            regularization=self.regularization,
             init_range=self.init_range,
             tie_embedding=self.tie_embedding,
             dtype=self.dtype,
-            lstm=LAYERS["cudnn" if self.kernel == "cudnn" else "scan"],
+            layer=self._layer(),
             max_logits=LOGITS_ON_CPU if jax.default_backend() == "cpu" else LOGITS_ELSEWHERE,
         )
 
+    def _layer(self) -> Callable[..., Any]:
+        """What makes a layer."""
+        lstm = LAYERS["cudnn" if self.kernel == "cudnn" else "scan"]
+        kind = lstm if self.layer == "lstm" else OTHER_LAYERS[self.layer]
+        own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
+        return functools.partial(kind, **own)
+
     def make_batches(self, split: str, seed: int | None = None) -> Batches:
-        """Windows of the text as one long stream, or its lines in buckets.
+        """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
           OSError: the text cannot be read.
@@ -189,7 +234,7 @@ class LM(Task):
 
     def batches_of(
         self, tokens: np.ndarray, separator: int, seed: int | None = None
-    ) -> TokenStreams | BucketedSentences:
+    ) -> TokenStreams | BucketedSentences | PackedSentences:
         """The batches of any text.
 
         Args:
@@ -199,9 +244,11 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        if not self.num_buckets:
+        if not self.reads_lines:
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
         sentences = Sentences.split(tokens, separator)
+        if self.packed:
+            return PackedSentences(sentences, self.batch_size, self.seq_len, seed)
         edges = choose_edges(
             sentences.lengths_S,
             self.num_buckets,
@@ -215,7 +262,7 @@ class LM(Task):
         """Random tokens: no text is read for it."""
         high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
-        return Batch(inputs, targets, starts=True)
+        return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
 
     def read_text(self) -> Corpus:
         """The corpus, whose words the vocabulary must have room for.
@@ -253,7 +300,10 @@ class LM(Task):
             known.corpus = load_corpus(self.corpus, self.level, self.max_vocab)
             words = self.num_words or len(known.corpus.vocabulary)
             changes |= {"num_words": words, "vocab_size": padded(words)}
-        if self.kernel == "auto":
+        if self.kernel == "auto" and self.layer != "lstm":
+            known.kernel = KernelChoice("scan", f"cudnn cannot run layer={self.layer!r}")
+            changes["kernel"] = "scan"
+        elif self.kernel == "auto":
             known.kernel = choose_kernel(self._work(parallel), mesh)
             changes["kernel"] = known.kernel.name
         task = dataclasses.replace(self, **changes)
@@ -283,7 +333,7 @@ class LM(Task):
             self.seq_len // parallel.num_chunks,
             parallel.microbatch_rows(self.batch_size),
         )
-        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows)
+        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows, self.packed)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
@@ -295,8 +345,9 @@ class LM(Task):
     # ---- what a person reads, and what is kept ----
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity; infinity where it overflows."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        """Perplexity, without penalties; infinity where it overflows."""
+        nll = means.get(NLL, loss)
+        return {"perplexity": math.exp(nll) if nll < 700 else math.inf}
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""
@@ -320,6 +371,10 @@ class LM(Task):
             buckets = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
             assert isinstance(buckets, BucketedSentences)
             lines += [("batch", f"{batch} or less, in buckets"), ("buckets", buckets.to_text())]
+        elif self.packed:
+            packed = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
+            assert isinstance(packed, PackedSentences)
+            lines += [("batch", f"{batch}, lines packed"), ("packing", packed.to_text())]
         else:
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
         known = vars(self).get(_KNOWN)
@@ -342,7 +397,16 @@ class LM(Task):
         return {VOCABULARY: self.read_text().vocabulary.to_json()}
 
     def lstm_sizes(self) -> dict[str, Any]:
-        """What the cost of a step is made of; see `planning.shape.LSTMSizes`."""
+        """What the cost of a step is made of; see `planning.shape.LSTMSizes`.
+
+        Raises:
+          ValueError: the layers are no LSTM.
+        """
+        if self.layer != "lstm":
+            raise ValueError(
+                f"costs are predicted for stacks of LSTM layers, these are of layer={self.layer!r}; use "
+                f"inspect instead, which compiles the step"
+            )
         names = (
             "num_layers", "hidden_size", "embed_size", "dropout", "tie_embedding", "dtype", "batch_size",
             "seq_len",
