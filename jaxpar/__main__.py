@@ -68,6 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) is leave_imports:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
+            "utf-8",
+            "utf8",
+        ):
+            stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     if not debug:  # Orbax logs the tracebacks of errors that it also raises
         logging.getLogger("absl").setLevel(logging.CRITICAL)
