@@ -478,6 +478,8 @@ def _make_unroll(
     def unroll(params, frozen, carry, batch, key, plan, probes=()):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
         params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
+        if key is not None:
+            params = layout.drawn(params, frozen, key)
         starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
         flat = layout.carry_of(before)

@@ -2,7 +2,7 @@
 
 from jaxpar.nn.adapters import Recurrent, Residual, Stateless
 from jaxpar.nn.conv import Conv
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.linear import Linear, dot_general
 from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, Resets, extend, lstm_layer
@@ -11,6 +11,7 @@ from jaxpar.nn.param import lecun_uniform, named_param
 __all__ = [
     "LSTM",
     "Conv",
+    "Dropout",
     "Embedding",
     "LSTMCarry",
     "LSTMParams",

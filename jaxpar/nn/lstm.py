@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 from jaxpar.trees import vary_like
@@ -229,7 +229,7 @@ class LSTM(nnx.Module):
         rngs: nnx.Rngs,
         init: Initializer | None = None,
         forget_bias: float = 1.0,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
         learn_initial: bool = False,
     ):
         """Draws the kernels; biases are 0 but for the forget gate's.
@@ -238,7 +238,7 @@ class LSTM(nnx.Module):
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
-          dropout: rate on the inputs; see `nn.dropout`.
+          dropout: of the inputs; see `nn.dropout`.
           learn_initial: learn the state that sequences begin from; else it is zeros.
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial

@@ -28,8 +28,9 @@ from jaxpar.tasks.lm.corpus import (
 )
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
-from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.model import NLL, LanguageModel
 from jaxpar.tasks.lm.packed import PackedSentences
+from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
@@ -74,6 +75,7 @@ class LM(Task):
       num_words: ids from here on are padding and get no probability; None takes those of the corpus, or with
         a vocab_size all of them.
       dropout: rate on the embedding, between layers and before the head.
+      regularization: masks that are held over time, dropped words and weights, a penalty on activations.
       forget_bias: initial bias of the forget gates.
       init_range: initial weights lie evenly within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
@@ -102,6 +104,7 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
+    regularization: Regularization = dataclasses.field(default=Regularization(), metadata=_FREE)
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
@@ -180,6 +183,7 @@ class LM(Task):
             rngs=rngs,
             num_words=self.num_words,
             dropout=self.dropout,
+            regularization=self.regularization,
             forget_bias=self.forget_bias,
             init_range=self.init_range,
             tie_embedding=self.tie_embedding,
@@ -308,8 +312,9 @@ class LM(Task):
     # ---- what a person reads, and what is kept ----
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity; infinity where it overflows."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        """Perplexity, without penalties; infinity where it overflows."""
+        nll = means.get(NLL, loss)
+        return {"perplexity": math.exp(nll) if nll < 700 else math.inf}
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""
