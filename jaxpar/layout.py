@@ -116,6 +116,11 @@ class ModelLayout:
         """The model with these values."""
         return nnx.merge(self.graphdef, params, frozen)
 
+    def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
+        """The parameters with what the model draws of them for a step; see `model.Model`."""
+        model = self.merge(params, frozen)
+        return self.split(model.draw(key))[1] if hasattr(model, "draw") else params
+
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
         stack = state.get(LAYERS_OF_MODEL, {})

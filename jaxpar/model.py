@@ -70,6 +70,9 @@ class Model(Protocol):
     # def prepare(self, sizes) -> Model
     #   The model as a step that runs in units uses it, with work done on its parameters that is needed once a
     #   step, not once a unit. `sizes` are those of the mesh's axes.
+    # def draw(self, key) -> Model
+    #   The model with what is drawn once a step of its parameters alone, such as dropped weights, from the
+    #   step's key; not called in evaluation.
     # def add_first_gradient(self, grads, dx, batch, at) -> grads
     #   Adds the gradient of `first` to `grads`, an `nnx.State` of what it uses and is trained.
 

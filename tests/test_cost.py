@@ -136,6 +136,16 @@ def test_memory_is_about_that_of_the_compiled_program(seed):
     assert abs(comparison(seed, LARGE).memory_error) <= MEMORY_ERROR
 
 
+@pytest.mark.full
+def test_memory_of_inputs_that_are_kept_in_the_place_of_residuals():
+    task = LM(4, 128, 128, vocab_size=384, batch_size=64, seq_len=64, optimizer=SGD)
+    settings = make_settings((1, 2, 1), (2, 8), task, remat=True)
+    result = compare(predict_step(*settings), inspect_step(*settings))
+    assert abs(result.memory_error) <= MEMORY_ERROR
+    whole = make_settings((1, 2, 1), (2, 8), task)
+    assert predict_step(*settings).memory.activations < predict_step(*whole).memory.activations / 3
+
+
 def test_memory_is_that_of_the_live_units():
     # GPipe holds all 8 microbatches: more than everything else together.
     task = LM(4, 128, 128, vocab_size=384, batch_size=64, seq_len=64, optimizer=SGD)

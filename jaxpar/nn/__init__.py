@@ -3,13 +3,13 @@
 from jaxpar.nn.adapters import Recurrent, Residual, Stateless
 from jaxpar.nn.bidirectional import Bidirectional
 from jaxpar.nn.conv import Conv
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.embedding import Embedding
 from jaxpar.nn.gru import GRU, GRUParams, gru_layer
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import Linear, dot_general
 from jaxpar.nn.linear_recurrence import linear_recurrence
-from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, extend, lstm_layer
+from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, Resets, extend, lstm_layer
 from jaxpar.nn.mingru import MinGRU
 from jaxpar.nn.param import lecun_uniform, named_param
 from jaxpar.nn.resets import begin_anew
@@ -23,6 +23,7 @@ __all__ = [
     "SLSTM",
     "Bidirectional",
     "Conv",
+    "Dropout",
     "Embedding",
     "GRUParams",
     "LSTMCarry",
@@ -30,6 +31,7 @@ __all__ = [
     "Linear",
     "MinGRU",
     "Recurrent",
+    "Resets",
     "Residual",
     "SLSTMCarry",
     "SLSTMParams",

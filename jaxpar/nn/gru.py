@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 from jaxpar.nn.resets import begin_anew
@@ -121,14 +121,14 @@ class GRU(nnx.Module):
         *,
         rngs: nnx.Rngs,
         init: Initializer | None = None,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
     ):
         """Draws the kernels; biases are 0.
 
         Args:
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
-          dropout: rate on the inputs; see `nn.dropout`.
+          dropout: of the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
         draw, kernel, dtype = (

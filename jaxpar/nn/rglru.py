@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.linear_recurrence import gates_of, linear_recurrence
 from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 
@@ -44,14 +44,14 @@ class RGLRU(nnx.Module):
         *,
         rngs: nnx.Rngs,
         init: Initializer | None = None,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
     ):
         """Draws the kernel, biases are 0, and `decay` as in the paper.
 
         Args:
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
-          dropout: rate on the inputs; see `nn.dropout`.
+          dropout: of the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
         draw, dtype = init or lecun_uniform(width), jnp.dtype(jnp.float32)

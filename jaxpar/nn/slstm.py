@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 from jaxpar.nn.resets import begin_anew
@@ -102,7 +102,7 @@ class SLSTM(nnx.Module):
         rngs: nnx.Rngs,
         init: Initializer | None = None,
         forget_bias: float = 1.0,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
     ):
         """Draws the kernels; biases are 0 but for the forget gate's.
 
@@ -110,7 +110,7 @@ class SLSTM(nnx.Module):
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate.
-          dropout: rate on the inputs; see `nn.dropout`.
+          dropout: of the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
         draw, kernel, dtype = (

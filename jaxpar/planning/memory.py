@@ -107,6 +107,8 @@ def _in_units(step: StepShape, size: _Sizes) -> tuple[float, float, float]:
         always += WORD * step.V * step.width
     in_head = max(3 * size.logits, 2.1 * size.logits + 0.8 * size.head) + 1.5 * size.x
     in_layer = step.slots * kept_bytes(step)  # read from their slot
+    if step.parallel.pipeline.remat:  # the head waits for the second forward
+        in_head += in_layer
     # Where a stage has several groups, the weights and gradients of one are cut out of all.
     if step.slots == 1:
         kernels, xs = 3.5 + 2 * has_groups, 3.7
@@ -162,12 +164,11 @@ def _activation_bytes(step: StepShape) -> int:
     if not step.parallel.runs_in_units:
         return step.model.num_layers * unit
     schedule, x = step.schedule, WORD * step.t * step.b * step.width
+    waiting = schedule.num_forward_buffers + schedule.num_backward_buffers + 2
     if step.parallel.pipeline.remat:  # the input of the stage, and the state before it
         kept = x + step.slots * 2 * WORD * step.b * step.width
-    else:
-        kept = step.slots * unit
-    waiting = schedule.num_forward_buffers + schedule.num_backward_buffers + 2
-    return (schedule.num_slots + 1) * (kept + x) + waiting * x
+        return (schedule.num_slots + 1) * kept + (waiting + 1) * x
+    return (schedule.num_slots + 1) * (step.slots * unit + x) + waiting * x
 
 
 def kept_bytes(step: StepShape) -> int:

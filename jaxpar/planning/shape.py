@@ -154,6 +154,11 @@ class StepShape:
         self.optimizer: OptimizerConfig = task.optimizer  # pyright: ignore[reportAttributeAccessIssue]
         self.settings = Settings(task, parallel, self.train)
         parallel.check(model.batch_size, model.seq_len)
+        if parallel.pipeline.remat_keeps != "device":
+            raise ValueError(
+                f"remat_keeps={parallel.pipeline.remat_keeps!r} is not in the cost model; predict with "
+                f"remat_keeps='device', and use inspect for the compiled step"
+            )
         self.sizes, pipeline = parallel.mesh.sizes, parallel.pipeline
         self.H, self.V, stages = model.hidden_size, model.vocab_size, self.sizes[STAGE]
         has_last = stages > 1 and pipeline.head == "last"

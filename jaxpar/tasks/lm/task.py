@@ -30,8 +30,9 @@ from jaxpar.tasks.lm.corpus import (
 )
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
-from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.model import NLL, LanguageModel
 from jaxpar.tasks.lm.packed import PackedSentences
+from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
@@ -79,6 +80,7 @@ class LM(Task):
       num_words: ids from here on are padding and get no probability; None takes those of the corpus, or with
         a vocab_size all of them.
       dropout: rate on the embedding, between layers and before the head.
+      regularization: masks that are held over time, dropped words and weights, a penalty on activations.
       layer: what they are: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
       forget_bias: initial bias of the forget gates, of an LSTM or sLSTM.
       init_range: initial weights lie evenly within plus and minus this; 0 draws them by their widths.
@@ -87,7 +89,8 @@ class LM(Task):
       kernel: what runs LSTM layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
         without `tensor`; "auto" is the faster one by measurement.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
-      level: what a token is; "auto" takes the corpus's own.
+      level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
+        (pip install 'jaxpar[subword]').
       max_vocab: the most frequent tokens kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
@@ -108,6 +111,7 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
+    regularization: Regularization = dataclasses.field(default=Regularization(), metadata=_FREE)
     layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
@@ -115,7 +119,9 @@ class LM(Task):
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
     kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
     corpus: str = dataclasses.field(default="python-docs", metadata=_FREE)
-    level: Literal["auto", "word", "char"] = dataclasses.field(default="auto", metadata=_FREE)
+    level: Literal["auto", "word", "char", "subword"] = dataclasses.field(
+        default="auto", metadata=_FREE
+    )
     max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
     batch_size: int = dataclasses.field(default=16, metadata=_FREE)
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
@@ -140,6 +146,11 @@ class LM(Task):
             self.layer in FORGETFUL or self.forget_bias == 1.0,
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
             f"own; leave it away, or use layer='lstm' or 'slstm'",
+        )
+        require(
+            self.regularization.kernel_dropout == 0 or self.layer not in ("rglru", "mingru"),
+            f"regularization.kernel_dropout={self.regularization.kernel_dropout}: layer={self.layer!r} has "
+            f"no recurrent kernel to drop weights of; use 0, or another layer",
         )
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
@@ -177,6 +188,11 @@ class LM(Task):
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
 
+    @property
+    def reads_lines(self) -> bool:
+        """Whether each line of the text is read from the initial state."""
+        return self.packed or self.num_buckets > 0
+
     def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
         """The model. Without a mesh nothing can be chosen: kernel="auto" is the scan here.
 
@@ -191,6 +207,7 @@ class LM(Task):
             rngs=rngs,
             num_words=self.num_words,
             dropout=self.dropout,
+            regularization=self.regularization,
             init_range=self.init_range,
             tie_embedding=self.tie_embedding,
             dtype=self.dtype,
@@ -227,7 +244,7 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        if not (self.num_buckets or self.packed):
+        if not self.reads_lines:
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
         sentences = Sentences.split(tokens, separator)
         if self.packed:
@@ -328,8 +345,9 @@ class LM(Task):
     # ---- what a person reads, and what is kept ----
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity; infinity where it overflows."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        """Perplexity, without penalties; infinity where it overflows."""
+        nll = means.get(NLL, loss)
+        return {"perplexity": math.exp(nll) if nll < 700 else math.inf}
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""
