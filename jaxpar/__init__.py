@@ -35,7 +35,7 @@ from jaxpar.training.settings import TrainConfig  # noqa: E402
 if _collects:
     gc.enable()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # What is learned, and by which model.

@@ -255,6 +255,11 @@ class ModelLayout:
         for kind, name in enumerate(self.kinds):
             number = self.kind_of.index(kind)
             layer = nnx.eval_shape(lambda number=number: self._make(0).layers.layer(number))
+            if getattr(layer, "whole_window", False) and self.parallel.num_chunks > 1:
+                raise ValueError(
+                    f"layer {name} reads the whole window at once, num_chunks={self.parallel.num_chunks} "
+                    f"cuts it; use num_chunks=1, and more microbatches"
+                )
             graphdef, state = nnx.split(layer)
             carry = ()
             if hasattr(layer, "initial_carry"):

@@ -4,8 +4,10 @@
 
 A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). y is as x,
 any tree of floating-point arrays. A layer with state says how it begins: `initial_carry(rows)`, arrays
-[rows, ...]; their dims may have names, `carry_dims`. A *model* is a module with methods `first(batch, at)`
-and `last(y, batch, at)`, and a `Stack` called `layers`. See `Model` for what it may have besides.
+[rows, ...]; their dims may have names, `carry_dims`. One that needs the whole window at once, as attention
+does, says `whole_window = True`: chunks of time are refused. A *model* is a module with methods
+`first(batch, at)` and `last(y, batch, at)`, and a `Stack` called `layers`. See `Model` for what it may have
+besides.
 """
 
 import functools

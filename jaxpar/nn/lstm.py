@@ -24,6 +24,7 @@ from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.resets import begin_anew
 from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
@@ -90,7 +91,8 @@ def lstm_forward(
 
     def step(carry, inputs):
         (h_BH, c_before_BH, room_TB4H), (t, is_new_B) = carry, inputs
-        h_BH, c_BH = _begin_anew(is_new_B, resets, LSTMCarry(h_BH, c_before_BH))
+        initial = None if resets is None else resets.initial
+        h_BH, c_BH = begin_anew(is_new_B, initial, LSTMCarry(h_BH, c_before_BH))
         z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_4H[None]
         gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
@@ -188,15 +190,6 @@ def _layer_bwd(saved, cotangents):
 
 
 lstm_layer.defvjp(_layer_fwd, _layer_bwd)
-
-
-def _begin_anew(is_new_B: Any, resets: Resets | None, carry: LSTMCarry) -> LSTMCarry:
-    """The state before a step: the initial one in rows where a sequence begins."""
-    if resets is None:
-        return carry
-    if resets.initial is None:
-        return jax.tree.map(lambda a: _where(is_new_B, 0.0, a), carry)
-    return jax.tree.map(lambda a, b: _where(is_new_B, b.astype(a.dtype), a), carry, resets.initial)
 
 
 def _where(is_new_B: jax.Array, a: Any, b: Any) -> jax.Array:

@@ -1,9 +1,9 @@
-"""The language model: token embedding, a stack of LSTM layers, a head over the vocabulary.
+"""The language model: token embedding, a stack of recurrent layers, a head over the vocabulary.
 
 Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -50,11 +50,10 @@ class LanguageModel(nnx.Module):
         num_words: int | None = None,
         dropout: float = 0.0,
         regularization: Regularization = Regularization(),
-        forget_bias: float = 1.0,
         init_range: float = 0.0,
         tie_embedding: bool = False,
         dtype: str = "float32",
-        lstm: type[LSTM] = LSTM,
+        layer: Callable[..., Any] = LSTM,
         max_logits: int = LOGITS_ELSEWHERE,
     ):
         """Draws the parameters.
@@ -68,7 +67,7 @@ class LanguageModel(nnx.Module):
           init_range: the table and all kernels are drawn evenly within plus and minus this; 0 draws them by
             their widths.
           dtype: of activations and matmul inputs.
-          lstm: what a layer is made of.
+          layer: makes one, as `nn.LSTM` does.
           max_logits: how many are computed at once; see `linear_cross_entropy`.
         """
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
@@ -86,16 +85,12 @@ class LanguageModel(nnx.Module):
             rngs=rngs,
         )
 
-        def layer(rngs: nnx.Rngs) -> LSTM:
-            return lstm(
-                hidden_size,
-                rngs=rngs,
-                init=init,
-                forget_bias=forget_bias,
-                dropout=regularization.of_layers(dropout),
+        def make(rngs: nnx.Rngs) -> Any:
+            return layer(
+                hidden_size, rngs=rngs, init=init, dropout=regularization.of_layers(dropout)
             )
 
-        self.layers = Stack([layer] * num_layers, rngs=rngs, unroll=1)  # the smallest
+        self.layers = Stack([make] * num_layers, rngs=rngs, unroll=1)  # the smallest
         if tie_embedding:
             self.head_bias = named_param(jnp.zeros(vocab_size), (VOCAB,))
         else:
