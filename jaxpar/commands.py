@@ -88,7 +88,7 @@ class TaskOptions(Options):
     """What a command takes that is about a task."""
 
     config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
-    """A file of settings; those given here go before it."""
+    """A file of settings; options given here override it."""
     task: Annotated[Task, arg(name="")] = dataclasses.field(kw_only=True)
     parallel: Annotated[Parallel, Fixed] = dataclasses.field(kw_only=True)
     train: Annotated[TrainConfig, Fixed] = dataclasses.field(kw_only=True)
