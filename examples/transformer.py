@@ -27,6 +27,7 @@ from jaxpar import (
     Task,
     TrainConfig,
 )
+from jaxpar.nn import dot_general
 
 # --- The model. Activations are [rows, time, width].
 
@@ -50,8 +51,9 @@ class Block(nnx.Module):
         )
         up, down = named(lecun, (None, "mlp")), named(lecun, ("mlp", None))
         bias = named(zeros, ("mlp",))
-        self.up = nnx.Linear(width, 4 * width, kernel_init=up, bias_init=bias, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, kernel_init=down, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dot_general=dot_general, rngs=rngs)
+        self.up = linear(width, 4 * width, kernel_init=up, bias_init=bias)
+        self.down = linear(4 * width, width, kernel_init=down)
 
     def __call__(self, carry, x, at):
         """The block; it has no state, so `carry` is empty."""

@@ -1,10 +1,16 @@
 """A JAX sharding framework for models too big or too slow for one device, deep recurrent networks first."""
 
+import gc
+
 from jaxpar._interrupt import end_quietly_on_interrupt
 from jaxpar._versions import check_jax_version
 
 end_quietly_on_interrupt()
 check_jax_version()
+
+# What is imported stays, and the collector would look through all of it again and again: a tenth of the time.
+_collects = gc.isenabled()
+gc.disable()
 
 # Nothing of JAX is imported before its version is known to be sound.
 from jaxpar import analysis, nn, pipeline, planning  # noqa: E402
@@ -22,7 +28,11 @@ from jaxpar.step import make_eval_step, make_train_step  # noqa: E402
 from jaxpar.task import Task  # noqa: E402
 from jaxpar.tasks import images, lm  # noqa: E402
 from jaxpar.training.fit import fit  # noqa: E402
+from jaxpar.training.loaded import load_run  # noqa: E402
 from jaxpar.training.settings import TrainConfig  # noqa: E402
+
+if _collects:
+    gc.enable()
 
 __version__ = "0.1.0"
 
@@ -45,6 +55,7 @@ __all__ = [
     "simulate_devices",
     # A run; or its parts.
     "fit",
+    "load_run",
     "init_state",
     "make_train_step",
     "make_eval_step",

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import jax
 import tyro
-from tyro.conf import AvoidSubcommands, FlagCreatePairsOff, SuppressFixed
+from tyro.conf import AvoidSubcommands, SuppressFixed
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxpar._interrupt import leave_imports
@@ -41,11 +41,12 @@ from jaxpar.commands import (
     Train,
     read_mesh,
 )
-from jaxpar.config_file import default_settings, read_config
+from jaxpar.config_file import default_settings, read_config, read_simulated
 from jaxpar.files import cache_folder
 from jaxpar.hosts.agreement import await_agreement
 from jaxpar.hosts.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
+from jaxpar.option_errors import shorten
 from jaxpar.parallel import short_name
 from jaxpar.task import Task, find_task, spec_of
 from jaxpar.training.run_folder import RunFolder, newest_run_folder
@@ -73,9 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check_encoding(argv)
         # Before the file of a task is read: it may touch a device.
-        simulated = _given(argv).simulate
-        if simulated is not None:
-            _simulate(simulated)
+        given = _given(argv)
+        if given.simulate is not None:
+            _simulate(given.simulate)
+        else:
+            _simulate_as_before(argv, given)
         if argv[:1] == ["train"] and not _asks_help(argv):
             start_processes()
             await_agreement()
@@ -93,10 +96,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return leave_processes(3 if isinstance(error, FloatingPointError) else 2, str(error))
-    except SystemExit as end:  # of the command line's reader, which has said why
-        if end.code:
-            leave_processes(2, "its options cannot be read")
-        raise
 
 
 def _check_encoding(argv: list[str]) -> None:
@@ -115,8 +114,8 @@ def _parse(argv: list[str]) -> Command:
     """The command of a command line.
 
     Raises:
-      SystemExit: with 0 after a help, with 2 after a message about options.
-      ValueError: there is no such command or task, or a setting is refused.
+      SystemExit: after a help.
+      ValueError: there is no such command, task or option, or a setting is refused.
     """
     if argv[:1] in ([], ["-h"], ["--help"]):
         print(_help())
@@ -285,7 +284,7 @@ def _read_options(
         prog=program,
         description=description,
         args=arguments,
-        config=(FlagCreatePairsOff, AvoidSubcommands, SuppressFixed),
+        config=(AvoidSubcommands, SuppressFixed),
         registry=_registry(read_mesh if command is Train else MeshConfig.parse),
     )
     try:
@@ -298,7 +297,8 @@ def _read_options(
             if isinstance(cause, ValueError) and _is_raised_here(cause):
                 raise cause from None
             cause = cause.__context__
-        print(said.getvalue(), end="", file=sys.stderr)
+        if stopped.code:
+            raise ValueError(shorten(said.getvalue(), arguments, program)) from None
         raise
 
 
@@ -355,6 +355,29 @@ def _use_compile_cache(use: bool) -> None:
         return
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _simulate_as_before(argv: list[str], given: "_Given") -> None:
+    """Simulates the devices that the run to be resumed had, or that a config asks for, unless told otherwise.
+
+    GPUs go before them, and so do variables of JAX's.
+    """
+    chosen = any(argument.partition("=")[0] == "--mesh" for argument in argv)
+    if chosen or _asks_help(argv) or "JAX_NUM_CPU_DEVICES" in os.environ:
+        return
+    try:
+        if given.config is not None:
+            number = read_simulated(given.config)
+        elif given.resume:
+            folder = newest_run_folder() if given.out_dir is None else RunFolder(given.out_dir)
+            number = read_simulated(folder.config_path)
+        else:
+            return
+    except (OSError, ValueError):  # which is said when all of the settings are read
+        return
+    if number is not None:
+        with contextlib.suppress(RuntimeError):  # devices are in use already
+            jax.config.update("jax_num_cpu_devices", number)
 
 
 def _simulate(num_devices: int) -> None:

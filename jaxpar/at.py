@@ -43,4 +43,4 @@ class At(NamedTuple):
         its initial state.
         """
         resets = part_of(self.batch, RESETS)
-        return None if resets is None else resets != 0
+        return None if resets is None else resets.astype(bool)

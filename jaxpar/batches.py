@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.fields import nearest_multiples
+from jaxpar.fields import nearest_multiples, require_instance
 
 STARTS = "starts"  # the field or key of a batch that says whether carried state begins anew
 RESETS = "resets"  # of one that says in which rows and at which time steps it does within a window
@@ -212,6 +212,12 @@ class SeriesBatches:
 
 
 def _common_length(arrays: Mapping[str, np.ndarray]) -> int:
+    require_instance(
+        "arrays", arrays, Mapping, 'a dict of arrays by name, such as {"x": x, "y": y}'
+    )
+    for name, array in arrays.items():
+        if not np.ndim(array):
+            raise ValueError(f"arrays[{name!r}]={array!r} has no rows; give an array of rows")
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(f"arrays of {lengths} rows; give one or more, all with as many rows")
@@ -220,5 +226,6 @@ def _common_length(arrays: Mapping[str, np.ndarray]) -> int:
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
+        require_instance(name, value, int | np.integer, "a whole number")
         if value < 1:
             raise ValueError(f"{name}={value} is too small; use 1 or more")

@@ -3,32 +3,39 @@
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Protocol, get_type_hints
 
 import jax
-from tyro.conf import Fixed, Positional, arg
+from tyro.conf import Fixed, FlagCreatePairsOff, Positional, arg
 
 from jaxpar.analysis import inspect_step
-from jaxpar.display import make_console
+from jaxpar.display import format_bytes, format_count, make_console
+from jaxpar.fields import require_positive
 from jaxpar.hosts import doctor
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
+from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
+from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.plot import plot
 from jaxpar.planning import (
     HERE,
     check_fits,
     compare_here,
+    compiled_cost,
     find_machine,
     fit_devices,
     measure_pieces,
     place,
     plan,
     plan_here,
+    predict_step,
 )
 from jaxpar.planning.shape import StepShape
 from jaxpar.task import Task
@@ -39,6 +46,9 @@ from jaxpar.training.console import ConsoleReport, evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
 from jaxpar.training.settings import Settings, TrainConfig
+
+# An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
+Switch = FlagCreatePairsOff[bool]
 
 # Pictures of a task's step, and those that need no task.
 PICTURES = ("schedule", "timeline", "bubble", "memory", "bytes")
@@ -69,7 +79,7 @@ class Options:
     """Use this many simulated devices on the CPU."""
     compile_cache: bool = True
     """Keep compiled programs in ~/.cache/jaxpar (JAX 0.11 or newer), or in JAX_COMPILATION_CACHE_DIR."""
-    debug: bool = False
+    debug: Switch = False
     """Print the traceback of an error, not its message alone."""
 
 
@@ -112,19 +122,19 @@ class Train(RunOptions):
     loss or gradient was not finite (--train.nonfinite), and 128 and its number after a signal.
     """
 
-    resume: bool = False
+    resume: Switch = False
     """Go on with the run in --train.out-dir, or with the latest, with its task and settings."""
-    resume_or_begin: bool = False
+    resume_or_begin: Switch = False
     """Go on with the run in --train.out-dir, or begin it there: one command for every start of a job."""
-    overwrite: bool = False
+    overwrite: Switch = False
     """Remove the run that is in --train.out-dir."""
-    elastic: bool = False
+    elastic: Switch = False
     """If the mesh does not fit the devices that there are, take another one; runs go on with what is left."""
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     """What a device has, such as 16GB: a layout that needs more, by the compiler, is refused."""
-    profile: bool = False
+    profile: Switch = False
     """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
     def run(self) -> int:
@@ -152,6 +162,7 @@ class Train(RunOptions):
         if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
             return self.settings
         sized = _with_sizes(task)
+        _check_room(sized, jax.device_count() if plans else parallel.mesh.num_devices, num_bytes)
         if self.elastic:
             parallel, reason = fit_devices(sized, parallel, train, keep=not plans)
             if reason and jax.process_index() == 0:
@@ -161,12 +172,19 @@ class Train(RunOptions):
         elif plans:
             if self.devices is not None:
                 raise ValueError(
-                    f"--mesh auto takes all devices, and devices={self.devices} names some; leave one away"
+                    "--mesh auto takes all devices, and --devices names some; leave out one of the two"
                 )
+            _say_what_takes_long()
             ranking = plan_here(sized, parallel, train, num_bytes)
             print(ranking, end="\n\n")
             parallel = ranking.best.parallel
         parallel = parallel.resolve()
+        if not plans and self.balance == "work":
+            needed = compiled_cost(predict_step(sized, parallel, train)).memory_bytes
+            if num_bytes is None or needed <= num_bytes:
+                return Settings(task, parallel, train)
+        if not plans:
+            _say_what_takes_long()
         machine = find_machine(HERE, num_bytes)
         if self.balance != "work":
             machine = measure_pieces(machine, [StepShape(sized, parallel, train)])
@@ -195,6 +213,10 @@ class Plan(TaskOptions):
         """The exit code, 0."""
         task, num_bytes = _with_sizes(self.task), _num_bytes(self.memory)
         parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
+        require_positive(self, *["devices"] * (self.devices is not None))
+        _check_room(task, self.devices or jax.device_count(), num_bytes)
+        if self.machine == HERE:
+            _say_what_takes_long()
         if self.machine == HERE and self.devices is None:
             print(plan_here(task, parallel, self.train, num_bytes))
         else:
@@ -212,7 +234,7 @@ class Evaluate(Options):
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
-    best: bool = False
+    best: Switch = False
     """Of the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
@@ -239,7 +261,7 @@ class Sample(Options):
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
-    best: bool = False
+    best: Switch = False
     """Of the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2tp2."""
@@ -274,9 +296,9 @@ class Inspect(RunOptions):
     Nothing is trained.
     """
 
-    json: bool = False
+    json: Switch = False
     """Print it as JSON, with all that is known of each collective."""
-    compare: bool = False
+    compare: Switch = False
     """Print what the cost model predicts, beside what was compiled, and a few steps measured."""
 
     def run(self) -> int:
@@ -296,7 +318,7 @@ class Inspect(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Plot(RunOptions):
-    """Draws a picture of a task's step into a file.
+    """Draws a picture of a task's step, into a file or here.
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage of a
     step that is run did when, beside its schedule; "bubble", against microbatches and chunks of time;
@@ -305,14 +327,14 @@ class Plot(RunOptions):
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
-    """A .png, .svg or .html; without one, in this folder, KIND and what suits it."""
+    """A .png, .svg or .html; without one a schedule or timeline is shown here."""
     meshes: Annotated[tuple[str, ...], arg(metavar="SHAPES")] = ()
     """Meshes to compare, such as dp8 tp8 pp8; without them, --mesh."""
 
     def run(self) -> int:
         """The exit code, 0."""
         meshes = {shape: MeshConfig.parse(shape) for shape in self.meshes}
-        print(plot(self.kind, self.settings, meshes, (), self.output))
+        _show(plot(self.kind, self.settings, meshes, (), self.output))
         return 0
 
 
@@ -328,11 +350,11 @@ class PlotRuns(Options):
     runs: Annotated[tuple[str, ...], Positional, arg(metavar="[RUN_DIR ...]")] = ()
     """Folders of runs, for curves."""
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
-    """A .png, .svg or .html; without one, in this folder, KIND and what suits it."""
+    """A .png, .svg or .html; of strategies an .html."""
 
     def run(self) -> int:
         """The exit code, 0."""
-        print(plot(self.kind, None, {}, self.runs, self.output))
+        _show(plot(self.kind, None, {}, self.runs, self.output))
         return 0
 
 
@@ -342,7 +364,7 @@ class Export(Options):
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
-    best: bool = False
+    best: Switch = False
     """Of the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2tp2."""
@@ -389,7 +411,7 @@ class Import(Options):
     """The model's words, one a line or a run's vocabulary.json, if the file does not tell them."""
     names: tuple[str, str, str] = ("embedding", "lstm", "head")
     """What the file calls the embedding, the LSTM and the linear layer after it."""
-    overwrite: bool = False
+    overwrite: Switch = False
     """Remove the run that is in the folder."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2tp2."""
@@ -434,11 +456,11 @@ class Launch:
     """Start nothing; print a script for sbatch, or a Kubernetes JobSet."""
     platform: Literal["gpu", "cpu"] = "gpu"
     """Of the nodes that the script is for."""
-    elastic: bool = False
+    elastic: Switch = False
     """When processes die, go on with the others from the last checkpoint; with more, at the next start."""
     min_processes: int = 1
     """With fewer than these an elastic run waits for its next start."""
-    debug: bool = False
+    debug: Switch = False
     """Print the traceback of an error, not its message alone."""
 
     def run(self) -> int:
@@ -461,7 +483,7 @@ class Launch:
 class Doctor:
     """Looks at versions, devices, memory and the network, and says what is wrong with them."""
 
-    debug: bool = False
+    debug: Switch = False
     """Print the traceback of an error, not its message alone."""
 
     def run(self) -> int:
@@ -489,14 +511,45 @@ def _with_sizes(task: Task) -> Task:
     return task.resolve(Parallel(ONE_DEVICE), ONE_DEVICE.build())
 
 
+def _check_room(task: Task, num_devices: int, num_bytes: float | None) -> None:
+    """Raises if no layout at all can fit, before a machine is measured to find the best one."""
+    if num_bytes is None:
+        return
+    leaves = jax.tree.leaves(lay_out(task, Parallel(ONE_DEVICE)).params)
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / num_devices
+    if needed > num_bytes:
+        raise ValueError(
+            f"--memory: a device has {format_bytes(num_bytes)}, and the parameters alone need "
+            f"{format_bytes(needed)} on each of {format_count(num_devices, 'device')}; use more devices, or "
+            f"a smaller model"
+        )
+
+
+def _say_what_takes_long() -> None:
+    if jax.process_index() == 0:
+        print(
+            "measuring how quick this machine is at what was not measured yet (a minute the first time) ...",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _num_bytes(size: str | None) -> float | None:
     """Of a size such as 16GB."""
     if size is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", size)
     if match is None:
-        raise ValueError(f"--memory {size}: write it as 16GB")
+        raise ValueError(f"--memory {size}: write a number and its unit, such as 16GB")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+
+
+def _show(picture: Path | Drawing) -> None:
+    """Where a picture is, or the picture."""
+    if isinstance(picture, Path):
+        print(f"wrote {picture}")
+    else:
+        make_console().print(picture, highlight=False)
 
 
 def _describe(task: LM) -> str:

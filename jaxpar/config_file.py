@@ -4,6 +4,7 @@ Keys are the options of the command line: the task's own fields and those of `Pa
 of its optimizer, of the pipeline and of training in tables.
 
     task = "lm"             # or "path/to/file.py:Name"
+    simulate = 8            # devices on a CPU, where there are no others
     num_layers = 8
     mesh = "dp2pp2tp2"      # or a table [mesh] with data, stage, tensor, devices
 
@@ -36,9 +37,9 @@ from jaxpar.training.settings import Settings
 
 _log = logging.getLogger(__name__)
 
-TASK, SHA256, TRAIN, MESH = "task", "task_sha256", "train", "mesh"
+TASK, SHA256, SIMULATE, TRAIN, MESH = "task", "task_sha256", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
-RESERVED = (TASK, SHA256, TRAIN, *PARALLEL)  # names that no field of a task may have
+RESERVED = (TASK, SHA256, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 
 def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> Settings:
@@ -52,18 +53,24 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
         gives its full path and the nearest), or a value has the wrong type or is out of range.
     """
     path = Path(path).expanduser()
+    tables = _read(path)
     try:
-        tables = tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise type(error)(
-            f"cannot read the config {path}: {error.strerror}; give a readable TOML file"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{path} is no TOML in UTF-8: {error}") from error
-    try:
+        tables.pop(SIMULATE, None)  # see `read_simulated`
         return _change(_base(path, tables, base), tables)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_simulated(path: str | os.PathLike[str]) -> int | None:
+    """The number of simulated devices that a file of settings asks for; None if it does not.
+
+    Raises:
+      OSError, ValueError: the file cannot be read, or this is no number of devices.
+    """
+    number = _read(Path(path).expanduser()).get(SIMULATE)
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{path}: {SIMULATE}={number!r}: use a number of devices, 1 or more")
+    return number
 
 
 def write_config(settings: Settings, path: str | os.PathLike[str]) -> None:
@@ -73,9 +80,11 @@ def write_config(settings: Settings, path: str | os.PathLike[str]) -> None:
         file.write_bytes(text.encode())
 
 
-def to_toml(settings: Settings) -> str:
+def to_toml(settings: Settings, simulate: int | None = None) -> str:
     """Every value that is not None, as `read_config` reads it.
 
+    Args:
+      simulate: the number of simulated devices, for `read_simulated`.
     Raises:
       ValueError: a value would not be read back as it is.
     """
@@ -85,7 +94,8 @@ def to_toml(settings: Settings) -> str:
     if parallel.mesh.devices is None:
         tables[MESH] = short_name(parallel.mesh)
     try:
-        text = tomli_w.dumps({TASK: spec, **_sha256(spec), **tables})
+        simulated = {} if simulate is None else {SIMULATE: simulate}
+        text = tomli_w.dumps({TASK: spec, **_sha256(spec), **simulated, **tables})
     except TypeError as error:
         raise ValueError(f"the settings of {spec} do not go into a TOML file: {error}") from error
     found = _change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables)))
@@ -117,6 +127,17 @@ def default_settings(task: type[Task]) -> Settings:
                 f"the field {field.name!r} of {task.__name__} has no default; give it one"
             )
     return Settings(task(), task.parallel, task.train)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise type(error)(
+            f"cannot read the config {path}: {error.strerror}; give a readable TOML file"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML in UTF-8: {error}") from error
 
 
 def _base(path: Path, tables: dict[str, Any], base: Settings | None) -> Settings:

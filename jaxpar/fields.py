@@ -88,6 +88,19 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
+    """Raises if a value is no object of a class; `use` says what is."""
+    if isinstance(value, kind):
+        return
+    if isinstance(value, type) and isinstance(kind, type) and issubclass(value, kind):
+        raise ValueError(
+            f"{name}={value.__name__} is a class; give an object of it, {value.__name__}()"
+        )
+    text = repr(value)
+    shown = text if len(text) <= 60 else f"{text[:60]}..."
+    raise ValueError(f"{name}={shown} ({type(value).__name__}): use {use}")
+
+
 def require_positive(config: Any, *names: str) -> None:
     """Raises if one of these fields is not above 0."""
     for name in names:

@@ -14,6 +14,12 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
       OSError: it cannot be written; the message names `path`, and what stood there is as it was.
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        known = "is no folder" if path.parent.exists() else "does not exist"
+        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
+        raise kind(
+            f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
+        )
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         try:

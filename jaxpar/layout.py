@@ -59,6 +59,11 @@ class ModelLayout:
         self.time_major = bool(getattr(plain, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         parallel.check(self.batch_size, self.num_steps)
+        if parallel.num_segments > 1 and task.variable_length:
+            raise ValueError(
+                f"remat_keeps='carries': segments are for batches of one length, those of task {task.name} "
+                f"have any; use remat_keeps='device' or 'host'"
+            )
         self.kinds, self.kind_of = plain.layers.kinds, plain.layers.kind_of
         self.unroll = plain.layers.unroll
         self.head = self._choose_head(plain)
@@ -119,6 +124,24 @@ class ModelLayout:
     def layer_functions(self) -> tuple[Callable[..., Any], ...]:
         """For each kind (params, frozen, carry, x, at) -> (carry, y)."""
         return tuple(_LayerFunction(kind, self._graphdef_of(kind)) for kind in self.kinds)
+
+    @functools.cached_property
+    def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
+        """For each kind (params, frozen, rows) -> its initial carry, if that depends on what is trained."""
+        starts: list[Callable[..., Any] | None] = []
+        for kind, *own in zip(
+            self.kinds, self.of_layers(self.params), self.of_layers(self.frozen), strict=True
+        ):
+            graphdef = self._graphdef_of(kind)
+
+            def start(params, frozen, rows, graphdef=graphdef):
+                layer = nnx.merge(graphdef, params, frozen)
+                return layer.initial_carry(rows) if hasattr(layer, "initial_carry") else ()
+
+            params, frozen = _of_row(own)
+            used = used_inputs(lambda *own, start=start: start(*own, 1), params, frozen)
+            starts.append(start if any(used[: len(jax.tree.leaves(params))]) else None)
+        return tuple(starts)
 
     def _graphdef_of(self, kind: str) -> Any:
         return nnx.graphdef(getattr(self.abstract_model().layers, kind))
@@ -231,9 +254,7 @@ class ModelLayout:
         for name, (params, frozen), function, (_, args) in zip(
             self.kinds, own, self.layer_functions(), self._layer_traces, strict=True
         ):
-            params, frozen = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), (params, frozen)
-            )
+            params, frozen = _of_row((params, frozen))
             _, carry, x, batch = args
             at = _At(self, batch)
             if not SplitLayer(function, params, frozen, carry, x, at, splits=True).has_weights:
@@ -258,8 +279,14 @@ class ModelLayout:
             graphdef, state = nnx.split(layer)
             carry = ()
             if hasattr(layer, "initial_carry"):
-                make = functools.partial(layer.initial_carry, self.batch_size)
-                carry = _named(f"layer {name}", lambda make=make: jax.eval_shape(make))
+
+                def begin(state, graphdef=graphdef):
+                    return nnx.merge(graphdef, state).initial_carry(self.batch_size)
+
+                carry = _named(
+                    f"layer {name}",
+                    lambda begin=begin, state=state: jax.eval_shape(begin, state),
+                )
                 _check_floats(f"layer {name}: its initial_carry", carry)
             function = _LayerFunction(name, graphdef)
 
@@ -402,6 +429,11 @@ def _flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
 
 def _is_layer(path: str) -> bool:
     return path.startswith(f"{LAYERS_OF_MODEL}/")
+
+
+def _of_row(stacked: Any) -> Any:
+    """Shapes of one layer's arrays, of those of a stack."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
 
 
 def _replaced(leaves: Sequence[Any], numbers: Sequence[int], values: Any) -> list[Any]:

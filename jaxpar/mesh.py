@@ -13,8 +13,9 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.display import Shown
-from jaxpar.fields import check_fields
+from jaxpar.fields import check_fields, require_instance
 
+MAX_SIMULATED = 1024  # devices, each with a thread of its own
 SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
 
 
@@ -69,6 +70,7 @@ class MeshConfig(Shown):
         Raises:
           ValueError: the text has neither form, names an unknown axis, or names an axis twice.
         """
+        require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
         names = "|".join(SHORT_NAMES)
         if re.fullmatch(rf"(({names})-?\d+)+", text):
@@ -183,11 +185,15 @@ def simulate_devices(num_devices: int) -> None:
     that is freed, for the next step: steps are up to 1.2 times as fast for it.
 
     Raises:
-      ValueError: `num_devices` is not positive.
+      ValueError: `num_devices` is not positive, or more than one process can be.
       RuntimeError: the backend has started with other devices.
     """
-    if num_devices < 1:
-        raise ValueError(f"simulate_devices({num_devices}): use at least 1")
+    require_instance("num_devices", num_devices, int, "a whole number")
+    if not 1 <= num_devices <= MAX_SIMULATED:
+        raise ValueError(
+            f"simulate_devices({num_devices}): use 1 to {MAX_SIMULATED}; what a step costs on more devices, "
+            f"planning.predict_step (python -m jaxpar plan) tells without simulating them"
+        )
     _keep_freed_memory()
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
@@ -201,6 +207,13 @@ def simulate_devices(num_devices: int) -> None:
             f"{len(found)} {found[0].platform} device(s); call it before anything touches a device, "
             f"or in a notebook restart the kernel (or call jax.extend.backend.clear_backends())"
         ) from error
+
+
+def num_simulated() -> int | None:
+    """How many devices this process simulates, alone; None if it does not."""
+    number = jax.config.values["jax_num_cpu_devices"]
+    is_cpu = jax.devices()[0].platform == "cpu"
+    return number if is_cpu and number > 0 and jax.process_count() == 1 else None
 
 
 def release_freed_memory() -> None:

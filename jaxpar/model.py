@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, LAYERS
+from jaxpar.fields import require_instance
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
 
@@ -110,8 +111,13 @@ class Stack(nnx.Module):
           unroll: without stages, so many layers of a kind or fewer are written out one by one, which is
             quicker by some percent and takes some memory; more are a loop over one.
         Raises:
-          ValueError: a layer has variables that its calls would change.
+          ValueError: what is given makes no layers, or a layer has variables that its calls would change.
         """
+        use = "a list of functions that make a layer, such as [lambda rngs: GRU(64, rngs=rngs)] * 8"
+        require_instance("makers", makers, Sequence, use)
+        for maker in makers:
+            require_instance("a maker of a Stack", maker, Callable, use)
+        require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
         self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
         kinds: list[Any] = []
         self._kind_of = tuple(_number(kinds, _structure(make)) for make in makers)

@@ -125,11 +125,14 @@ class OptimizerConfig:
         return optax.join_schedules([warmup, held, falling], [self.warmup_steps, falls_at])
 
 
-def clip(grads: Any, clip_norm: float) -> Any:
-    """Gradients whose global norm is `clip_norm` at most; as they are for 0."""
+def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array | None:
+    """What gradients of a global norm are multiplied by for it to be `clip_norm` at most; None for 0.
+
+    The update multiplies them where it reads them: clipped gradients as arrays would be a second copy.
+    """
     if clip_norm == 0:
-        return grads
-    return optax.clip_by_global_norm(clip_norm).update(grads, optax.EmptyState())[0]
+        return None
+    return jnp.where(norm < clip_norm, jnp.ones_like(norm), clip_norm / norm)
 
 
 def update(
@@ -138,28 +141,37 @@ def update(
     grads: Any,
     opt_state: optax.OptState,
     applies: jax.Array,
+    scale: jax.Array | None = None,
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and state after a step; as they were if `applies`, a truth value, is false."""
+    """Parameters and state after a step; as they were if `applies`, a truth value, is false.
 
-    def run(params, grads, opt_state):
-        return next_state(optimizer, params, grads, opt_state)
+    Args:
+      scale: as `clip_scale` gives it.
+    """
 
-    def keep(params, grads, opt_state):
+    def run(params, grads, opt_state, scale):
+        return next_state(optimizer, params, grads, opt_state, scale)
+
+    def keep(params, grads, opt_state, scale):
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
-    return lax.cond(applies, run, keep, params, grads, opt_state)
+    return lax.cond(applies, run, keep, params, grads, opt_state, scale)
 
 
 def gives_finite(
-    optimizer: optax.GradientTransformation, params: Any, grads: Any, opt_state: optax.OptState
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    grads: Any,
+    opt_state: optax.OptState,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """Whether parameters and state after a step would be finite: for optimizers that are not `Safe`.
 
     They are computed for that alone and not kept: to look at them after an update one would need the old ones
     as well, and room for both.
     """
-    leaves = jax.tree.leaves(next_state(optimizer, params, grads, opt_state))
+    leaves = jax.tree.leaves(next_state(optimizer, params, grads, opt_state, scale))
     finite = [
         jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -167,9 +179,15 @@ def gives_finite(
 
 
 def next_state(
-    optimizer: optax.GradientTransformation, params: Any, grads: Any, opt_state: optax.OptState
+    optimizer: optax.GradientTransformation,
+    params: Any,
+    grads: Any,
+    opt_state: optax.OptState,
+    scale: jax.Array | None = None,
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and state after a step."""
+    """Parameters and state after a step with gradients times `scale`."""
+    if scale is not None:
+        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
         updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
@@ -209,19 +227,31 @@ class HostOptimizer:
         return self._run(self._init, (params,), target)
 
     def update(
-        self, params: Any, grads: Any, opt_state: optax.OptState, applies: jax.Array
+        self,
+        params: Any,
+        grads: Any,
+        opt_state: optax.OptState,
+        applies: jax.Array,
+        scale: jax.Array | None = None,
     ) -> tuple[Any, optax.OptState]:
         """Parameters, on devices, and state, on the host, after a step; those passed in are consumed.
 
         Args:
           params, grads: arrays on devices, laid out as the state is.
-          applies: on every device; if false, nothing changes.
+          applies, scale: as of `update`, on every device.
         """
-        return self._run(self._update, (params, grads, opt_state, applies), (params, opt_state))
+        trees = params, grads, opt_state, applies, scale
+        return self._run(self._update, trees, (params, opt_state))
 
-    def gives_finite(self, params: Any, grads: Any, opt_state: optax.OptState) -> bool:
+    def gives_finite(
+        self,
+        params: Any,
+        grads: Any,
+        opt_state: optax.OptState,
+        scale: jax.Array | None = None,
+    ) -> bool:
         """As the function, for all processes; it waits for the gradients."""
-        done = self._on_host(self._gives_finite, (params, grads, opt_state))
+        done = self._on_host(self._gives_finite, (params, grads, opt_state, scale))
         found = [np.asarray(leaf) for _, leaves in done for leaf in leaves]
         every = np.all(found)
         if jax.process_count() > 1:

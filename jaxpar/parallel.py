@@ -7,14 +7,22 @@ from typing import Literal, Self
 from jax.sharding import Mesh
 
 from jaxpar.axes import DATA, STAGE
-from jaxpar.fields import check_fields, nearest_multiples, require, require_positive
+from jaxpar.fields import (
+    check_fields,
+    nearest_multiples,
+    require,
+    require_instance,
+    require_positive,
+)
 from jaxpar.mesh import SHORT_NAMES, MeshConfig
 from jaxpar.pipeline.schedule import ZeroBubble
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How a batch is cut and moves through the stages; without stages, only `num_microbatches` matters.
+    """How a batch is cut and moves through the stages.
+
+    Without stages only `num_microbatches` matters, and with remat `num_chunks`.
 
     Attributes:
       schedule: what runs when; see `schedule.make_schedule`.
@@ -38,6 +46,10 @@ class PipelineConfig:
         length that the compiler knows: where a device stops for the host at each branch and turn, as GPUs
         do. It makes the program larger. "auto": on devices that are not CPUs.
       remat: keep inputs instead of residuals, and run each forward again before its backward.
+      remat_keeps: where these inputs (and the carries before each chunk) are kept: "device"; "host", in the
+        memory of the host; or not at all. "carries" cuts the window into about sqrt(K) segments of chunks and
+        keeps the carries before each: the segments run forward once for these carries, and then one by one,
+        the last first, forward and backward with all residuals of one segment.
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
@@ -50,10 +62,21 @@ class PipelineConfig:
     unroll: bool = False
     steady_loop: Literal["auto", "on", "off"] = "auto"
     remat: bool = False
+    remat_keeps: Literal["device", "host", "carries"] = "device"
 
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "num_microbatches", "num_chunks", "num_groups")
+        require(
+            self.remat or self.remat_keeps == "device",
+            f"remat_keeps={self.remat_keeps!r} without remat, which alone keeps inputs instead of residuals; "
+            f"use remat with it",
+        )
+        require(
+            self.remat_keeps != "carries" or num_segments(self.num_chunks) > 1,
+            f"num_chunks={self.num_chunks} with remat_keeps='carries' cannot be cut into segments of two or "
+            f"more chunks; use a num_chunks such as 4, 16, 64 or 256",
+        )
         require(
             self.zero_bubble in ("auto", "off") or self.schedule != "gpipe",
             f"zero_bubble={self.zero_bubble!r} with schedule='gpipe', which keeps all residuals; use "
@@ -98,12 +121,20 @@ class Parallel:
         )
 
     @classmethod
-    def of(cls, parallel: "Parallel | str | None", default: "Parallel") -> "Parallel":
-        """What was given: the shape of a mesh in words, or nothing for the default."""
+    def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
+        """What was given: a mesh, the shape of one in words, or nothing for the default.
+
+        Raises:
+          ValueError: it is something else.
+        """
         if parallel is None:
             return default
         if isinstance(parallel, str):
-            return dataclasses.replace(default, mesh=MeshConfig.parse(parallel))
+            parallel = MeshConfig.parse(parallel)
+        if isinstance(parallel, MeshConfig):
+            return dataclasses.replace(default, mesh=parallel)
+        use = 'a Parallel, a MeshConfig, or the shape of a mesh such as "dp2pp2tp2"'
+        require_instance("parallel", parallel, Parallel, use)
         return parallel
 
     @property
@@ -120,13 +151,21 @@ class Parallel:
     def runs_in_units(self) -> bool:
         """Whether a step runs unit by unit on a schedule; else it is one whole."""
         return (
-            self.mesh.stage > 1 or self.pipeline.num_microbatches > 1 or max(self.group_shares) > 1
+            self.mesh.stage > 1
+            or self.pipeline.num_microbatches > 1
+            or max(self.group_shares) > 1
+            or self.num_chunks > 1
         )
 
     @property
     def num_chunks(self) -> int:
-        """K, chunks of time; 1 without stages."""
-        return self.pipeline.num_chunks if self.mesh.stage > 1 else 1
+        """K, chunks of time; 1 without stages and remat."""
+        return self.pipeline.num_chunks if self.mesh.stage > 1 or self.pipeline.remat else 1
+
+    @property
+    def num_segments(self) -> int:
+        """Parts of a window, of as many chunks each, that run one after the other; see `remat_keeps`."""
+        return num_segments(self.num_chunks) if self.pipeline.remat_keeps == "carries" else 1
 
     @property
     def num_groups(self) -> int:
@@ -187,7 +226,7 @@ class Parallel:
         if self.pipeline.num_microbatches > 1:
             parts["num_microbatches"] = self.pipeline.num_microbatches
         check_divides("batch_size", batch_size, parts)
-        if sizes[STAGE] == 1:
+        if sizes[STAGE] == 1 and self.num_chunks == 1:
             return
         if num_steps is not None:
             check_divides("seq_len", num_steps, {"num_chunks": self.num_chunks})
@@ -196,6 +235,12 @@ class Parallel:
                 f"num_chunks={self.num_chunks}: the model has no dim of time to be cut "
                 f"(time_major = False); use num_chunks=1"
             )
+
+
+def num_segments(num_chunks: int) -> int:
+    """The divisor of a number of chunks that is nearest to its square root, itself left out."""
+    divisors = [n for n in range(1, num_chunks) if num_chunks % n == 0] or [1]
+    return min(divisors, key=lambda n: abs(n - num_chunks**0.5))
 
 
 def short_name(mesh: MeshConfig) -> str:

@@ -41,7 +41,8 @@ class Rules:
 
     Attributes:
       table: the rules.
-      over: an axis that splits one dim more of every array: the largest that divides, of equals the last.
+      over: an axis that splits one dim more of every array: the first that divides, so that what devices
+        gather lies in few pieces.
 
     Raises:
       ValueError: an unknown axis, two rules for one dim, or an axis twice in one rule.
@@ -51,6 +52,11 @@ class Rules:
     over: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.table, tuple) or any(len(rule) != 2 for rule in self.table):
+            raise ValueError(
+                f"rules={self.table!r}: write Rules.make({{...}}), such as "
+                'Rules.make({"hidden": "tensor", "embed": None})'
+            )
         dims = [dim for dim, _ in self.table]
         for dim, axes in self.table:
             if dims.count(dim) > 1:
@@ -109,13 +115,13 @@ class Rules:
         split = self._split(dims)
         if self.over is not None and not any(self.over in axes for axes in split):
             fits = [
-                (size, place)
+                place
                 for place, (size, axes) in enumerate(zip(shape, split, strict=True))
                 if size % math.prod(sizes[axis] for axis in (*axes, self.over)) == 0
                 and dims[place] != LAYERS
             ]
             if fits:
-                split[max(fits)[1]] += (self.over,)
+                split[fits[0]] += (self.over,)
         return _to_spec(split)
 
     def _split(self, dims: tuple[str | None, ...]) -> list[Axes]:
@@ -161,7 +167,7 @@ def off_stages(rules: Rules) -> Rules:
 
 
 def split_over_data(rules: Rules) -> Rules:
-    """The rules with the largest dim of every array that divides split over `data` as well.
+    """The rules with the first dim of every array that divides split over `data` as well.
 
     That is FSDP for parameters (arXiv:2304.11277) and ZeRO-1 for optimizer state (arXiv:1910.02054).
     """

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -11,12 +12,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.display import Shown
+from jaxpar.display import Shown, format_bytes, format_count
+from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.memory import host_memory
+from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
-from jaxpar.task import Task
+from jaxpar.task import Task, check_task
 from jaxpar.work import reductions
 
 
@@ -92,7 +96,7 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 
 def init_state(
     task: Task,
-    parallel: Parallel,
+    parallel: Parallel | MeshConfig | str | None = None,
     mesh: Mesh | None = None,
     *,
     seed: int = 0,
@@ -104,17 +108,22 @@ def init_state(
 
     Args:
       task: resolved: nothing of it is left to be found in data.
+      parallel: the layout on devices, or its mesh, or the shape of that; None is the task's own.
       mesh: None builds `parallel.mesh`.
       num_steps: of the run, as the optimizer is made for.
     Raises:
-      ValueError: sizes do not fit the mesh, before anything is traced for it.
+      ValueError: sizes do not fit the mesh, or not its memory, before anything is traced for it.
     """
+    check_task(task)
+    parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     task.check(parallel, mesh)
     layout, target = (
         lay_out(task, parallel),
         abstract_state(task, parallel, mesh, num_steps=num_steps),
     )
+
+    check_room(target, mesh)
 
     def make():
         return _initial_state(layout, seed, num_steps)
@@ -129,6 +138,36 @@ def init_state(
     )()
     split = jax.device_put(state.params, shardings(state.params, mesh, state.opt_rules))
     return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
+
+
+def check_room(state: TrainState, mesh: Mesh) -> None:
+    """Nothing, if the devices of this process have the memory for an abstract state alone.
+
+    A step needs more; `train --memory` and the planner know how much.
+
+    Raises:
+      ValueError: they have not.
+    """
+    devices = mesh.local_devices
+    here = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    if devices[0].platform == "cpu":  # they share it
+        machine, here = host_memory(), here * len(devices)
+        room, what = (
+            machine and machine[1],
+            f"on {format_count(len(devices), 'device')}, this machine",
+        )
+    else:
+        if state.opt_memory is not None:
+            return
+        room, what = (devices[0].memory_stats() or {}).get("bytes_limit"), "on a device, which"
+    if room and here > room:
+        raise ValueError(
+            f"parameters and optimizer state alone need {format_bytes(here)} {what} has "
+            f"{format_bytes(room)}; use a smaller model, or more devices or machines to split it over"
+        )
 
 
 def release(state: TrainState, allowed_skips: int) -> TrainState:
@@ -146,6 +185,7 @@ def audit(state: TrainState) -> None:
     Raises:
       ValueError: naming each array that is annotated but not so sharded.
     """
+    require_instance("state", state, TrainState, "what init_state or a step returns")
     layouts = [leaf.sharding for leaf in jax.tree.leaves(state)]
     meshes = collections.Counter(
         layout.mesh

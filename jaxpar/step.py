@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import starts_of
+from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, Outer, lay_out
-from jaxpar.mesh import release_freed_memory
+from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, wrap_like
-from jaxpar.optimizer import HostOptimizer, Safe, clip, gives_finite, update
+from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
@@ -33,7 +34,7 @@ from jaxpar.pipeline.schedule import Schedule, make_schedule
 from jaxpar.pipeline.ticks import Plan, largest, make_plan
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
-from jaxpar.task import Task
+from jaxpar.task import Task, check_task
 from jaxpar.training.settings import TrainConfig
 from jaxpar.trees import vary_like
 
@@ -80,9 +81,12 @@ class CompiledStep:
         """Runs the step.
 
         Raises:
-          ValueError: the batch is not as the task's example: other arrays, other sizes, more time steps, or
-            fewer where the task has batches of one length; or it has values that the task refuses.
+          ValueError: the state is of another mesh. The batch is not as the task's example: other arrays,
+            other sizes, more time steps, or fewer where the task has batches of one length; or it has values
+            that the task refuses.
         """
+        self._check_state(state)
+        check_batch_shape(self._layout, batch)
         leaves = jax.tree.leaves(batch)
         if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
             self._layout.task.check_batch(jax.device_get(batch))
@@ -95,6 +99,18 @@ class CompiledStep:
             self._check_program(arguments)
             release_freed_memory()
         return self._jitted(*arguments)
+
+    def _check_state(self, state: TrainState) -> None:
+        require_instance("state", state, TrainState, "what init_state or a step returns")
+        sizes = self._layout.parallel.mesh.sizes
+        if not isinstance(state.step, jax.Array):
+            raise ValueError("the state is abstract; make one with values by init_state")
+        lies_on = getattr(state.step.sharding, "mesh", None)
+        if lies_on is not None and dict(lies_on.shape) != sizes:
+            raise ValueError(
+                f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}; make both with "
+                f"the same parallel"
+            )
 
     def _check_program(self, arguments: Any) -> None:
         """Raises if a unit's work holds an exchange that all stages must take part in: it would never end."""
@@ -128,7 +144,8 @@ class CompiledStep:
     def _planned(self, batch: Any) -> tuple[Any, Plan | None]:
         layout, parallel = self._layout, self._layout.parallel
         length = check_batch_shape(layout, batch)
-        if parallel.mesh.stage == 1 or layout.num_steps is None:
+        is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
+        if is_whole or layout.num_steps is None or parallel.num_segments > 1:
             return batch, self.full_plan
         whole, K = layout.num_steps, parallel.num_chunks
         chunk_len = whole // K
@@ -211,15 +228,15 @@ class _HostStep(CompiledStep):
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         before = _without_optimizer(state)
-        split, grads, applies, metrics = super().run(before, batch)
+        split, grads, scale, applies, metrics = super().run(before, batch)
         if (
             self._refuse is not None
             and applies
-            and not self._host.gives_finite(split.params, grads, state.opt_state)
+            and not self._host.gives_finite(split.params, grads, state.opt_state, scale)
         ):
             split, applies = self._refuse(before), jnp.zeros_like(applies)
             metrics = metrics._replace(skipped=split.skipped)
-        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies)
+        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies, scale)
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -232,7 +249,10 @@ def _without_optimizer(state: TrainState) -> TrainState:
 
 
 def make_train_step(
-    task: Task, parallel: Parallel, train: TrainConfig | None = None, mesh: Mesh | None = None
+    task: Task,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
 ) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
@@ -251,8 +271,11 @@ def make_train_step(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
+    check_task(task)
+    parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     train = task.train if train is None else train
+    require_instance("train", train, TrainConfig, "a TrainConfig")
     layout, optimizer = lay_out(task, parallel), task.make_optimizer(train.num_steps)
     value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed)
     is_safe, on_host = isinstance(optimizer, Safe), parallel.update == "host"
@@ -266,13 +289,13 @@ def make_train_step(
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            grads = clip(grads, train.clip_norm)
+            scale = clip_scale(norm, train.clip_norm)
             if not (is_safe or on_host):
-                is_finite &= gives_finite(optimizer, params, grads, state.opt_state)
+                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return state, grads, applies, metrics
+            return state, grads, scale, applies, metrics
 
     def refuse(state: TrainState) -> TrainState:
         initial = layout.initial_carry(state.params, state.frozen)
@@ -280,9 +303,11 @@ def make_train_step(
         return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
     def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
-        state, grads, applies, metrics = gradients(state, batch, plan)
+        state, grads, scale, applies, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
-            params, opt_state = update(optimizer, state.params, grads, state.opt_state, applies)
+            params, opt_state = update(
+                optimizer, state.params, grads, state.opt_state, applies, scale
+            )
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
@@ -291,7 +316,7 @@ def make_train_step(
     if on_host:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
-        out = (state, split, replicated, replicated)
+        out = (state, split, replicated, replicated, replicated)
         return _HostStep(gradients, layout, optimizer, None if is_safe else refuse, states, out)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
@@ -366,7 +391,9 @@ def make_loss_and_grad(
     return run
 
 
-def make_eval_step(task: Task, parallel: Parallel, mesh: Mesh | None = None) -> CompiledStep:
+def make_eval_step(
+    task: Task, parallel: Parallel | MeshConfig | str | None = None, mesh: Mesh | None = None
+) -> CompiledStep:
     """The sums of a batch without dropout, compiled for the mesh.
 
     Returns:
@@ -374,6 +401,8 @@ def make_eval_step(task: Task, parallel: Parallel, mesh: Mesh | None = None) -> 
     Raises:
       ValueError: sizes do not fit the mesh.
     """
+    check_task(task)
+    parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     task.check(parallel, mesh)
     layout = lay_out(task, parallel)
@@ -413,14 +442,14 @@ def step_schedule(
 
     Args:
       share: of the data-parallel group; it has so many times `num_microbatches`.
-      num_chunks: of the batch; None if it has the full length.
+      num_chunks: of the batch, or of one of its segments; None if it has the full length.
       backward: False in an evaluation.
     """
     return _make_schedule(
         parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
         parallel.mesh.stage,
         share * parallel.pipeline.num_microbatches,
-        parallel.num_chunks if num_chunks is None else num_chunks,
+        parallel.num_chunks // parallel.num_segments if num_chunks is None else num_chunks,
         parallel.num_groups,
         backward=backward,
         zero_bubble=parallel.zero_bubble,
@@ -435,6 +464,13 @@ def _make_unroll(
 ) -> Callable[..., tuple[Any, Sums]]:
     """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
     layers = layout.layer_functions()
+    if (
+        layout.parallel.runs_in_units
+    ):  # the engine does not differentiate the carry that it is given
+        layers = tuple(
+            layer if start is None else _from_learned_start(layer, start)
+            for layer, start in zip(layers, layout.learned_starts, strict=True)
+        )
     if watch:
         layers = tuple(_watched(layer, layout) for layer in layers)
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
@@ -460,6 +496,18 @@ def _make_unroll(
 
 def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
     return {kind: wrap_like(c, like[kind]) for kind, c in zip(layout.kinds, carry, strict=True)}
+
+
+def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
+    """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
+
+    def run(params, frozen, carry, x, at):
+        is_first = (at.time == 0) & jnp.asarray(starts_of(at.batch)).astype(bool)
+        initial = start(params, frozen, jax.tree.leaves(carry)[0].shape[0])
+        carry = jax.tree.map(lambda a, b: jnp.where(is_first, b, a), carry, initial)
+        return layer(params, frozen, carry, x, at)
+
+    return run
 
 
 def _make_probes(layout: ModelLayout) -> tuple[jax.Array, ...]:
@@ -645,7 +693,9 @@ def _run_in_units(
         microbatch_rows=b,
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer, model),
-        remat=parallel.pipeline.remat,
+        remat=parallel.pipeline.remat and parallel.num_segments == 1,
+        keeps_on_host=parallel.pipeline.remat_keeps == "host",
+        num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         steady_loop=parallel.has_steady_loop(mesh),
         first_gradient=add_first_gradient if adds_gradient else None,
@@ -717,7 +767,7 @@ def _deal(layout: ModelLayout, mesh: Mesh):
 def _full_plan(parallel: Parallel, *, backward: bool) -> Plan | None:
     if not parallel.runs_in_units:
         return None
-    return _plan(parallel, parallel.num_chunks, backward)
+    return _plan(parallel, parallel.num_chunks // parallel.num_segments, backward)
 
 
 @functools.lru_cache
@@ -727,10 +777,11 @@ def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
     def schedule(share: int, K: int) -> Schedule:
         return step_schedule(parallel, share, K, backward=backward)
 
-    any_length = range(1, parallel.num_chunks + 1)
+    full_length = parallel.num_chunks // parallel.num_segments
+    any_length = range(1, full_length + 1) if parallel.num_segments == 1 else [full_length]
     shares, steady_len = parallel.group_shares, None
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
-    if num_chunks < parallel.num_chunks:
-        steady_len = _plan(parallel, parallel.num_chunks, backward).steady_len
+    if num_chunks < full_length:
+        steady_len = _plan(parallel, full_length, backward).steady_len
     schedules = [schedule(share, num_chunks) for share in shares]
     return make_plan(schedules, capacity, steady_len)

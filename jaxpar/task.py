@@ -16,7 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches
-from jaxpar.fields import check_fields
+from jaxpar.fields import check_fields, require_instance
+from jaxpar.packing import PackedBatches
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import RULES, Rules
 from jaxpar.training.settings import TrainConfig
@@ -118,8 +119,9 @@ class Task:
         return {}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Lines for the table before a run: (what, in words)."""
-        return []
+        """Lines for the table before a run: (what, in words); by default what batches tell (`to_text`)."""
+        batches = self.make_batches("train", 0)
+        return [("batches", batches.to_text())] if isinstance(batches, PackedBatches) else []
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data, as JSON has it: a resumed run must have the same."""
@@ -136,6 +138,12 @@ class Task:
                 f"optimizer: OptimizerConfig; write one"
             )
         return getattr(self, "optimizer")  # noqa: B009 - a field of the user's
+
+
+def check_task(task: Any) -> None:
+    """Raises a ValueError for what is no task."""
+    use = "a task, such as jaxpar.lm.LM(), or an object of your own class that derives from jaxpar.Task"
+    require_instance("task", task, Task, use)
 
 
 @dataclasses.dataclass(frozen=True)

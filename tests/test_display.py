@@ -3,10 +3,12 @@
 import dataclasses
 import html
 import html.parser
+import io
 import itertools
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +19,22 @@ import rich
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from rich.console import Console
 from test_measured import make_measured
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
+from jaxpar.display import FittingTable
 from jaxpar.pictures.animation import make_animation, make_strategies
 from jaxpar.pictures.figures import draw_chart
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
+from jaxpar.pictures.timeline import FEET, GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.planning import find_machine, plan
 from jaxpar.state import abstract_state, init_state
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training.console import ConsoleReport
+from jaxpar.training.report import Progress
 
 SCHEDULES = (
     ("gpipe", 4, 8),
@@ -98,28 +105,84 @@ def test_the_grey_of_a_schedule_is_its_bubble_and_every_unit_is_drawn_once(args)
 
 def test_a_long_schedule_says_what_it_leaves_out():
     schedule = make_schedule("1f1b", 4, 100, 4)
-    left_out = re.search(r"ticks, (\d+) of them left out", schedule._repr_html_())
+    left_out = re.search(r"ticks, (\d+) of them left out where", schedule._repr_html_())
     assert left_out is not None
     numbers = re.findall(r"\.\.\. (\d+) ticks left out", str(show(schedule)))
     n = schedule.num_ticks
-    assert (int(left_out[1]), *map(int, numbers)) == (n - 200, n - 48)
+    assert [int(number) for number in numbers] == [n - 48]
+    shown = n - int(left_out[1])
+    assert 20 < shown < 48
+    chart = show(schedule).chart()
+    assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH + GAP  # and so there is room for every label:
+    assert all(chart.fits(b.label, b.cost, chart.width) for row in chart.rows for b in row.blocks)
     titles = re.findall("<title>(.*?)</title>", schedule._repr_html_())
-    assert len(titles) < 2 * 4 * 200
-    assert len(schedule._repr_html_()) < 500_000
     lanes = (("F", schedule.forward), ("B", schedule.backward))
-    ends = (*range(100), *range(n - 100, n))
+    ends = (*range(shown // 2), *range(n - shown // 2, n))
     expected = [
         schedule.label(f, lane.unit[t, s], 0) for f, lane in lanes for t in ends for s in range(4)
     ]
     assert sorted(titles) == sorted(label for label in expected if label != ".")
     # The time of what is left out is left out too.
-    rows = show(schedule).chart().rows
-    for row in rows:
+    for row in chart.rows:
         assert all(
             any(a <= b.start and b.start + b.cost <= z + 1e-6 for a, z in row.spans)
             for b in row.blocks
         )
         assert len(row.spans) == 2
+
+
+def test_a_legend_has_a_sample_of_every_kind_of_block():
+    schedule = make_schedule("interleaved", 2, 4, 2, 2, zero_bubble="unit")
+    words = {key.text: key for key in show(schedule).chart().legend}
+    for text, foot in {
+        "F3.1/1: forward of microbatch 3, chunk 1, through group 1 of the stage's layers": 0.0,
+        "B3.1/1: its backward for the inputs (dark band)": FEET["B"],
+        "W3.1/1: gradients of the weights (grey band)": FEET["W"],
+    }.items():
+        assert words[text].foot == foot
+        assert words[text].colors == (unit_color(schedule, 7),)
+    assert len({words[f"microbatch {m}"].colors for m in range(4)}) == 4
+
+
+def test_eight_devices_have_eight_colours():
+    assert len(set(map(color_of, range(8)))) == 8
+
+
+def test_no_table_splits_a_word_and_none_is_too_wide():
+    table = FittingTable("config", ">step", ">what it sends")
+    table.add_row("dp2pp4 M=1", "1.95 ms", "13% over stage")
+    shown = {}
+    for width in (80, 40, 24, 12):
+        console = Console(width=width, file=io.StringIO())
+        console.print(table)
+        shown[width] = console.file.getvalue()
+        assert max(map(len, shown[width].splitlines())) <= width
+        words = shown[width].replace(";", "").split()
+        assert {"dp2pp4", "M=1", "step", "1.95", "ms", "what", "sends", "13%", "stage"} <= {*words}
+    assert shown[40].startswith("config ")
+    assert shown[12].startswith("dp2pp4 M=1")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
+    console = Console(width=width, file=io.StringIO(), force_terminal=True)
+    report = ConsoleReport(console)
+    report.begin(0, 800, Path("runs/0001"))
+    numbers = {
+        "metrics": {"perplexity": 2333.8},
+        "grad_norm": 1.0,
+        "learning_rate": 0.1,
+        "unit": "tokens",
+    }
+    for step, speed, eta in ((1, None, r"compiled in 5\.3 s"), (400, 6482.0, r"ETA \d+:\d\d")):
+        progress = Progress(step, 7.7, **numbers, units_per_second=speed, seconds=5.3)
+        report.progress(progress, 800)
+        console.file.truncate(0)
+        report._live.refresh()
+        line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).strip("\0\r\n ")
+        assert re.match(rf"step +{step}/800 .*{eta} +loss", line), line
+        assert len(line) <= width
+    report.end(400, 800, None)
 
 
 def test_one_of_a_thing_is_said_so():
@@ -273,7 +336,7 @@ def test_a_plan_shows_the_same_in_text_and_html():
 
 
 def test_what_has_no_picture_is_an_error():
-    with pytest.raises(ValueError, match="no picture of a int"):
+    with pytest.raises(ValueError, match="no picture of type int"):
         show(3)
     with pytest.raises(ValueError, match=r"shape \(3,\) has no sharding"):
         show(jax.ShapeDtypeStruct((3,), jnp.float32))

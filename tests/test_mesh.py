@@ -141,7 +141,7 @@ def test_parse_refuses(text, message):
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
         (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "no device 9; numbers go from 0 to 7"),
         (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, there are 3"),
-        (lambda: simulate_devices(0), r"simulate_devices\(0\): use at least 1"),
+        (lambda: simulate_devices(0), r"simulate_devices\(0\): use 1 to 1024"),
     ],
 )
 def test_what_cannot_be_is_refused(make, message):

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxpar.at import At
 from jaxpar.model import Stack, values
 from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, dropout, extend, lstm_layer, named_param
-from jaxpar.nn.linear import matmul
+from jaxpar.nn.linear import dot_general, matmul
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.sharding import RULES, is_variable
 
@@ -170,6 +170,50 @@ def test_a_float32_gradient_of_a_narrower_matmul_is_rounded_nowhere():
     assert_close(y, rounded_x @ rounded_kernel, 1e-6)
     assert_close(dx, dy @ rounded_kernel.T, 1e-6)
     assert_close(dkernel, rounded_x.T @ dy, 1e-6)
+
+
+LAYER = ((2,), (0,)), ((), ())
+
+
+@pytest.mark.parametrize(
+    ("x_shape", "kernel_shape", "dims"),
+    [
+        ((3, 5, 8), (8, 6), LAYER),
+        ((3, 5, 8), (8, 2, 4), LAYER),  # into heads
+        ((3, 5, 2, 4), (2, 4, 6), (((2, 3), (0, 1)), ((), ()))),  # out of heads
+        ((8,), (8, 6), (((0,), (0,)), ((), ()))),
+        # What is no layer.
+        ((3, 5, 8), (6, 8), (((2,), (1,)), ((), ()))),
+        ((5, 2, 4), (6, 2, 4), (((2,), (2,)), ((1,), (1,)))),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dot_general_is_that_of_lax(x_shape, kernel_shape, dims, dtype):
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, kernel = (
+        jax.random.normal(key, shape).astype(dtype)
+        for key, shape in zip(keys, (x_shape, kernel_shape), strict=False)
+    )
+    expected, vjp = jax.vjp(lambda *args: jax.lax.dot_general(*args, dims), x, kernel)
+    y, own_vjp = jax.vjp(lambda *args: dot_general(*args, dims, out_sharding=None), x, kernel)
+    dy = jax.random.normal(keys[2], y.shape).astype(dtype)
+    for own, other in zip((y, *own_vjp(dy)), (expected, *vjp(dy)), strict=True):
+        assert own.dtype == other.dtype == dtype
+        assert_close(own, other, 1e-6 if dtype == "float32" else BFLOAT16_ERROR)
+
+
+def test_a_layer_of_flax_takes_the_product_of_ours():
+    layer, own = (
+        nnx.Linear(8, 6, rngs=nnx.Rngs(0), **how) for how in ({}, {"dot_general": dot_general})
+    )
+    x = jax.random.normal(jax.random.key(0), (3, 5, 8))
+
+    def gradient(layer):
+        graphdef, state = nnx.split(layer)
+        return jax.grad(lambda state: jnp.sum(jnp.sin(nnx.merge(graphdef, state)(x))))(state)
+
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-6), gradient(own), gradient(layer))
+    assert "custom_vjp_call" in str(jax.make_jaxpr(own)(x))
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_it_is_inspected_and_plotted(here):
         "plot", "schedule", "forecast.py:Forecast", "--mesh", "pp4", "--num-layers", 4,
         "-o", "schedule.svg", cwd=here,
     )  # fmt: skip
-    assert (printed, said) == ("schedule.svg\n", "")
+    assert (printed, said) == ("wrote schedule.svg\n", "")
     picture = (here / "schedule.svg").read_text()
     assert picture.startswith("<svg")
     assert picture.count("stage") >= 4
@@ -231,7 +231,7 @@ def test_it_is_inspected_and_plotted(here):
 
 def test_help_tells_its_options(world):
     printed, _ = jaxpar("train", "forecast.py:Forecast", "--help", cwd=world[0])
-    said = " ".join(printed.split())
+    said = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
     assert "usage: python -m jaxpar train forecast.py:Forecast" in said
     assert "--width INT units of each. (default: 6)" in said
     assert "--train.num-steps INT" in said

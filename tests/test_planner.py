@@ -246,9 +246,16 @@ def test_the_command_prints_the_table(capsys, laptop_here):  # noqa: F811
     assert "2 devices of laptop-cpu" in capsys.readouterr().out
     for size in ("16 potatoes", "1.2.3GB", "GB"):
         assert main(["plan", "images", "--machine", "h100", "--memory", size]) == 2
-        assert f"--memory {size}: write it as 16GB" in capsys.readouterr().err
-    assert main(["plan", "images", "--machine", "h100", "--devices", "2", "--memory", "1kB"]) == 2
-    assert "none of" in capsys.readouterr().err
+        assert (
+            f"--memory {size}: write a number and its unit, such as 16GB" in capsys.readouterr().err
+        )
+    for size, message in (
+        ("1kB", "a device has 1.0 kB, and the parameters alone need"),
+        ("1MB", "none of"),
+    ):
+        command = ["plan", "lm", "--machine", "h100", "--devices", "1", "--memory", size]
+        assert main([*command, *flags.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

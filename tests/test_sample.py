@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.tasks.lm.sample import sample, sample_tokens
@@ -95,3 +96,31 @@ def test_prompts_that_cannot_be_are_refused(run):
         draw(np.array([], np.int32))
     with pytest.raises(ValueError, match="token 11 at position 1 is outside the vocabulary of 11"):
         draw(np.array([0, 11]))
+
+
+def test_a_run_is_loaded_by_its_folder(run):
+    loaded = jaxpar.load_run(run.out_dir)
+    assert isinstance(loaded, jaxpar.lm.TextRun)
+    assert (loaded.step, loaded.task.num_words) == (2, 11)
+    assert set(loaded.vocabulary.words) >= WORDS
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, run.state.params)
+    assert loaded.evaluate("valid") == run.evaluations["valid"]
+    assert loaded.sample("the cat", length=5, seed=3) == sample(
+        run.out_dir, "the cat", length=5, seed=3
+    )
+    # Row by row what the model expects next; and so no row depends on what comes after it.
+    logits = loaded.logits("the cat sat")
+    assert (logits.shape, logits.dtype) == ((4, 11), np.float32)
+    np.testing.assert_allclose(loaded.logits("the")[:2], logits[:2], atol=1e-6)
+    likeliest = loaded.vocabulary.words[logits[-1].argmax()]
+    assert loaded.sample("the cat sat", length=1, temperature=0).split()[-1:] == [likeliest]
+    tokens = loaded.vocabulary.encode("<eos> the cat sat")
+    expected = loaded.model(tokens[None])[0, :, :11]
+    np.testing.assert_allclose(logits, expected, atol=1e-6)
+    assert len(loaded.metrics()) > 2
+    with pytest.raises(ValueError, match="'zebra' is not among the 11 words"):
+        loaded.logits("a zebra")
+    with pytest.raises(FileNotFoundError, match="nowhere holds no run"):
+        jaxpar.load_run("nowhere")
+    spread = jaxpar.load_run(run.out_dir, "pp2tp4")
+    np.testing.assert_allclose(spread.logits("the cat sat"), logits, atol=1e-5)

@@ -30,7 +30,7 @@ from jaxpar.batches import place_batch
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
-from jaxpar.optimizer import OptimizerConfig, clip, update
+from jaxpar.optimizer import OptimizerConfig, clip_scale, next_state, update
 from jaxpar.sharding import (
     RULES,
     Rules,
@@ -228,17 +228,17 @@ def test_optimizers_that_would_be_wrong_in_parts_are_refused(task_type, update, 
         init_state(settings.task, settings.parallel)
 
 
-# (2, 2, 2): what `fsdp` and a split update leave of each array on a device. Over `data`, the largest dim that
-# divides is split too: of equals the last, and whether it has a name or not.
+# (2, 2, 2): what `fsdp` and a split update leave of each array on a device. Over `data`, the first dim that
+# divides is split too, whether it has a name or not.
 OWN_DIMS = {
     "inputs.kernel": ((3, 16), (3, 16), (3, 8)),
     "outputs.kernel": ((16, 3), (16, 3), (8, 3)),
     "scale": ((16,), (16,), (8,)),
     "layers.block.qkv": ((2, 16, 3, 2, 8), (1, 16, 3, 1, 8), (1, 8, 3, 1, 8)),
-    "layers.block.up.kernel": ((2, 16, 32), (1, 16, 16), (1, 16, 8)),
+    "layers.block.up.kernel": ((2, 16, 32), (1, 16, 16), (1, 8, 16)),
     "layers.block.down.kernel": ((2, 32, 16), (1, 16, 16), (1, 8, 16)),
-    "layers.gru.w_x": ((2, 16, 3, 16), (1, 16, 3, 8), (1, 16, 3, 4)),
-    "layers.dense.kernel": ((2, 16, 16), (1, 16, 16), (1, 16, 8)),
+    "layers.gru.w_x": ((2, 16, 3, 16), (1, 16, 3, 8), (1, 8, 3, 8)),
+    "layers.dense.kernel": ((2, 16, 16), (1, 16, 16), (1, 8, 16)),
     "layers.dense.bias": ((2, 16), (1, 16), (1, 8)),
 }
 
@@ -285,7 +285,7 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
     ("dims", "shape", "spec"),
     [
         ((None, None), (6, 8), P(None, "data")),
-        ((None, "input"), (8, 8), P(None, "data")),
+        ((None, "input"), (8, 16), P("data", None)),
         (("input", None), (8, 6), P("data", None)),
         (("hidden", None), (16, 12), P(("tensor", "data"), None)),  # 16 over 2 x 4
         (("hidden", None), (12, 8), P("tensor", "data")),  # 12 does not divide by 2 x 4
@@ -296,7 +296,7 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
         ((), (), P()),
     ],
 )
-def test_the_largest_dim_that_divides_is_split_over_data_too(dims, shape, spec):
+def test_the_first_dim_that_divides_is_split_over_data_too(dims, shape, spec):
     sizes = {"data": 4, "stage": 2, "tensor": 2}
     assert split_over_data(RULES).spec_on(dims, shape, sizes) == spec
     assert RULES.spec_on(dims, shape, sizes) == RULES.spec(dims)
@@ -472,7 +472,14 @@ def test_learning_rate_is_held_and_then_falls(schedule, expected):
 
 
 def test_gradients_are_clipped_by_their_global_norm():
+    params = {"a": np.zeros(2, np.float32)}
     grads = {"a": np.array([3.0, 4.0], np.float32)}
-    clipped = clip(grads, 0.5)
-    np.testing.assert_allclose(clipped["a"], [0.3, 0.4], rtol=1e-6)
-    np.testing.assert_array_equal(clip(grads, 0.0)["a"], grads["a"])
+    sgd = OptimizerConfig("sgd", 1.0, "constant", warmup_steps=0).make(1)
+
+    def moved(clip_norm):
+        scale = clip_scale(jnp.float32(5), clip_norm)
+        return -next_state(sgd, params, grads, sgd.init(params), scale)[0]["a"]
+
+    np.testing.assert_allclose(moved(0.5), [0.3, 0.4], rtol=1e-6)
+    np.testing.assert_array_equal(moved(6.0), grads["a"])
+    np.testing.assert_array_equal(moved(0.0), grads["a"])

@@ -22,7 +22,7 @@ from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
-from jaxpar.pictures.chart import Block, Chart, Drawing, Row, round_marks
+from jaxpar.pictures.chart import Block, Chart, Drawing, Key, Row, round_marks
 from jaxpar.pictures.picture import Tables, make_table, table_html
 from jaxpar.pictures.timeline import FEET, blocks_of, half_times, legend_of, unit_color
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
@@ -136,13 +136,20 @@ class MeasuredStep(Drawing, Tables):
     def _caption(self) -> str:
         forward, backward, weights = (1000 * seconds for seconds in self.unit_seconds)
         apart = f", {weights:.2f} ms W" if self.schedule.weights else ""
-        cost = self.traced_seconds / self.plain_seconds - 1
         return (
             f"{self.schedule.title}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%} with "
             f"{forward:.2f} ms a forward and {backward:.2f} ms a backward unit{apart}.\n"
             f"The loop takes {1000 * self.loop_seconds:.1f} ms of a step of "
-            f"{1000 * self.step_seconds:.1f} ms; the profiler makes a step {cost:+.0%} longer, "
-            f"{1000 * self.traced_seconds:.1f} ms for {1000 * self.plain_seconds:.1f} ms."
+            f"{1000 * self.step_seconds:.1f} ms. {self._cost_of_profiler()}"
+        )
+
+    def _cost_of_profiler(self) -> str:
+        traced, plain = 1000 * self.traced_seconds, 1000 * self.plain_seconds
+        if traced <= plain:
+            return f"The profiler costs less than steps vary: {traced:.1f} ms with it, {plain:.1f} without."
+        return (
+            f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms "
+            f"({traced / plain - 1:+.0%})."
         )
 
     def to_html(self) -> str:
@@ -168,7 +175,7 @@ class MeasuredStep(Drawing, Tables):
             width=WIDTH,
             legend=[
                 *legend_of(self.schedule),
-                ((REST,), "H: what follows the layers, and the loss"),
+                Key((REST,), "H: what follows the layers, and the loss"),
             ],
             caption=self._caption(),
         )

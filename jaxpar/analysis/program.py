@@ -19,7 +19,7 @@ from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, STEADY, scope_of_wei
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
-from jaxpar.task import Task
+from jaxpar.task import Task, check_task
 from jaxpar.training.settings import Settings, TrainConfig
 
 _SCOPE = re.compile(r"[^/, ]+")
@@ -184,6 +184,7 @@ def settle(
     task: Task, parallel: Parallel | str | None, train: TrainConfig | None, mesh: Mesh | None
 ) -> tuple[Settings, Mesh]:
     """What `inspect_step` is given, with everything that was left open filled in."""
+    check_task(task)
     parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     parallel = parallel.resolve(mesh.size)

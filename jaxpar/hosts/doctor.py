@@ -25,6 +25,7 @@ from rich.text import Text
 
 from jaxpar.display import format_count, make_console
 from jaxpar.hosts.distributed import find_processes
+from jaxpar.memory import host_memory
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB
@@ -332,22 +333,6 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def host_memory() -> tuple[int, int] | None:
-    """Free and in all; of the container if that has a limit. None without Linux's files."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
-    free, total = kibibytes["MemAvailable"] * 1024, kibibytes["MemTotal"] * 1024
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return free, total
-    return min(free, limit - used), min(total, limit)
 
 
 def _gigabytes(num_bytes: int) -> str:

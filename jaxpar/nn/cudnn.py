@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import rnn
 
-from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams
+from jaxpar.nn.lstm import LSTM, LSTMCarry, LSTMParams, Resets
 from jaxpar.trees import vary_like
 
 
@@ -28,7 +28,7 @@ def is_cudnn_installed() -> bool:
 
 
 def cudnn_lstm(
-    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array
+    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array, resets: Resets | None = None
 ) -> tuple[LSTMCarry, jax.Array]:
     """`lstm_layer` by cuDNN.
 
@@ -41,8 +41,13 @@ def cudnn_lstm(
     Returns:
       (h, c) after the last step and the outputs [T, B, H].
     Raises:
-      ValueError: x is not float32.
+      ValueError: x is not float32, or sequences begin within the window.
     """
+    if resets is not None:
+        raise ValueError(
+            "the batch says where sequences begin within a window (resets), and cuDNN's LSTM cannot begin "
+            "anew there; use nn.LSTM (kernel='scan')"
+        )
     if x_TBI.dtype != jnp.float32:
         raise ValueError(f"inputs are {x_TBI.dtype}; cuDNN's LSTM takes float32")
     return _lstm(*vary_like((params, carry), x_TBI), x_TBI)

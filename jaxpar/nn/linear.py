@@ -1,18 +1,19 @@
 """Linear layers."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.nn.param import Initializer, lecun_uniform, named_param
 from jaxpar.trees import vary_like
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`, W of shape [in, out], drawn with variance 1 / in_size.
+    """`y = x W + b`, W of shape [in, out], drawn by `init`: None is with variance 1 / in_size.
 
     How it is split follows from the names of its dims and the rules. A rule for the second dim makes it
     column-parallel: it takes x whole, and every device computes columns of y. One for the first makes it
@@ -28,9 +29,10 @@ class Linear(nnx.Module):
         *,
         dims: tuple[str | None, str | None],
         rngs: nnx.Rngs,
+        init: Initializer | None = None,
     ):
-        init = lecun_uniform(in_size)
-        kernel = init(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
+        draw = init or lecun_uniform(in_size)
+        kernel = draw(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
         self.kernel = named_param(kernel, dims)
         self.bias = named_param(jnp.zeros(out_size), dims[1:])
 
@@ -45,31 +47,77 @@ def matmul(x: jax.Array, kernel_IO: jax.Array, dtype: jnp.dtype | None = None) -
     The gradient of x has x's dtype. Where devices hold parts of the kernel and add what each of them finds
     for x, a float32 x and a narrower `dtype` round the sum alone, not every part of it.
     """
-    # A gradient has the type of what it is of: over which axes parts are added is told before.
-    x, kernel_IO = vary_like((x, kernel_IO), (x, kernel_IO))
-    return _matmul(x.dtype if dtype is None else dtype, x, kernel_IO)
+    how = _How(1, x.dtype if dtype is None else dtype, jnp.dtype(jnp.float32), None)
+    return _product(how, *vary_like((x, kernel_IO), (x, kernel_IO)))
+
+
+def dot_general(
+    x: jax.Array,
+    kernel: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **kwargs: Any,
+) -> jax.Array:
+    """`lax.dot_general` for Flax's layers: on CPU kernels get their gradients two to three times as fast.
+
+        nnx.Linear(256, 1024, dot_general=jaxpar.nn.dot_general, rngs=rngs)
+
+    What is no product of x's last dims with a kernel's first is left to `lax.dot_general`. Not for
+    forward-mode autodiff.
+    """
+    (of_x, of_kernel), batch = dimension_numbers
+    count = len(of_kernel)
+    is_layer = (
+        tuple(of_x) == tuple(range(x.ndim - count, x.ndim))
+        and tuple(of_kernel) == tuple(range(count))
+        and not any(map(len, batch))
+        and not any(value is not None for value in kwargs.values())
+        and x.dtype == kernel.dtype
+    )
+    if not is_layer:
+        return lax.dot_general(
+            x, kernel, dimension_numbers, precision, preferred_element_type, **kwargs
+        )
+    out = jnp.dtype(preferred_element_type or x.dtype)
+    how = _How(count, x.dtype, out, precision)
+    return _product(how, *vary_like((x, kernel), (x, kernel)))
+
+
+class _How(NamedTuple):
+    """Of a product: dims that are summed over, dtypes of what is multiplied and of what comes out."""
+
+    num_summed: int
+    dtype: jnp.dtype
+    out: jnp.dtype
+    precision: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(dtype: jnp.dtype, x: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    rounded = x.astype(dtype), kernel_IO.astype(dtype)
-    return jnp.matmul(*rounded, preferred_element_type=jnp.float32)
+def _product(how: _How, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """x [..., *in] and kernel [*in, *out] -> [..., *out]."""
+    dims = (range(x.ndim - how.num_summed, x.ndim), range(how.num_summed))
+    return _dot(x.astype(how.dtype), kernel.astype(how.dtype), dims, how.precision, how.out)
 
 
-def _matmul_fwd(dtype: jnp.dtype, x: jax.Array, kernel_IO: jax.Array):
-    return _matmul(dtype, x, kernel_IO), (x, kernel_IO)
+def _product_fwd(how: _How, x: jax.Array, kernel: jax.Array):
+    return _product(how, x, kernel), (x, kernel)
 
 
-def _matmul_bwd(dtype: jnp.dtype, saved, dy: jax.Array):
+def _product_bwd(how: _How, saved, dy: jax.Array):
     """Of rounded values, but the rounding itself counts as the identity."""
-    x, kernel_IO = saved
-    dims = (((dy.ndim - 1,), (1,)), ((), ()))
-    dx = lax.dot_general(dy, kernel_IO.astype(dtype), dims, preferred_element_type=jnp.float32)
-    d_kernel = sum_of_outer_products(x.astype(dtype), dy)
-    return dx.astype(x.dtype), d_kernel.astype(kernel_IO.dtype)
+    # A gradient has the type of what it is of: over which axes parts are added was told before.
+    x, kernel = saved
+    wide = max(how.dtype, jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
+    outs = kernel.ndim - how.num_summed
+    dims = (range(dy.ndim - outs, dy.ndim), range(how.num_summed, kernel.ndim))
+    dx = _dot(dy, kernel.astype(how.dtype), dims, how.precision, wide)
+    over = range(x.ndim - how.num_summed)
+    d_kernel = _dot(transposable(x.astype(how.dtype)), dy, (over, over), how.precision, wide)
+    return dx.astype(x.dtype), d_kernel.astype(kernel.dtype)
 
 
-_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+_product.defvjp(_product_fwd, _product_bwd)
 
 
 def sum_of_outer_products(x_TBI: jax.Array, dy_TBO: jax.Array) -> jax.Array:
@@ -78,9 +126,14 @@ def sum_of_outer_products(x_TBI: jax.Array, dy_TBO: jax.Array) -> jax.Array:
     `einsum` would sum over B and T, and autodiff of `x @ kernel` gives the product the other way round: XLA's
     CPU transposes dy for it, and multiplies at half the speed.
     """
-    over = tuple(range(x_TBI.ndim - 1))
-    dims = ((over, over), ((), ()))
-    return lax.dot_general(x_TBI, dy_TBO, dims, preferred_element_type=jnp.float32)
+    over = range(x_TBI.ndim - 1)
+    return _dot(x_TBI, dy_TBO, (over, over), None, jnp.float32)
+
+
+def _dot(a: jax.Array, b: jax.Array, over: tuple[range, range], precision: Any, out: Any):
+    of_a, of_b = map(tuple, over)
+    dims = ((of_a, of_b), ((), ()))
+    return lax.dot_general(a, b, dims, precision, preferred_element_type=out)
 
 
 def transposable(x: jax.Array) -> jax.Array:

@@ -23,7 +23,8 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
 _IS_TANH_141 = np.array([0, 0, 1, 0], np.float32)[None, :, None]
@@ -51,13 +52,25 @@ class LSTMResiduals(NamedTuple):
 
     x_TBI: jax.Array
     gates_TB4H: jax.Array  # i, f, g, o after their nonlinearity
-    h_prev_TBH: jax.Array  # h_{t-1}
-    c_prev_TBH: jax.Array  # c_{t-1}, float32
+    h_prev_TBH: jax.Array  # h_{t-1}; where a sequence begins, its initial state
+    c_prev_TBH: jax.Array  # c_{t-1}, float32; also where a sequence begins
     c_last_BH: jax.Array
 
 
+class Resets(NamedTuple):
+    """Where sequences begin within a window, and from which state.
+
+    Attributes:
+      at_TB: bool.
+      initial: [B, H] float32; None is zeros.
+    """
+
+    at_TB: jax.Array
+    initial: LSTMCarry | None = None
+
+
 def lstm_forward(
-    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array
+    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array, resets: Resets | None = None
 ) -> tuple[LSTMCarry, jax.Array, LSTMResiduals]:
     """One layer over a window of time.
 
@@ -67,6 +80,7 @@ def lstm_forward(
     Args:
       params: of one layer; H may be sharded over `tensor`.
       carry: (h, c) before the first step, [B, H] float32.
+      resets: None if no sequence begins within the window.
     Returns:
       (h, c) after the last step, the outputs h_TBH in the dtype of x, and the residuals.
     """
@@ -74,8 +88,9 @@ def lstm_forward(
     w_h = params.w_h_H4H.astype(dtype)
     zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_I4H.astype(dtype))
 
-    def step(carry, t):
-        h_BH, c_BH, room_TB4H = carry
+    def step(carry, inputs):
+        (h_BH, c_before_BH, room_TB4H), (t, is_new_B) = carry, inputs
+        h_BH, c_BH = _begin_anew(is_new_B, resets, LSTMCarry(h_BH, c_before_BH))
         z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_4H[None]
         gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
@@ -83,34 +98,44 @@ def lstm_forward(
         h_next = (o * jnp.tanh(c_next)).astype(dtype)
         # The gates take the room of what they are made of: memory that is at hand, and in the cache.
         room_TB4H = lax.dynamic_update_index_in_dim(room_TB4H, gates_B4H, t, 0)
-        return (h_next, c_next, room_TB4H), (h_next, h_BH, c_BH)
+        return (h_next, c_next, room_TB4H), (h_next, h_BH, c_before_BH)
 
     start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
-    steps = jnp.arange(len(x_TBI))
+    steps = jnp.arange(len(x_TBI)), None if resets is None else resets.at_TB
     (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps)
     residuals = LSTMResiduals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
     return LSTMCarry(h.astype(jnp.float32), c), y_TBH, residuals
 
 
 def lstm_backward(
-    params: LSTMParams, residuals: LSTMResiduals, d_carry: LSTMCarry, dy_TBH: jax.Array
-) -> tuple[LSTMParams, LSTMCarry, jax.Array]:
+    params: LSTMParams,
+    residuals: LSTMResiduals,
+    d_carry: LSTMCarry,
+    dy_TBH: jax.Array,
+    resets: Resets | None = None,
+) -> tuple[LSTMParams, LSTMCarry, jax.Array, LSTMCarry | None]:
     """The vector-Jacobian product of `lstm_forward`.
 
     Args:
       d_carry: cotangent of the (h, c) after the last step.
       dy_TBH: cotangent of the outputs.
+      resets: as given to `lstm_forward`.
     Returns:
-      cotangents of the weights (float32), of the (h, c) before the first step, and of x.
+      cotangents of the weights (float32), of the (h, c) before the first step, of x, and of `resets.initial`.
     """
     dtype = residuals.x_TBI.dtype
     w_x_I4H = transposable(params.w_x_I4H.astype(dtype))
     # Transposed here, or it would be at every step.
     w_h_4HH = lax.optimization_barrier(params.w_h_H4H.astype(dtype).transpose(1, 2, 0))
+    initial = None if resets is None else resets.initial
 
     def step(carry, inputs):
-        dh_BH, dc_BH, c_BH = carry
-        dy_BH, gates_B4H, c_prev_BH = lax.optimization_barrier(inputs)
+        dh_BH, dc_BH, c_BH, d_initial = carry
+        *inputs, is_new_B = inputs
+        dy_BH, gates_B4H, c_before_BH = lax.optimization_barrier(tuple(inputs))
+        c_prev_BH = c_before_BH
+        if resets is not None:
+            c_prev_BH = _where(is_new_B, 0.0 if initial is None else initial.c_BH, c_before_BH)
         gates_B4H = gates_B4H.astype(jnp.float32)
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         tanh_c = jnp.tanh(c_BH)
@@ -119,39 +144,63 @@ def lstm_backward(
         d_gates_B4H = jnp.stack([dc_BH * g, dc_BH * c_prev_BH, dc_BH * i, dh_BH * tanh_c], axis=1)
         slope_B4H = (1 - gates_B4H) * (gates_B4H + _IS_TANH_141)
         dz_B4H = lax.optimization_barrier((d_gates_B4H * slope_B4H).astype(dtype))
-        return (_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f, c_prev_BH), dz_B4H
+        d_prev = LSTMCarry(_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f)
+        if resets is not None:
+            if initial is not None:
+                d_initial = jax.tree.map(
+                    lambda total, d: total + _where(is_new_B, d, 0.0), d_initial, d_prev
+                )
+            d_prev = jax.tree.map(lambda d: _where(is_new_B, 0.0, d), d_prev)
+        return (*d_prev, c_before_BH, d_initial), dz_B4H
 
-    start = (d_carry.h_BH, d_carry.c_BH, residuals.c_last_BH)
-    inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH)
-    (dh, dc, _), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
+    d_initial = vary_like(jax.tree.map(jnp.zeros_like, initial), dy_TBH)
+    start = (*d_carry, residuals.c_last_BH, d_initial)
+    is_new_TB = None if resets is None else resets.at_TB
+    inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, is_new_TB)
+    (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
     d_params = LSTMParams(
         w_x_I4H=sum_of_outer_products(transposable(residuals.x_TBI), dz_TB4H),
         w_h_H4H=sum_of_outer_products(transposable(residuals.h_prev_TBH), dz_TB4H),
         b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
     dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)
-    return d_params, LSTMCarry(dh, dc), dx_TBI
+    return d_params, LSTMCarry(dh, dc), dx_TBI, d_initial
 
 
 @jax.custom_vjp
 def lstm_layer(
-    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array
+    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array, resets: Resets | None = None
 ) -> tuple[LSTMCarry, jax.Array]:
     """`lstm_forward` without the residuals, differentiable by `lstm_backward`."""
-    carry, y_TBH, _ = lstm_forward(params, carry, x_TBI)
+    carry, y_TBH, _ = lstm_forward(params, carry, x_TBI, resets)
     return carry, y_TBH
 
 
-def _layer_fwd(params, carry, x_TBI):
-    carry, y_TBH, residuals = lstm_forward(params, carry, x_TBI)
-    return (carry, y_TBH), (params, residuals)
+def _layer_fwd(params, carry, x_TBI, resets):
+    carry, y_TBH, residuals = lstm_forward(params, carry, x_TBI, resets)
+    return (carry, y_TBH), (params, residuals, resets)
 
 
 def _layer_bwd(saved, cotangents):
-    return lstm_backward(*saved, *cotangents)
+    params, residuals, resets = saved
+    *grads, d_initial = lstm_backward(params, residuals, *cotangents, resets=resets)
+    return *grads, None if resets is None else resets._replace(at_TB=None, initial=d_initial)
 
 
 lstm_layer.defvjp(_layer_fwd, _layer_bwd)
+
+
+def _begin_anew(is_new_B: Any, resets: Resets | None, carry: LSTMCarry) -> LSTMCarry:
+    """The state before a step: the initial one in rows where a sequence begins."""
+    if resets is None:
+        return carry
+    if resets.initial is None:
+        return jax.tree.map(lambda a: _where(is_new_B, 0.0, a), carry)
+    return jax.tree.map(lambda a, b: _where(is_new_B, b.astype(a.dtype), a), carry, resets.initial)
+
+
+def _where(is_new_B: jax.Array, a: Any, b: Any) -> jax.Array:
+    return jnp.where(is_new_B[:, None], a, b)
 
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -164,6 +213,7 @@ class LSTM(nnx.Module):
     Attributes:
       kernel: what computes it, called as `lstm_layer`.
       carry_dims: of its state.
+      h_0, c_0: [H], the initial state, if it is learned.
       w_x, w_h: [H, 4, H]; an input narrower than H is zero-extended by the caller (`extend`).
       b: [4, H].
     """
@@ -173,23 +223,40 @@ class LSTM(nnx.Module):
     carry_dims: ClassVar[Any] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
     def __init__(
-        self, width: int, *, rngs: nnx.Rngs, forget_bias: float = 1.0, dropout: float = 0.0
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        forget_bias: float = 1.0,
+        dropout: float = 0.0,
+        learn_initial: bool = False,
     ):
-        """Draws weights with variance 1 / width; biases are 0 but for the forget gate's.
+        """Draws the kernels; biases are 0 but for the forget gate's.
 
         Args:
           width: H, of inputs, state and outputs.
+          init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
           dropout: rate on the inputs; see `nn.dropout`.
+          learn_initial: learn the state that sequences begin from; else it is zeros.
         """
-        self.width, self.dropout = width, dropout
-        draw, kernel, dtype = lecun_uniform(width), (width, 4, width), jnp.dtype(jnp.float32)
+        self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
+        draw, dtype = init or lecun_uniform(width), jnp.dtype(jnp.float32)
+        kernel = (width, 4, width)
         self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
         self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
         self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
 
+        if learn_initial:
+            self.h_0 = named_param(jnp.zeros(width), (HIDDEN,))
+            self.c_0 = named_param(jnp.zeros(width), (HIDDEN,))
+
     def initial_carry(self, rows: int) -> LSTMCarry:
-        """Zeros, [rows, H]."""
+        """Zeros, or what is learned, [rows, H]."""
+        if self.learn_initial:
+            row = LSTMCarry(self.h_0[...], self.c_0[...])
+            return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, self.width)), row)
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return LSTMCarry(zeros, zeros)
 
@@ -197,7 +264,11 @@ class LSTM(nnx.Module):
     def __call__(self, carry: LSTMCarry, x_TBH: jax.Array, at: At) -> tuple[LSTMCarry, jax.Array]:
         """Dropout, then the layer over a window of time; see `lstm_layer`."""
         params = LSTMParams(self.w_x[...], self.w_h[...], self.b[...])
-        return self.kernel(params, carry, dropout(x_TBH, self.dropout, at))
+        arguments = params, carry, dropout(x_TBH, self.dropout, at)
+        if at.resets is None:
+            return self.kernel(*arguments)
+        initial = self.initial_carry(x_TBH.shape[1]) if self.learn_initial else None
+        return self.kernel(*arguments, Resets(at.resets, initial))
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

@@ -4,9 +4,9 @@ import html
 import json
 from typing import NamedTuple
 
-from jaxpar.pictures.chart import IDLE, ROW, Block, Chart, Row, draw, draw_legend
+from jaxpar.pictures.chart import IDLE, ROW, Block, Chart, Key, Row, draw, draw_legend
 from jaxpar.pictures.picture import STYLE, color_of, make_page
-from jaxpar.pictures.timeline import blocks_of
+from jaxpar.pictures.timeline import FEET, blocks_of
 from jaxpar.pipeline.schedule import Schedule, make_schedule
 
 WIDTH, NAME = 640, 32  # pixels of the longest step; letters before it
@@ -99,13 +99,13 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
     last = max(strategy.end for strategy in strategies)
     legend, height = draw_legend(
         (
-            (
+            Key(
                 tuple(map(color_of, range(num_devices))),
-                "rows of the batch; stripes: all of them at once",
+                "parts of the batch (stripes: all parts at once)",
             ),
-            ((), "paler: later in the sentences"),
-            ((), "dark foot: backward, twice the work"),
-            ((IDLE,), "idle"),
+            Key((color_of(0), color_of(0, 0.65)), "paler: later in the sentences"),
+            Key((color_of(0),), "dark band: backward, twice the work", FEET["B"]),
+            Key((IDLE,), "idle"),
         ),
         "",
         WIDTH + 230,

@@ -14,8 +14,13 @@ ROW = 26  # pixels of a row
 LETTER, TEXT = 6.4, 5.9  # pixels that letters 11 pixels high take, in labels and in running text
 IDLE = "var(--idle)"  # the colour of waiting
 
-# Colours, and what they mean.
-Legend = Sequence[tuple[Sequence[str], str]]
+
+class Key(NamedTuple):
+    """An entry of a legend: colours side by side, and what they mean; `foot` as of a `Block`."""
+
+    colors: Sequence[str]
+    text: str
+    foot: float = 0.0
 
 
 class Block(NamedTuple):
@@ -25,7 +30,7 @@ class Block(NamedTuple):
       start, cost: when it begins, and how long it takes.
       label: "" for none.
       colors: from top to bottom.
-      foot: how dark its foot is, from 0 to 1.
+      foot: how dark the band along its bottom is, from 0 to 1.
     """
 
     stage: int
@@ -68,7 +73,7 @@ class Chart(NamedTuple):
     marks: Sequence[tuple[float, str]]
     unit: str
     width: float
-    legend: Legend = ()
+    legend: Sequence[Key] = ()
     caption: str = ""
     name_letters: int = 0
 
@@ -123,7 +128,9 @@ class Drawing(Picture):
         width, height = width + 24, height + 20
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{width:.0f}" '
-            f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"><style>{STYLE}</style>'
+            f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
+            'style="max-width:100%;height:auto">'
+            f"<style>{STYLE}</style>"
             f'<rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
             f'<svg x="12" y="10">{drawing}</svg></svg>\n'
         )
@@ -161,18 +168,22 @@ def draw(chart: Chart) -> tuple[str, float, float]:
     return "".join((*parts, legend)), width, height
 
 
-def draw_legend(legend: Legend, caption: str, width: float, y: float = 0.0) -> tuple[str, float]:
+def draw_legend(
+    legend: Sequence[Key], caption: str, width: float, y: float = 0.0
+) -> tuple[str, float]:
     """Explanations side by side as far as there is room, then lines of text; and where they end.
 
     Args:
       y: where they begin.
     """
-    parts, x, lines = [], 0.0, [((), line) for line in caption.splitlines()]
-    for i, (colors, text) in enumerate((*legend, *lines)):
+    parts, x, lines = [], 0.0, [Key((), line) for line in caption.splitlines()]
+    for i, (colors, text, foot) in enumerate((*legend, *lines)):
         step = 15 * len(colors) + TEXT * len(text) + 20
         if x and (x + step > width or i >= len(legend)):
             x, y = 0.0, y + 19
         parts += [_rect(x + 15 * j, y, 14, 12, color) for j, color in enumerate(colors)]
+        if foot:
+            parts.append(_draw_foot(x, y + 8, 15 * len(colors) - 1, 4, foot))
         parts.append(_text(x + 15 * len(colors) + 4 * bool(colors), y + 10, text))
         x += step
     return "".join(parts), y + 16 * bool(parts)
@@ -192,7 +203,11 @@ def _draw_block(block: Block, x: float, y: float, width: float) -> Iterator[str]
     for i, color in enumerate(block.colors):
         yield _rect(x, y + 1 + i * high, width, high, color, inside=title)
     if block.foot:
-        yield _rect(x, y + ROW - 6, width, 5, "#000", f'fill-opacity="{block.foot:g}"')
+        yield _draw_foot(x, y + ROW - 6, width, 5, block.foot)
+
+
+def _draw_foot(x: float, y: float, width: float, height: float, darkness: float) -> str:
+    return _rect(x, y, width, height, "#000", f'fill-opacity="{darkness:g}"')
 
 
 def _rect(

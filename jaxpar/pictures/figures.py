@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerTuple
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.legend_handler import HandlerBase
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.display import format_count
-from jaxpar.pictures.chart import IDLE, Chart
+from jaxpar.files import whole_file
+from jaxpar.pictures.chart import IDLE, Chart, Key
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pipeline.schedule import ZeroBubble, make_schedule
 from jaxpar.state import TrainState
@@ -27,20 +28,21 @@ PIXELS = 95  # of a chart, in an inch
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as .png, as .svg, or as .html with the picture inside."""
     if path.suffix == ".png":
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as file:
+            figure.savefig(file, dpi=150, format="png")
         return
     svg = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "jaxpar"}):  # the same file for the same figure
         figure.savefig(svg, format="svg", metadata={"Date": None})
     text = svg.getvalue()
-    path.write_text(
-        make_page(path.stem, text[text.index("<svg") :]) if path.suffix == ".html" else text
-    )
+    page = make_page(path.stem, text[text.index("<svg") :]) if path.suffix == ".html" else text
+    with whole_file(path) as file:
+        file.write_text(page, encoding="utf-8")
 
 
 def draw_chart(chart: Chart) -> Figure:
     """A schedule, or a measured step."""
-    inches = min(12.0, max(7.0, 1.6 + chart.width / PIXELS))
+    inches = max(7.0, 1.6 + chart.width / PIXELS)
     figure, [axes] = _figure(inches, 1.5 + 0.36 * chart.height)
     width = PIXELS * (inches - 1.6)
     for row in chart.rows:
@@ -65,11 +67,7 @@ def draw_chart(chart: Chart) -> Figure:
     axes.set_xticks(*zip(*chart.marks_with_room(width), strict=True), fontsize=8)
     axes.set_xlabel(f"time ({chart.unit})")
     axes.set_title(chart.title, fontsize=10)
-    handles = [
-        tuple(Patch(fc=GREY if color == IDLE else color) for color in colors)
-        for colors, _ in chart.legend
-    ]
-    _legend_below(figure, handles, [text for _, text in chart.legend])
+    _legend_below(figure, chart.legend, [key.text for key in chart.legend])
     return figure
 
 
@@ -165,8 +163,13 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
         style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}
         losses.plot(steps, [line["loss"] for line in train], **style)
-        # The first line counts compilation.
-        speeds.plot(steps[1:], [line[unit] for line in train[1:]], **style | {"label": name})
+        with_speed = [
+            line
+            for line, before in zip(train, [None, *train], strict=False)
+            if _has_speed(line, before, unit)
+        ]
+        points = [line["step"] for line in with_speed], [line[unit] for line in with_speed]
+        speeds.plot(*points, **style | {"label": name})
         valid = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
         if valid:
             style |= {"marker": "D", "linestyle": "--", "markeredgecolor": "black"}
@@ -175,11 +178,21 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     losses.legend(frameon=False)
     speeds.set_ylabel(unit.replace("_per_second", "/s"))
     speeds.set_ylim(bottom=0)
-    speeds.set_xlabel("step (the first, which compiles, has no speed)")
+    speeds.set_xlabel("step")
     speeds.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if len(runs) > 1:
         speeds.legend(frameon=False)
     return figure
+
+
+def _has_speed(line: Mapping[str, Any], before: Mapping[str, Any] | None, unit: str) -> bool:
+    """Whether the time of a line is that of steps alone: the first of a process has compiled in it.
+
+    Older versions wrote a number there too: their lines tell by the seconds, which begin anew.
+    """
+    if before is None or line[unit] is None:
+        return False
+    return line.get("seconds", 0.0) >= before.get("seconds", 0.0)
 
 
 def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "") -> Figure:
@@ -218,14 +231,34 @@ def _figure(width: float = 7.0, height: float = 4.0, rows: int = 1) -> tuple[Fig
 def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     columns = max(1, int(figure.get_figwidth() / 2.2))
     figure.legend(
-        [handle or Patch(alpha=0) for handle in handles],
+        handles,
         labels,
-        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+        handler_map={Key: _KeyHandler()},
         loc="outside lower center",
         ncols=columns,
         frameon=False,
         fontsize=8,
     )
+
+
+class _KeyHandler(HandlerBase):
+    """Draws the colours of a key side by side, and the band below them."""
+
+    def create_artists(
+        self, legend, orig_handle: Any, xdescent, ydescent, width, height, fontsize, trans
+    ):
+        colors = [GREY if color == IDLE else color for color in orig_handle.colors] or ["none"]
+        parts = [
+            Rectangle((i * width / len(colors), 0), width / len(colors), height, fc=color, lw=0)
+            for i, color in enumerate(colors)
+        ]
+        if orig_handle.foot:
+            parts.append(
+                Rectangle((0, 0), width, height / 3, fc="black", alpha=orig_handle.foot, lw=0)
+            )
+        for part in parts:
+            part.set_transform(trans)
+        return parts
 
 
 def _device_bytes(tree: Any) -> int:

@@ -5,16 +5,17 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-import rich.box
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.display import WIDTH, show
+from jaxpar.display import WIDTH, FittingTable, show
 
 # Okabe and Ito's, which all kinds of colour vision tell apart (https://jfly.uni-koeln.de/color/). Blue and
-# orange first, which differ most in brightness.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9")
+# orange first, which differ most in brightness. Theirs has black as its eighth, which is lost on a dark page.
+PALETTE = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9", "#661100",
+)  # fmt: skip
 
 # A notebook's theme need not be the system's: a picture brings its background along.
 STYLE = """\
@@ -103,15 +104,7 @@ class Tables(Picture):
 
 def make_table(*columns: str) -> Table:
     """A table; a column whose name begins with > is of numbers."""
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in columns:
-        table.add_column(
-            column.removeprefix(">"),
-            justify="right" if column.startswith(">") else "left",
-            overflow="fold",
-            min_width=9 if column == "module" else None,
-        )
-    return table
+    return FittingTable(*columns)
 
 
 def table_html(table: Table) -> str:

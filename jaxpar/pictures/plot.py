@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import inspect_step, settle
+from jaxpar.files import whole_file
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.animation import make_animation
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 KINDS = ("schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies")
 SUFFIXES = (".png", ".svg", ".html")
-DEFAULTS = {"strategies": ".html", "schedule": ".svg", "timeline": ".svg"}  # need no matplotlib
+IN_TERMINAL = ("schedule", "timeline")  # can be seen as text, and need no matplotlib but for a .png
 
 
 def plot(
@@ -37,33 +38,42 @@ def plot(
     meshes: Mapping[str, MeshConfig] | None = None,
     runs: Sequence[str] = (),
     output: str | Path | None = None,
-) -> Path:
-    """Draws a picture into a file.
+) -> Path | Drawing:
+    """Draws a picture into a file, or for a terminal.
 
     Args:
       kind: one of `KINDS`.
       settings: of the step whose schedule, timeline, bubble, memory or bytes are drawn.
       meshes: several by name, for memory and bytes; without them, that of the settings.
       runs: folders of runs, for curves.
-      output: ends in .png, .svg or .html; None is KIND and what suits it, in this folder.
+      output: ends in .png, .svg or .html; None writes no file, for a schedule or timeline.
     Returns:
-      Where the picture is.
+      Where the picture is, or without `output` the picture, which `print` and notebooks show.
     Raises:
       ValueError: the settings have no such picture, or the file cannot be written so.
       OSError: no such run or folder.
     """
-    path = Path(output or kind + DEFAULTS.get(kind, ".png"))
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is no picture; use one of {', '.join(KINDS)}")
+    if output is None and kind in IN_TERMINAL:
+        return _drawing(kind, settings)
+    if output is None:
+        suffix = ".html" if kind == "strategies" else ".png"
+        raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{suffix}")
+    path = Path(output).expanduser()
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"cannot write {path}: there is no folder {path.parent}; make it first"
+        )
     if path.suffix not in SUFFIXES:
         raise ValueError(f"cannot draw into {str(path)!r}; end its name in {', '.join(SUFFIXES)}")
     if kind == "strategies":
         if path.suffix != ".html":
             raise ValueError(f"strategies move, and {str(path)!r} cannot; end its name in .html")
-        path.write_text(make_animation())
+        _write(path, make_animation())
     elif kind in ("schedule", "timeline") and path.suffix != ".png":
         picture = _drawing(kind, settings)
-        path.write_text(picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
+        _write(path, picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
     else:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError(
@@ -74,6 +84,11 @@ def plot(
 
         save_figure(_figure(kind, settings, meshes, runs), path)
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def _figure(

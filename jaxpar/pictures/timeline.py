@@ -12,14 +12,15 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from jaxpar.display import format_count, show
-from jaxpar.pictures.chart import IDLE, LETTER, Block, Chart, Drawing, Legend, Row
+from jaxpar.pictures.chart import IDLE, LETTER, Block, Chart, Drawing, Key, Row
 from jaxpar.pictures.picture import PALETTE, color_of, text_color_on
 from jaxpar.pipeline.schedule import Schedule
 
-MAX_TICKS = 200  # of a longer schedule the first and the last are drawn,
-MAX_TEXT_TICKS = 48  # and fewer of them as text
-MAX_WIDTH = 2400  # pixels of a picture
-FEET = {"F": 0.0, "B": 0.45, "W": 0.2}  # how dark the foot of a block is
+# Of a longer schedule the first ticks and the last are drawn: units stay as wide as their labels.
+MAX_WIDTH = 2400  # pixels
+GAP = 16  # of them, for what is left out
+MAX_TEXT_TICKS = 48
+FEET = {"F": 0.0, "B": 0.45, "W": 0.2}  # how dark the band along the bottom of a block is
 
 
 def half_times(schedule: Schedule, costs: Sequence[float]) -> np.ndarray:
@@ -58,24 +59,31 @@ def unit_color(schedule: Schedule, unit: int) -> str:
     return color_of(microbatch, 0.65 * chunk / max(schedule.num_chunks - 1, 1))
 
 
-def legend_of(schedule: Schedule) -> Legend:
-    """Colours of microbatches, chunks and idle time, and what labels say."""
+def legend_of(schedule: Schedule) -> list[Key]:
+    """Colours of microbatches, chunks and idle time, what blocks look like, and what labels say."""
     s, n = schedule, len(PALETTE)
-    legend: list[Any] = [
-        ((color_of(m),), f"microbatch {m}") for m in range(min(s.num_microbatches, n))
-    ]
+    legend = [Key((color_of(m),), f"microbatch {m}") for m in range(min(s.num_microbatches, n))]
     if s.num_microbatches > n:
-        legend.append(((), "and so on, from the first colour again"))
+        legend.append(Key((), "and so on, from the first colour again"))
     if s.num_chunks > 1:
         shades = tuple(unit_color(s, k) for k in range(min(s.num_chunks, 12)))
-        legend.append((shades, f"its chunks of time, 0 to {s.num_chunks - 1}"))
-    name = "microbatch" + ".chunk" * (s.num_chunks > 1) + "/group" * (s.num_groups > 1)
-    words = f"F{s.label('', 0, 0)} forward"
+        legend.append(Key(shades, f"its chunks of time, 0 to {s.num_chunks - 1}"))
+    legend.append(Key((IDLE,), "idle"))
+    unit, group = s.num_units - 1, s.num_groups - 1
+    words = f"forward of microbatch {s.num_microbatches - 1}"
+    words += f", chunk {s.num_chunks - 1}" * (s.num_chunks > 1)
+    words += f", through group {group} of the stage's layers" * (s.num_groups > 1)
+    legend.append(Key((unit_color(s, unit),), f"{s.label('F', unit, group)}: {words}"))
     if s.num_slots:
-        words += f", B{s.label('', 0, 0)} backward (dark foot)"
+        what = "its backward" + " for the inputs" * bool(s.weights)
+        label = s.label("B", unit, group)
+        legend.append(Key((unit_color(s, unit),), f"{label}: {what} (dark band)", FEET["B"]))
     if s.weights:
-        words += f" of inputs, {s.label('W', 0, 0)} of weights (light foot)"
-    return [*legend, ((IDLE,), "idle"), ((), f"{words} of {name}")]
+        label = s.label("W", unit, group)
+        legend.append(
+            Key((unit_color(s, unit),), f"{label}: gradients of the weights (grey band)", FEET["W"])
+        )
+    return legend
 
 
 class Timeline(Drawing):
@@ -104,11 +112,15 @@ class Timeline(Drawing):
     def chart(self) -> Chart:
         """A column a tick; of very many, those in the middle are left out."""
         s, times = self.schedule, half_times(self.schedule, self.schedule.unit_costs)[::2]
-        shown, blocks, end = self._shown(MAX_TICKS), blocks_of(s, s.unit_costs), float(times[-1])
+        blocks, end = blocks_of(s, s.unit_costs), float(times[-1])
+        # A forward unit as wide as a label.
+        scale = LETTER * max(len(b.label) for b in blocks) + 6
+        room = (times + end - times[::-1]) * scale <= MAX_WIDTH  # for so many at either end
+        shown = self._shown(2 * (int(np.argmin(room)) - 1) if not room.all() else s.num_ticks)
         spans, left_out = [(0.0, end)], s.num_ticks - len(shown)
         if left_out:
-            half = MAX_TICKS // 2
-            first, last, gap = float(times[half]), float(times[-1 - half]), end / 500
+            half = len(shown) // 2
+            first, last, gap = float(times[half]), float(times[-1 - half]), GAP / scale
             times = np.where(times < last, times, times - last + first + gap)
             blocks = [
                 b if b.start < first else b._replace(start=b.start - last + first + gap)
@@ -126,15 +138,15 @@ class Timeline(Drawing):
             ],
             marks=[(float(times[tick]), str(tick)) for tick in shown],
             unit="tick",
-            # A forward unit as wide as a label.
-            width=min(end * (LETTER * max(len(b.label) for b in blocks) + 6), MAX_WIDTH),
+            width=end * scale,
             legend=legend_of(s),
             caption=f"{s.title}: {format_count(s.num_stages, 'stage')}, "
             f"{format_count(s.num_microbatches, 'microbatch', 'es')} x {format_count(s.num_chunks, 'chunk')}"
             + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
             + f"; {format_count(s.num_ticks, 'tick')}"
-            + f", {left_out} of them left out" * bool(left_out)
-            + f"; bubble {s.bubble:.1%}, the share of grey"
+            + f", {left_out} of them left out where the rows are cut" * bool(left_out)
+            + f"; bubble {s.bubble:.1%}"
+            + ", the share of grey" * (not left_out)
             + f"; live units on stage 0, 1, ...: {live}" * bool(s.num_slots),
         )
 

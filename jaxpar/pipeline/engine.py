@@ -7,12 +7,18 @@
       weights       what is left of backwards, where the schedule takes it out of them; also before the head
       exchange      y goes up, dx goes down: two ppermutes
 
+With `remat` a unit's input and carry are all that is kept: its forward is run again before its backward, and
+the head waits for that.
+
 The schedule is data: the loop looks up what this stage does at this tick, and in which slots things
 lie, and it runs as many ticks as it is told. So one program serves any number of microbatches and
 chunks that its slots hold. The state of a layer and its cotangent stay on their stage between the
 chunks of a sequence; activations [t, b, ...] are all that crosses a link.
 
-Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch.
+A long window can be cut into segments, each a loop over ticks of its own. They run forward, for the carries
+between them alone, and once more, the last first, forward and backward: residuals are those of one segment.
+
+Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch, G segments.
 """
 
 import dataclasses
@@ -86,6 +92,8 @@ class Pipeline:
         the parameters, and `last` combines the parts by collectives over `stage`.
       last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
       remat: keep a unit's input and state instead of its residuals, and run it again before its backward.
+      keeps_on_host: keep them in the memory of the host.
+      num_segments: G, of a window, each of as many chunks as the plan says.
       unroll: write the layers of a stage out one by one, each with weights of its own that are laid out for
         the backward pass once a step; else they are a loop. For layers of one kind, in one group.
       steady_loop: run the steady ticks of a full batch (`Plan.steady`) in a loop of their own, of a length
@@ -108,6 +116,8 @@ class Pipeline:
     head: Head = "last"
     last_specs: tuple[Any, Any] = (P(), P())
     remat: bool = False
+    keeps_on_host: bool = False
+    num_segments: int = 1
     unroll: bool = False
     steady_loop: bool = False
     first_gradient: FirstGradient | None = None
@@ -200,6 +210,8 @@ class Pipeline:
         return self._run(params, frozen, carry, batch, plan, key, with_gradients=False)[:3]
 
     def _run(self, params, frozen, carry, batch, plan, key, *, with_gradients: bool):
+        if self.remat and with_gradients:
+            plan = dataclasses.replace(plan, head=_head_again(plan.backward))
         layers = (P(STAGE),) * len(self.layers)
         of_last = self.last_specs if self.head == "sharded" else (P(), P())
         specs = PipelineParams(P(), layers, of_last[0])
@@ -235,6 +247,7 @@ class Pipeline:
                 ),
             ),
             (key, P()),
+            (_ticks_of(plan.forward) if self.num_segments > 1 else None, P()),
         )
         # Known where autodiff shall take the loop apart.
         num_ticks = plan.num_ticks if isinstance(plan.num_ticks, jax.Array) else int(plan.num_ticks)
@@ -299,6 +312,12 @@ class Pipeline:
                             f"{what} of shape {tuple(leaf.shape)} in a stack of {len(rows)} rows; stack "
                             f"the layers as slots.rows gives them"
                         )
+        if self.num_segments > 1 and (self.chunk_len is None or plan.zero_bubble == "microbatch"):
+            raise ValueError(
+                f"num_segments={self.num_segments} with chunk_len={self.chunk_len} and "
+                f"zero_bubble={plan.zero_bubble!r}; segments are chunks of time, and have no W for all of a "
+                f"microbatch: use num_segments=1, or a chunk_len and 'unit'"
+            )
         num_units, b = data * plan.max_microbatches, self.microbatch_rows
         self._check_batch(
             [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)], plan, num_units
@@ -340,7 +359,7 @@ class Pipeline:
             )
 
     def _check_batch(self, sized: list[Any], plan: Plan, num_units: int) -> None:
-        K, b, t = plan.max_chunks, self.microbatch_rows, self.chunk_len
+        K, b, t = plan.max_chunks * self.num_segments, self.microbatch_rows, self.chunk_len
         if not sized:
             raise ValueError("the batch has no array with rows; give one or more")
         for leaf in sized:
@@ -378,17 +397,33 @@ class _State(NamedTuple):
     ran_T4: Any  # units that this stage did in each part of a tick
     sums: Any = None
     kept: Any = None  # for the backward of a unit, leaves [residual slots + 1, ...]
-    head_dy: Any = None  # cotangents that the head made, [residual slots + 1, t, b, ...]
+    head_dy: Any = (
+        None  # cotangents that the head made, [residual slots + 1, t, b, ...]; of remat just one
+    )
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
-    d_carry: Any = None  # of the sequence whose chunks are on their way back, [rows, b, ...]
+    d_carry: Any = None  # of the sequence on its way back, [rows, b, ...]; of all between segments
     grads: Any = None  # PipelineParams
 
 
 class _Device:
     """One device's part of everything, and what it does at a tick."""
 
-    def __init__(self, pipe: Pipeline, params, frozen, carry, batch, slots, rows, plan: Plan, key):
+    def __init__(
+        self,
+        pipe: Pipeline,
+        params,
+        frozen,
+        carry,
+        batch,
+        slots,
+        rows,
+        plan: Plan,
+        key,
+        forward_ticks,
+    ):
         self.pipe, self.plan, self.key = pipe, plan, key
+        self.forward_ticks = forward_ticks
+        self.segment: Any = 0  # number of the one that is traced
         self.carry = carry
         self.stage, self.last_stage = lax.axis_index(STAGE), pipe.mesh.shape[STAGE] - 1
         # A value that differs over both axes, as everything does that is cast to be like it. Casting the
@@ -428,7 +463,10 @@ class _Device:
                 self.prepared = self.layers.prepare(*layers)
             else:
                 self.prepared = tuple(zip(*layers, strict=True))
-        state = self.ticks(with_gradients, num_ticks, self.initial_state(with_gradients))
+        if self.pipe.num_segments > 1:
+            state = self.segments(with_gradients)
+        else:
+            state = self.ticks(with_gradients, num_ticks, self.initial_state(with_gradients))
         over_head = (DATA,) if self.pipe.head == "sharded" else (DATA, STAGE)
         out = (self.sum(state.sums, *over_head), state.carry, state.ran_T4[None, ..., None])
         if not with_gradients:
@@ -440,6 +478,51 @@ class _Device:
                 last=self.sum(state.grads.last, *over_head),
             )
         return (*out, grads)
+
+    def segments(self, with_gradients: bool) -> _State:
+        """All segments: forward, and then once more with their gradients, the last first."""
+        numbers = jnp.arange(self.pipe.num_segments)
+
+        def forward(carried, number, has_head):
+            self.segment = number
+            carry, sums = carried
+            state = self.initial_state(False)._replace(carry=carry, sums=sums)
+            tick = functools.partial(self.tick, False, False, has_head=has_head)
+            state = lax.fori_loop(0, self.forward_ticks, tick, state)
+            return (state.carry, state.sums), (carry, state.ran_T4)
+
+        def joined(ran_GT4):
+            return ran_GT4.reshape(-1, 4)
+
+        start = self.initial_state(with_gradients)
+        if not with_gradients:
+            run = functools.partial(forward, has_head=True)
+            (carry, sums), (_, ran) = lax.scan(run, (self.carry, start.sums), numbers)
+            return start._replace(carry=carry, sums=sums, ran_T4=joined(ran))
+
+        run = functools.partial(forward, has_head=False)
+        carried = self.carry, start.sums
+        (last_carry, _), (carry_G, _) = lax.scan(run, carried, numbers[:-1])
+        carry_G = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), carry_G, last_carry)
+
+        def backward(carried, inputs):
+            sums, grads, d_carry, after = carried
+            self.segment, carry = inputs
+            state = self.initial_state(True)._replace(
+                carry=carry, sums=sums, grads=grads, d_carry=d_carry
+            )
+            state = self.ticks(True, None, state)
+            is_last = self.segment == numbers[-1]
+            after = jax.tree.map(lambda a, b: jnp.where(is_last, a, b), state.carry, after)
+            return (state.sums, state.grads, state.d_carry, after), state.ran_T4
+
+        d_carry = jax.tree.map(jnp.zeros_like, start.d_carry)
+        carried = start.sums, start.grads, vary_like(d_carry, self.here), self.carry
+        carried, ran = lax.scan(backward, carried, (numbers, carry_G), reverse=True)
+        sums, grads, d_carry, carry = carried
+        return start._replace(
+            sums=sums, grads=grads, d_carry=d_carry, carry=carry, ran_T4=joined(ran)
+        )
 
     def ticks(self, with_gradients: bool, num_ticks: int | None, state: _State) -> _State:
         """All ticks: before the steady ones, these, and the others; or all in one loop."""
@@ -517,14 +600,14 @@ class _Device:
             ran_T4=jnp.zeros((plan.forward.unit.shape[1], 4), jnp.int32),
         )
         if with_gradients:
-            rows = self.pipe.microbatch_rows
+            rows = self.pipe.microbatch_rows if self.pipe.num_segments == 1 else None
             if self.pipe.remat:  # the state and the input of a unit
                 kept = jax.eval_shape(self.first_block)
             else:
                 kept = tuple(map(self.room, self.layers.saved, self.rows))
             state = state._replace(
-                kept=buffers(plan.num_slots, kept),
-                head_dy=buffers(plan.num_slots, self.x),
+                kept=self.to_host(buffers(plan.num_slots, kept)),
+                head_dy=buffers(0 if self.pipe.remat else plan.num_slots, self.x),
                 arrived_dy=buffers(plan.num_backward_buffers, self.x),
                 d_carry=jax.tree.map(
                     lambda a: jnp.full_like(a[:, :rows], self.pipe.buffer_fill), self.carry
@@ -555,12 +638,19 @@ class _Device:
         return [jax.ShapeDtypeStruct((n, *leaf.shape), leaf.dtype) for leaf in saved]
 
     def tick(
-        self, with_gradients: bool, is_steady: bool, number: jax.Array, state: _State
+        self,
+        with_gradients: bool,
+        is_steady: bool,
+        number: jax.Array,
+        state: _State,
+        *,
+        has_head: bool = True,
     ) -> _State:
         """Forward, head, backward, weights, exchange.
 
         Args:
           is_steady: see `Plan.steady`; what every stage has then needs no branch.
+          has_head: False where the carry alone is wanted.
         """
         forward, backward, *weights = (
             vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), self.here)
@@ -572,10 +662,14 @@ class _Device:
             state, done = self.weights(weights[0], state, 0)
             backward = backward._replace(slot=backward.slot + done)
         unit, slot = self.plan.head[0, number]
-        state = self.head(with_gradients, is_steady, unit, slot, y, state)
+        y_of_head, kept = y, None
+        if with_gradients and self.pipe.remat:
+            y_of_head, kept = self.again(is_steady, backward, state)
+        if has_head:
+            state = self.head(with_gradients, is_steady, unit, slot, y_of_head, state)
         dx = None
         if with_gradients:
-            state, dx = self.backward(is_steady, backward, state)
+            state, dx = self.backward(is_steady, backward, kept, state)
             if weights:
                 state, _ = self.weights(weights[1], state, 1, is_steady)
         if self.meets_once:
@@ -659,7 +753,7 @@ class _Device:
             run,
             lambda: ((state.sums, jax.tree.map(jnp.zeros_like, y)), state.grads.last),
         )
-        slot = jnp.where(on_last & active, slot, -1)
+        slot = 0 if self.pipe.remat else jnp.where(on_last & active, slot, -1)
         dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, self.here), dtypes)
         return state._replace(
             sums=sums,
@@ -668,31 +762,53 @@ class _Device:
         )
 
     @jax.named_scope(BACKWARD)
-    def backward(self, is_steady: bool, at: Lane, state: _State) -> tuple[_State, Any]:
-        unit = jnp.maximum(at.unit, 0)
-        is_last_chunk = unit % self.plan.num_chunks == self.plan.num_chunks - 1
-        dy = jax.tree.map(
-            lambda head, arrived: jnp.where(at.source < 0, head, arrived),
-            read(state.head_dy, at.slot),
-            read(state.arrived_dy, at.source),
-        )
+    def again(self, is_steady: bool, at: Lane, state: _State) -> tuple[Any, Any]:
+        """The output and the residuals of the unit whose backward comes, from its input and its carry."""
+        carry, x = self.to_device(read(state.kept, at.slot))
 
         def run():
             params, frozen, slots = self.own(at.group)
-            d_carry = jax.tree.map(
-                lambda a: jnp.where(is_last_chunk, jnp.zeros_like(a), a),
-                self.of_group(state.d_carry, at.group),
-            )
-            kept = read(state.kept, at.slot)
-            if self.pipe.remat:
-                carry, x = kept
-                position = self.at(unit)
-                kept = self.layers.forward(params, frozen, carry, x, position, slots)[2]
+            return self.layers.forward(params, frozen, carry, x, self.at(at.unit), slots)[1:]
+
+        out = jax.eval_shape(run)
+        return _if(
+            is_steady or at.unit >= 0,
+            lambda: vary_like(run(), self.here),
+            lambda: vary_like(zeros(out), self.here),
+        )
+
+    @jax.named_scope(BACKWARD)
+    def backward(self, is_steady: bool, at: Lane, kept: Any, state: _State) -> tuple[_State, Any]:
+        """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs.
+
+        Args:
+          kept: the unit's residuals; None if they lie in its slot.
+        """
+        unit, in_segments = jnp.maximum(at.unit, 0), self.pipe.num_segments > 1
+        is_last_chunk = unit % self.plan.num_chunks == self.plan.num_chunks - 1
+        dy = jax.tree.map(
+            lambda head, arrived: jnp.where(at.source < 0, head, arrived),
+            read(state.head_dy, 0 if self.pipe.remat else at.slot),
+            read(state.arrived_dy, at.source),
+        )
+
+        def run(kept=kept):
+            _, _, slots = self.own(at.group)
+            if in_segments:
+                d_carry = self.read_carry(state.d_carry, at.group, self.microbatch(unit))
+            else:
+                d_carry = jax.tree.map(
+                    lambda a: jnp.where(is_last_chunk, jnp.zeros_like(a), a),
+                    self.of_group(state.d_carry, at.group),
+                )
+            kept = read(state.kept, at.slot) if kept is None else kept
             own, prepared = self.of_group((grads, self.prepared), at.group)
             own, d_carry, dx, later = self.layers.backward(prepared, kept, d_carry, dy, own, slots)
             return (
                 self.into_group(grads, own, at.group),
-                self.into_group(state.d_carry, d_carry, at.group),
+                self.write_carry(state.d_carry, d_carry, at.group, self.microbatch(unit))
+                if in_segments
+                else self.into_group(state.d_carry, d_carry, at.group),
                 dx,
                 later,
             )
@@ -724,12 +840,20 @@ class _Device:
     def keep(self, buffers: Any, kept: Any, slot: ArrayLike) -> Any:
         """What a forward saved, into a slot; the room for W stays as it is."""
         if self.pipe.remat:
-            return write(buffers, kept, slot)
+            return write(buffers, self.to_host(kept), slot)
 
         def into(room, saved):
             return [*write(room[: len(saved)], list(saved), slot), *room[len(saved) :]]
 
         return self.of_kinds(into, buffers, kept)
+
+    def to_host(self, kept: Any) -> Any:
+        """What is kept, in the memory where it is kept."""
+        return jax.device_put(kept, jax.memory.Space.Host) if self.pipe.keeps_on_host else kept
+
+    def to_device(self, kept: Any) -> Any:
+        """What was kept, where it is computed with."""
+        return jax.device_put(kept, jax.memory.Space.Device) if self.pipe.keeps_on_host else kept
 
     def keep_for_weights(self, buffers: Any, later: Any, slot: ArrayLike) -> Any:
         """What W needs of a backward, into its slot."""
@@ -849,6 +973,11 @@ class _Device:
         unit = jnp.maximum(unit, 0)
         t, b = self.pipe.chunk_len or 0, self.pipe.microbatch_rows
         k, row = unit % self.plan.num_chunks, self.microbatch(unit) * b
+        K = self.plan.max_chunks * self.pipe.num_segments
+
+        def time():
+            in_segments = self.pipe.num_segments > 1
+            return (self.segment * self.plan.max_chunks + k) * t if in_segments else k * t
 
         def cut(a):
             if not jnp.ndim(a):
@@ -856,14 +985,14 @@ class _Device:
             if self.pipe.chunk_len is None or a.ndim == 1:
                 return lax.dynamic_slice_in_dim(a, row, b, 0)
             # What has one step is the same for all chunks, and one chunk has all steps, however many.
-            is_cut = self.plan.max_chunks > 1 and a.shape[0] > 1 and not is_whole
+            is_cut = K > 1 and a.shape[0] > 1 and not is_whole
             steps = t if is_cut else a.shape[0]
-            start = k * t if steps != a.shape[0] else 0
+            start = time() if steps != a.shape[0] else 0
             return lax.dynamic_slice(a, (start, row, *[0] * (a.ndim - 2)), (steps, b, *a.shape[2:]))
 
         return At(
             layer=0,
-            time=k * t,
+            time=time(),
             row=self.first_row + row,
             key=self.key,
             batch=jax.tree.map(cut, self.batch),
@@ -934,6 +1063,18 @@ class _Device:
         return jax.tree.map(
             lambda a, p: lax.dynamic_update_slice_in_dim(a, p, group * p.shape[0], 0), tree, part
         )
+
+
+def _head_again(backward: Lane) -> jax.Array:
+    """What leaves the last layer when its forward is run again: unit, and a slot that is not needed."""
+    unit = jnp.where(backward.source[..., -1] < 0, backward.unit[..., -1], -1)
+    return jnp.stack([unit, jnp.zeros_like(unit)], axis=-1)
+
+
+def _ticks_of(lane: Lane) -> jax.Array:
+    """Up to the last tick in which a stage has a unit."""
+    has_unit_T = jnp.any(jnp.asarray(lane.unit) >= 0, axis=(0, 2))
+    return jnp.max(jnp.where(has_unit_T, jnp.arange(len(has_unit_T)) + 1, 0))
 
 
 def _if(condition: ArrayLike, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:

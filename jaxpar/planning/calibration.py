@@ -25,7 +25,7 @@ from jaxpar.axes import STAGE
 from jaxpar.files import cache_folder
 from jaxpar.hosts.doctor import host_memory
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import HostOptimizer, clip, update
+from jaxpar.optimizer import HostOptimizer, clip_scale, update
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
@@ -336,8 +336,8 @@ def _update_of(step: StepShape) -> Callable[[], Any]:
 
     def prepare(params, grads):
         grads, params = (constrain(tree, mesh, step.opt_rules) for tree in (grads, params))
-        applies = jnp.isfinite(optax.tree.norm(grads))
-        return params, clip(grads, train.clip_norm), applies
+        norm = optax.tree.norm(grads)
+        return params, grads, jnp.isfinite(norm), clip_scale(norm, train.clip_norm)
 
     if parallel.update == "host":
         host, split = HostOptimizer(optimizer), jax.jit(prepare)
@@ -346,16 +346,16 @@ def _update_of(step: StepShape) -> Callable[[], Any]:
 
         def on_host():
             nonlocal params, opt_state
-            own, cut, applies = split(params, grads)
-            own, opt_state = host.update(own, cut, opt_state, applies)
+            own, cut, applies, scale = split(params, grads)
+            own, opt_state = host.update(own, cut, opt_state, applies, scale)
             params = gather(own)
             return params, opt_state
 
         return on_host
 
     def whole(params, opt_state, grads):
-        params, grads, applies = prepare(params, grads)
-        params, opt_state = update(optimizer, params, grads, opt_state, applies)
+        params, grads, applies, scale = prepare(params, grads)
+        params, opt_state = update(optimizer, params, grads, opt_state, applies, scale)
         return constrain(params, mesh, step.param_rules), opt_state
 
     where = jax.tree.map(lambda a: a.sharding, (target.params, target.opt_state))

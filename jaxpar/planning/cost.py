@@ -162,7 +162,7 @@ def predict_step(
         traffic=traffic,
         memory=estimate_memory(step),
         flops=_flops(step),
-        num_ticks=schedule.num_ticks if schedule else 1,
+        num_ticks=step.num_ticks if schedule else 1,
         bubble=schedule.bubble if schedule else 0.0,
         seconds=hardware and _seconds(step, traffic, hardware),
         report=None if step.model.layout.divides_by_hand else report_of(*step.settings),
@@ -330,7 +330,7 @@ def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) ->
     ]
     return Seconds(
         **(_in_ticks(step, costs) if in_units else _at_once(costs)),
-        ticks=hardware.tick_seconds * step.schedule.num_ticks if in_units else 0.0,
+        ticks=hardware.tick_seconds * step.num_ticks if in_units else 0.0,
         sending=sum(sending_seconds(part, hardware, step.sizes) for part in sent),
         update=of_work[UPDATE, -1],
     )
@@ -361,9 +361,10 @@ def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]
             else:
                 outer_2TS[work.half] += np.where(busy_TS, costs[name][group_TS, stages], 0.0)
     # Stages meet after the first half of a tick, which the head ends, and after the second.
-    elapsed = float((layers_2TS + outer_2TS).max(2).sum())
+    times = step.parallel.num_segments
+    elapsed = times * float((layers_2TS + outer_2TS).max(2).sum())
     busiest = int((layers_2TS + outer_2TS).sum((0, 1)).argmax())
-    layers, head = (float(part[..., busiest].sum()) for part in (layers_2TS, outer_2TS))
+    layers, head = (times * float(part[..., busiest].sum()) for part in (layers_2TS, outer_2TS))
     return {"layers": layers, "head": head, "bubble": max(elapsed - layers - head, 0.0)}
 
 

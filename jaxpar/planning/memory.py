@@ -84,8 +84,10 @@ def kept_bytes(step: StepShape) -> tuple[float, float]:
         return of_unit + facts.first_saved, 0.0
     schedule = step.schedule
     carried = sum(rows * size for rows, size in zip(step.unit_rows, facts.carry, strict=True)) / n
-    # With remat, the input of the stage and the state before it.
-    kept = x + carried if parallel.pipeline.remat else of_unit
+    kept = of_unit  # of all units of a segment
+    if parallel.pipeline.remat and parallel.num_segments == 1:
+        # The input of the stage and the state before it.
+        kept = x + carried if parallel.pipeline.remat_keeps == "device" else 0.0
     waiting = schedule.num_forward_buffers + schedule.num_backward_buffers + 2
     total = (schedule.num_slots + 1) * (kept + x) + waiting * x + parallel.num_groups * carried
     return total, of_unit

@@ -246,6 +246,11 @@ class StepShape:
         return step_schedule(self.parallel, max(self.parallel.group_shares))
 
     @property
+    def num_ticks(self) -> int:
+        """Of all segments of the window."""
+        return self.schedule.num_ticks * self.parallel.num_segments
+
+    @property
     def units(self) -> int:
         """Of a device; 1 if a step is one whole."""
         share = max(self.parallel.group_shares)

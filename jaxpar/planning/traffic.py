@@ -114,7 +114,7 @@ class _Sender:
 
     def exchange(self) -> Iterator[Traffic]:
         """What stages send at every tick, and for every unit of a head that they share."""
-        step, ticks = self.step, self.step.schedule.num_ticks
+        step, ticks = self.step, self.step.num_ticks
         x = whole = self.facts.x
         if step.tensor > 1 and is_split(step).x:
             x /= step.tensor
@@ -148,12 +148,11 @@ class _Sender:
         yield from self.send("all-reduce", of_last, FLOAT * model.num_sums, 1, "sums of the loss")
 
     def norms(self) -> Iterator[Traffic]:
-        """Of the gradients, once to report it and once to clip: a sum over each split dim in its turn."""
+        """Of the gradients: a sum over each split dim in its turn."""
         step = self.step
-        count = 1 + (step.train.clip_norm > 0)
         for array in step.params:
             for axes in step.part(array, step.opt_rules).axes:
-                yield from self.send("all-reduce", axes, FLOAT, count, "norm of gradients")
+                yield from self.send("all-reduce", axes, FLOAT, 1, "norm of gradients")
         optimizer = step.model.task.make_optimizer(step.train.num_steps)
         if not isinstance(optimizer, Safe) and self.parallel.update != "host":
             for array in (*step.params, *step.opt_state):

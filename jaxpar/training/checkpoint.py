@@ -11,6 +11,8 @@ checksum of every file in it: one that is not what was written is recognised and
     60/_CHECKPOINT_METADATA, state/...      by Orbax
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
@@ -22,13 +24,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from orbax.checkpoint import v1 as orbax
 
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.parallel import Parallel
@@ -37,6 +38,9 @@ from jaxpar.state import TrainState, abstract_state
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.checksums import Checksum, checksums, digest, find_changed
+
+if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
+    from orbax.checkpoint import v1 as orbax
 
 # By Orbax the first two, by us the third; what checkpoints had before they had checksums.
 _METADATA, _HALF_WRITTEN, _CHECKSUMS = (
@@ -91,7 +95,7 @@ class Checkpoints:
         self._saving: orbax.AsyncResponse[bool] | None = None
         self._saving_step = -1
 
-    def __enter__(self) -> "Checkpoints":
+    def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -161,6 +165,8 @@ class Checkpoints:
           ValueError: it holds another task, other files, another optimizer or carried state of other rows;
             or sizes do not fit the mesh.
         """
+        from orbax.checkpoint import v1 as orbax
+
         path = self._folder / str(self._resolve(step, best))
         target = abstract_state(self._task, self._parallel, mesh)
         abstract = abstract_by_layer(target, self._task, self._parallel)
@@ -191,6 +197,8 @@ class Checkpoints:
 
     def _make_writer(self, step: int) -> orbax.training.Checkpointer:
         """Made by the first save: a reader makes no folder, and deletes no half-written one."""
+        from orbax.checkpoint import v1 as orbax
+
         if jax.process_index() == 0:
             self._move_damaged_aside(step)
         wait_for_processes("the folder has whole checkpoints only")

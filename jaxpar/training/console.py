@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import rich.box
 import rich.progress
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.display import make_console
+from jaxpar.display import FittingTable, format_seconds, make_console
 from jaxpar.state import TrainState
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.settings import Settings
 from jaxpar.training.summary import describe_bytes, describe_plan, parameter_table
+
+ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers
 
 
 class ConsoleReport(Report):
@@ -28,9 +29,8 @@ class ConsoleReport(Report):
         self.console = console or make_console()
         self._live: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
-        self._mark: tuple[float, int] | None = (
-            None  # when the line before was told, and of which step
-        )
+        # When the line before was told, and of which step.
+        self._mark: tuple[float, int] | None = None
         self._out_dir = Path()
 
     def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
@@ -52,24 +52,41 @@ class ConsoleReport(Report):
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
         if self.console.is_terminal:
             columns = rich.progress
+            # Where there is little room, the metrics give way first; the bar is not there at all.
+            whole, part = Column(no_wrap=True), Column(no_wrap=True, ratio=1, overflow="ellipsis")
+            bar = [columns.BarColumn(bar_width=20)] * (self.console.width >= ROOM_FOR_BAR)
             live = columns.Progress(
-                columns.TextColumn("step {task.completed}/{task.total}"),
-                columns.BarColumn(bar_width=20),
-                columns.TextColumn("{task.description}"),
+                columns.TextColumn("{task.fields[step]}", table_column=whole),
+                *bar,
+                columns.TextColumn("{task.fields[eta]}", table_column=whole),
+                columns.TextColumn("{task.fields[text]}", table_column=part),
                 console=self.console,
+                expand=True,
             )
-            self._task = live.add_task("", total=num_steps, completed=step)
+            self._task = live.add_task(
+                "",
+                total=num_steps,
+                completed=step,
+                step=f"step {step}/{num_steps}",
+                eta="",
+                text="",
+            )
             live.start()
             self._live = live
 
     def progress(self, progress: Progress, num_steps: int) -> None:
         """Loss, metrics, speed, ETA."""
-        line = f"{progress.to_text()}  ETA {self._eta(progress, num_steps - progress.step)}"
+        eta = self._eta(progress, num_steps - progress.step)
+        if progress.units_per_second is None:
+            eta = f"compiled in {format_seconds(progress.seconds)}"
+        width = len(str(num_steps))
+        step = f"step {progress.step:{width}}/{num_steps}"
         if self._live is not None and self._task is not None:
-            self._live.update(self._task, completed=progress.step, description=line)
+            self._live.update(
+                self._task, completed=progress.step, step=step, eta=eta, text=progress.to_text()
+            )
         else:
-            width = len(str(num_steps))
-            self._print(f"step {progress.step:{width}}/{num_steps}  {line}")
+            self._print(f"{step}  {progress.to_text()}  {eta}")
 
     def skipped(self, skipped: Skipped, allowed: int) -> None:
         """A line."""
@@ -91,7 +108,7 @@ class ConsoleReport(Report):
         if stopped_by is not None:
             self._print(
                 f"stopped by {stopped_by.name} after step {step}/{num_steps}; its state is saved, "
-                f"go on with --resume --train.out-dir {self._out_dir}"
+                f"go on with python -m jaxpar train --resume --train.out-dir {self._out_dir}"
             )
 
     def profile(self, path: Path) -> None:
@@ -110,8 +127,8 @@ class ConsoleReport(Report):
         now = time.perf_counter()
         mark, self._mark = self._mark, (now, progress.step)
         if mark is None or progress.step == mark[1]:
-            return "-:--"
-        return _duration((now - mark[0]) / (progress.step - mark[1]) * steps_left)
+            return "ETA -:--"
+        return f"ETA {_duration((now - mark[0]) / (progress.step - mark[1]) * steps_left)}"
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -119,9 +136,7 @@ class ConsoleReport(Report):
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     """A row for each split, of at least one."""
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("", *evaluations[0].to_columns()):
-        table.add_column(name, justify="right" if name else "left")
+    table = FittingTable("", *(f">{name}" for name in evaluations[0].to_columns()))
     for part in evaluations:
         table.add_row(part.split, *part.to_columns().values())
     return table

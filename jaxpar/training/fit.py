@@ -15,12 +15,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxpar.fields import require_instance
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
-from jaxpar.state import TrainState, abstract_state, audit, init_state, release
-from jaxpar.task import Task
+from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
+from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.evaluate import CheckedBatches, evaluate
@@ -64,7 +65,7 @@ class FitResult:
 
 def fit(
     task: Task,
-    parallel: Parallel | str | None = None,
+    parallel: Parallel | MeshConfig | str | None = None,
     train: TrainConfig | None = None,
     *,
     resume: bool = False,
@@ -80,7 +81,8 @@ def fit(
 
     Args:
       task: what is left open in it, such as sizes that the data tell, is filled in.
-      parallel: the layout on devices, or the shape of its mesh such as "dp2pp2tp2"; None is the task's own.
+      parallel: the layout on devices, or its mesh, or the shape of that such as "dp2pp2tp2"; None is the
+        task's own.
       train: None is the task's own; `out_dir=None` takes the next free folder of runs/0001, runs/0002...
       resume: go on from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
         run), or from the start if there is none yet; the mesh may be another one.
@@ -96,7 +98,10 @@ def fit(
         a run already (FileExistsError), or another process trains there (BlockingIOError).
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
+    check_task(task)
     train = task.train if train is None else train
+    require_instance("train", train, TrainConfig, "a TrainConfig")
+    require_instance("report", report, Report | None, "a Report, such as ConsoleReport()")
     parallel = Parallel.of(parallel, task.parallel)
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
@@ -115,6 +120,7 @@ def fit(
     task.check(parallel, mesh)
     settings = Settings(task, parallel, train)
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
+    check_room(target, mesh)
     abstract_by_layer(target, task, parallel)  # can it be stored?
     texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
     batches = CheckedBatches(task, task.make_batches("train", train.seed))

@@ -97,7 +97,8 @@ class Run:
                         losses.append(float(metrics.loss))
                         units += float(metrics.sums.weight)
                 if is_logged:
-                    self._log(step, metrics, units / (time.perf_counter() - clock))
+                    seconds = time.perf_counter() - clock
+                    self._log(step, metrics, units / seconds if step > first_step + 1 else None)
                     clock, units = time.perf_counter(), 0.0
                 is_best = False
                 if evaluates:
@@ -249,7 +250,7 @@ class Run:
             f"smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
         )
 
-    def _log(self, step: int, metrics: Metrics, units_per_second: float) -> None:
+    def _log(self, step: int, metrics: Metrics, units_per_second: float | None) -> None:
         if not np.isfinite(metrics.loss) or not np.isfinite(metrics.grad_norm):
             return  # a step that was skipped
         rate = None

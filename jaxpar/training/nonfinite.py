@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.layout import ModelLayout, lay_out
-from jaxpar.optimizer import clip, next_state
+from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
@@ -111,10 +111,12 @@ def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
         bad = (_bad_arrays(state.params), _bad_arrays(squares))
-        clipped, new = clip(grads, train.clip_norm), {}
+        norm, new = optax.tree.norm(grads), {}
         if parallel.update != "host":
-            new = _bad_arrays(next_state(optimizer, state.params, clipped, state.opt_state)[0])
-        return loss, watched, marks, *bad, optax.tree.norm(grads), new
+            scale = clip_scale(norm, train.clip_norm)
+            after, _ = next_state(optimizer, state.params, grads, state.opt_state, scale)
+            new = _bad_arrays(after)
+        return loss, watched, marks, *bad, norm, new
 
     layout, replicated = lay_out(task, parallel), NamedSharding(mesh, P())
     return CompiledStep(look, layout, backward=True, out_shardings=replicated)

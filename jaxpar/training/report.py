@@ -24,7 +24,8 @@ class Progress:
       grad_norm: before clipping.
       learning_rate: of this step; None if the task does not tell.
       unit: what is counted, such as "tokens".
-      units_per_second: since the line before.
+      units_per_second: since the line before; None for the first step of a process, which is compiled in
+        that time.
       seconds: since this process began.
     """
 
@@ -34,14 +35,16 @@ class Progress:
     grad_norm: float
     learning_rate: float | None
     unit: str
-    units_per_second: float
+    units_per_second: float | None
     seconds: float
 
     def to_text(self) -> str:
         """What a person wants to know of it: loss, metrics, speed."""
         numbers = [f"loss {format_number(self.loss):>6}"]
         numbers += [f"{k} {format_number(v):>8}" for k, v in self.metrics.items() if k != "loss"]
-        return "  ".join([*numbers, f"{self.units_per_second:9,.0f} {self.unit}/s"])
+        if self.units_per_second is not None:
+            numbers.append(f"{self.units_per_second:9,.0f} {self.unit}/s")
+        return "  ".join(numbers)
 
     def to_json(self) -> dict[str, Any]:
         """A line of metrics.jsonl."""

@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, to_toml
 from jaxpar.files import whole_file
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import MeshConfig, num_simulated
 from jaxpar.state import TrainState
 from jaxpar.task import Task, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints
@@ -282,7 +282,7 @@ class RunFolder:
         texts[self.data_path.name] = json.dumps({**data, _SHA256: digest(data)}, indent=1) + "\n"
         # The folder knows where it is, wherever it will be copied.
         train = dataclasses.replace(settings.train, out_dir=task.train.out_dir)
-        text = to_toml(settings._replace(task=written, train=train))
+        text = to_toml(settings._replace(task=written, train=train), num_simulated())
         sha256 = hashlib.sha256(text.encode()).hexdigest()
         texts[self.config_path.name] = text + _SEAL.format(sha256)
         return texts

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.box
 from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_bytes, format_count, format_shape
+from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
 from jaxpar.layout import ModelLayout, lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import LAYER_COST
@@ -114,10 +113,7 @@ def parameter_table(params: Any, heading: str = "parameter") -> Table:
     Raises:
       ValueError: an abstract one has no sharding.
     """
-    table = Table(box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in (heading, "shape", "dims / axes that split them", "shard"):
-        table.add_column(name)
-    table.add_column("bytes/device", justify="right")
+    table = FittingTable(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
     for name, leaf in named_leaves(params):
         array = array_of(leaf)
         layout = array.sharding

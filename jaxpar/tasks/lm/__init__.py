@@ -2,6 +2,7 @@
 
 from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
 from jaxpar.tasks.lm.corpus import Corpus, Vocabulary, load_corpus
+from jaxpar.tasks.lm.loaded import TextRun
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.sample import sample
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
@@ -20,6 +21,7 @@ __all__ = [
     "Corpus",
     "Vocabulary",
     "load_corpus",
+    "TextRun",
     "sample",
     "export_weights",
     "import_weights",

@@ -31,6 +31,8 @@ from typing import Literal
 
 import numpy as np
 
+from jaxpar.fields import require_instance
+
 Level = Literal["auto", "word", "char"]
 
 UNK = "<unk>"
@@ -188,6 +190,7 @@ def load_corpus(
       OSError: no such corpus, a split is missing (FileNotFoundError), or a file is unreadable.
       ValueError: a text is empty, too short or not UTF-8, or an argument is out of range.
     """
+    require_instance("corpus", name_or_path, str | os.PathLike, f"{', '.join(NAMES)}, or a path")
     name = os.fspath(name_or_path)
     if level not in ("auto", "word", "char"):
         raise ValueError(f"level={level!r} is unknown; use auto, word or char")

@@ -23,13 +23,14 @@ NUM_ROUNDS, PASSES_OF_ROUND = 5, 4
 
 
 class Work(NamedTuple):
-    """What a layer has to do: a block of time steps and rows, on one device."""
+    """What a layer has to do: a block of time steps and rows, on one device, with or without resets in it."""
 
     hidden_size: int
     dropout: float
     dtype: str
     num_steps: int
     num_rows: int
+    resets: bool = False
 
 
 class KernelChoice(NamedTuple):
@@ -102,4 +103,6 @@ def _obstacle_to_cudnn(work: Work, mesh: Mesh) -> tuple[str, str] | None:
         return f"it computes whole layers, tensor={num_parts} splits them", "tensor=1, or "
     if work.dtype != "float32":
         return f"JAX has it in float32 alone, dtype={work.dtype!r}", "dtype='float32', or "
+    if work.resets:
+        return "it cannot begin anew within a window, as packed lines do", "packed=False, or "
     return None

@@ -17,7 +17,7 @@ from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import LSTM, extend
-from jaxpar.nn.param import lecun_uniform, named_param
+from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.tasks.lm.loss import (
     LOGITS_ELSEWHERE,
     cross_entropy,
@@ -41,6 +41,7 @@ class LanguageModel(nnx.Module):
         num_words: int | None = None,
         dropout: float = 0.0,
         forget_bias: float = 1.0,
+        init_range: float = 0.0,
         tie_embedding: bool = False,
         dtype: str = "float32",
         lstm: type[LSTM] = LSTM,
@@ -53,6 +54,8 @@ class LanguageModel(nnx.Module):
           vocab_size: V, rows of the table.
           num_words: ids from here on are padding, and get no probability; None if there are none.
           dropout: rate on the embedding, between layers and before the head.
+          init_range: the table and all kernels are drawn evenly within plus and minus this; 0 draws them by
+            their widths.
           dtype: of activations and matmul inputs.
           lstm: what a layer is made of.
           max_logits: how many are computed at once; see `linear_cross_entropy`.
@@ -61,23 +64,24 @@ class LanguageModel(nnx.Module):
         self.num_words = vocab_size if num_words is None else num_words
         self.dropout, self.tie_embedding = dropout, tie_embedding
         self.dtype, self.max_logits = dtype, max_logits
+        init = uniform(init_range) if init_range else None
         # A table that is the head as well is drawn and split like a head.
         self.embedding = Embedding(
             vocab_size,
             embed_size,
             dims=(VOCAB, INPUT) if tie_embedding else (TOKENS, EMBED),
-            init=lecun_uniform(embed_size) if tie_embedding else UNIT_VARIANCE,
+            init=init or (lecun_uniform(embed_size) if tie_embedding else UNIT_VARIANCE),
             rngs=rngs,
         )
 
         def layer(rngs: nnx.Rngs) -> LSTM:
-            return lstm(hidden_size, rngs=rngs, forget_bias=forget_bias, dropout=dropout)
+            return lstm(hidden_size, rngs=rngs, init=init, forget_bias=forget_bias, dropout=dropout)
 
         self.layers = Stack([layer] * num_layers, rngs=rngs, unroll=1)  # the smallest
         if tie_embedding:
             self.head_bias = named_param(jnp.zeros(vocab_size), (VOCAB,))
         else:
-            self.head = Linear(hidden_size, vocab_size, dims=(INPUT, VOCAB), rngs=rngs)
+            self.head = Linear(hidden_size, vocab_size, dims=(INPUT, VOCAB), rngs=rngs, init=init)
 
     def prepare(self, sizes: Mapping[str, int]) -> "LanguageModel":
         """The model, its table zero-extended to the width of the layers where `tensor` splits it.

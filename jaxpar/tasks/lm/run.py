@@ -22,5 +22,14 @@ def open_run(run_dir: str | PathLike[str]) -> tuple[RunFolder, Vocabulary]:
         raise ValueError(
             f"the run in {folder} is of the task {spec_of(task)}; give one of the task lm"
         )
+    return folder, read_vocabulary(folder)
+
+
+def read_vocabulary(folder: RunFolder) -> Vocabulary:
+    """The vocabulary that a run keeps.
+
+    Raises:
+      ValueError, OSError: it is damaged, or cannot be read.
+    """
     folder.read(VOCABULARY)  # is it as it was written?
-    return folder, Vocabulary.load(folder.path / VOCABULARY)
+    return Vocabulary.load(folder.path / VOCABULARY)

@@ -11,7 +11,7 @@ from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
-from jaxpar.tasks.lm.corpus import EOS, check_tokens
+from jaxpar.tasks.lm.corpus import EOS, Vocabulary, check_tokens
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import ONE_DEVICE
@@ -41,11 +41,27 @@ def sample(
       FileNotFoundError: no run, or no checkpoint in it.
     """
     folder, vocabulary = open_run(run_dir)
-    start = vocabulary.encode([EOS])
-    tokens = np.concatenate([start, vocabulary.encode(prompt, strict=True)])
+    tokens = _read_prompt(vocabulary, prompt)
     _check_numbers(len(tokens), length, temperature, seed)
     (task, parallel, _), _, state = folder.restore(mesh, best=best)
     assert isinstance(task, LM)
+    numbers = {"length": length, "temperature": temperature, "seed": seed}
+    return sample_text(task, parallel, state, vocabulary, prompt, **numbers)
+
+
+def sample_text(
+    task: LM,
+    parallel: Parallel,
+    state: TrainState,
+    vocabulary: Vocabulary,
+    prompt: str,
+    *,
+    length: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """As `sample`, of a state."""
+    tokens = _read_prompt(vocabulary, prompt)
     new = sample_tokens(
         task,
         parallel,
@@ -56,7 +72,12 @@ def sample(
         temperature=temperature,
         seed=seed,
     )
-    return vocabulary.decode(np.concatenate([tokens, new])[len(start) :])
+    return vocabulary.decode(np.concatenate([tokens, new])[1:])
+
+
+def _read_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
+    """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
+    return np.concatenate([vocabulary.encode([EOS]), vocabulary.encode(prompt, strict=True)])
 
 
 def sample_tokens(

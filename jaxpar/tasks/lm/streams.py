@@ -31,11 +31,13 @@ class Batch(NamedTuple):
       inputs_BT: int32.
       targets_BT: int32, the tokens that follow the inputs; `IGNORE` where there is none.
       starts: this is the first window of an epoch, and carried state must be reset.
+      resets: bool [B, T], where a line begins, from the initial state; None if none does within the text.
     """
 
     inputs_BT: np.ndarray | jax.Array
     targets_BT: np.ndarray | jax.Array
     starts: bool
+    resets: np.ndarray | jax.Array | None = None
 
 
 class TokenStreams:

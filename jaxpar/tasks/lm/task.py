@@ -29,6 +29,7 @@ from jaxpar.tasks.lm.corpus import (
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
 from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.packed import PackedSentences
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
@@ -74,6 +75,7 @@ class LM(Task):
         a vocab_size all of them.
       dropout: rate on the embedding, between layers and before the head.
       forget_bias: initial bias of the forget gates.
+      init_range: initial weights lie evenly within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
       kernel: what runs the layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
@@ -86,6 +88,8 @@ class LM(Task):
       num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
         most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
       bucket_multiple: lengths of buckets are multiples of it. A pipeline needs whole chunks.
+      packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
+        ones go on in the next window. See `packing.Packing`.
       optimizer: and its learning rate.
     """
 
@@ -99,6 +103,7 @@ class LM(Task):
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
+    init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
     kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
@@ -109,6 +114,7 @@ class LM(Task):
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
     num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
     bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
+    packed: bool = dataclasses.field(default=False, metadata=_FREE)
     optimizer: OptimizerConfig = dataclasses.field(default=OptimizerConfig(), metadata=_FREE)
 
     def __post_init__(self):
@@ -118,6 +124,7 @@ class LM(Task):
             "bucket_multiple",
         )  # fmt: skip
         require_rate(self, "dropout")
+        require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
@@ -143,6 +150,11 @@ class LM(Task):
             f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
             f"bucket; use seq_len={nearest_multiples(self.seq_len, self.bucket_multiple)}",
         )
+        require(
+            not (self.packed and self.num_buckets),
+            f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
+            f"leave packed away",
+        )
 
     @property
     def variable_length(self) -> bool:
@@ -164,6 +176,7 @@ class LM(Task):
             num_words=self.num_words,
             dropout=self.dropout,
             forget_bias=self.forget_bias,
+            init_range=self.init_range,
             tie_embedding=self.tie_embedding,
             dtype=self.dtype,
             lstm=LAYERS["cudnn" if self.kernel == "cudnn" else "scan"],
@@ -171,7 +184,7 @@ class LM(Task):
         )
 
     def make_batches(self, split: str, seed: int | None = None) -> Batches:
-        """Windows of the text as one long stream, or its lines in buckets.
+        """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
           OSError: the text cannot be read.
@@ -182,7 +195,7 @@ class LM(Task):
 
     def batches_of(
         self, tokens: np.ndarray, separator: int, seed: int | None = None
-    ) -> TokenStreams | BucketedSentences:
+    ) -> TokenStreams | BucketedSentences | PackedSentences:
         """The batches of any text.
 
         Args:
@@ -192,9 +205,11 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        if not self.num_buckets:
+        if not (self.num_buckets or self.packed):
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
         sentences = Sentences.split(tokens, separator)
+        if self.packed:
+            return PackedSentences(sentences, self.batch_size, self.seq_len, seed)
         edges = choose_edges(
             sentences.lengths_S,
             self.num_buckets,
@@ -208,7 +223,7 @@ class LM(Task):
         """Random tokens: no text is read for it."""
         high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
-        return Batch(inputs, targets, starts=True)
+        return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
 
     def read_text(self) -> Corpus:
         """The corpus, whose words the vocabulary must have room for.
@@ -276,7 +291,7 @@ class LM(Task):
             self.seq_len // parallel.num_chunks,
             parallel.microbatch_rows(self.batch_size),
         )
-        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows)
+        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows, self.packed)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
@@ -313,6 +328,10 @@ class LM(Task):
             buckets = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
             assert isinstance(buckets, BucketedSentences)
             lines += [("batch", f"{batch} or less, in buckets"), ("buckets", buckets.to_text())]
+        elif self.packed:
+            packed = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
+            assert isinstance(packed, PackedSentences)
+            lines += [("batch", f"{batch}, lines packed"), ("packing", packed.to_text())]
         else:
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
         known = vars(self).get(_KNOWN)

@@ -1,0 +1,19 @@
+"""The memory of this machine."""
+
+from pathlib import Path
+
+
+def host_memory() -> tuple[int, int] | None:
+    """Free and in all; of the container if that has a limit. None without Linux's files."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+    free, total = kibibytes["MemAvailable"] * 1024, kibibytes["MemTotal"] * 1024
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):  # no such file, or "max"
+        return free, total
+    return min(free, limit - used), min(total, limit)

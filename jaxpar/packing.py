@@ -1,0 +1,258 @@
+"""Sequences of any length packed into the rows of batches, so that little is padding.
+
+A row is a stream of windows of T steps. What is not longer than a window lies in one, several in a row where
+they fit; what is longer begins a window and goes on in the next ones of its row, from the state that is
+carried between them. With T=4, two rows and sequences of 6, 3, 2, 1 and 1 steps:
+
+    row 0    a a a a|a a c c         resets are where a letter is seen for the first time
+    row 1    b b b d|e _ _ _         _ is padding
+
+By length, the longest first, each goes where it first fits ("first-fit decreasing"). What fits where is a
+matter of lengths alone, and the same in every epoch; which of the sequences of one length lies there, in
+which row and when, is drawn. Dims: S sequences, sorted by their length, Q strips (windows of one row that lie
+together), B batch rows, T time steps.
+"""
+
+import functools
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar.batches import RESETS, STARTS, WEIGHT
+
+
+class Places(NamedTuple):
+    """What lies in a window.
+
+    Attributes:
+      place_BT: the place of each step among all steps of all sequences; 0 for padding.
+      inside_BT: False for padding.
+      resets_BT: whether a sequence begins.
+      starts: whether this is the first window of an epoch.
+    """
+
+    place_BT: np.ndarray
+    inside_BT: np.ndarray
+    resets_BT: np.ndarray
+    starts: bool
+
+
+class Packing:
+    """Where sequences lie in the windows of an epoch. Every epoch has each of them once.
+
+    Attributes:
+      num_windows: batches in an epoch.
+      num_sequences: in an epoch; those of no step are left out.
+      num_long: sequences that go on in other windows.
+      padding: the share of an epoch's positions that is padding.
+    """
+
+    def __init__(
+        self,
+        starts_S: np.ndarray,
+        lengths_S: np.ndarray,
+        batch_size: int,
+        seq_len: int,
+        seed: int | None = None,
+    ):
+        """Finds what fits where; nothing is drawn yet.
+
+        Args:
+          starts_S: the place of each sequence's first step among all steps.
+          lengths_S: its steps.
+          batch_size: B, over all processes.
+          seq_len: T, the steps of a window.
+          seed: of what is drawn; None for evaluation, in the order of the sequences as far as lengths allow.
+        Raises:
+          ValueError: a number is out of range, or no sequence has a step.
+        """
+        for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+            if value < 1:
+                raise ValueError(f"{name}={value} is too small; use 1 or more")
+        lengths_S = np.asarray(lengths_S)
+        if not (lengths_S > 0).any():
+            raise ValueError(
+                f"none of {len(lengths_S)} sequences has a step; give one of 1 step or more"
+            )
+        self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
+        self._ids_S = np.flatnonzero(lengths_S > 0)
+        self._ids_S = self._ids_S[np.argsort(-lengths_S[self._ids_S], kind="stable")]
+        self._starts_S, self._lengths_S = np.asarray(starts_S), lengths_S[self._ids_S]
+        self._strip_S, self._first_S, self._windows_Q = _first_fit(self._lengths_S, seq_len)
+        self._rows_Q, self.num_windows = _spread(self._windows_Q, batch_size)
+        self.num_sequences = len(self._ids_S)
+        self.num_long = int(np.count_nonzero(self._lengths_S > seq_len))
+        positions = self.num_windows * batch_size * seq_len
+        self.padding = 1 - int(self._lengths_S.sum()) / positions
+        self._epoch = functools.lru_cache(maxsize=2)(self._draw_epoch)
+
+    def places(self, step: int, rows: slice = slice(None)) -> Places:
+        """What lies in the window of a step, counted from 0 over all epochs; in some of its rows, if asked.
+
+        Raises:
+          ValueError: step is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} is negative; the first batch is step 0")
+        epoch, window = divmod(step, self.num_windows)
+        begins_S, ids_S, lengths_S = self._epoch(epoch)
+        T = self.seq_len
+        row_B1 = np.arange(self.batch_size)[rows, None]
+        at_BT = (row_B1 * self.num_windows + window) * T + np.arange(T)
+        which_BT = np.maximum(np.searchsorted(begins_S, at_BT, side="right") - 1, 0)
+        step_BT = at_BT - begins_S[which_BT]  # of the sequence
+        inside_BT = (step_BT >= 0) & (step_BT < lengths_S[which_BT])
+        place_BT = np.where(inside_BT, self._starts_S[ids_S[which_BT]] + step_BT, 0)
+        return Places(place_BT, inside_BT, inside_BT & (step_BT == 0), window == 0)
+
+    def to_text(self) -> str:
+        """How many sequences in how many batches, and how many positions are padding."""
+        long = f" ({self.num_long:,} longer than a window)" * bool(self.num_long)
+        return (
+            f"{self.num_sequences:,} sequences{long} in {self.num_windows:,} batches; "
+            f"{self.padding:.1%} of positions are padding"
+        )
+
+    def _draw_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """By place: where each sequence begins in all rows, one after the other; which it is, its length."""
+        ids_S, order_Q = self._ids_S, np.arange(len(self._windows_Q))
+        turn_Q = order_Q
+        if self.seed is not None:
+            rng = np.random.default_rng([self.seed, epoch])
+            ids_S = _shuffle_equal(rng, ids_S, self._lengths_S)
+            order_Q = _shuffle_equal(rng, order_Q, self._windows_Q)
+            turn_Q = rng.permutation(len(order_Q))
+        rows_Q = np.empty_like(self._rows_Q)
+        rows_Q[order_Q] = self._rows_Q
+        # The windows of a strip follow those of the strips before it in its row.
+        in_turn = np.lexsort((turn_Q, rows_Q))
+        windows = self._windows_Q[in_turn]
+        ends = np.cumsum(windows)
+        of_row = np.concatenate([[0], ends])[np.searchsorted(rows_Q[in_turn], rows_Q[in_turn])]
+        first_window_Q = np.empty_like(windows)
+        first_window_Q[in_turn] = ends - windows - of_row
+        window_Q = rows_Q * self.num_windows + first_window_Q
+        begins_S = window_Q[self._strip_S] * self.seq_len + self._first_S
+        by_place = np.argsort(begins_S)
+        return begins_S[by_place], ids_S[by_place], self._lengths_S[by_place]
+
+
+class PackedBatches:
+    """Sequences of any length, packed into rows, for models that begin anew where `at.resets` says so.
+
+    With a seed, for training: which sequences lie together, where and when is drawn from (seed, epoch).
+    Without one, for evaluation, it is not. Every epoch has every sequence once; see `Packing`.
+
+    Attributes:
+      packing: where they lie.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        lengths: Sequence[int] | np.ndarray,
+        batch_size: int,
+        seq_len: int,
+        seed: int | None = None,
+    ):
+        """Packs.
+
+        Args:
+          arrays: [steps, ...] each, such as inputs and targets of every step, of all sequences one after the
+            other.
+          lengths: the steps of each sequence.
+          batch_size: B.
+          seq_len: T, the steps of a window.
+          seed: None for evaluation.
+        Raises:
+          ValueError: a number is out of range, or arrays have not as many steps as the sequences.
+        """
+        lengths_S = np.asarray(lengths)
+        if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer):
+            raise ValueError(
+                f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}; give one whole number for "
+                f"each sequence"
+            )
+        if (lengths_S < 0).any():
+            raise ValueError(f"a length of {lengths_S.min()}; lengths must not be negative")
+        total = int(lengths_S.sum())
+        found = {name: len(array) for name, array in arrays.items()}
+        if set(found.values()) != {total}:
+            raise ValueError(
+                f"arrays of {found} steps for sequences of {total} steps in all; give as many in each array"
+            )
+        self.arrays, self.batch_size = dict(arrays), batch_size
+        starts_S = np.cumsum(lengths_S) - lengths_S
+        self.packing = Packing(starts_S, lengths_S, batch_size, seq_len, seed)
+
+    @property
+    def num_windows(self) -> int:
+        """Batches in an epoch."""
+        return self.packing.num_windows
+
+    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
+        """See `Batches`; `weight` float32 [B, T] is 1, or 0 for padding; `resets` are the beginnings."""
+        at = self.packing.places(step, rows)
+        batch = {name: array[at.place_BT] for name, array in self.arrays.items()}
+        weight_BT = at.inside_BT.astype(np.float32)
+        return {**batch, WEIGHT: weight_BT, RESETS: at.resets_BT, STARTS: at.starts}
+
+    def to_text(self) -> str:
+        """How many sequences in how many batches, and how many positions are padding."""
+        return self.packing.to_text()
+
+
+def _first_fit(lengths_S: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each of falling lengths its strip and where in it it begins; the windows of each strip."""
+    windows = [-(-lengths_S[lengths_S > T] // T)]
+    num_long = len(windows[0])
+    # A strip's last window has room for more.
+    room_Q = windows[0] * T - lengths_S[:num_long]
+    end_Q = windows[0] * T
+    strips, firsts = [np.arange(num_long)], [np.zeros(num_long, np.int64)]
+    values, counts = np.unique(lengths_S[num_long:], return_counts=True)
+    for length, count in zip(values[::-1], counts[::-1], strict=True):
+        fits_Q = room_Q // length
+        missing = max(count - int(fits_Q.sum()), 0)
+        num_new = -(-missing // (T // length))
+        room_Q = np.concatenate([room_Q, np.full(num_new, T)])
+        end_Q = np.concatenate([end_Q, np.full(num_new, T)])
+        windows.append(np.ones(num_new, np.int64))
+        fits_Q = np.concatenate([fits_Q, np.full(num_new, T // length)])
+        before_Q = np.cumsum(fits_Q) - fits_Q
+        taken_Q = np.clip(count - before_Q, 0, fits_Q)
+        strip = np.repeat(np.arange(len(taken_Q)), taken_Q)
+        strips.append(strip)
+        firsts.append((end_Q - room_Q)[strip] + (np.arange(count) - before_Q[strip]) * length)
+        room_Q -= taken_Q * length
+    return np.concatenate(strips), np.concatenate(firsts), np.concatenate(windows)
+
+
+def _spread(windows_Q: np.ndarray, num_rows: int) -> tuple[np.ndarray, int]:
+    """The row of each strip, whose windows fall in number, so that all get about as many; and the most."""
+    loads = [(0, row) for row in range(num_rows)]
+    num_long = int(np.count_nonzero(windows_Q > 1))
+    rows_long = np.zeros(num_long, np.int64)
+    for strip in range(num_long):
+        load, row = heapq.heappop(loads)
+        rows_long[strip] = row
+        heapq.heappush(loads, (load + int(windows_Q[strip]), row))
+    load_B = np.zeros(num_rows, np.int64)
+    for load, row in loads:
+        load_B[row] = load
+    # Strips of one window fill the rows from below.
+    num_short = len(windows_Q) - num_long
+    depth = np.arange(int(load_B.max()) + -(-num_short // num_rows))
+    cells = np.argwhere(depth[:, None] >= load_B)[:num_short]
+    load_B += np.bincount(cells[:, 1], minlength=num_rows)
+    return np.concatenate([rows_long, cells[:, 1]]), int(load_B.max())
+
+
+def _shuffle_equal(
+    rng: np.random.Generator, values: np.ndarray, falling_keys: np.ndarray
+) -> np.ndarray:
+    """The values in another order, among those of equal keys."""
+    order = rng.permutation(len(values))
+    return values[order[np.argsort(-falling_keys[order], kind="stable")]]

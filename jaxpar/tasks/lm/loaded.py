@@ -1,0 +1,62 @@
+"""A run of a language model: from text to numbers, and to more text."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jaxpar.layout import lay_out
+from jaxpar.tasks.lm.corpus import EOS, Vocabulary
+from jaxpar.tasks.lm.run import read_vocabulary
+from jaxpar.tasks.lm.sample import sample_text
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training.loaded import LoadedRun, loaded
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TextRun(LoadedRun):
+    """As `LoadedRun`, with the vocabulary that the run keeps."""
+
+    vocabulary: Vocabulary
+
+    def logits(self, text: str) -> np.ndarray:
+        """What the model expects after each token of a text, read from the start of a line.
+
+        Args:
+          text: words of the vocabulary.
+        Returns:
+          float32 [tokens + 1, words]: row 0 is of the first token, row i of what follows i tokens.
+          `jax.nn.softmax` of a row is the probability of each of `vocabulary.words`.
+        Raises:
+          ValueError: a word is outside the vocabulary.
+        """
+        start = self.vocabulary.encode([EOS])
+        tokens_T = np.concatenate([start, self.vocabulary.encode(text, strict=True)])
+        layout, frozen = lay_out(self.task, self.parallel), self.state.frozen
+
+        @jax.jit
+        def run(params, tokens_BT):
+            return layout.merge(params, frozen)(tokens_BT)
+
+        logits_BTV = run(self.state.params, tokens_T[None])
+        return np.asarray(logits_BTV)[0, :, : len(self.vocabulary)]
+
+    def sample(
+        self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
+    ) -> str:
+        """A text that begins with the prompt; see `sample.sample`."""
+        assert isinstance(self.task, LM)
+        return sample_text(
+            self.task, self.parallel, self.state, self.vocabulary, prompt,
+            length=length, temperature=temperature, seed=seed,
+        )  # fmt: skip
+
+
+@loaded.register
+def load_text_run(task: LM, run: LoadedRun) -> TextRun:
+    """The run with its vocabulary.
+
+    Raises:
+      ValueError, OSError: it is damaged, or cannot be read.
+    """
+    return TextRun(**vars(run), vocabulary=read_vocabulary(run.folder))

@@ -1,0 +1,97 @@
+"""A run that is over, or not yet: its model with its values, to look at and to use."""
+
+import dataclasses
+import functools
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxpar.layout import lay_out
+from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
+from jaxpar.state import TrainState
+from jaxpar.task import Task
+from jaxpar.training.evaluate import evaluate
+from jaxpar.training.report import Evaluation
+from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
+from jaxpar.training.settings import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LoadedRun:
+    """A run from its folder, on the devices of `mesh`.
+
+    Attributes:
+      folder: of the run.
+      task, parallel, train: its settings; the task with what was left open filled in.
+      state: parameters, optimizer state, and the steps taken.
+    """
+
+    folder: RunFolder
+    task: Task
+    parallel: Parallel
+    train: TrainConfig
+    mesh: Mesh
+    state: TrainState
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.folder}: {self.task.name} after step {self.step}>"
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        return int(self.state.step)
+
+    @property
+    def params(self) -> nnx.State:
+        """The parameters, by their names; `jaxpar.show(run.params)` draws them."""
+        return self.state.params
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The task's model with these parameters."""
+        return lay_out(self.task, self.parallel).merge(self.state.params, self.state.frozen)
+
+    def evaluate(self, split: str = "valid") -> Evaluation:
+        """Loss and metrics on a split of the run's data.
+
+        Raises:
+          ValueError: there is no such split, or the data have changed since the run began.
+          OSError: they cannot be read.
+        """
+        self.folder.check_data(self.task)
+        return evaluate(self.task, self.parallel, self.state, split, self.mesh)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: what was told while it ran."""
+        return self.folder.metrics()
+
+
+def load_run(
+    run_dir: str | PathLike[str], mesh: MeshConfig | str = ONE_DEVICE, *, best: bool = False
+) -> LoadedRun:
+    """A run by its folder, with its newest state.
+
+    Of a language model it is a `lm.TextRun`, which has a vocabulary, `logits` and `sample` as well.
+
+    Args:
+      run_dir: the folder that `fit` wrote, such as runs/0001.
+      mesh: where the state shall lie; it need not be that of the run.
+      best: the state with the lowest validation loss, not the newest.
+    Raises:
+      ValueError: the model does not fit the mesh, or a file is damaged.
+      OSError: there is no run, no checkpoint in it, or the file of its task is gone.
+    """
+    mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    folder = RunFolder(Path(run_dir))
+    (task, parallel, train), devices, state = folder.restore(mesh, best=best)
+    return loaded(task, LoadedRun(folder, task, parallel, train, devices, state))
+
+
+@functools.singledispatch
+def loaded(task: Task, run: LoadedRun) -> LoadedRun:
+    """The run as users of its task want it; a task registers its own."""
+    return run

@@ -1,0 +1,185 @@
+"""A mistake in a call from Python is a ValueError or OSError, at once, that says what to give instead.
+
+Those of the command line are in `test_bad_input`.
+"""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpar
+from jaxpar import (
+    ArrayBatches,
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    SeriesBatches,
+    Stack,
+    TrainConfig,
+)
+from jaxpar.analysis import strategy_for
+from jaxpar.pipeline import make_schedule
+from jaxpar.planning import plan
+from jaxpar.sharding import Rules
+from jaxpar.state import abstract_state, audit
+
+TASK = jaxpar.lm.LM(
+    num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4
+)
+MESH = "dp2tp4"
+SECONDS = 3.0  # of this process; most take none that can be measured
+
+
+def batch(rows=8, steps=4, dtype=np.int32, token=0):
+    tokens = np.full((rows, steps), token, dtype)
+    return jaxpar.lm.Batch(tokens, tokens, starts=True)
+
+
+class Made:
+    """What the calls are about."""
+
+    def __init__(self):
+        self.state = jaxpar.init_state(TASK, MESH)
+        self.other = jaxpar.init_state(TASK, "dp8")
+        self.abstract = abstract_state(TASK, Parallel(MESH))
+        self.step = jaxpar.make_train_step(TASK, MESH)
+        self.eval = jaxpar.make_eval_step(TASK, MESH)
+        self.rngs = nnx.Rngs(0)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return Made()
+
+
+A_TASK, A_LAYOUT = (
+    "use a task, such as jaxpar.lm.LM",
+    "use a Parallel, a MeshConfig, or the shape of a mesh",
+)
+A_STATE = "use what init_state or a step returns"
+CALLS = {
+    "fit a dict": (lambda m: jaxpar.fit({}), rf"task=\{{\}} \(dict\): {A_TASK}"),
+    "fit a name": (lambda m: jaxpar.fit("lm"), f"task='lm' .*{A_TASK}"),
+    "fit nothing": (lambda m: jaxpar.fit(None), A_TASK),
+    "fit a class": (lambda m: jaxpar.fit(jaxpar.lm.LM), r"task=LM is a class; give an object of it, LM\(\)"),
+    "fit on a number": (lambda m: jaxpar.fit(TASK, 8), rf"parallel=8 \(int\): {A_LAYOUT}"),
+    "fit on a dict": (lambda m: jaxpar.fit(TASK, {"data": 8}), A_LAYOUT),
+    "fit on no mesh": (lambda m: jaxpar.fit(TASK, "8 devices"), "mesh '8 devices': cannot read"),
+    "fit on too many devices": (lambda m: jaxpar.fit(TASK, "dp16"), "needs 16 devices, there are 8"),
+    "fit with a dict of settings": (lambda m: jaxpar.fit(TASK, "dp8", {}), "use a TrainConfig"),
+    "fit with a number of steps": (lambda m: jaxpar.fit(TASK, "dp8", 100), r"train=100 \(int\): use a Trai"),
+    "fit with a function for a report": (
+        lambda m: jaxpar.fit(TASK, "dp8", report=print), "report=.*: use a Report, such as ConsoleReport",
+    ),
+    "fit of too small a vocabulary": (
+        lambda m: jaxpar.fit(TASK, "dp8"), "vocab_size=32 is less than the .* words of corpus",
+    ),
+    "resume what is not there": (
+        lambda m: jaxpar.fit(TASK, "dp8", TrainConfig(out_dir="nowhere"), resume=True), "nowhere holds",
+    ),
+    "state of a dict": (lambda m: jaxpar.init_state({}, MESH), A_TASK),
+    "state on a number": (lambda m: jaxpar.init_state(TASK, 3), A_LAYOUT),
+    "state on another number of devices": (lambda m: jaxpar.init_state(TASK, "dp3"), "needs 3 devices"),
+    "state of no vocabulary": (lambda m: jaxpar.init_state(jaxpar.lm.LM(), "dp8"), "vocab_size=None: set it"),
+    "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
+    "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),
+    "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "use a TrainConfig"),
+    "evaluation step of a dict": (lambda m: jaxpar.make_eval_step({}, MESH), A_TASK),
+    "evaluation step on a list": (lambda m: jaxpar.make_eval_step(TASK, []), A_LAYOUT),
+    "a look at a dict": (lambda m: jaxpar.inspect_step({}), A_TASK),
+    "a look on a number": (lambda m: jaxpar.inspect_step(TASK, 3), A_LAYOUT),
+    "a measurement of a dict": (lambda m: jaxpar.measure_step({}), A_TASK),
+    "a measurement without stages": (lambda m: jaxpar.measure_step(TASK, MESH), "no pipeline to measure"),
+    "too many rows": (
+        lambda m: m.step(m.state, batch(16)), r"inputs_BT is int32\[16, 4\], in .* of task LM it is int32\[",
+    ),
+    "too few rows": (lambda m: m.step(m.state, batch(3)), r"int32\[3, 4\].*give a batch of these sizes"),
+    "too many steps": (lambda m: m.step(m.state, batch(8, 5)), "a batch of 5 time steps, those of .* have 4"),
+    "tokens that are no integers": (
+        lambda m: m.step(m.state, batch(dtype=np.float32)), "is float32.*it is int32|no ids; give integers",
+    ),
+    "tokens beyond the vocabulary": (
+        lambda m: m.step(m.state, batch(token=99)), "token 99 .* vocabulary of 32",
+    ),
+    "a batch of another task": (
+        lambda m: m.step(m.state, {"x": np.zeros((8, 4))}), "the batch has the structure .*, those of task",
+    ),
+    "no batch": (lambda m: m.step(m.state, None), "the batch has the structure"),
+    "a state of another mesh": (
+        lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2, .*make",
+    ),
+    "no state": (lambda m: m.step({}, batch()), A_STATE),
+    "an abstract state": (lambda m: m.step(m.abstract, batch()), "the state is abstract; make one"),
+    "evaluation of too many rows": (lambda m: m.eval(m.state, batch(16)), r"int32\[16, 4\]"),
+    "evaluation of a state of another mesh": (lambda m: m.eval(m.other, batch()), "lies on a mesh of"),
+    "evaluation of no state": (lambda m: m.eval(None, batch()), A_STATE),
+    "an audit of no state": (lambda m: audit({}), A_STATE),
+    "a mesh of a text": (lambda m: MeshConfig("dp8"), "mesh data='dp8': use a whole number"),
+    "a mesh of a fraction": (lambda m: MeshConfig(2.0), r"mesh data=2\.0 \(float\): use a whole number"),
+    "a mesh of nothing": (lambda m: MeshConfig(0), "mesh data=0: use a positive whole number, or -1"),
+    "a mesh read from a number": (lambda m: MeshConfig.parse(8), r"mesh=8 \(int\): use the shape of one"),
+    "a mesh read from an empty text": (lambda m: MeshConfig.parse(""), "cannot read ''; write data=2"),
+    "a layout of a number": (lambda m: Parallel(8), r"mesh=8 \(int\): use a MeshConfig"),
+    "a pipeline of a dict": (lambda m: Parallel("pp8", {}), "pipeline=.*: use a PipelineConfig"),
+    "shares of a number": (lambda m: Parallel("dp8", shares=3), "shares=3 .*: use a list of whole numbers"),
+    "simulated devices by name": (lambda m: jaxpar.simulate_devices("8"), "num_devices='8'.*a whole number"),
+    "half a device": (lambda m: jaxpar.simulate_devices(2.5), r"num_devices=2\.5 .*: use a whole number"),
+    "a stack of a number": (lambda m: Stack(3, rngs=m.rngs), "makers=3 .*: use a list of functions"),
+    "a stack of numbers": (lambda m: Stack([3], rngs=m.rngs), "a maker of a Stack=3 .*: use a list of func"),
+    "a stack without random numbers": (lambda m: Stack([nnx.Linear], rngs=0), r"rngs=0 .*: use nnx\.Rngs"),
+    "batches of a list": (lambda m: ArrayBatches([1, 2], 2), r"arrays=\[1, 2\] .*: use a dict of arrays"),
+    "batches of nothing": (lambda m: ArrayBatches({}, 2), "give one or more"),
+    "batches of a number": (lambda m: ArrayBatches({"x": 3}, 2), r"arrays\['x'\]=3 has no rows"),
+    "batches of different rows": (
+        lambda m: ArrayBatches({"x": np.zeros(3), "y": np.zeros(4)}, 2), "'x': 3, 'y': 4.*all with as many",
+    ),
+    "a text for the rows of a batch": (
+        lambda m: ArrayBatches({"x": np.zeros(3)}, "2"), r"batch_size='2' \(str\): use a whole number",
+    ),
+    "a series too short": (lambda m: SeriesBatches({"x": np.zeros(3)}, 2, 4, 0), "too short for batch"),
+    "a rate in words": (lambda m: OptimizerConfig(learning_rate="high"), "_rate='high': use a number"),
+    "no such optimizer": (lambda m: OptimizerConfig(name="adamm"), "name='adamm': use 'adam' or"),
+    "half a step": (lambda m: TrainConfig(num_steps=1.5), r"num_steps=1\.5 \(float\): use a whole number"),
+    "steps backwards": (lambda m: TrainConfig(num_steps=-1), "num_steps=-1: must be positive"),
+    "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.*: write Rules\.make\("),
+    "rules of a list": (lambda m: Rules([1]), r"rules=\[1\]: write Rules\.make\("),
+    "rules for no axis": (lambda m: Rules.make({"a": "stages"}), "unknown mesh axis 'stages'; axes are"),
+    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a mesh"),
+    "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
+    "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
+    "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
+    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "use num_groups=1 or kind"),
+    "a plan for no such machine": (lambda m: plan(TASK, hardware="gpu"), "unknown machine 'gpu'; use here"),
+    "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
+    "weights of no run": (lambda m: jaxpar.lm.export_weights("nowhere", "x"), "nowhere holds no run"),
+    "weights from no file": (
+        lambda m: jaxpar.lm.import_weights("nowhere", "x", TASK), "cannot read the weights: .*nowhere",
+    ),
+    "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
+    "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): use python-docs, "),
+    "advice on a number": (lambda m: strategy_for(3, 3, MeshConfig(data=2)), "has no kernel"),
+    "layers in words": (lambda m: jaxpar.lm.LM("four"), "num_layers='four': use a whole number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_call_is_told_at_once_and_changes_no_file(name, made, tmp_path, monkeypatch):
+    call, message = CALLS[name]
+    monkeypatch.chdir(tmp_path)
+    begin = time.process_time()
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        call(made)
+    assert time.process_time() - begin < SECONDS
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_remedies_name_is_taken(made):
+    """A shape, a mesh, and nothing at all where a layout is wanted."""
+    of_mesh = jaxpar.init_state(TASK, MeshConfig(data=2, tensor=4))
+    for leaf, other in zip(jax.tree.leaves(of_mesh), jax.tree.leaves(made.other), strict=True):
+        assert jnp.array_equal(leaf, other)
