@@ -176,8 +176,7 @@ def test_what_is_stored_is_what_the_state_holds(name, seed):
     assert step.bytes_of(step.carry, step.carry_rules) == carry
 
 
-# The transformer's products choose their form by the number of rows: its units are traced one by one.
-@pytest.mark.parametrize("name", ["lm", "gru", "mixed"])
+@pytest.mark.parametrize("name", ["lm", "gru", "transformer", "mixed"])
 def test_units_of_all_sizes_follow_from_a_few(name):
     model = shapes_of(task_of(name))
     assert _corners(model, True) is not None
