@@ -21,6 +21,7 @@ from jaxpar.display import show  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.model import Stack, Sums  # noqa: E402
 from jaxpar.optimizer import OptimizerConfig  # noqa: E402
+from jaxpar.packing import PackedBatches  # noqa: E402
 from jaxpar.parallel import Parallel, PipelineConfig  # noqa: E402
 from jaxpar.sharding import RULES, Rules  # noqa: E402
 from jaxpar.state import init_state  # noqa: E402
@@ -34,7 +35,7 @@ from jaxpar.training.settings import TrainConfig  # noqa: E402
 if _collects:
     gc.enable()
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     # What is learned, and by which model.
@@ -44,6 +45,7 @@ __all__ = [
     "Sums",
     "ArrayBatches",
     "SeriesBatches",
+    "PackedBatches",
     "OptimizerConfig",
     # On which devices, and for how long.
     "MeshConfig",

@@ -14,6 +14,7 @@ def leave_imports(_number: int, _frame: object) -> None:
 def end_quietly_on_interrupt() -> None:
     """Sets the handler, if the command line imports this package and the signal is handled as ever."""
     # So argv says until all packages above the module that is run are imported.
-    on_command_line = sys.argv[:1] == ["-m"]
+    program = sys.argv[0] if sys.argv else ""
+    on_command_line = program == "-m" or os.path.basename(program) == "jaxpar"
     if on_command_line and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave_imports)

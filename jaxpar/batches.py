@@ -4,6 +4,7 @@ Nothing is kept between batches, so a resumed run goes on with the batch that it
 process reads its own rows only. Dims: N rows in all, B batch rows, T time steps.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -45,6 +46,15 @@ def part_of(batch: Any, name: str, default: Any = None) -> Any:
     if isinstance(batch, Mapping):
         return batch.get(name, default)
     return getattr(batch, name, default)
+
+
+def with_part(batch: Any, name: str, value: Any) -> Any:
+    """The batch with another value of a field or key that it has."""
+    if isinstance(batch, Mapping):
+        return {**batch, name: value}
+    if hasattr(batch, "_replace"):
+        return batch._replace(**{name: value})
+    return dataclasses.replace(batch, **{name: value})
 
 
 def starts_of(batch: Any) -> Any:

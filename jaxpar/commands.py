@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Protocol, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, get_type_hints
 
 import jax
 from tyro.conf import Fixed, FlagCreatePairsOff, Positional, arg
@@ -21,7 +22,7 @@ from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel
+from jaxpar.parallel import Parallel, short_name
 from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.plot import plot
 from jaxpar.planning import (
@@ -38,7 +39,7 @@ from jaxpar.planning import (
     predict_step,
 )
 from jaxpar.planning.shape import StepShape
-from jaxpar.task import Task
+from jaxpar.task import Task, spec_of
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sample import sample
 from jaxpar.tasks.lm.weights import export_weights, import_weights
@@ -218,10 +219,17 @@ class Plan(TaskOptions):
         if self.machine == HERE:
             _say_what_takes_long()
         if self.machine == HERE and self.devices is None:
-            print(plan_here(task, parallel, self.train, num_bytes))
+            ranking = plan_here(task, parallel, self.train, num_bytes)
         else:
             machine = find_machine(self.machine, num_bytes)
-            print(plan(task, parallel, self.train, self.devices, machine))
+            ranking = plan(task, parallel, self.train, self.devices, machine)
+        print(ranking, end="\n\n")
+        print(
+            "M: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
+            "its own."
+        )
+        chosen = Settings(self.task, ranking.best.parallel, self.train)
+        print(f"To train with the first: {_train_command(chosen, self.simulate)}")
         return 0
 
 
@@ -532,6 +540,34 @@ def _say_what_takes_long() -> None:
             file=sys.stderr,
             flush=True,
         )
+
+
+def _train_command(settings: Settings, simulate: int | None) -> str:
+    """The command line that trains so. What data tell, such as the size of a vocabulary, is left to them."""
+    task, parallel, train = settings
+    words = ["python", "-m", "jaxpar", "train", spec_of(task)]
+    words += ["--simulate", str(simulate)] * (simulate is not None)
+    words += [*_options(task, type(task)()), "--mesh", short_name(parallel.mesh)]
+    words += _options(dataclasses.replace(parallel, mesh=task.parallel.mesh), task.parallel)
+    return shlex.join([*words, *_options(train, task.train, "train.")])
+
+
+def _options(config: Any, default: Any, prefix: str = "") -> list[str]:
+    """The options that make a config of its default."""
+    words: list[str] = []
+    for field in dataclasses.fields(config):
+        name, value, before = field.name, getattr(config, field.name), getattr(default, field.name)
+        option = f"{prefix}{name.replace('_', '-')}"
+        if value == before or field.default is None:
+            continue
+        if dataclasses.is_dataclass(value):
+            words += _options(value, before, f"{option}.")
+        elif isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--{prefix}no-{name.replace('_', '-')}")
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{option}", *map(str, values)]
+    return words
 
 
 def _num_bytes(size: str | None) -> float | None:

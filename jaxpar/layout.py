@@ -116,6 +116,11 @@ class ModelLayout:
         """The model with these values."""
         return nnx.merge(self.graphdef, params, frozen)
 
+    def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
+        """The parameters with what the model draws of them for a step; see `model.Model`."""
+        model = self.merge(params, frozen)
+        return self.split(model.draw(key))[1] if hasattr(model, "draw") else params
+
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
         stack = state.get(LAYERS_OF_MODEL, {})
@@ -276,6 +281,11 @@ class ModelLayout:
         for kind, name in enumerate(self.kinds):
             number = self.kind_of.index(kind)
             layer = nnx.eval_shape(lambda number=number: self._make(0).layers.layer(number))
+            if getattr(layer, "whole_window", False) and self.parallel.num_chunks > 1:
+                raise ValueError(
+                    f"layer {name} reads the whole window at once, num_chunks={self.parallel.num_chunks} "
+                    f"cuts it; use num_chunks=1, and more microbatches"
+                )
             graphdef, state = nnx.split(layer)
             carry = ()
             if hasattr(layer, "initial_carry"):

@@ -4,8 +4,10 @@
 
 A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). y is as x,
 any tree of floating-point arrays. A layer with state says how it begins: `initial_carry(rows)`, arrays
-[rows, ...]; their dims may have names, `carry_dims`. A *model* is a module with methods `first(batch, at)`
-and `last(y, batch, at)`, and a `Stack` called `layers`. See `Model` for what it may have besides.
+[rows, ...]; their dims may have names, `carry_dims`. One that needs the whole window at once, as attention
+does, says `whole_window = True`: chunks of time are refused. A *model* is a module with methods
+`first(batch, at)` and `last(y, batch, at)`, and a `Stack` called `layers`. See `Model` for what it may have
+besides.
 """
 
 import functools
@@ -68,6 +70,9 @@ class Model(Protocol):
     # def prepare(self, sizes) -> Model
     #   The model as a step that runs in units uses it, with work done on its parameters that is needed once a
     #   step, not once a unit. `sizes` are those of the mesh's axes.
+    # def draw(self, key) -> Model
+    #   The model with what is drawn once a step of its parameters alone, such as dropped weights, from the
+    #   step's key; not called in evaluation.
     # def add_first_gradient(self, grads, dx, batch, at) -> grads
     #   Adds the gradient of `first` to `grads`, an `nnx.State` of what it uses and is trained.
 

@@ -46,10 +46,10 @@ class PipelineConfig:
         length that the compiler knows: where a device stops for the host at each branch and turn, as GPUs
         do. It makes the program larger. "auto": on devices that are not CPUs.
       remat: keep inputs instead of residuals, and run each forward again before its backward.
-      remat_keeps: where these inputs (and the carries before each chunk) are kept: "device"; "host", in the
-        memory of the host; or not at all. "carries" cuts the window into about sqrt(K) segments of chunks and
-        keeps the carries before each: the segments run forward once for these carries, and then one by one,
-        the last first, forward and backward with all residuals of one segment.
+      remat_keeps: where these inputs (and the carries before each chunk) are kept: on the "device"; in the
+        memory of the "host" (on CPUs it is the same); or not at all. "carries" cuts the window into about
+        sqrt(K) segments of chunks and keeps the carries before each: the segments run forward once for these
+        carries, and then one by one, the last first, forward and backward with all residuals of one segment.
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"

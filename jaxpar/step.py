@@ -478,6 +478,8 @@ def _make_unroll(
     def unroll(params, frozen, carry, batch, key, plan, probes=()):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
         params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
+        if key is not None:
+            params = layout.drawn(params, frozen, key)
         starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
         flat = layout.carry_of(before)
@@ -694,7 +696,7 @@ def _run_in_units(
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer, model),
         remat=parallel.pipeline.remat and parallel.num_segments == 1,
-        keeps_on_host=parallel.pipeline.remat_keeps == "host",
+        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
         num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         steady_loop=parallel.has_steady_loop(mesh),
@@ -724,6 +726,11 @@ def _run_in_units(
         key=key,
     )
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
+
+
+def _have_own_memory(mesh: Mesh) -> bool:
+    """Whether devices have another memory than the host; that of CPUs is the host's."""
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _last_specs(layout: ModelLayout, outer: Outer, model: Any) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 import jaxpar
-from jaxpar import At, OptimizerConfig, Stack, Sums
+from jaxpar import At, OptimizerConfig, Stack, Sums, nn
 from jaxpar.batches import SeriesBatches
 from jaxpar.nn import Recurrent, dropout, named_param
 
@@ -90,6 +90,14 @@ MAKERS = {
     "block": lambda rngs: Block(rngs=rngs),
     "dense": lambda rngs: Dense(rngs=rngs),
     "cell": flax_cell,
+    "flax gru": lambda rngs: Recurrent(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)),
+    "own gru": lambda rngs: nn.GRU(WIDTH, rngs=rngs, dropout=0.2),
+    "mingru": lambda rngs: nn.MinGRU(WIDTH, rngs=rngs, dropout=0.2),
+    "rglru": lambda rngs: nn.RGLRU(WIDTH, rngs=rngs, dropout=0.2),
+    "slstm": lambda rngs: nn.SLSTM(WIDTH, rngs=rngs, dropout=0.2),
+    "both ways": lambda rngs: nn.Bidirectional(
+        nn.GRU(WIDTH, rngs=rngs, dropout=0.2), Recurrent(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs))
+    ),
 }
 
 

@@ -28,6 +28,9 @@ from jaxpar.training.settings import Settings, TrainConfig
 
 pytestmark = pytest.mark.law
 
+# Rows that go the same ways as others, and are asked for.
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 
 def batch_of(task):
     return task.make_batches("train", 0).batch(1)  # the carry of a window before counts
@@ -109,6 +112,41 @@ def test_a_model_that_is_frozen_in_part_equals_its_definition():
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
     task = Regress(("gru", "dense", "gru", "cell", "dense"), freeze="dense")
     assert_same(task, Parallel(on_devices((2, 2, 2)), units))
+
+
+@dataclasses.dataclass(frozen=True)
+class Calm(Regress):
+    """Its inputs saturate no gate: the slope of one that is would be a difference of rounded numbers."""
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        batches.arrays |= {"x": batches.arrays["x"] / 10}
+        return batches
+
+
+UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": "unit"}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "mesh", "units"),
+    [
+        (("own gru", "own gru"), (1, 2, 2), UNITS),
+        full(("slstm", "rglru"), (2, 2, 2), {**UNITS, "zero_bubble": "microbatch"}),
+        full(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
+        slow(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
+        slow(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),
+    ],
+)
+def test_jaxpars_layers_in_a_pipeline_equal_their_definition(kinds, mesh, units):
+    assert_same(Calm(kinds), Parallel(on_devices(mesh), PipelineConfig(**units)))
+
+
+def test_a_layer_that_needs_the_whole_window_refuses_chunks():
+    units = PipelineConfig(num_microbatches=2, num_chunks=4)
+    with pytest.raises(
+        ValueError, match=r"layer bidirectional reads the whole window at once, num_chunks=4 cuts"
+    ):
+        lay_out(Calm(("both ways", "cell")), Parallel(on_devices((1, 2, 1)), units))
 
 
 @pytest.mark.parametrize("seed", [0, full(1)])

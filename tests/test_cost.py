@@ -189,6 +189,15 @@ def test_units_of_all_sizes_follow_from_a_few(name):
 
 
 @pytest.mark.full
+def test_memory_of_inputs_that_are_kept_in_the_place_of_residuals():
+    task = LM(4, 128, 128, vocab_size=384, batch_size=64, seq_len=64, optimizer=SGD)
+    settings = make_settings((1, 2, 1), (2, 8), task, remat=True)
+    assert_memory_is_near(settings)
+    whole = make_settings((1, 2, 1), (2, 8), task)
+    assert predict_step(*settings).memory.activations < predict_step(*whole).memory.activations / 3
+
+
+@pytest.mark.full
 def test_memory_is_that_of_the_live_units():
     # GPipe holds all 8 microbatches: more than everything else together.
     task = LM(4, 128, 128, vocab_size=384, batch_size=64, seq_len=64, optimizer=SGD)

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, init_state
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
 from jaxpar.batches import place_batch, put_batch
 from jaxpar.layout import lay_out
+from jaxpar.planning.shape import lstm_sizes
 from jaxpar.sharding import named_leaves
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.tasks.lm.weights import import_weights
 from jaxpar.training.evaluate import evaluate
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
@@ -54,6 +56,42 @@ def loss_and_grads(task, parallel):
 @functools.cache
 def plainly(task):
     return loss_and_grads(task, ONE)
+
+
+# ---- layers ----
+
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize("layer", ["gru", full("rglru"), full("mingru"), full("slstm")])
+def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
+    config = OptimizerConfig(learning_rate=0.02, lr_schedule="constant", warmup_steps=0)
+    task = dataclasses.replace(TASK, layer=layer, dropout=0.0, optimizer=config)
+    mesh, state, batch = placed(task, ONE)
+    assert {name.split("/")[1] for name, _ in named_leaves(state.params, "/")} >= {layer}
+    step = make_train_step(task, ONE, TrainConfig(num_steps=99), mesh)
+    losses = []
+    for _ in range(100):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_what_other_layers_than_lstm_cannot_do_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"kernel='cudnn' cannot run layer='gru': .*kernel='scan'"):
+        dataclasses.replace(TASK, layer="gru", kernel="cudnn")
+    with pytest.raises(ValueError, match=r"forget_bias=0\.5: layer='rglru' has no forget gate"):
+        dataclasses.replace(TASK, layer="rglru", forget_bias=0.5)
+    task = dataclasses.replace(TASK, layer="gru", kernel="auto")
+    assert task.resolve(ONE, ONE.mesh.build()).kernel == "scan"
+    with pytest.raises(
+        ValueError, match=r"stacks of LSTM layers, these are of layer='gru'; use insp"
+    ):
+        lstm_sizes(task)
+    with pytest.raises(
+        ValueError, match=r"files of weights hold an LSTM, .* layer='gru'; use layer"
+    ):
+        import_weights(tmp_path / "model.safetensors", tmp_path / "run", task)
 
 
 # ---- padding words ----

@@ -1,10 +1,12 @@
 """The command line: what it prints, and one message for each mistake."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,8 +17,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.__main__ import main
-from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
+from jaxpar.__main__ import _parse, main
+from jaxpar.planning import plan
+from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.training.run_folder import RunFolder
 
 END_SECONDS = 600  # which only a process that hangs takes
@@ -312,12 +315,15 @@ def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     step = int(stopped[1])
     assert [path.name for path in (out_dir / "checkpoints").iterdir()] == [str(step)]
 
+    # The command that was told goes on, on as many simulated devices.
+    hint = re.search(r"go on with python -m jaxpar (train --resume --train\.out-dir \S+)", out)
+    assert hint, out
     resumed = subprocess.run(
-        [*command, "train", "--resume", "--train.out-dir", str(out_dir), "--simulate", "2",
-         "--train.num-steps", str(step + 2)],
+        [*command, *hint[1].split(), "--train.num-steps", str(step + 2)],
         capture_output=True, text=True, timeout=END_SECONDS, env=os.environ | cache,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stderr
+    assert "devices     2 x cpu" in resumed.stdout
     assert f"resumed at step {step}" in resumed.stdout
     assert f"step {step + 2}/{step + 2}" in resumed.stdout
 
@@ -360,3 +366,26 @@ def test_the_second_start_finds_its_programs_compiled(text, tmp_path):
     written = start(1)
     assert written >= 2  # of training and of evaluation
     assert start(2) == written
+
+
+def test_plan_prints_the_command_of_its_choice(capsys):
+    given = [
+        "lm", "--vocab-size", "768", "--num-layers", "2", "--hidden-size", "96", "--embed-size", "96",
+        "--forget-bias", "0.5", "--optimizer.learning-rate", "0.01",
+    ]  # fmt: skip
+    assert main(["plan", *given, "--machine", "h100", "--devices", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "M: microbatches; K: chunks of time." in printed
+    command = printed.splitlines()[-1].removeprefix("To train with the first: python -m jaxpar ")
+    task, parallel, train = _parse(shlex.split(command)).settings
+    # The size of the vocabulary was a guess; the text tells it.
+    assert task == LM(
+        2,
+        96,
+        96,
+        forget_bias=0.5,
+        optimizer=dataclasses.replace(LM.optimizer, learning_rate=0.01),
+    )
+    assert train == LM.train
+    best = plan(dataclasses.replace(task, vocab_size=768), num_devices=4, hardware="h100").best
+    assert parallel == best.parallel

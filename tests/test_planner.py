@@ -22,7 +22,7 @@ from jaxpar.planning.hardware import Link
 from jaxpar.planning.planner import describe
 from jaxpar.tasks.lm import LM
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parent.parent / "docs/planning.md"
 LAPTOP, H100 = MACHINES["laptop-cpu"], MACHINES["h100"]
 TASK = LM(4, 96, 96, vocab_size=768, batch_size=16, seq_len=12)
 

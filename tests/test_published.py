@@ -1,5 +1,6 @@
 """The recipes of `benchmarks/published`, and how their text is made."""
 
+import tomllib
 import zipfile
 
 import jax
@@ -8,7 +9,9 @@ import pytest
 from flax import nnx
 
 from benchmarks.published import penn_treebank
+from jaxpar import OptimizerConfig, TrainConfig
 from jaxpar.tasks.lm import LM
+from jaxpar.tasks.lm.regularization import Regularization
 
 
 def write_wheel(path, splits):
@@ -46,3 +49,20 @@ def test_initial_weights_lie_in_the_range_that_is_asked_for(tie_embedding):
         assert 0.24 < values.max() < 0.25, name
         assert -0.25 <= values.min() < -0.24, name
         np.testing.assert_allclose(values.std(), 0.25 / 3**0.5, rtol=0.1, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "recipe", sorted(penn_treebank.RECIPES.glob("*.toml")), ids=lambda path: path.stem
+)
+def test_a_recipe_fits_its_text(recipe):
+    """Epochs of the Penn Treebank are as long as its schedule of the learning rate says."""
+    tables = tomllib.loads(recipe.read_text())
+    optimizer, train = OptimizerConfig(**tables["optimizer"]), TrainConfig(**tables["train"])
+    plain = {name: value for name, value in tables.items() if not isinstance(value, dict)}
+    how = Regularization(**tables.get("regularization", {}))
+    task = LM(**plain, optimizer=optimizer, regularization=how)
+    tokens = np.broadcast_to(np.int32(0), penn_treebank.NUM_TOKENS["train"])
+    windows = task.batches_of(tokens, separator=0, seed=0).num_windows
+    assert train.eval_every == windows
+    assert train.num_steps % windows == optimizer.hold_steps % windows == 0
+    assert optimizer.lr_schedule != "exponential" or optimizer.lr_decay_every == windows

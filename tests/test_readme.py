@@ -1,5 +1,7 @@
 """What the README shows is what happens."""
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -11,13 +13,24 @@ import pytest
 
 import jaxpar
 from jaxpar import show
-from jaxpar.__main__ import _parse
+from jaxpar.__main__ import _parse, main
 from jaxpar.config_file import default_settings, write_config
 from jaxpar.pipeline import make_schedule
 from jaxpar.tasks.lm import LM
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/training.md", "docs/analysis.md")
+GUIDES = (
+    "tutorial",
+    "models",
+    "parallelism",
+    "pipeline",
+    "planning",
+    "recipes",
+    "training",
+    "analysis",
+)
+PAGES = ("README.md", *(f"docs/{name}.md" for name in (*GUIDES, "pytorch", "mxnet")))
+OTHERS = ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
 
 
 def blocks(language, page="README.md"):
@@ -45,18 +58,34 @@ def run(*command, cwd):
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *(pytest.param(page, marks=pytest.mark.full) for page in PAGES[1:])]
-)
+# What the Python of a page prints.
+PRINTED = {
+    "docs/models.md": ("(None, 'tensor')",),
+    "docs/parallelism.md": (),
+    "docs/training.md": ("runs/0001",),
+    "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
+}
+USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
+
+
+def test_the_model_of_the_readme_trains(tmp_path):
+    script = tmp_path / "page.py"
+    lines = [
+        "import jaxpar; jaxpar.simulate_devices(8)",
+        *blocks("python"),
+        f"print(len({USE}.losses))",
+    ]
+    script.write_text("\n".join(lines))
+    assert run(script, cwd=tmp_path) == "8\n"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("page", PRINTED)
 def test_python_blocks_run_in_their_order(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks("python", page)))
     printed = run(script, cwd=tmp_path)
-    for shown in {
-        "README.md": ("(None, 'tensor')",),
-        "docs/training.md": ("runs/0001",),
-        "docs/analysis.md": ("row split", "dim 0 layers/stage", "the profiler makes a step"),
-    }[page]:
+    for shown in PRINTED[page]:
         assert shown in printed
     if page == "docs/analysis.md":
         for shown in ("row split", "dim 0 layers/stage"):
@@ -80,7 +109,10 @@ OWN = "# forecast.py"  # a model of the reader's, which commands below it train
 def test_commands_of_the_readme_run(tmp_path):
     [own] = [block for block in blocks("python") if block.startswith(OWN)]
     (tmp_path / "forecast.py").write_text(own)
-    for command in dict.fromkeys(map(tuple, commands("README.md"))):
+    pages = ("README.md", "docs/planning.md", "docs/recipes.md", "docs/analysis.md")
+    for command in dict.fromkeys(tuple(command) for page in pages for command in commands(page)):
+        if "images" in command or "curves" in command:  # which other tests run
+            continue
         trains = {"train", "inspect", "plot"} & {*command} and "--print" not in command
         trains = trains and "lm" in command
         small = [str(part) for pair in SMALL.items() for part in pair] if trains else []
@@ -90,14 +122,16 @@ def test_commands_of_the_readme_run(tmp_path):
         printed = run("-m", "jaxpar", *command, *devices, *small, cwd=tmp_path)
         assert printed.strip(), command
     written = {path.name for path in tmp_path.iterdir()} - {"forecast.py", "__pycache__"}
-    assert written == {"runs", "timeline.svg", "bytes.png", "strategies.html"}
+    pictures = {"timeline.svg", "bytes.png", "strategies.html", "bubble.png", "memory.png"}
+    assert written == {"runs", *pictures}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs/0001").mkdir(parents=True)
-    for path in ("settings.toml", "runs/0001/config.toml"):
+    for run in ("0001", "other"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    for path in ("settings.toml", "runs/0001/config.toml", "runs/other/config.toml"):
         write_config(default_settings(LM), tmp_path / path)
     [own] = [block for block in blocks("python") if block.startswith(OWN)]
     (tmp_path / "forecast.py").write_text(own)
@@ -105,27 +139,58 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         _parse(command)
 
 
+def test_options_in_the_text_exist():
+    """Also those that stand in a sentence, in which nothing runs them."""
+    known = set(re.findall(r"--[\w.-]+", "".join(map(help_of, HELPS))))
+    known |= OF_OTHERS
+    for page in (*PAGES, *OTHERS):
+        text = (ROOT / page).read_text()
+        for option in re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", re.sub(r"(?m)^#.*", "", text)):
+            assert option in known, (page, option)
+
+
+HELPS = (
+    ["train", "lm"], ["train", "images"], ["plan", "lm"], ["inspect", "lm"], ["plot", "bytes", "lm"],
+    ["evaluate"], ["sample"], ["export"], ["import"], ["launch"],
+)  # fmt: skip
+# Of pip, pytest, mkdocs, Slurm and Open MPI; and of a model of the reader's.
+OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--help"}
+
+
+def help_of(command):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit, match="0"):
+        main([*command, "--help"])
+    return printed.getvalue()
+
+
 def test_the_schedule_is_the_real_one():
     schedule = make_schedule("1f1b", 4, 2, 2)
-    assert schedule.to_text() + "\n" in blocks("text")
+    assert schedule.to_text() + "\n" in blocks("text", "docs/pipeline.md")
     assert show(schedule).to_svg() == (ROOT / "docs/schedule.svg").read_text()
 
 
 def test_links_lead_somewhere():
-    for page in PAGES:
+    for page in (*PAGES, *OTHERS):
         folder = (ROOT / page).parent
         for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
             assert (folder / link).exists(), (page, link)
 
 
-def test_the_reference_is_built_of_every_public_name(tmp_path):
-    run("-m", "pdoc", "-d", "google", "jaxpar", "-o", "site", cwd=tmp_path)
-    page = (tmp_path / "site/jaxpar.html").read_text()
+@pytest.mark.full
+def test_the_site_is_built_without_a_warning(tmp_path):
+    """Of all pages, with a reference of every public name."""
+    run("-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site", cwd=ROOT)
+    page = (tmp_path / "site/api/jaxpar/index.html").read_text()
     modules = {"nn", "pipeline", "planning", "analysis", "lm", "images"}
     for name in {*jaxpar.__all__} - modules:
-        assert f'id="{name}"' in page, name
-    for module in ("nn", "pipeline", "planning", "analysis"):
-        assert (tmp_path / f"site/jaxpar/{module}.html").exists()
+        assert re.search(rf'id="jaxpar\.(\w+\.)*{name}"', page), name
+    for module in modules:
+        assert (tmp_path / f"site/api/{module}/index.html").exists()
+    for name in ("index", "tutorial/index", "mxnet/index", "benchmarks/pipeline/index"):
+        text = (tmp_path / f"site/{name}.html").read_text()
+        assert "](" not in re.sub(r"(?s)<(pre|code).*?</\1>", "", text), name
+        assert not re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="https?:', text), name
 
 
 def test_the_page_of_model_parallelism_shows_what_its_command_prints():

@@ -27,7 +27,7 @@ from jaxpar.nn.cudnn import cudnn_lstm
 from jaxpar.nn.lstm import LSTMCarry, LSTMParams, Resets, lstm_layer
 from jaxpar.packing import PackedBatches
 from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step import NEVER, batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.training.evaluate import sum_batches
 from jaxpar.training.settings import Settings, TrainConfig
 
@@ -377,3 +377,40 @@ def test_where_a_sequence_begins_nothing_comes_through_that_is_not_finite():
     assert not np.isfinite(y[1:3]).all()
     np.testing.assert_array_equal(y[3:], good[3:])
     assert np.isfinite(dx[3:]).all()
+
+
+@pytest.mark.law
+def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
+    """Also of those that go on in other windows."""
+    task = Packed(kinds=("learned", "leaky"))
+    parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))
+    mesh = parallel.mesh.build()
+    state = init_state(task, parallel, mesh)
+    sums = sum_batches(task, parallel, state, task.make_batches("valid"), mesh)
+    arrays, lengths = task.sequences()
+    everything = {"place": np.arange(len(arrays["x"])), "weight": np.ones(len(arrays["x"]))}
+    params = by_layer(state.params, Settings(task, parallel, TrainConfig()))
+    expected = loss_of_sequences(task, params, *of_window(task, everything))
+    assert sums.weight == lengths.sum() > task.batch_size * task.seq_len
+    assert sums.loss == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.full
+def test_what_is_not_finite_is_traced_to_its_own_sequence():
+    task = Packed(kinds=("learned", "leaky"))
+    parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, zero_bubble="off"))
+    mesh = parallel.mesh.build()
+    batch = task.make_batches("train", 0).batch(1)
+    row, first = next(map(tuple, np.argwhere(batch["resets"] & (np.arange(8) > 1))))
+    later = np.flatnonzero(batch["resets"][row, first + 1 :])
+    end = first + 1 + later[0] if later.size else task.seq_len
+    batch["x"][row, first] = np.nan
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh, watch=True))
+    state = init_state(task, parallel, mesh)
+    (_, ((_, watched), _)), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
+    rows = {int(b) for flags in watched.values() for b in np.flatnonzero(flags[0, :, 0])}
+    assert rows == {row}
+    assert NEVER - float(watched["lstm"][0, row, 0]) == first
+    places = {tuple(map(int, place[2:])) for a in marks for place in np.argwhere(a)}
+    assert places
+    assert all(b == row and first <= t < end for t, b in places)

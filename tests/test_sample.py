@@ -1,5 +1,6 @@
 """Samples: the same for the same seed, from the carried state, and of words alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,8 @@ import pytest
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.layout import lay_out
-from jaxpar.tasks.lm.sample import sample, sample_tokens
+from jaxpar.tasks.lm.corpus import EOS
+from jaxpar.tasks.lm.sample import sample, sample_text, sample_tokens
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.fit import fit
 
@@ -124,3 +126,42 @@ def test_a_run_is_loaded_by_its_folder(run):
         jaxpar.load_run("nowhere")
     spread = jaxpar.load_run(run.out_dir, "pp2tp4")
     np.testing.assert_allclose(spread.logits("the cat sat"), logits, atol=1e-5)
+
+
+def larger(state):
+    """With larger weights, so that what is carried counts."""
+    return dataclasses.replace(state, params=jax.tree.map(lambda a: 5 * a, state.params))
+
+
+def test_a_model_of_lines_begins_each_of_them_anew(run):
+    """After the separator comes what came after the first one."""
+    separator, *words = np.int32([4, 7, 2, 9])
+    once = np.int32([separator, *words])
+    twice = np.int32([separator, 3, *once])
+    state = larger(run.state)
+    greedy = functools.partial(
+        sample_tokens, run.task, run.parallel, state, num_words=11, length=3, temperature=0
+    )
+    np.testing.assert_array_equal(greedy(twice, separator=4), greedy(once, separator=4))
+    model = lay_out(run.task, run.parallel).merge(state.params, state.frozen)
+    carry = model.layers.initial_carry(1)
+    logits = {
+        resets is None: model.unroll(twice[None], carry, resets)[1][-1, 0]
+        for resets in (None, twice[None] == separator)
+    }
+    expected = model.unroll(once[None], carry)[1][-1, 0]
+    np.testing.assert_allclose(logits[False], expected, rtol=1e-6)
+    assert np.abs(logits[True] - expected).max() > 1e-3
+
+
+def test_who_trains_on_lines_samples_lines(run):
+    vocabulary, state = run.task.read_text().vocabulary, larger(run.state)
+    numbers = {"length": 40, "temperature": 1.0, "seed": 0}
+    for task in (run.task, dataclasses.replace(run.task, packed=True)):
+        text = sample_text(task, run.parallel, state, vocabulary, "a cat", **numbers)
+        prompt = np.concatenate([vocabulary.encode([EOS]), vocabulary.encode("a cat")])
+        separator = int(prompt[0]) if task.packed else None
+        tokens = sample_tokens(
+            task, run.parallel, state, prompt, num_words=11, separator=separator, **numbers
+        )
+        assert text == vocabulary.decode(np.concatenate([prompt, tokens])[1:])

@@ -13,6 +13,8 @@ import warnings
 import zipfile
 from pathlib import Path
 
+RECIPES = Path(__file__).parent
+
 # Of each split, a newline counted as <eos>.
 NUM_TOKENS = {"train": 929_589, "valid": 73_760, "test": 82_430}
 

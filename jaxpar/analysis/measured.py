@@ -272,6 +272,11 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
             "steady_loop='on': without branches the profiler does not tell where a unit begins; measure it "
             "with steady_loop='off'"
         )
+    if parallel.num_segments > 1:
+        raise ValueError(
+            "remat_keeps='carries' runs a window in segments, each a loop over ticks of its own; measure it "
+            "with remat_keeps='device'"
+        )
     if parallel.update == "host":
         raise ValueError("update='host' is not one program; measure it with update='replicated'")
     if num_steps < 1:

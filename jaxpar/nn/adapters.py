@@ -5,16 +5,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxpar.at import At
+from jaxpar.nn.hoisting import hoisted_scan
+from jaxpar.nn.resets import begin_anew
 
 
 class Recurrent(nnx.Module):
     """A layer of any cell of Flax: `Recurrent(nnx.GRUCell(64, 64, rngs=rngs))`.
 
     The cell (a `flax.nnx.RNNCellBase`) is run over the time steps of its inputs [T, B, W], in a loop. Its
-    outputs must be as wide as its inputs.
+    outputs must be as wide as its inputs. Where a sequence begins, it starts from its initial carry.
+
+    Gradients of its weights are taken after the loop, and products of inputs and weights before it
+    (`nn.hoisting`): of whatever the cell computes by itself, as those of Flax and one's own of `nnx.Linear`,
+    `einsum`, `@` and arithmetic do. What a cell does with a weight inside a loop or branch of its own, in
+    `jax.checkpoint`, or in a function with a backward pass of its own (`jax.custom_vjp`, such as
+    `jaxpar.nn.Linear`), stays in the time loop: just as right, as slow as `lax.scan`, and zero-bubble
+    schedules find no W apart.
     """
 
     def __init__(self, cell: Any):
@@ -27,11 +35,13 @@ class Recurrent(nnx.Module):
     def __call__(self, carry: Any, x_TBW: jax.Array, at: At) -> tuple[Any, jax.Array]:
         """The cell at every time step."""
         graphdef, state = nnx.split(self.cell)
+        initial = None if at.resets is None else self.initial_carry(x_TBW.shape[1])
 
-        def step(carry, x_BW):
-            return nnx.merge(graphdef, state)(carry, x_BW)
+        def step(given, carry, inputs):
+            (state, initial), (x_BW, is_new_B) = given, inputs
+            return nnx.merge(graphdef, state)(begin_anew(is_new_B, initial, carry), x_BW)
 
-        return lax.scan(step, carry, x_TBW)
+        return hoisted_scan(step, (state, initial), carry, (x_TBW, at.resets))
 
 
 class Stateless(nnx.Module):

@@ -21,9 +21,10 @@ from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import dropout
+from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.resets import begin_anew
 from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
@@ -90,7 +91,8 @@ def lstm_forward(
 
     def step(carry, inputs):
         (h_BH, c_before_BH, room_TB4H), (t, is_new_B) = carry, inputs
-        h_BH, c_BH = _begin_anew(is_new_B, resets, LSTMCarry(h_BH, c_before_BH))
+        initial = None if resets is None else resets.initial
+        h_BH, c_BH = begin_anew(is_new_B, initial, LSTMCarry(h_BH, c_before_BH))
         z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_4H[None]
         gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
@@ -190,15 +192,6 @@ def _layer_bwd(saved, cotangents):
 lstm_layer.defvjp(_layer_fwd, _layer_bwd)
 
 
-def _begin_anew(is_new_B: Any, resets: Resets | None, carry: LSTMCarry) -> LSTMCarry:
-    """The state before a step: the initial one in rows where a sequence begins."""
-    if resets is None:
-        return carry
-    if resets.initial is None:
-        return jax.tree.map(lambda a: _where(is_new_B, 0.0, a), carry)
-    return jax.tree.map(lambda a, b: _where(is_new_B, b.astype(a.dtype), a), carry, resets.initial)
-
-
 def _where(is_new_B: jax.Array, a: Any, b: Any) -> jax.Array:
     return jnp.where(is_new_B[:, None], a, b)
 
@@ -229,7 +222,7 @@ class LSTM(nnx.Module):
         rngs: nnx.Rngs,
         init: Initializer | None = None,
         forget_bias: float = 1.0,
-        dropout: float = 0.0,
+        dropout: float | Dropout = 0.0,
         learn_initial: bool = False,
     ):
         """Draws the kernels; biases are 0 but for the forget gate's.
@@ -238,7 +231,7 @@ class LSTM(nnx.Module):
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
-          dropout: rate on the inputs; see `nn.dropout`.
+          dropout: of the inputs; see `nn.dropout`.
           learn_initial: learn the state that sequences begin from; else it is zeros.
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial

@@ -6,7 +6,7 @@ LSTM: x, h_{t-1} and dz) is what W has to wait with; most of it was saved for B 
 """
 
 import functools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from jaxpar.at import At
+from jaxpar.jaxprs import equations_for, made_of, program_of, reads_of
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
@@ -132,27 +133,27 @@ class _Cut:
         num = self._d_weights.num_leaves
         w_outs, b_outs = jaxpr.outvars[:num], jaxpr.outvars[num:]
         weights, saved = jaxpr.invars[: counts[0]], jaxpr.invars[counts[0] : sum(counts)]
-        ready = _made_of(jaxpr, weights)
-        b_eqns = _needed(jaxpr, b_outs, ready)
+        ready = made_of(jaxpr, weights)
+        b_eqns = equations_for(jaxpr.eqns, b_outs, ready)
         b_made = {v for eqn in b_eqns for v in eqn.outvars}
-        w_eqns = _needed(jaxpr, w_outs, ready | b_made)
+        w_eqns = equations_for(jaxpr.eqns, w_outs, ready | b_made)
         given = {v for eqn in w_eqns for v in eqn.outvars} | {*weights, *saved, *jaxpr.constvars}
-        crossing = _read(w_eqns, w_outs)
-        prepared = [v for v in dict.fromkeys((*_read(b_eqns, b_outs), *crossing)) if v in ready]
+        crossing = reads_of(w_eqns, w_outs)
+        prepared = [v for v in dict.fromkeys((*reads_of(b_eqns, b_outs), *crossing)) if v in ready]
         self.needed = [n for n, v in enumerate(saved) if v in crossing]
         self.later = [v for v in crossing if v not in given and v not in ready]
         self.is_apart = not any(v in b_made for v in w_outs if isinstance(v, Var)) and not any(
             eqn.primitive.name in ("scan", "while") for eqn in w_eqns
         )
-        self._prepare = _part(jaxpr, weights, _needed(jaxpr, prepared), prepared)
-        self._b = _part(
+        self._prepare = program_of(jaxpr, weights, equations_for(jaxpr.eqns, prepared), prepared)
+        self._b = program_of(
             jaxpr,
             [*weights, *prepared, *jaxpr.invars[counts[0] :]],
             b_eqns,
             [*b_outs, *self.later],
         )
         needed = [saved[n] for n in self.needed]
-        self._w = _part(jaxpr, [*weights, *prepared, *needed, *self.later], w_eqns, w_outs)
+        self._w = program_of(jaxpr, [*weights, *prepared, *needed, *self.later], w_eqns, w_outs)
 
     def prepare(self, weights: Any) -> list[jax.Array]:
         """What depends on weights alone."""
@@ -187,43 +188,6 @@ def _cut(
     weights, saved, _ = (len(jax.tree.leaves(part)) for part in arguments)
     cut = _Cut(closed, shape, (weights, saved))
     return cut if cut.is_apart else None
-
-
-def _made_of(jaxpr: Jaxpr, weights: Sequence[Var]) -> set[Var]:
-    """What is computed of weights, and of nothing else that is given."""
-    known, made = {*weights, *jaxpr.constvars}, set[Var]()
-    for eqn in jaxpr.eqns:
-        reads = [v for v in eqn.invars if isinstance(v, Var)]
-        if reads and not eqn.effects and all(v in known or v in made for v in reads):
-            made |= {*eqn.outvars}
-    return made
-
-
-def _needed(jaxpr: Jaxpr, outs: Sequence[Any], there: Set[Var] = frozenset()) -> list[Any]:
-    """The equations that outputs need, in order, but for those whose results are there."""
-    want, eqns = {v for v in outs if isinstance(v, Var)} - there, []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in want for v in eqn.outvars):
-            eqns.append(eqn)
-            want |= {v for v in eqn.invars if isinstance(v, Var)} - there
-    return eqns[::-1]
-
-
-def _read(eqns: Sequence[Any], outs: Sequence[Any]) -> dict[Var, None]:
-    """All that equations read, and outputs, in order."""
-    reads = (v for eqn in eqns for v in eqn.invars)
-    return dict.fromkeys(v for v in (*reads, *outs) if isinstance(v, Var))
-
-
-def _part(
-    jaxpr: Jaxpr, invars: Sequence[Var], eqns: Sequence[Any], outvars: Sequence[Any]
-) -> Jaxpr:
-    return jaxpr.replace(
-        invars=list(invars),
-        eqns=list(eqns),
-        outvars=list(outvars),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
 
 
 def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -> list[int]:

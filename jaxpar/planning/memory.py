@@ -104,9 +104,9 @@ def _working_bytes(
     for (name, kind), most in pieces.items():
         if name == FORWARD:  # what it keeps is there once for each layer, and once where it is made
             most = max(most - sum(facts.saved[kind]) / n, 0.0)
-        if (
-            kind >= 0
-        ):  # read from its slot into an array of its own, unless one layer is all there is
+        waits = name == LAST and step.parallel.pipeline.remat  # for the second forward
+        if kind >= 0 or waits:
+            # Read from its slot into an array of its own, unless one layer is all there is.
             pieces[name, kind] = most + kept if sum(step.unit_rows) > 1 else max(most, kept)
     computed = sum(step.part(a, step.rules).elements * a.itemsize for a in step.params)
     gathered = computed - step.bytes_of(step.params, step.param_rules)

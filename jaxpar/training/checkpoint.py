@@ -315,7 +315,7 @@ class Checkpoints:
                 + "; bring it back from a copy, or "
                 + ("take the newest state" if best else "begin anew (--overwrite)")
                 if damaged
-                else f"there is no checkpoint in {self._folder}; train first, or set out_dir to "
+                else f"there is no checkpoint in {self._folder}; train first, or name "
                 f"the folder of a run that has saved one"
             )
         if step is None:

@@ -4,6 +4,7 @@ from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
 from jaxpar.tasks.lm.corpus import Corpus, Vocabulary, load_corpus
 from jaxpar.tasks.lm.loaded import TextRun
 from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.packed import PackedSentences
 from jaxpar.tasks.lm.sample import sample
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 from jaxpar.tasks.lm.task import LM
@@ -17,6 +18,7 @@ __all__ = [
     "TokenStreams",
     "Sentences",
     "BucketedSentences",
+    "PackedSentences",
     "choose_edges",
     "Corpus",
     "Vocabulary",

@@ -17,24 +17,33 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import sys
 import sysconfig
+import typing
+import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
 from jaxpar.fields import require_instance
+from jaxpar.files import cache_folder, whole_file
 
-Level = Literal["auto", "word", "char"]
+Level = Literal["auto", "word", "char", "subword"]
 
+_log = logging.getLogger(__name__)
+
+SUBWORD = "subword"
 UNK = "<unk>"
 EOS = "<eos>"
 NAMES = ("python-docs", "python-source")
@@ -42,6 +51,13 @@ SPLITS = ("train", "valid", "test")
 LAYOUTS = ("ptb.{}.txt", "wiki.{}.tokens", "{}.txt")  # the first that a folder has is taken
 SOURCE_CHARS = 2_000_000
 LEAST_VOCAB = 3  # <unk>, <eos> and a word
+LEAST_SUBWORDS = 258  # <unk>, <eos> and the 256 bytes, of which all is made
+# Letters that words between spaces have at most on average; and in scripts that are written without spaces.
+LONGEST_MEAN_WORD, LONGEST_MEAN_CJK_WORD = 15, 4
+_WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+# A text of fewer bytes is read as quickly as its tokens; of others, so many are kept.
+LEAST_CACHED_BYTES, MAX_CACHED = 2_000_000, 8
+_CORPORA, _CACHE_VERSION = "corpora", 1
 
 # A word with its contraction, or a run of one punctuation mark: `==`, `...`, `**`.
 _WORD_OR_MARK = re.compile(r"<unk>|<eos>|\w+(?:['\u2019](?:t|s|re|ve|ll|d|m)\b)?|([^\w\s])\1*")
@@ -63,16 +79,23 @@ class Vocabulary:
     Attributes:
       words: all different, `<unk>` and `<eos>` among them.
       tokenizer: how `encode` cuts a text: "spaces" between words, as in PTB's files; "marks",
-        lower case and punctuation apart; "chars".
+        lower case and punctuation apart; "chars"; "subword", as `pieces` says.
+      pieces: of "subword", what the package tokenizers writes of its tokenizer, JSON; "" for the others.
     """
 
     words: tuple[str, ...]
     tokenizer: str = "spaces"
+    pieces: str = ""
 
     def __post_init__(self) -> None:
-        if self.tokenizer not in _CUTTERS:
+        if self.tokenizer not in (*_CUTTERS, SUBWORD):
             raise ValueError(
-                f"tokenizer={self.tokenizer!r} is unknown; use {' or '.join(_CUTTERS)}"
+                f"tokenizer={self.tokenizer!r} is unknown; use {' or '.join((*_CUTTERS, SUBWORD))}"
+            )
+        if (self.tokenizer == SUBWORD) != bool(self.pieces):
+            raise ValueError(
+                f"tokenizer={self.tokenizer!r} with pieces={self.pieces[:20]!r}; only "
+                f"{SUBWORD!r} has pieces, and needs them"
             )
         if missing := [word for word in (UNK, EOS) if word not in self._ids]:
             raise ValueError(f"no {' and no '.join(missing)} among the {len(self)} words; add it")
@@ -87,6 +110,15 @@ class Vocabulary:
     def _ids(self) -> dict[str, int]:
         return {word: i for i, word in enumerate(self.words)}
 
+    @functools.cached_property
+    def _pieces(self) -> Any:
+        """The tokenizer of "subword".
+
+        Raises:
+          ValueError: the package is not there.
+        """
+        return _tokenizers().Tokenizer.from_str(self.pieces)
+
     @property
     def separator(self) -> int:
         """The id of `<eos>`, which ends every line."""
@@ -100,6 +132,8 @@ class Vocabulary:
         Raises:
           ValueError: strict, and a word is outside the vocabulary.
         """
+        if self.tokenizer == SUBWORD and isinstance(text, str):  # of which nothing is unknown
+            return _encode_pieces(self._pieces, text, self.separator)
         words = _tokenize(text, self.tokenizer) if isinstance(text, str) else text
         if strict:
             words = map(self._known, words)
@@ -116,6 +150,10 @@ class Vocabulary:
         """
         ids = np.asarray(ids)
         check_tokens(ids, len(self))
+        if self.tokenizer == SUBWORD:
+            lines = np.split(ids.ravel(), np.flatnonzero(ids.ravel() == self.separator) + 1)
+            texts = (self._pieces.decode(line[line != self.separator].tolist()) for line in lines)
+            return "\n".join(texts)
         words: list[str] = [self.words[i] for i in ids.ravel().tolist()]
         if self.tokenizer == "chars":
             return "".join({EOS: "\n", UNK: "\ufffd"}.get(word, word) for word in words)
@@ -124,6 +162,8 @@ class Vocabulary:
     def to_json(self) -> str:
         """What `load` reads from a file."""
         content = {"tokenizer": self.tokenizer, "words": self.words}
+        if self.pieces:
+            content["pieces"] = self.pieces
         return json.dumps(content, ensure_ascii=False, indent=0)
 
     @classmethod
@@ -136,14 +176,18 @@ class Vocabulary:
         """
         try:
             content = json.loads(_read(Path(path)))
-            words, tokenizer = content["words"], content["tokenizer"]
+            words, tokenizer, pieces = (
+                content["words"],
+                content["tokenizer"],
+                content.get("pieces", ""),
+            )
             if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
                 raise TypeError("its words are not strings")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} is no vocabulary ({error}); give the vocabulary.json of a run"
             ) from error
-        return cls(tuple(words), tokenizer)
+        return cls(tuple(words), tokenizer, pieces)
 
     def _known(self, word: str) -> str:
         if word not in self._ids:
@@ -178,11 +222,15 @@ def load_corpus(
     python-docs a paragraph is a line, words are lower case, punctuation marks are words.
     python-source takes whole top-level modules by name until it has 2 million characters.
 
-    The words of the user's files stand between spaces and stay as they are.
+    The words of the user's files stand between spaces and stay as they are. "subword" learns pieces of words
+    from train (byte-level BPE, arXiv:1508.07909), of which every text is made, also one without spaces.
+
+    The tokens of a large text are kept in the user's cache folder, and found again as long as neither it nor
+    the arguments change.
 
     Args:
       name_or_path: "python-docs", "python-source", or a folder or file of UTF-8 text.
-      level: "word", "char", or "auto": characters for python-source, words for all others.
+      level: "word", "char", "subword", or "auto": characters for python-source, words for all others.
       max_vocab: the size to which the vocabulary is cut, `<unk>` and `<eos>` counted; the words
         that are rarest in train become `<unk>`.
 
@@ -192,24 +240,38 @@ def load_corpus(
     """
     require_instance("corpus", name_or_path, str | os.PathLike, f"{', '.join(NAMES)}, or a path")
     name = os.fspath(name_or_path)
-    if level not in ("auto", "word", "char"):
-        raise ValueError(f"level={level!r} is unknown; use auto, word or char")
-    if max_vocab < LEAST_VOCAB:
-        raise ValueError(
-            f"max_vocab={max_vocab} leaves no room for words; use {LEAST_VOCAB} or more"
-        )
+    if level not in typing.get_args(Level):
+        raise ValueError(f"level={level!r} is unknown; use {', '.join(typing.get_args(Level))}")
+    least = LEAST_SUBWORDS if level == SUBWORD else LEAST_VOCAB
+    if max_vocab < least:
+        raise ValueError(f"max_vocab={max_vocab} leaves no room for words; use {least} or more")
+    if level == SUBWORD:
+        _tokenizers()  # is it there?
     if level == "auto":
         level = "char" if name == "python-source" else "word"
-    tokenizer = "chars" if level == "char" else "marks" if name in NAMES else "spaces"
+    tokenizer = {"char": "chars", "subword": SUBWORD}.get(
+        level, "marks" if name in NAMES else "spaces"
+    )
     if name == "python-docs":
         texts = _spread(_docs_paragraphs())
     elif name == "python-source":
         texts = _spread(_source_paragraphs())
     else:
         texts = _user_texts(name)
-    counts = Counter(_tokenize(texts["train"], tokenizer))
-    vocabulary = _vocabulary(counts, tokenizer, max_vocab, min_count=2 if name in NAMES else 1)
-    return Corpus(name, level, vocabulary, *(vocabulary.encode(texts[split]) for split in SPLITS))
+    key = _key(texts, level, tokenizer, max_vocab)
+    if key is not None and (corpus := _cached(key, name, level)) is not None:
+        return corpus
+    if tokenizer == SUBWORD:
+        vocabulary = _learn_pieces(texts["train"], max_vocab)
+    else:
+        counts = Counter(_tokenize(texts["train"], tokenizer))
+        vocabulary = _vocabulary(counts, tokenizer, max_vocab, min_count=2 if name in NAMES else 1)
+    tokens = {split: vocabulary.encode(texts[split]) for split in SPLITS}
+    _warn_of_long_words(name, tokenizer, texts["train"])
+    corpus = Corpus(name, level, vocabulary, **tokens)
+    if key is not None:
+        _keep(key, corpus)
+    return corpus
 
 
 def check_tokens(ids: np.ndarray | Sequence[int], num_words: int, what: str = "tokens") -> None:
@@ -253,6 +315,114 @@ def unigram_perplexity(train_ids: np.ndarray, eval_ids: np.ndarray, vocab_size: 
     check_tokens(eval_ids, vocab_size)
     counts_V = np.bincount(train_ids.astype(np.int64), minlength=vocab_size) + 1
     return float(np.exp(-np.mean(np.log(counts_V / counts_V.sum())[eval_ids])))
+
+
+def _tokenizers() -> Any:
+    """The package of subwords.
+
+    Raises:
+      ValueError: it is not installed.
+    """
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ValueError(
+            "level='subword' needs the package tokenizers; pip install 'jaxpar[subword]'"
+        ) from error
+
+
+def _learn_pieces(text: str, max_vocab: int) -> Vocabulary:
+    """Pieces of words, the more frequent the longer."""
+    package = _tokenizers()
+    tokenizer = package.Tokenizer(package.models.BPE())
+    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = package.decoders.ByteLevel()
+    trainer = package.trainers.BpeTrainer(
+        vocab_size=max_vocab,
+        special_tokens=[UNK, EOS],
+        initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((line.rstrip("\n") for line in io.StringIO(text)), trainer)
+    ids = tokenizer.get_vocab()
+    return Vocabulary(tuple(sorted(ids, key=ids.__getitem__)), SUBWORD, tokenizer.to_str())
+
+
+def _encode_pieces(tokenizer: Any, text: str, separator: int) -> np.ndarray:
+    lines = list(io.StringIO(text))
+    parts: list[int] = []
+    for start in range(0, len(lines), 10_000):  # so many at once are in memory twice
+        some = lines[start : start + 10_000]
+        encoded = tokenizer.encode_batch(
+            [line.removesuffix("\n") for line in some], add_special_tokens=False
+        )
+        for line, pieces in zip(some, encoded, strict=True):
+            parts += [*pieces.ids, separator] if line.endswith("\n") else pieces.ids
+    return np.array(parts, np.int32)
+
+
+def _warn_of_long_words(name: str, tokenizer: str, text: str) -> None:
+    """Says so if the words between spaces are whole lines, as of a language without spaces."""
+    if tokenizer != "spaces":
+        return
+    start = text[:100_000].split()
+    letters = "".join(start)
+    mean = len(letters) / max(len(start), 1)
+    is_cjk = len(_WITHOUT_SPACES.findall(letters)) > 0.2 * len(letters)
+    if mean > (LONGEST_MEAN_CJK_WORD if is_cjk else LONGEST_MEAN_WORD):
+        _log.warning(
+            "corpus %r has hardly any spaces: its words have %.0f characters on average; read it with "
+            "--level char, or --level subword",
+            name, mean,
+        )  # fmt: skip
+
+
+# ---- tokens that are kept ----
+
+
+def _key(texts: Mapping[str, str], level: str, tokenizer: str, max_vocab: int) -> str | None:
+    """The name of what is kept of texts; None if they are read too quickly to be kept."""
+    parts = {split: texts[split].encode() for split in SPLITS}
+    if sum(map(len, parts.values())) < LEAST_CACHED_BYTES:
+        return None
+    hashed = xxhash.xxh3_128(repr((_CACHE_VERSION, level, tokenizer, max_vocab)).encode())
+    for content in parts.values():
+        hashed.update(xxhash.xxh3_128_digest(content))
+    return hashed.hexdigest()
+
+
+def _cached(key: str, name: str, level: str) -> Corpus | None:
+    """What was kept under a key; None if there is nothing, or it is damaged."""
+    try:
+        path = cache_folder() / _CORPORA / f"{key}.npz"
+        with np.load(path, allow_pickle=False) as file:  # a zip file, which has checksums
+            content = {field: file[field] for field in file.files}
+        vocabulary = Vocabulary(**json.loads(bytes(content.pop("vocabulary"))))
+        vocabulary = dataclasses.replace(vocabulary, words=tuple(vocabulary.words))
+        return Corpus(name, level, vocabulary, **content)
+    except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(key: str, corpus: Corpus) -> None:
+    """Keeps the tokens of a corpus, where there is a folder for it, and removes the oldest."""
+    try:
+        folder = cache_folder() / _CORPORA
+        folder.mkdir(parents=True, exist_ok=True)
+        known = corpus.vocabulary
+        text = json.dumps(
+            {"words": known.words, "tokenizer": known.tokenizer, "pieces": known.pieces}
+        )
+        with whole_file(folder / f"{key}.npz") as path, path.open("wb") as file:
+            np.savez(
+                file, vocabulary=np.frombuffer(text.encode(), np.uint8),
+                **{split: getattr(corpus, split) for split in SPLITS},
+            )  # fmt: skip
+        kept = sorted(folder.glob("*.npz"), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-MAX_CACHED]:
+            path.unlink(missing_ok=True)
+    except OSError:  # no home, or no space: it is read anew each time
+        return
 
 
 def _tokenize(text: str, tokenizer: str) -> Iterator[str]:

@@ -1,14 +1,15 @@
-"""The language model: token embedding, a stack of LSTM layers, a head over the vocabulary.
+"""The language model: token embedding, a stack of recurrent layers, a head over the vocabulary.
 
 Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
@@ -24,7 +25,15 @@ from jaxpar.tasks.lm.loss import (
     linear_cross_entropy,
     without_padding,
 )
-from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.regularization import (
+    Regularization,
+    drop_kernels,
+    scale_of_words,
+    square_of,
+)
+from jaxpar.tasks.lm.streams import IGNORE, Batch
+
+NLL = "nll"  # a metric: the loss without penalties
 
 
 class LanguageModel(nnx.Module):
@@ -40,11 +49,11 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
         num_words: int | None = None,
         dropout: float = 0.0,
-        forget_bias: float = 1.0,
+        regularization: Regularization = Regularization(),
         init_range: float = 0.0,
         tie_embedding: bool = False,
         dtype: str = "float32",
-        lstm: type[LSTM] = LSTM,
+        layer: Callable[..., Any] = LSTM,
         max_logits: int = LOGITS_ELSEWHERE,
     ):
         """Draws the parameters.
@@ -54,15 +63,17 @@ class LanguageModel(nnx.Module):
           vocab_size: V, rows of the table.
           num_words: ids from here on are padding, and get no probability; None if there are none.
           dropout: rate on the embedding, between layers and before the head.
+          regularization: more of this kind.
           init_range: the table and all kernels are drawn evenly within plus and minus this; 0 draws them by
             their widths.
           dtype: of activations and matmul inputs.
-          lstm: what a layer is made of.
+          layer: makes one, as `nn.LSTM` does.
           max_logits: how many are computed at once; see `linear_cross_entropy`.
         """
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_words = vocab_size if num_words is None else num_words
-        self.dropout, self.tie_embedding = dropout, tie_embedding
+        self.dropout, self.tie_embedding = regularization.of_head(dropout), tie_embedding
+        self.regularization = regularization
         self.dtype, self.max_logits = dtype, max_logits
         init = uniform(init_range) if init_range else None
         # A table that is the head as well is drawn and split like a head.
@@ -74,10 +85,12 @@ class LanguageModel(nnx.Module):
             rngs=rngs,
         )
 
-        def layer(rngs: nnx.Rngs) -> LSTM:
-            return lstm(hidden_size, rngs=rngs, init=init, forget_bias=forget_bias, dropout=dropout)
+        def make(rngs: nnx.Rngs) -> Any:
+            return layer(
+                hidden_size, rngs=rngs, init=init, dropout=regularization.of_layers(dropout)
+            )
 
-        self.layers = Stack([layer] * num_layers, rngs=rngs, unroll=1)  # the smallest
+        self.layers = Stack([make] * num_layers, rngs=rngs, unroll=1)  # the smallest
         if tie_embedding:
             self.head_bias = named_param(jnp.zeros(vocab_size), (VOCAB,))
         else:
@@ -97,36 +110,51 @@ class LanguageModel(nnx.Module):
         model.embedding.table = named_param(table_VH, (TOKENS, EMBED))
         return model
 
+    def draw(self, key: jax.Array) -> "LanguageModel":
+        """The model with weights of its recurrent kernels dropped."""
+        rate = self.regularization.kernel_dropout
+        if rate == 0.0:
+            return self
+        graphdef, params = nnx.split(self)
+        model = nnx.merge(graphdef, params)
+        for kind, rows in zip(self.layers.kinds, self.layers.slots.rows, strict=True):
+            w_h = getattr(model.layers, kind).w_h
+            w_h[...] = drop_kernels(w_h[...], rows, rate, key)
+        return model
+
     @jax.named_scope("embedding")
     def first(self, batch: Batch, at: At) -> jax.Array:
         """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
-        x_TBE = self.embedding(jnp.asarray(batch.inputs_BT)).astype(jnp.dtype(self.dtype))
-        return extend(x_TBE, self.hidden_size)
+        tokens = jnp.asarray(batch.inputs_BT)
+        x_TBE = self._drop_words(self.embedding(tokens), tokens, at)
+        return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
 
     def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Batch, at: At) -> nnx.State:
         """The gradients with those of the rows that `first` took, added in place."""
         table = grads["embedding"]["table"]
         dx_TBE = dx_TBH[..., : table.shape[1]].astype(table.dtype)
+        dx_TBE = self._drop_words(dx_TBE, jnp.asarray(batch.inputs_BT), at)
         table = table.replace(table[...].at[batch.inputs_BT].add(dx_TBE))
         return nnx.State({**grads, "embedding": {"table": table}})
 
     def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
         kernel_HV, bias_V = self._head()
-        return linear_cross_entropy(
-            dropout(y_TBH, self.dropout, at),
-            kernel_HV,
-            bias_V,
-            jnp.asarray(batch.targets_BT),
-            max_logits=self.max_logits,
+        y_TBH = dropout(y_TBH, self.dropout, at)
+        targets_TB = jnp.asarray(batch.targets_BT)
+        sums = linear_cross_entropy(
+            y_TBH, kernel_HV, bias_V, targets_TB, max_logits=self.max_logits
         )
+        return self._penalize(sums, y_TBH, targets_TB, at)
 
     def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
         kernel_HV, bias_V = self._head(manual_axis=STAGE)
         y_TBH = dropout(y_TBH, self.dropout, at)
         logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
-        return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
+        targets_TB = jnp.asarray(batch.targets_BT)
+        sums = cross_entropy(logits_TBV, targets_TB, manual_axis=STAGE)
+        return self._penalize(sums, y_TBH, targets_TB, at, manual_axis=STAGE)
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
@@ -134,16 +162,20 @@ class LanguageModel(nnx.Module):
         kernel_HV, bias_V = self._head()
         return matmul(y, kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
 
-    def unroll(self, tokens_BT: jax.Array, carry: Any) -> tuple[Any, jax.Array]:
+    def unroll(
+        self, tokens_BT: jax.Array, carry: Any, resets_BT: jax.Array | None = None
+    ) -> tuple[Any, jax.Array]:
         """One window of a text from the state that the window before left, without dropout.
 
         Args:
           tokens_BT: int32.
           carry: as `layers.initial_carry` gives it.
+          resets_BT: where lines begin anew, before that token; None if nowhere.
         Returns:
           the state after the window, and float32 logits [T, B, V].
         """
-        batch = Batch(tokens_BT.T, tokens_BT.T, starts=False)
+        resets_TB = None if resets_BT is None else resets_BT.T
+        batch = Batch(tokens_BT.T, tokens_BT.T, starts=False, resets=resets_TB)
         at = At(layer=0, time=0, row=0, batch=batch)
         carry, y_TBH = self.layers(carry, self.first(batch, at), at)
         return carry, self.logits(y_TBH)
@@ -152,6 +184,31 @@ class LanguageModel(nnx.Module):
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
         carry = self.layers.initial_carry(tokens_BT.shape[0])
         return self.unroll(tokens_BT, carry)[1].swapaxes(0, 1)
+
+    def _drop_words(self, x_TBE: jax.Array, tokens_TB: jax.Array, at: At) -> jax.Array:
+        """Embeddings, or their gradients, without those of the words that are dropped."""
+        scale_V = scale_of_words(self.regularization.word_dropout, self.vocab_size, at)
+        return x_TBE if scale_V is None else x_TBE * scale_V[tokens_TB][..., None]
+
+    def _penalize(
+        self,
+        sums: Sums,
+        y_TBH: jax.Array,
+        targets_TB: jax.Array,
+        at: At,
+        manual_axis: str | None = None,
+    ) -> Sums:
+        """The sums with what large activations cost in training; `nll` is without it."""
+        weight = self.regularization.activations
+        if weight == 0.0:
+            return sums
+        metrics = {NLL: sums.loss}
+        if at.key is None:
+            return sums._replace(metrics=metrics)
+        square = square_of(y_TBH, targets_TB != IGNORE)
+        if manual_axis is not None:  # all devices of the axis have all of y
+            square = lax.pmean(square, manual_axis)
+        return sums._replace(loss=sums.loss + weight * square, metrics=metrics)
 
     def _head(self, manual_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
         """Kernel [H, V] and bias [V], or this device's part of them, without probability for padding."""

@@ -68,6 +68,7 @@ def sample_text(
         state,
         tokens,
         num_words=len(vocabulary),
+        separator=int(tokens[0]) if task.reads_lines else None,
         length=length,
         temperature=temperature,
         seed=seed,
@@ -87,6 +88,7 @@ def sample_tokens(
     prompt: np.ndarray,
     *,
     num_words: int,
+    separator: int | None = None,
     length: int,
     temperature: float = 1.0,
     seed: int = 0,
@@ -97,6 +99,7 @@ def sample_tokens(
       task, parallel: those that the state was made with.
       prompt: token ids [tokens], at least one.
       num_words: ids from here on are never drawn.
+      separator: the token from which the model reads a line that begins anew; None if there is none.
     Raises:
       ValueError: a token is outside the vocabulary, or a number is out of range.
     """
@@ -107,7 +110,9 @@ def sample_tokens(
     @jax.jit
     def step(params, carry, token, key):
         model = layout.merge(params, state.frozen)
-        carry, logits_TBV = model.unroll(token[None, None], carry)
+        token_BT = token[None, None]
+        resets_BT = None if separator is None else token_BT == separator
+        carry, logits_TBV = model.unroll(token_BT, carry, resets_BT)
         logits_V = logits_TBV[0, 0, :num_words]
         if temperature == 0:
             return carry, jnp.argmax(logits_V).astype(jnp.int32)

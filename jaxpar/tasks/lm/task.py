@@ -1,9 +1,10 @@
 """The task of a language model: its options, and what follows from them."""
 
 import dataclasses
+import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.batches import Batches
 from jaxpar.fields import nearest_multiples, require, require_positive, require_rate
+from jaxpar.nn import GRU, RGLRU, SLSTM, MinGRU
 from jaxpar.optimizer import OptimizerConfig
 from jaxpar.parallel import Parallel, PipelineConfig, check_divides
 from jaxpar.task import Task
@@ -28,8 +30,9 @@ from jaxpar.tasks.lm.corpus import (
 )
 from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
-from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.model import NLL, LanguageModel
 from jaxpar.tasks.lm.packed import PackedSentences
+from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
@@ -37,6 +40,9 @@ from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
 VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
+
+OTHER_LAYERS = {"gru": GRU, "rglru": RGLRU, "mingru": MinGRU, "slstm": SLSTM}
+FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
 
 _FREE = {"free": True}  # may change between two runs of one state
 
@@ -64,24 +70,27 @@ _KNOWN = "_known"
 
 @dataclasses.dataclass(frozen=True)
 class LM(Task):
-    """A deep LSTM language model, and the text that it learns.
+    """A deep recurrent language model, and the text that it learns.
 
     Attributes:
-      num_layers: LSTM layers.
+      num_layers: recurrent layers.
       hidden_size: units of each layer.
       embed_size: width of the token embedding; at most hidden_size.
       vocab_size: rows of the embedding; None takes what the corpus needs, and some padding.
       num_words: ids from here on are padding and get no probability; None takes those of the corpus, or with
         a vocab_size all of them.
       dropout: rate on the embedding, between layers and before the head.
-      forget_bias: initial bias of the forget gates.
+      regularization: masks that are held over time, dropped words and weights, a penalty on activations.
+      layer: what they are: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
+      forget_bias: initial bias of the forget gates, of an LSTM or sLSTM.
       init_range: initial weights lie evenly within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
-      kernel: what runs the layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
+      kernel: what runs LSTM layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
         without `tensor`; "auto" is the faster one by measurement.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
-      level: what a token is; "auto" takes the corpus's own.
+      level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
+        (pip install 'jaxpar[subword]').
       max_vocab: the most frequent tokens kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
@@ -102,13 +111,17 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
+    regularization: Regularization = dataclasses.field(default=Regularization(), metadata=_FREE)
+    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
     kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
     corpus: str = dataclasses.field(default="python-docs", metadata=_FREE)
-    level: Literal["auto", "word", "char"] = dataclasses.field(default="auto", metadata=_FREE)
+    level: Literal["auto", "word", "char", "subword"] = dataclasses.field(
+        default="auto", metadata=_FREE
+    )
     max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
     batch_size: int = dataclasses.field(default=16, metadata=_FREE)
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
@@ -125,6 +138,20 @@ class LM(Task):
         )  # fmt: skip
         require_rate(self, "dropout")
         require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
+        require(
+            self.layer == "lstm" or self.kernel != "cudnn",
+            f"kernel='cudnn' cannot run layer={self.layer!r}: it is an LSTM; use kernel='scan'",
+        )
+        require(
+            self.layer in FORGETFUL or self.forget_bias == 1.0,
+            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
+            f"own; leave it away, or use layer='lstm' or 'slstm'",
+        )
+        require(
+            self.regularization.kernel_dropout == 0 or self.layer not in ("rglru", "mingru"),
+            f"regularization.kernel_dropout={self.regularization.kernel_dropout}: layer={self.layer!r} has "
+            f"no recurrent kernel to drop weights of; use 0, or another layer",
+        )
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
                 require_positive(self, name)
@@ -161,6 +188,11 @@ class LM(Task):
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
 
+    @property
+    def reads_lines(self) -> bool:
+        """Whether each line of the text is read from the initial state."""
+        return self.packed or self.num_buckets > 0
+
     def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
         """The model. Without a mesh nothing can be chosen: kernel="auto" is the scan here.
 
@@ -175,13 +207,20 @@ class LM(Task):
             rngs=rngs,
             num_words=self.num_words,
             dropout=self.dropout,
-            forget_bias=self.forget_bias,
+            regularization=self.regularization,
             init_range=self.init_range,
             tie_embedding=self.tie_embedding,
             dtype=self.dtype,
-            lstm=LAYERS["cudnn" if self.kernel == "cudnn" else "scan"],
+            layer=self._layer(),
             max_logits=LOGITS_ON_CPU if jax.default_backend() == "cpu" else LOGITS_ELSEWHERE,
         )
+
+    def _layer(self) -> Callable[..., Any]:
+        """What makes a layer."""
+        lstm = LAYERS["cudnn" if self.kernel == "cudnn" else "scan"]
+        kind = lstm if self.layer == "lstm" else OTHER_LAYERS[self.layer]
+        own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
+        return functools.partial(kind, **own)
 
     def make_batches(self, split: str, seed: int | None = None) -> Batches:
         """Windows of the text as one long stream, or its lines in buckets or packed.
@@ -205,7 +244,7 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        if not (self.num_buckets or self.packed):
+        if not self.reads_lines:
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
         sentences = Sentences.split(tokens, separator)
         if self.packed:
@@ -261,7 +300,10 @@ class LM(Task):
             known.corpus = load_corpus(self.corpus, self.level, self.max_vocab)
             words = self.num_words or len(known.corpus.vocabulary)
             changes |= {"num_words": words, "vocab_size": padded(words)}
-        if self.kernel == "auto":
+        if self.kernel == "auto" and self.layer != "lstm":
+            known.kernel = KernelChoice("scan", f"cudnn cannot run layer={self.layer!r}")
+            changes["kernel"] = "scan"
+        elif self.kernel == "auto":
             known.kernel = choose_kernel(self._work(parallel), mesh)
             changes["kernel"] = known.kernel.name
         task = dataclasses.replace(self, **changes)
@@ -303,8 +345,9 @@ class LM(Task):
     # ---- what a person reads, and what is kept ----
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity; infinity where it overflows."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        """Perplexity, without penalties; infinity where it overflows."""
+        nll = means.get(NLL, loss)
+        return {"perplexity": math.exp(nll) if nll < 700 else math.inf}
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""

@@ -22,6 +22,7 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -86,12 +87,14 @@ def export_weights(
     Returns:
       the task of the run.
     Raises:
-      ValueError: `num_biases` is neither, the run is of another task, or the model does not fit the mesh.
+      ValueError: `num_biases` is neither, the layers are no LSTM, the run is of another task, or the model
+        does not fit the mesh.
       OSError: no run, no checkpoint in it, or the file cannot be written.
     """
     if num_biases not in (1, 2):
         raise ValueError(f"num_biases={num_biases}: use 2, as torch.nn.LSTM has, or 1")
     folder, vocabulary = open_run(run_dir)
+    _check_layer(folder.settings().task)
     (task, parallel, _), _, state = folder.restore(mesh, best=best)
     assert isinstance(task, LM)
     arrays = {
@@ -136,9 +139,11 @@ def import_weights(
     Returns:
       the task of the run.
     Raises:
-      ValueError: the file holds another model, or the corpus has words that the model has not.
+      ValueError: the file holds another model, the task's layers are no LSTM, or the corpus has words that
+        the model has not.
       OSError: a file cannot be read, or `run_dir` holds a run already (FileExistsError).
     """
+    _check_layer(task)
     folder = choose_folder(str(run_dir), resume=False, overwrite=overwrite)
     weights = read_weights(path, names)
     words = weights.words if vocabulary is None else _read_words(Path(vocabulary).expanduser())
@@ -168,6 +173,14 @@ def import_weights(
         with folder.checkpoints(settings) as checkpoints:
             checkpoints.save(with_parameters(state, task, parallel, arrays))
     return task
+
+
+def _check_layer(task: Any) -> None:
+    if task.layer != "lstm":
+        raise ValueError(
+            f"files of weights hold an LSTM, this task has layer={task.layer!r}; use layer='lstm', or "
+            f"jaxpar.load_run and, for a GRU, jaxpar.nn.GRUParams.to_torch and from_torch"
+        )
 
 
 def to_torch(

@@ -1,0 +1,67 @@
+"""A layer that reads a window in both directions, for encoders."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.at import At
+from jaxpar.batches import RESETS, with_part
+
+SECOND = 2**31 - 1  # folded into the key of the second layer's dropout
+
+
+class Bidirectional(nnx.Module):
+    """Two layers, one of which reads from the end: `Bidirectional(GRU(64, rngs=rngs), GRU(64, rngs=rngs))`.
+
+    The state of the first goes on from window to window, as that of any layer. The second begins with the
+    last step of every sequence, and of the window, from its initial carry. It needs the whole window at once:
+    time is not cut into chunks.
+
+    Attributes:
+      first, second: layers of equal inputs.
+    """
+
+    whole_window: ClassVar[bool] = True
+
+    def __init__(self, first: Any, second: Any, merge: Callable[[Any, Any], Any] = jnp.add):
+        """Takes the layers.
+
+        Args:
+          merge: makes one output of the two; what comes out must be as the inputs are. The default adds; two
+            layers of outputs half as wide may be put side by side.
+        """
+        self.first, self.second, self.merge = first, second, merge
+
+    def initial_carry(self, rows: int) -> Any:
+        """Of the first layer."""
+        return self.first.initial_carry(rows)
+
+    @property
+    def carry_dims(self) -> Any:
+        """Of the first layer."""
+        return getattr(self.first, "carry_dims", None)
+
+    def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
+        """Both layers over the window."""
+        carry, y = self.first(carry, x, at)
+        num_rows = jax.tree.leaves(x)[0].shape[1]
+        _, z = self.second(self.second.initial_carry(num_rows), _flip(x), _reversed(at))
+        return carry, jax.tree.map(self.merge, y, _flip(z))
+
+
+def _flip(tree: Any) -> Any:
+    return jax.tree.map(lambda a: a[::-1], tree)
+
+
+def _reversed(at: At) -> At:
+    """Of the window read from its end: a sequence begins with what was its last step."""
+    batch = jax.tree.map(lambda a: a[::-1] if jnp.ndim(a) > 1 else a, at.batch)
+    if at.resets is not None:
+        ends = jnp.concatenate([at.resets[1:], jnp.zeros_like(at.resets[:1])])
+        batch = with_part(batch, RESETS, ends[::-1])
+    # Other masks of dropout than those of the first layer.
+    key = None if at.key is None else jax.random.fold_in(at.key, SECOND)
+    return at._replace(batch=batch, key=key)

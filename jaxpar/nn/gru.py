@@ -1,0 +1,152 @@
+"""A GRU layer with PyTorch's formula.
+
+Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z n, 4 these and n of the state.
+
+    r_t = sigmoid(W_xr x_t + W_hr h_{t-1} + b_r)      z_t = sigmoid(W_xz x_t + W_hz h_{t-1} + b_z)
+    n_t = tanh(W_xn x_t + b_n + r_t * (W_hn h_{t-1} + b_hn))
+    h_t = (1 - z_t) * n_t + z_t * h_{t-1}
+
+(Cho et al. 2014, with the reset gate after the product, as `torch.nn.GRU` and cuDNN have it.)
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.at import At
+from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.nn.hoisting import hoisted_scan
+from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.resets import begin_anew
+
+
+class GRUParams(NamedTuple):
+    """Weights of one layer. float32."""
+
+    w_x_I3H: jax.Array
+    w_h_H3H: jax.Array
+    b_4H: jax.Array
+
+    @classmethod
+    def from_torch(cls, tensors: Mapping[str, np.ndarray], layer: int = 0) -> Self:
+        """Those of one layer and direction of a `torch.nn.GRU`, by its `state_dict` as arrays.
+
+        Raises:
+          ValueError: a tensor of it is missing.
+        """
+        names = [f"{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+        if missing := [name for name in names if name not in tensors]:
+            raise ValueError(
+                f"there is no tensor {', '.join(missing)} among {', '.join(sorted(tensors))}; give the "
+                f"state_dict of a torch.nn.GRU with biases, without what its model adds to their names"
+            )
+        weight_ih, weight_hh, bias_ih, bias_hh = (np.asarray(tensors[name]) for name in names)
+        H = weight_hh.shape[1]
+        b_x, b_h = bias_ih.reshape(3, H), bias_hh.reshape(3, H)
+        b_4H = np.stack([b_x[0] + b_h[0], b_x[1] + b_h[1], b_x[2], b_h[2]])
+        w_x, w_h = weight_ih.T.reshape(-1, 3, H), weight_hh.T.reshape(H, 3, H)
+        return cls(*map(jnp.asarray, (w_x, w_h, b_4H)))
+
+    def to_torch(self, layer: int = 0) -> dict[str, np.ndarray]:
+        """The other way round; where PyTorch has two biases that are added, the second is zero."""
+        w_x, w_h, b = (np.asarray(a) for a in self)
+        H, zeros = w_h.shape[0], np.zeros_like(b[:2])
+        tensors = {
+            "weight_ih": w_x.reshape(-1, 3 * H).T,
+            "weight_hh": w_h.reshape(-1, 3 * H).T,
+            "bias_ih": b[:3].ravel(),
+            "bias_hh": np.concatenate([zeros, b[3:]]).ravel(),
+        }
+        return {f"{name}_l{layer}": np.ascontiguousarray(a) for name, a in tensors.items()}
+
+
+def gru_layer(
+    params: GRUParams,
+    carry: jax.Array,
+    x_TBI: jax.Array,
+    resets_TB: jax.Array | None = None,
+    initial_BH: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer over a window of time.
+
+    The dtype of `x_TBI` is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
+
+    Args:
+      carry: h before the first step, [B, H] float32.
+      resets_TB: where a sequence begins, from `initial_BH` (None: zeros); None is nowhere.
+    Returns:
+      h after the last step, and the outputs h_TBH in the dtype of x.
+    """
+    dtype = x_TBI.dtype
+
+    def step(given, h_BH, inputs):
+        params, initial_BH = given
+        x_BI, is_new_B = inputs
+        h_BH = begin_anew(is_new_B, initial_BH, h_BH)
+        b_4H = params.b_4H
+        zx_B3H = _dot(x_BI, params.w_x_I3H.astype(dtype)) + b_4H[:3][None]
+        zh_B3H = _dot(h_BH.astype(dtype), params.w_h_H3H.astype(dtype))
+        r = nnx.sigmoid(zx_B3H[:, 0] + zh_B3H[:, 0])
+        z = nnx.sigmoid(zx_B3H[:, 1] + zh_B3H[:, 1])
+        n = jnp.tanh(zx_B3H[:, 2] + r * (zh_B3H[:, 2] + b_4H[3][None]))
+        h_BH = n + z * (h_BH - n)
+        return h_BH, h_BH.astype(dtype)
+
+    return hoisted_scan(step, (params, initial_BH), carry, (x_TBI, resets_TB))
+
+
+def _dot(x_BI: jax.Array, w_I3H: jax.Array) -> jax.Array:
+    return jnp.einsum("bi,igh->bgh", x_BI, w_I3H, preferred_element_type=jnp.float32)
+
+
+class GRU(nnx.Module):
+    """One GRU layer.
+
+    Attributes:
+      carry_dims: of its state.
+      w_x, w_h: [H, 3, H].
+      b: [4, H], the last of them of n's product with the state.
+    """
+
+    carry_dims: ClassVar[tuple[str, str]] = (BATCH, HIDDEN)
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        dropout: float | Dropout = 0.0,
+    ):
+        """Draws the kernels; biases are 0.
+
+        Args:
+          width: H, of inputs, state and outputs.
+          init: of the kernels; None draws them with variance 1 / width.
+          dropout: of the inputs; see `nn.dropout`.
+        """
+        self.width, self.dropout = width, dropout
+        draw, kernel, dtype = (
+            init or lecun_uniform(width),
+            (width, 3, width),
+            jnp.dtype(jnp.float32),
+        )
+        self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.b = named_param(jnp.zeros((4, width)), (GATES, HIDDEN))
+
+    def initial_carry(self, rows: int) -> jax.Array:
+        """Zeros, [rows, H]; a layer of one's own may have others, such as a parameter."""
+        return jnp.zeros((rows, self.width), jnp.float32)
+
+    @jax.named_scope("gru")
+    def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
+        """Dropout, then the layer over a window of time; see `gru_layer`."""
+        params = GRUParams(self.w_x[...], self.w_h[...], self.b[...])
+        initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
+        return gru_layer(params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)

@@ -1,0 +1,379 @@
+"""A loop over time steps whose weight gradients, and products of its inputs, are taken outside of it.
+
+Autodiff of a scan adds a part to every weight's gradient at every step. Here the step's program is read once
+(`step_program`) and run in three parts: what is computed of weights alone, before the loop; products of
+weights and inputs, as the input projection, for all steps at once before the loop; and the rest.
+
+An equation z = f(u, w) with a weight w is differentiated in two places. The backward loop finds the cotangent
+of u, and hands out that of z; that of w follows the loop, from u and dz of all steps at once: of a product it
+is one product, with time among the dims that it sums over.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.nn.linear import transposable
+from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
+from jaxpar.nn.tape import Tape
+from jaxpar.trees import add, vary_like
+
+
+def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
+    """`lax.scan` of `step(params, carry, x) -> (carry, y)`; differentiable once, in reverse.
+
+    Args:
+      params: what the step takes every time, its weights. What it closes over counts as such, too.
+    Returns:
+      the carry after the last step, and the outputs.
+    Raises:
+      ValueError: a step returns another kind of carry than it takes, or numbers that are not floating-point.
+    """
+    # A gradient has the type of what it is of: over which axes parts are added is told before.
+    params, carry, xs = vary_like((params, carry, xs), (params, carry, xs))
+    # Strong types, or what is kept would depend on where the arrays come from.
+    carry = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), carry)
+    first = jax.tree.map(lambda a: a[0], xs)
+    program, given, (after_shape, y_shape) = read_step(step, params, carry, first)
+    _check(carry, after_shape, y_shape)
+    found: Any = _scan(program, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
+    after, ys = found
+    after = jax.tree.unflatten(jax.tree.structure(carry), after)
+    return after, jax.tree.unflatten(jax.tree.structure(y_shape), ys)
+
+
+def _check(before: Any, after: Any, y: Any) -> None:
+    def describe(tree):
+        return jax.tree.map(lambda a: f"{jnp.dtype(a.dtype).name}{[*a.shape]}", tree)
+
+    if describe(before) != describe(after):
+        raise ValueError(
+            f"the carry that a step returns is {describe(after)}, the one that it takes is "
+            f"{describe(before)}; both need the same structure, shapes and dtypes"
+        )
+    for name, tree in (("carry", after), ("output", y)):
+        if not all(is_float(leaf) for leaf in jax.tree.leaves(tree)):
+            raise ValueError(
+                f"the {name} of a step is {describe(tree)}; it must be of floating-point numbers"
+            )
+
+
+class _Fixed:
+    """The fixed values of a program; of products, the weights as they and their backward passes take them."""
+
+    def __init__(self, program: StepProgram, given: Sequence[Any]):
+        self.env = dict(zip(program.fixed, program.make_fixed(given), strict=True))
+        self.products, self.weights = dict[int, Product](), dict[int, tuple[Any, Any]]()
+        for eqn in program.weighed((*program.early, *program.late)):
+            product = Product.find(eqn, program.weights_of(eqn))
+            if product is not None:
+                w = _in_order(self.env[eqn.invars[1 - product.place]], product.w_order)
+                n = product.num_sums
+                # Transposed here, or it would be at every step.
+                back = transposable(w.transpose(*range(n, w.ndim), *range(n)))
+                self.products[id(eqn)], self.weights[id(eqn)] = product, (w, back)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All of them, in an order that is always the same."""
+        return [*self.env.values(), *(a for pair in self.weights.values() for a in pair)]
+
+
+def _run(
+    program: StepProgram,
+    eqns: Sequence[Any],
+    fixed: _Fixed,
+    env: dict[Any, Any],
+    live: dict[Any, Any],
+    taps: Sequence[list[Any]] | None = None,
+    *,
+    over_time: bool = False,
+) -> dict[Any, Any]:
+    """Evaluates equations.
+
+    Args:
+      env: what is known besides what is fixed.
+      live: by variable, fixed values for equations that are not weighed.
+      taps: of every equation that is weighed, for each result zeros whose cotangent is to be the result's.
+      over_time: for all steps at once.
+    Returns:
+      all that is known then.
+    """
+    env, rest = {**fixed.env, **env}, iter(taps or ())
+    for eqn in eqns:
+        if not program.weights_of(eqn):
+            values = (
+                read_values({**env, **live}, eqn.invars) if live else read_values(env, eqn.invars)
+            )
+            outs = program.apply(eqn, values, over_time=over_time)
+        else:
+            values = read_values(env, eqn.invars)
+            if id(eqn) in fixed.products:
+                product = fixed.products[id(eqn)]
+                u = _in_order(values[product.place], product.u_order, over_time=over_time)
+                z: Any = _multiply(product, u.dtype, u, *fixed.weights[id(eqn)])
+                outs = [_in_order(z, product.out_order, over_time=over_time)]
+            else:
+                outs = program.apply(eqn, values, over_time=over_time)
+            if taps is not None:
+                outs = [_tap(z, tap) for z, tap in zip(outs, next(rest), strict=True)]
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return env
+
+
+def _in_order(a: jax.Array, order: Sequence[int], *, over_time: bool = False) -> jax.Array:
+    """Its dims in this order; the first is time, if it is over time."""
+    order = (0, *(n + 1 for n in order)) if over_time else tuple(order)
+    return a if order == tuple(range(a.ndim)) else a.transpose(order)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _multiply(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
+    """u w; w and `back`, which is w transposed, have no gradients here."""
+    return _dot(u, w, product.num_sums, product.precision, product.dtype)
+
+
+def _multiply_fwd(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
+    return _multiply(product, dtype, u, w, back), back
+
+
+def _multiply_bwd(product: Product, dtype: Any, back: jax.Array, dz: jax.Array):
+    """A product of narrow factors is one backward, too: of dz rounded to them."""
+    num_sums, dz = back.ndim - product.num_sums, dz.astype(dtype)
+    return _dot(dz, back, num_sums, product.precision, _wide(dtype)).astype(dtype), None, None
+
+
+_multiply.defvjp(_multiply_fwd, _multiply_bwd)
+
+
+def _wide(dtype: Any) -> Any:
+    """What products of this dtype are added up in."""
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else dtype
+
+
+def _dot(u: jax.Array, w: jax.Array, num_sums: int, precision: Any, dtype: Any) -> jax.Array:
+    """Over the last dims of u and the first of w."""
+    dims = ((tuple(range(u.ndim - num_sums, u.ndim)), tuple(range(num_sums))), ((), ()))
+    return lax.dot_general(u, w, dims, precision=precision, preferred_element_type=dtype)
+
+
+@jax.custom_vjp
+def _tap(z: jax.Array, tap: jax.Array) -> jax.Array:
+    """z; the cotangent of `tap` is that of z."""
+    return z
+
+
+_tap.defvjp(lambda z, tap: (z, None), lambda _, dz: (dz, dz))
+
+
+# ---- the loop ----
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scan(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any]):
+    """Without gradients there is nothing to take out."""
+    fixed = _Fixed(program, given)
+
+    def step(carry, inputs):
+        known = _env([*program.carry, *program.xs], [*carry, *inputs])
+        known = _run(program, [*program.early, *program.late], fixed, known, {})
+        outs = _outs(program, known, {})
+        return outs[: len(carry)], outs[len(carry) :]
+
+    return lax.scan(step, carry, xs)
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A value that is no array."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any]):
+    """The loop, and what its backward pass needs."""
+    fixed = _Fixed(program, given)
+    live = [fixed.env[v] for v in program.live]
+    taps = functools.partial(_taps, program, reference=(given, carry, xs))
+
+    def early(*xs):
+        x_env = _env(program.xs, xs)
+
+        def run(floats, taps):
+            known = x_env | _env(program.early_floats, floats)
+            env = _run(program, program.early, fixed, known, {}, taps, over_time=True)
+            others = read_values(env, program.crossing), _operands(program, program.early, env)
+            return read_values(env, program.crossing_floats), others
+
+        floats = read_values(x_env, program.early_floats)
+        early_taps = taps(program.early, len(xs[0]))
+        _, vjp, (crossing, operands) = jax.vjp(run, floats, early_taps, has_aux=True)
+        return crossing, vjp, operands
+
+    early_tape = Tape(early, xs, fixed.leaves, free=range(len(xs)))
+    crossing, early_kept = early_tape.run(xs, fixed.leaves)
+
+    def late(*values):
+        carry, inputs = values[: program.num_carry], values[program.num_carry :]
+        inputs_env = _env([*program.xs, *program.crossing], inputs)
+
+        def run(carry, floats, live, taps):
+            live_env = _env(program.live, live)
+            known = inputs_env | _env(program.late_floats, floats) | _env(program.carry, carry)
+            env = _run(program, program.late, fixed, known, live_env, taps)
+            return _outs(program, env, live_env), _operands(program, program.late, env)
+
+        floats = read_values(inputs_env, program.late_floats)
+        return jax.vjp(run, [*carry], floats, live, taps(program.late), has_aux=True)
+
+    first = [*carry, *(a[0] for a in (*xs, *crossing))]
+    n = program.num_carry
+    tape = Tape(late, first, fixed.leaves, free=range(n, len(first)), busy=range(n))
+
+    def step(carry, inputs):
+        outs, kept = tape.run([*carry, *inputs], fixed.leaves)
+        return outs[:n], (outs[n:], kept)
+
+    after, (ys, kept) = lax.scan(step, carry, [*xs, *crossing])
+    values = [
+        *early_tape.values(xs, crossing, early_kept),
+        *tape.values([None] * n + [*xs, *crossing], [None] * n + [*ys], kept),
+    ]
+    once = {id(value): value for value in values}
+    places = _Static([[*once].index(id(value)) for value in values])
+    return (after, ys), (given, [*once.values()], places, early_tape, tape)
+
+
+def _backward(program: StepProgram, saved: Any, cotangents: Any):
+    """Gradients of what is given, of the carry before the first step, and of the inputs."""
+    given, once, places, early_tape, tape = saved
+    d_after, d_ys = cotangents
+    fixed, found = _Fixed(program, given), [once[place] for place in places.value]
+    num_early = len(early_tape.used)
+    early_values = early_tape.by_source(found[:num_early], fixed.leaves)
+    values = tape.by_source(found[num_early:], fixed.leaves)
+    looped = [source for source in tape.sources if source.of != "fixed"]
+    numbers: list[int] = []
+
+    def step(carry, inputs):
+        d_carry, d_live = carry
+        dy, here = inputs
+        here = values | _env(looped, here)
+        d_carry, d_floats, d_live_here, d_taps = tape.vjp(here)([*d_carry, *dy])
+        # What is added up, such as a product and a bias, has one cotangent.
+        leaves = jax.tree.leaves((d_floats, d_taps))
+        unique = {id(leaf): leaf for leaf in leaves}
+        numbers[:] = [[*unique].index(id(leaf)) for leaf in leaves]
+        return (d_carry, add(d_live, d_live_here)), [*unique.values()]
+
+    start = (d_after, [jnp.zeros_like(fixed.env[v]) for v in program.live])
+    inputs = d_ys, [values[source] for source in looped]
+    (d_carry, d_live), found = lax.scan(step, start, inputs, reverse=True)
+    found = [found[number] for number in numbers]
+    d_env = _env(program.late_floats, found[: len(program.late_floats)])
+    late_dz = found[len(program.late_floats) :]
+    d_crossing = [d_env[v] for v in program.crossing_floats]
+    d_early, early_dz = early_tape.vjp(early_values)(d_crossing)
+    for v, dx in zip(program.early_floats, d_early, strict=True):
+        d_env[v] = d_env[v] + dx if v in d_env else dx
+
+    d_fixed = {v: jnp.zeros_like(a) for v, a in fixed.env.items() if is_float(a)}
+    d_fixed |= _env(program.live, d_live)
+    early_operands = early_tape.wanted(early_values)
+    for eqns, operands, dz in (
+        (program.early, early_operands, jax.tree.leaves(early_dz)),
+        (program.late, tape.wanted(values), late_dz),
+    ):
+        rest = iter(dz)
+        for eqn, own in zip(program.weighed(eqns), operands, strict=True):
+            dz_own = [next(rest) for v in eqn.outvars if is_float(v.aval)]
+            for number, dw in _weight_gradients(program, eqn, fixed, own, dz_own):
+                d_fixed[eqn.invars[number]] += dw
+    d_given = _gradients_of_given(program, given, d_fixed)
+    if program.live:
+        # The loop makes gradients of weights: they come with all that it makes, none is left for later.
+        d_given, d_carry = lax.optimization_barrier((d_given, d_carry))
+    return d_given, d_carry, [d_env.get(v) for v in program.xs]
+
+
+_scan.defvjp(_forward, _backward)
+
+
+def _weight_gradients(
+    program: StepProgram, eqn: Any, fixed: _Fixed, operands: list[Any], dz: list[Any]
+) -> list[tuple[int, Any]]:
+    """Of an equation at all steps: its fixed operands' numbers and gradients."""
+    if id(eqn) not in fixed.products:
+        weights = [fixed.env[eqn.invars[n]] for n in program.weights_of(eqn)]
+        grads = program.weight_gradients(eqn, operands, weights, dz)
+        return [*zip(program.weights_of(eqn), grads, strict=True)]
+    product = fixed.products[id(eqn)]
+    u = _in_order(operands[product.place], product.u_order, over_time=True)
+    back = sorted(range(len(product.out_order)), key=product.out_order.__getitem__)
+    dz_TN = _in_order(dz[0], back, over_time=True).astype(u.dtype)
+    rows = u.shape[: u.ndim - product.num_sums]
+    over = tuple(range(len(rows)))  # as `sum_of_outer_products`, for any dtype
+    u = transposable(u.reshape(*rows, -1))
+    dims = ((over, over), ((), ()))
+    dw = lax.dot_general(
+        u, dz_TN, dims, precision=product.precision, preferred_element_type=_wide(u.dtype)
+    )
+    w = fixed.weights[id(eqn)][0]
+    back = sorted(range(w.ndim), key=product.w_order.__getitem__)
+    dw = _in_order(dw.reshape(w.shape), back).astype(w.dtype)
+    return [(1 - product.place, dw)]
+
+
+def _gradients_of_given(
+    program: StepProgram, given: list[Any], d_fixed: dict[Any, Any]
+) -> list[Any]:
+    """By the gradients of what is fixed; None for what is not of floats."""
+    floats = [n for n, value in enumerate(given) if is_float(value)]
+
+    def make(values):
+        whole = dict(zip(floats, values, strict=True))
+        made = program.make_fixed([whole.get(n, value) for n, value in enumerate(given)])
+        return [a for a in made if is_float(a)]
+
+    _, vjp = jax.vjp(make, [given[n] for n in floats])
+    grads = dict(zip(floats, vjp([*d_fixed.values()])[0], strict=True))
+    return [grads.get(n) for n in range(len(given))]
+
+
+def _env(names: Sequence[Any], values: Sequence[Any]) -> dict[Any, Any]:
+    return dict(zip(names, values, strict=True))
+
+
+def _outs(program: StepProgram, env: dict[Any, Any], live: dict[Any, Any]) -> list[Any]:
+    """The step's results; those that are constants as arrays."""
+    avals: list[Any] = [v.aval for v in program.outs]
+    values = read_values({**env, **live}, program.outs)
+    return [jnp.asarray(a, aval.dtype) for a, aval in zip(values, avals, strict=True)]
+
+
+def _operands(program: StepProgram, eqns: Sequence[Any], env: dict[Any, Any]) -> list[list[Any]]:
+    """Of every weighed equation, those that its weights' gradients need; None for the others."""
+    return [
+        [env[v] if n in program.operands_of(eqn) else None for n, v in enumerate(eqn.invars)]
+        for eqn in program.weighed(eqns)
+    ]
+
+
+def _taps(
+    program: StepProgram, eqns: Sequence[Any], num_steps: int | None = None, *, reference: Any
+) -> list[list[Any]]:
+    """Zeros like the results of every weighed equation, over time if it says how many steps."""
+    over = () if num_steps is None else (num_steps,)
+    taps = [
+        [
+            jnp.zeros((*over, *v.aval.shape), v.aval.dtype) if is_float(v.aval) else None
+            for v in eqn.outvars
+        ]
+        for eqn in program.weighed(eqns)
+    ]
+    return vary_like(taps, reference)

@@ -1,0 +1,106 @@
+"""Linear recurrences, h_t = a_t h_{t-1} + b_t for each unit.
+
+Legend of the dim suffixes: T time, B batch, H hidden.
+
+Two steps after one another are one of their kind, (a, b) then (a', b') is (a' a, a' b + b'): a parallel
+prefix scan finds all h_t (Blelloch 1990; for networks Martin and Cundy 2018). A CPU takes the steps one by
+one, in a third to a fifth of the time. Their cotangents are a linear recurrence backward in time, with the
+same a.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxpar.nn.linear import sum_of_outer_products, transposable
+from jaxpar.trees import vary_like
+
+
+def linear_recurrence(
+    a_TBH: jax.Array,
+    b_TBH: jax.Array,
+    carry_BH: jax.Array,
+    resets_TB: jax.Array | None = None,
+    initial_BH: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The states h_t, and the last of them. All of it is float32.
+
+    Args:
+      carry_BH: h before the first step.
+      resets_TB: where a sequence begins, from `initial_BH` (None: zeros); None is nowhere.
+    """
+    if resets_TB is not None:
+        is_new = resets_TB[..., None]
+        if initial_BH is not None:
+            b_TBH = jnp.where(is_new, b_TBH + a_TBH * initial_BH[None], b_TBH)
+        a_TBH = jnp.where(is_new, 0.0, a_TBH)
+    arguments = a_TBH, b_TBH, carry_BH
+    h_TBH = _recurrence(*vary_like(arguments, arguments))
+    return h_TBH[-1], h_TBH
+
+
+def gates_of(x_TBI: jax.Array, w_IGH: jax.Array, b_GH: jax.Array) -> jax.Array:
+    """What gates of the inputs alone are made of, x W + b: float32 [T, B, G, H]."""
+    arguments = x_TBI, w_IGH
+    return _project(*vary_like(arguments, arguments)) + b_GH[None, None]
+
+
+@jax.custom_vjp
+def _project(x_TBI: jax.Array, w_IGH: jax.Array) -> jax.Array:
+    w_IGH = w_IGH.astype(x_TBI.dtype)
+    return jnp.einsum("tbi,igh->tbgh", x_TBI, w_IGH, preferred_element_type=jnp.float32)
+
+
+def _project_bwd(saved, dz_TBGH: jax.Array):
+    x_TBI, w_IGH = saved
+    dz_TBGH = dz_TBGH.astype(x_TBI.dtype)
+    w = transposable(w_IGH.astype(x_TBI.dtype))
+    dx = jnp.einsum("tbgh,igh->tbi", dz_TBGH, w, preferred_element_type=jnp.float32)
+    return dx.astype(x_TBI.dtype), sum_of_outer_products(transposable(x_TBI), dz_TBGH)
+
+
+_project.defvjp(lambda x_TBI, w_IGH: (_project(x_TBI, w_IGH), (x_TBI, w_IGH)), _project_bwd)
+
+
+@jax.custom_vjp
+def _recurrence(a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array) -> jax.Array:
+    return _scan(a_TBH, b_TBH.at[0].add(a_TBH[0] * carry_BH))
+
+
+def _forward(a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array):
+    h_TBH = _recurrence(a_TBH, b_TBH, carry_BH)
+    return h_TBH, (a_TBH, h_TBH, carry_BH)
+
+
+def _backward(saved, dh_TBH: jax.Array):
+    a_TBH, h_TBH, carry_BH = saved
+    after_TBH = jnp.concatenate([a_TBH[1:], jnp.ones_like(a_TBH[:1])])
+    db_TBH = _scan(after_TBH, dh_TBH, reverse=True)
+    before_TBH = jnp.concatenate([carry_BH[None], h_TBH[:-1]])
+    return db_TBH * before_TBH, db_TBH, a_TBH[0] * db_TBH[0]
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+def _scan(a_TBH: jax.Array, b_TBH: jax.Array, *, reverse: bool = False) -> jax.Array:
+    """From a state of zeros."""
+    run = _one_by_one if jax.default_backend() == "cpu" else _in_parallel
+    return run(a_TBH, b_TBH, reverse)
+
+
+def _in_parallel(a_TBH: jax.Array, b_TBH: jax.Array, reverse: bool) -> jax.Array:
+    def then(first, second):
+        (a, b), (a_next, b_next) = first, second
+        return a_next * a, a_next * b + b_next
+
+    return lax.associative_scan(then, (a_TBH, b_TBH), reverse=reverse)[1]
+
+
+def _one_by_one(a_TBH: jax.Array, b_TBH: jax.Array, reverse: bool) -> jax.Array:
+    def step(h_BH, inputs):
+        a_BH, b_BH = inputs
+        h_BH = a_BH * h_BH + b_BH
+        return h_BH, h_BH
+
+    return lax.scan(step, jnp.zeros_like(a_TBH[0]), (a_TBH, b_TBH), reverse=reverse)[1]

@@ -1,0 +1,23 @@
+"""Where sequences begin within a window."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
+    """The state before a step: in rows where a sequence begins the initial one.
+
+    Args:
+      is_new_B: None is nowhere.
+      initial: as the carry, arrays [B, ...]; None is zeros.
+    """
+    if is_new_B is None:
+        return carry
+    initial = jax.tree.map(jnp.zeros_like, carry) if initial is None else initial
+
+    def choose(new, old):
+        return jnp.where(jnp.expand_dims(is_new_B, range(1, old.ndim)), new.astype(old.dtype), old)
+
+    return jax.tree.map(choose, initial, carry)

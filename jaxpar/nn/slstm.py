@@ -1,0 +1,135 @@
+"""An sLSTM layer, of xLSTM.
+
+    z_t = tanh(.)   i_t = exp(.)   f_t = sigmoid(.)   o_t = sigmoid(.)     each of W x_t + R h_{t-1} + b
+    c_t = f_t * c_{t-1} + i_t * z_t      n_t = f_t * n_{t-1} + i_t      h_t = o_t * c_t / n_t
+
+(Beck et al. 2024, arXiv:2405.04517, section 2.2, with one head.) exp may overflow: c and n are held divided
+by exp(m_t), m_t = max(log f_t + m_{t-1}, log i_t), which changes no output (equations 15 to 17). So no
+gradient flows through m.
+
+Legend of the dim suffixes: T time, B batch, I input, H hidden, 4 the gates i f z o.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxpar.at import At
+from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.nn.hoisting import hoisted_scan
+from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.resets import begin_anew
+
+NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0
+
+
+class SLSTMParams(NamedTuple):
+    """Weights of one layer. float32."""
+
+    w_x_I4H: jax.Array
+    w_h_H4H: jax.Array
+    b_4H: jax.Array
+
+
+class SLSTMCarry(NamedTuple):
+    """The state between two windows of time, [B, H]. float32."""
+
+    h_BH: jax.Array
+    c_BH: jax.Array
+    n_BH: jax.Array
+    m_BH: jax.Array
+
+
+def slstm_layer(
+    params: SLSTMParams,
+    carry: SLSTMCarry,
+    x_TBI: jax.Array,
+    resets_TB: jax.Array | None = None,
+    initial: SLSTMCarry | None = None,
+) -> tuple[SLSTMCarry, jax.Array]:
+    """One layer over a window of time.
+
+    The dtype of `x_TBI` is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
+
+    Args:
+      resets_TB: where a sequence begins, from `initial`; None is nowhere.
+    Returns:
+      the state after the last step, and the outputs h_TBH in the dtype of x.
+    """
+    dtype = x_TBI.dtype
+
+    def step(given, carry, inputs):
+        params, initial = given
+        x_BI, is_new_B = inputs
+        h_BH, c_BH, n_BH, m_BH = begin_anew(is_new_B, initial, carry)
+        zx_B4H = _dot(x_BI, params.w_x_I4H.astype(dtype))
+        zh_B4H = _dot(h_BH.astype(dtype), params.w_h_H4H.astype(dtype))
+        z_B4H = zx_B4H + zh_B4H + params.b_4H[None]
+        log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
+        log_f = nnx.log_sigmoid(z_B4H[:, 1])
+        m_next = lax.stop_gradient(jnp.maximum(log_f + m_BH, log_i))
+        f, i = jnp.exp(log_f + lax.stop_gradient(m_BH) - m_next), jnp.exp(log_i - m_next)
+        c_BH, n_BH = f * c_BH + i * z, f * n_BH + i
+        h_BH = o * c_BH / n_BH
+        return SLSTMCarry(h_BH, c_BH, n_BH, m_next), h_BH.astype(dtype)
+
+    return hoisted_scan(step, (params, initial), carry, (x_TBI, resets_TB))
+
+
+def _dot(x_BI: jax.Array, w_I4H: jax.Array) -> jax.Array:
+    return jnp.einsum("bi,igh->bgh", x_BI, w_I4H, preferred_element_type=jnp.float32)
+
+
+class SLSTM(nnx.Module):
+    """One sLSTM layer.
+
+    Attributes:
+      carry_dims: of its state.
+      w_x, w_h: [H, 4, H].
+      b: [4, H].
+    """
+
+    carry_dims: ClassVar[Any] = SLSTMCarry(*[(BATCH, HIDDEN)] * 4)  # pyright: ignore[reportArgumentType]
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        forget_bias: float = 1.0,
+        dropout: float | Dropout = 0.0,
+    ):
+        """Draws the kernels; biases are 0 but for the forget gate's.
+
+        Args:
+          width: H, of inputs, state and outputs.
+          init: of the kernels; None draws them with variance 1 / width.
+          forget_bias: initial bias of the forget gate.
+          dropout: of the inputs; see `nn.dropout`.
+        """
+        self.width, self.dropout = width, dropout
+        draw, kernel, dtype = (
+            init or lecun_uniform(width),
+            (width, 4, width),
+            jnp.dtype(jnp.float32),
+        )
+        self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
+
+    def initial_carry(self, rows: int) -> SLSTMCarry:
+        """Zeros that nothing has entered, [rows, H]."""
+        zeros = jnp.zeros((rows, self.width), jnp.float32)
+        return SLSTMCarry(zeros, zeros, zeros, zeros + NOTHING)
+
+    @jax.named_scope("slstm")
+    def __call__(self, carry: SLSTMCarry, x_TBH: jax.Array, at: At) -> tuple[SLSTMCarry, jax.Array]:
+        """Dropout, then the layer over a window of time; see `slstm_layer`."""
+        params = SLSTMParams(self.w_x[...], self.w_h[...], self.b[...])
+        initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
+        return slstm_layer(params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)

@@ -1,0 +1,265 @@
+"""The program of a time step, read: what of it can be taken out of the loop over time.
+
+Legend of shapes: K dims that a product sums over, N those that its weight adds.
+"""
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+
+from jaxpar.jaxprs import equations_for, program_of, reads_of
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+
+
+class StepProgram:
+    """Equations of a step `(given, carry, x) -> (carry, y)`, by where they are to be run.
+
+    What is computed of what is given alone is *fixed*. An equation that takes fixed floats besides others is
+    *weighed*: their gradients are taken after the loop. One that has a program of its own, such as a loop, a
+    branch or a function with a backward pass of its own, is not: those that it takes are *live*, and their
+    gradients are added up in the loop.
+
+    Attributes:
+      given, carry, xs, outs: the variables of its arguments and results.
+      early: equations of fixed values and of xs that make products of them, for all steps at once.
+      late: the rest, which runs in the loop.
+      crossing: variables that early equations make for late ones.
+      fixed: variables that are fixed, and read by these equations or results.
+      live: those of them whose gradients are added up in the loop.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, num_given: int, num_carry: int):
+        self._jaxpr, self.outs, self.num_carry = jaxpr, jaxpr.outvars, num_carry
+        self.given, rest = jaxpr.invars[:num_given], jaxpr.invars[num_given:]
+        self.carry, self.xs = rest[:num_carry], rest[num_carry:]
+        fixed, soon = {*self.given}, {*self.xs}
+        of_fixed, may_be_early, products = list[Any](), list[Any](), list[Any]()
+        for eqn in jaxpr.eqns:
+            reads = {v for v in eqn.invars if isinstance(v, Var)}
+            if eqn.effects:
+                continue
+            if reads <= fixed:
+                fixed |= {*eqn.outvars}
+                of_fixed.append(eqn)
+            elif reads <= fixed | soon and _is_plain(eqn):
+                soon |= {*eqn.outvars}
+                may_be_early.append(eqn)
+                if eqn.primitive.name == "dot_general" and reads & fixed:
+                    products += eqn.outvars
+        self.early = equations_for(may_be_early, products, {*self.xs} | fixed)
+        done = {id(eqn) for eqn in (*of_fixed, *self.early)}
+        self.late = [eqn for eqn in jaxpr.eqns if id(eqn) not in done]
+        made_early = {v for eqn in self.early for v in eqn.outvars}
+        self.crossing = [v for v in reads_of(self.late, self.outs) if v in made_early]
+        both = [*self.early, *self.late]
+        self.fixed = [v for v in reads_of(both, self.outs) if v in fixed]
+        self._of_fixed = equations_for(of_fixed, self.fixed)
+        floats = {v for v in self.fixed if is_float(v.aval)}
+        whole = [eqn for eqn in both if not _is_plain(eqn)]
+        self.live = [v for v in reads_of(whole, self.outs) if v in floats]
+        self._weights = {
+            id(eqn): [n for n, v in enumerate(eqn.invars) if isinstance(v, Var) and v in floats]
+            for eqn in both
+            if _is_plain(eqn) and any(is_float(v.aval) for v in eqn.outvars)
+        }
+
+        late_reads = reads_of(self.late, self.outs)
+        self.early_floats = [
+            v for v in reads_of(self.early) if v in {*self.xs} and is_float(v.aval)
+        ]
+        self.late_floats = [
+            v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(v.aval)
+        ]
+        self.crossing_floats = [v for v in self.crossing if is_float(v.aval)]
+        self._operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
+
+    def make_fixed(self, given: Sequence[Any]) -> list[Any]:
+        """The values that are fixed."""
+        program = program_of(self._jaxpr, self.given, self._of_fixed, self.fixed)
+        return jaxpr_as_fun(ClosedJaxpr(program, ()))(*given)
+
+    def weights_of(self, eqn: Any) -> list[int]:
+        """Numbers of the operands for which an equation is weighed; none if it is not."""
+        return self._weights.get(id(eqn), [])
+
+    def weighed(self, eqns: Sequence[Any]) -> list[Any]:
+        """Those of the equations that are."""
+        return [eqn for eqn in eqns if self.weights_of(eqn)]
+
+    def apply(self, eqn: Any, values: Sequence[Any], *, over_time: bool = False) -> list[Any]:
+        """What an equation makes of the values of its operands.
+
+        Args:
+          over_time: at all steps; those that are not fixed have a leading dim of time then.
+        """
+        run, given = _alone(self._jaxpr, eqn, values)
+        if over_time:
+            fixed = {*self.fixed}
+            run = jax.vmap(run, in_axes=tuple(None if v in fixed else 0 for v in given))
+        return run(*given.values())
+
+    def operands_of(self, eqn: Any) -> Set[int]:
+        """Numbers of the operands of a weighed equation that the gradients of its weights need."""
+        return self._operands[id(eqn)]
+
+    def weight_gradients(
+        self, eqn: Any, operands: Sequence[Any], weights: Sequence[Any], dz: Sequence[Any]
+    ) -> list[Any]:
+        """Those of a weighed equation at all steps.
+
+        Args:
+          operands: [time, ...]; None for those that are not needed.
+          weights: its fixed operands.
+          dz: cotangents of its results of floats, [time, ...].
+        """
+        num_steps = dz[0].shape[0]
+        values = [
+            jnp.zeros((num_steps, *v.aval.shape), v.aval.dtype) if a is None else a
+            for v, a in zip(eqn.invars, operands, strict=True)
+        ]
+
+        def of_weights(*weights):
+            own = list(values)
+            for n, w in zip(self.weights_of(eqn), weights, strict=True):
+                own[n] = w
+            return [a for a in self.apply(eqn, own, over_time=True) if is_float(a)]
+
+        return [*jax.vjp(of_weights, *weights)[1]([*dz])]
+
+    def _find_operands(self, eqn: Any) -> Set[int]:
+        others = [
+            n
+            for n, v in enumerate(eqn.invars)
+            if isinstance(v, Var) and n not in self.weights_of(eqn)
+        ]
+
+        def gradients(operands, weights, dz):
+            values = [None] * len(eqn.invars)
+            for n, a in zip(others, operands, strict=True):
+                values[n] = a
+            return self.weight_gradients(eqn, values, weights, dz)
+
+        def shapes(names, *over):
+            return [jax.ShapeDtypeStruct((*over, *v.aval.shape), v.aval.dtype) for v in names]
+
+        arguments = (
+            shapes([eqn.invars[n] for n in others], 2),
+            shapes([eqn.invars[n] for n in self.weights_of(eqn)]),
+            shapes([v for v in eqn.outvars if is_float(v.aval)], 2),
+        )
+        jaxpr = jax.make_jaxpr(gradients)(*arguments).jaxpr
+        reads = reads_of(equations_for(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)
+        return {n for n, v in zip(others, jaxpr.invars, strict=False) if v in reads}
+
+
+def read_step(
+    step: Callable[..., Any], params: Any, carry: Any, x: Any
+) -> tuple[StepProgram, list[Any], Any]:
+    """The program of `step(params, carry, x)`, what is given to it, and the shapes of its results."""
+    closed, shapes = jax.make_jaxpr(step, return_shape=True)(params, carry, x)
+    num_carry = len(jax.tree.leaves(carry))
+    given = [*closed.consts, *jax.tree.leaves(params)]
+    arguments = (*closed.consts, *jax.tree.leaves((params, carry, x)))
+
+    def flat(*values):
+        return _run(closed.jaxpr, values)
+
+    jaxpr = jax.make_jaxpr(flat)(*arguments).jaxpr
+    assert not jaxpr.constvars, "constants are given"
+    return StepProgram(jaxpr, len(given), num_carry), given, shapes
+
+
+def _run(jaxpr: Jaxpr, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a program, and what it calls as if that were written out in it."""
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
+    for eqn in jaxpr.eqns:
+        ins = read_values(env, eqn.invars)
+        if eqn.primitive.name in _CALLS:
+            inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            outs = _run(inner.jaxpr, (*inner.consts, *ins))
+        else:
+            run, given = _alone(jaxpr, eqn, ins)
+            outs = run(*given.values())
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return read_values(env, jaxpr.outvars)
+
+
+def _alone(
+    jaxpr: Jaxpr, eqn: Any, values: Sequence[Any]
+) -> tuple[Callable[..., list[Any]], dict[Var, Any]]:
+    """One equation as a function, and its arguments."""
+    given = {v: a for v, a in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
+    program = program_of(jaxpr, [*given], [eqn], eqn.outvars).replace(constvars=[])
+    return jaxpr_as_fun(ClosedJaxpr(program, ())), given
+
+
+def read_values(env: dict[Var, Any], names: Sequence[Any]) -> list[Any]:
+    """The values of variables and literals."""
+    return [name.val if isinstance(name, Literal) else env[name] for name in names]
+
+
+def is_float(aval: Any) -> bool:
+    """Whether it has a gradient."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _is_plain(eqn: Any) -> bool:
+    """Whether an equation is arithmetic."""
+    if eqn.primitive.name == "custom_jvp_call":
+        return True
+    programs = (Jaxpr, ClosedJaxpr)
+    return not eqn.effects and not any(
+        isinstance(value, programs)
+        or (isinstance(value, tuple) and any(isinstance(part, programs) for part in value))
+        for value in eqn.params.values()
+    )
+
+
+class Product(NamedTuple):
+    """A dot_general with one fixed operand, as u w: [..., K] [K, N] -> [..., N].
+
+    Attributes:
+      place: of u among the operands; w is the other.
+      u_order, w_order: of their dims, so that those which are summed come last and first.
+      out_order: of the dims of u w, which makes them those of the equation.
+      num_sums: how many dims K is.
+      precision, dtype: as of `lax.dot_general`.
+    """
+
+    place: int
+    u_order: tuple[int, ...]
+    w_order: tuple[int, ...]
+    out_order: tuple[int, ...]
+    num_sums: int
+    precision: Any
+    dtype: Any
+
+    @classmethod
+    def find(cls, eqn: Any, weights: Sequence[int]) -> "Product | None":
+        """The equation as such a product; None if it is none."""
+        if eqn.primitive.name != "dot_general" or len(weights) != 1:
+            return None
+        sums, batch = eqn.params["dimension_numbers"]
+        if batch[0]:
+            return None
+        place, (other,) = 1 - weights[0], weights
+        u, w = eqn.invars[place].aval, eqn.invars[other].aval
+        pairs = sorted(zip(sums[place], sums[other], strict=True))
+        u_sums, w_sums = tuple(n for n, _ in pairs), tuple(n for _, n in pairs)
+        u_free = tuple(n for n in range(u.ndim) if n not in u_sums)
+        w_free = tuple(n for n in range(w.ndim) if n not in w_sums)
+        num_u, num_out = len(u_free), len(u_free) + len(w_free)
+        w_first = (*range(num_u, num_out), *range(num_u))
+        return cls(
+            place,
+            u_free + u_sums,
+            w_sums + w_free,
+            w_first if place == 1 else tuple(range(num_out)),
+            len(pairs),
+            eqn.params["precision"],
+            eqn.params["preferred_element_type"],
+        )

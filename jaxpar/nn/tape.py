@@ -1,0 +1,163 @@
+"""A function and its backward pass as two programs, and as little as possible kept from the one to the other.
+
+JAX keeps what its rules of differentiation name, such as both factors of every product. Where they follow by
+simple arithmetic from fewer arrays, those are kept, and the arithmetic is done again: of a GRU half as many.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+
+from jaxpar.jaxprs import equations_for, program_of, reads_of
+
+# Done again, where that keeps less.
+_CHEAP = {
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims",
+    "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary",
+    "reshape", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
+}  # fmt: skip
+
+
+class Source(NamedTuple):
+    """Where a value is: among arguments, results, what is fixed or kept; and its number there."""
+
+    of: str
+    number: int
+
+
+@jax.tree_util.register_static
+class Tape:
+    """A function of arrays, and its backward pass.
+
+    Attributes:
+      sources: where the values are that the backward pass takes.
+      used: where those are that it or what follows takes, apart from what is fixed.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[list[Any], Any, Any]],
+        arguments: Sequence[Any],
+        fixed: Sequence[Any],
+        *,
+        free: Iterable[int],
+        busy: Iterable[int] = (),
+    ):
+        """Traces the function.
+
+        Args:
+          function: gives results, the function of its backward pass as `jax.vjp` does, and a tree of values
+            that are wanted afterwards, too.
+          fixed: values that it closes over, and that will be there.
+          free: numbers of the arguments that will be there.
+          busy: those of the results that will not.
+        """
+        structures = list[Any]()
+
+        def traced(*arguments):
+            outs, vjp, wanted = function(*arguments)
+            leaves, vjp_structure = jax.tree.flatten(vjp)
+            extra, wanted_structure = jax.tree.flatten(wanted)
+            structures[:] = [vjp_structure, wanted_structure, len(outs), len(leaves)]
+            return outs, leaves, extra
+
+        closed = jax.make_jaxpr(traced)(*arguments)
+        jaxpr = closed.jaxpr
+        self._vjp, self._wanted, num_outs, num_leaves = structures
+        ends = num_outs, num_outs + num_leaves
+        self._outs, self._leaves = jaxpr.outvars[: ends[0]], jaxpr.outvars[ends[0] : ends[1]]
+        self._extra = jaxpr.outvars[ends[1] :]
+        where = {id(value): number for number, value in enumerate(fixed)}
+        assert all(id(const) in where for const in closed.consts), "what is closed over is fixed"
+        self._fixed = [where[id(const)] for const in closed.consts]
+        self._jaxpr = jaxpr.replace(
+            constvars=[],
+            invars=[*jaxpr.constvars, *jaxpr.invars],
+            debug_info=jaxpr.debug_info.with_unknown_names(),
+        )
+        there = {v: Source("fixed", n) for v, n in zip(jaxpr.constvars, self._fixed, strict=True)}
+        there |= {jaxpr.invars[n]: Source("argument", n) for n in free}
+        results = [n for n in range(num_outs) if n not in {*busy}]
+        for n in results:
+            if isinstance(v := self._outs[n], Var):
+                there.setdefault(v, Source("result", n))
+        self.kept = _choose(jaxpr, self._leaves, self._extra, there)
+        there |= {v: Source("kept", n) for n, v in enumerate(self.kept)}
+        self._there = there
+        needed = equations_for(jaxpr.eqns, self._leaves, {*there})
+        self._reads = [v for v in reads_of(needed, self._leaves) if v in there]
+        self._remake = program_of(self._jaxpr, self._reads, needed, self._leaves)
+        self.sources = [there[v] for v in self._reads]
+        used = dict.fromkeys([*self.sources, *(there[v] for v in self._extra)])
+        self.used = [source for source in used if source.of != "fixed"]
+
+    def run(self, arguments: Sequence[Any], fixed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The results, and what is to be kept."""
+        outs = [*self._outs, *self.kept]
+        eqns = equations_for(self._jaxpr.eqns, outs)
+        program = program_of(self._jaxpr, self._jaxpr.invars, eqns, outs)
+        consts = [fixed[n] for n in self._fixed]
+        found = jaxpr_as_fun(ClosedJaxpr(program, ()))(*consts, *arguments)
+        return found[: len(self._outs)], found[len(self._outs) :]
+
+    def values(
+        self, arguments: Sequence[Any], results: Sequence[Any], kept: Sequence[Any]
+    ) -> list[Any]:
+        """Those that are used, in their order."""
+        groups = {"argument": arguments, "result": results, "kept": kept}
+        return [groups[source.of][source.number] for source in self.used]
+
+    def by_source(self, values: Sequence[Any], fixed: Sequence[Any]) -> dict[Source, Any]:
+        """All that is there for the backward pass; `values` as `values` gives them."""
+        there = {Source("fixed", n): value for n, value in enumerate(fixed)}
+        return there | dict(zip(self.used, values, strict=True))
+
+    def vjp(self, values: dict[Source, Any]) -> Any:
+        """The function of the backward pass."""
+        run = jaxpr_as_fun(ClosedJaxpr(self._remake, ()))
+        return jax.tree.unflatten(self._vjp, run(*(values[source] for source in self.sources)))
+
+    def wanted(self, values: dict[Source, Any]) -> Any:
+        """The tree of values that are wanted."""
+        return jax.tree.unflatten(self._wanted, [values[self._there[v]] for v in self._extra])
+
+
+def _choose(
+    jaxpr: Jaxpr, leaves: Sequence[Any], extra: Sequence[Var], there: dict[Var, Source]
+) -> list[Var]:
+    """What to keep, so that the leaves can be made of it and of what is there, and the extra are there."""
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    must = [v for v in dict.fromkeys(extra) if v not in there]
+
+    def is_cheap(eqn):
+        sizes = [math.prod(v.aval.shape) for v in eqn.invars]
+        return (
+            eqn.primitive.name in _CHEAP
+            and math.prod(eqn.outvars[0].aval.shape) >= max(sizes)
+            and len(eqn.outvars) == 1
+        )
+
+    def sources_of(names):
+        seen, rest = dict[Any, None](), [v for v in names if isinstance(v, Var)]
+        while rest:
+            v = rest.pop()
+            if v in seen:
+                continue
+            seen[v] = None
+            eqn = made_by.get(v)
+            if v in there or v in must or eqn is None or not is_cheap(eqn):
+                yield v
+            else:
+                rest += [each for each in eqn.invars if isinstance(each, Var)]
+
+    def to_keep(names):
+        return [v for v in dict.fromkeys(names) if v not in there and v not in must]
+
+    def num_bytes(names):
+        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in names)
+
+    options = to_keep(v for v in leaves if isinstance(v, Var)), to_keep(sources_of(leaves))
+    return must + min(options, key=num_bytes)

@@ -1,0 +1,83 @@
+"""What keeps a language model from learning its text by heart (Merity et al. 2017, arXiv:1708.02182).
+
+All masks are functions of the seed, the step and of what they drop, whatever the mesh and the schedule; in
+evaluation there are none.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.at import At
+from jaxpar.fields import check_fields, require, require_rate
+from jaxpar.nn.dropout import Dropout
+
+WORDS, KERNELS = 2**30, 2**30 + 1  # tell the keys of masks from those of layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Regularization:
+    """Options of a language model, beside its `dropout`.
+
+    Attributes:
+      input_dropout: rate on the embedded inputs; None takes `dropout`.
+      output_dropout: rate before the head; None takes `dropout`.
+      hold_masks: a mask of dropout is the same for all time steps of a window.
+      word_dropout: rate at which words lose their whole embedding, all places of a word in a batch at once.
+      kernel_dropout: rate on the weights of the recurrent kernels (DropConnect).
+      activations: weight of the mean square of what goes into the head, in the loss of training.
+    """
+
+    input_dropout: float | None = None
+    output_dropout: float | None = None
+    hold_masks: bool = False
+    word_dropout: float = 0.0
+    kernel_dropout: float = 0.0
+    activations: float = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+        for name in ("input_dropout", "output_dropout", "word_dropout", "kernel_dropout"):
+            if getattr(self, name) is not None:
+                require_rate(self, name)
+        require(self.activations >= 0, f"activations={self.activations}: must not be negative")
+
+    def of_layers(self, rate: float) -> float | Dropout:
+        """Dropout of the layers' inputs, of which `rate` is that between layers."""
+        first = rate if self.input_dropout is None else self.input_dropout
+        return (
+            rate if first == rate and not self.hold_masks else Dropout(rate, first, self.hold_masks)
+        )
+
+    def of_head(self, rate: float) -> float | Dropout:
+        """Dropout of the head's inputs."""
+        rate = rate if self.output_dropout is None else self.output_dropout
+        return Dropout(rate, rate, True) if self.hold_masks else rate
+
+
+def scale_of_words(rate: float, num_words: int, at: At) -> jax.Array | None:
+    """What the embedding of each word is multiplied by, float32 [num_words]; None if it stays as it is."""
+    if rate == 0.0 or at.key is None:
+        return None
+    is_kept = jax.random.bernoulli(jax.random.fold_in(at.key, WORDS), 1.0 - rate, (num_words,))
+    return jnp.where(is_kept, 1.0 / (1.0 - rate), 0.0)
+
+
+def drop_kernels(
+    kernel: jax.Array, layer_of_row: tuple[int, ...], rate: float, key: jax.Array
+) -> jax.Array:
+    """Stacked kernels [rows, ...] with some weights dropped; a row's mask is that of its layer."""
+    key = jax.random.fold_in(key, KERNELS)
+
+    def drop(kernel, layer):
+        is_kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - rate, kernel.shape)
+        return jnp.where(is_kept, kernel / (1.0 - rate), 0.0)
+
+    return jax.vmap(drop)(kernel, jnp.asarray(layer_of_row, jnp.int32))
+
+
+def square_of(y_TBH: jax.Array, counts_TB: jax.Array) -> jax.Array:
+    """The mean square over H of what goes into the head, summed over the places that count; float32."""
+    squares_TB = jnp.mean(jnp.square(y_TBH.astype(jnp.float32)), axis=-1)
+    return jnp.sum(jnp.where(counts_TB, squares_TB, 0.0))

@@ -1,0 +1,231 @@
+"""`hoisted_scan` is `lax.scan`, its weight gradients taken out of the loop: for cells of any kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from test_equivalence import on_devices
+
+from jaxpar import nn
+from jaxpar.analysis import inspect_function
+from jaxpar.at import At
+from jaxpar.nn import Recurrent, hoisted_scan
+from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
+from jaxpar.pipeline.split import SplitLayer
+from jaxpar.sharding import RULES, shardings
+
+# Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
+RELATIVE_ERROR = 1e-5
+T, B, W = 6, 3, 8  # no weight has a dim of B
+
+
+def assert_close(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert np.linalg.norm(actual - expected) <= RELATIVE_ERROR * np.linalg.norm(expected)
+
+
+def of_flax(make):
+    def cell(rngs):
+        return make(W, W, rngs=rngs)
+
+    return cell
+
+
+class Own(nnx.Module):
+    """A cell of one's own; its carry begins with a parameter."""
+
+    in_features = W
+
+    def __init__(self, rngs, **shapes):
+        for name, shape in shapes.items():
+            value = jax.random.normal(rngs.params(), shape) / W**0.5
+            setattr(self, name, nnx.Param(value))
+        self.start = nnx.Param(jax.random.normal(rngs.params(), (W,)))
+
+    def initialize_carry(self, input_shape, rngs):
+        return jnp.broadcast_to(self.start[...], input_shape)
+
+
+class Transposed(Own):
+    """Weights as PyTorch has them, an input projection of two layers, factors and a mask of constants."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, up=(W, 16), down=(W, 16), w_h=(W, W), scale=(W,), peep=(W,))
+
+    def __call__(self, h, x):
+        x = nnx.gelu(x @ self.up[...]) @ self.down[...].T
+        odd = jnp.arange(W) % 2 == 1
+        mixed = jnp.where(odd[None], h @ self.w_h[...].T, self.peep[...][None] * h)
+        h = jnp.tanh(x + mixed) * jnp.exp(self.scale[...])[None]
+        return h, h
+
+
+class Joined(Own):
+    """One product of inputs and state; a norm; a product from the left."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, w=(2 * W, W), left=(5, W), right=(5, W))
+        self.norm = nnx.LayerNorm(W, rngs=rngs)
+
+    def __call__(self, h, x):
+        h = self.norm(jnp.concatenate([x, h], -1) @ self.w[...])
+        rest = jnp.einsum("kw,bw->kb", self.left[...], h)
+        return jnp.tanh(h), jnp.tanh(h) + jnp.sin(rest).T @ self.right[...]
+
+
+class Heads(Own):
+    """Blocks of a recurrent matrix."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, w=(2, W // 2, W // 2))
+
+    def __call__(self, h, x):
+        split = jnp.einsum("bhi,hij->bhj", h.reshape(-1, 2, W // 2), self.w[...])
+        h = jnp.tanh(x + split.reshape(h.shape))
+        return h, x
+
+
+class Stays(Own):
+    """What is inside of a loop, and a function with a backward pass of its own, stay where they are."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, w=(W, W))
+        self.linear = nn.Linear(W, W, dims=(None, None), rngs=rngs)
+
+    def __call__(self, h, x):
+        w = self.w[...]
+        h = lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ w + x), h + x @ w)
+        return self.linear(h), h
+
+
+CELLS = {
+    "GRUCell": of_flax(nnx.GRUCell),
+    "LSTMCell": of_flax(nnx.LSTMCell),
+    "OptimizedLSTMCell": of_flax(nnx.OptimizedLSTMCell),
+    "SimpleCell": of_flax(nnx.SimpleCell),
+    "transposed": Transposed,
+    "joined": Joined,
+    "heads": Heads,
+    "stays": Stays,
+}
+
+
+def layer_of(name):
+    with nnx.use_eager_sharding(False), jax.numpy_rank_promotion("allow"):
+        return Recurrent(CELLS[name](nnx.Rngs(0)))
+
+
+def slow(self, carry, x_TBW, at):
+    """What `Recurrent` is equal to."""
+    initial = self.initial_carry(x_TBW.shape[1])
+
+    def step(carry, inputs):
+        x_BW, is_new_B = inputs
+        if is_new_B is not None:
+            carry = jax.tree.map(lambda a, b: jnp.where(is_new_B[:, None], a, b), initial, carry)
+        return self.cell(carry, x_BW)
+
+    return lax.scan(step, carry, (x_TBW, at.resets))
+
+
+def inputs_of(with_resets):
+    rng = np.random.default_rng(0)
+    resets = {"resets": jnp.asarray(rng.random((T, B)) < 0.3)} if with_resets else {}
+    return jnp.asarray(rng.normal(size=(T, B, W)), jnp.float32), At(0, 0, 0, batch=resets)
+
+
+def gradients(call, layer, with_resets=True):
+    """A function of parameters and inputs: outputs and gradients."""
+    graphdef, params = nnx.split(layer)
+    x, at = inputs_of(with_resets)
+
+    def run(params, x):
+        def loss(params, x):
+            layer = nnx.merge(graphdef, params)
+            after, y = call(layer, layer.initial_carry(B), x, at)
+            leaves = jax.tree.leaves((after, y))
+            weights = [jnp.cos(jnp.arange(a.size, dtype=a.dtype)).reshape(a.shape) for a in leaves]
+            total = sum(jnp.sum(a * w) for a, w in zip(leaves, weights, strict=True))
+            return total, leaves
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+
+    return run, (params, x)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("name", CELLS)
+def test_recurrent_equals_a_scan(name):
+    layer = layer_of(name)
+    with jax.numpy_rank_promotion("allow"):  # Flax adds its bias so
+        run, arguments = gradients(Recurrent.__call__, layer)
+        expected = jax.jit(gradients(slow, layer)[0])(*arguments)
+        jax.tree.map(assert_close, jax.jit(run)(*arguments), expected)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_gradients_of_weights_are_taken_after_the_loop(name):
+    """No array of a weight's shape, which has no dim of rows, is carried by the backward loop."""
+    layer = layer_of(name)
+    x, at = inputs_of(with_resets=True)
+    graphdef, params = nnx.split(layer)
+
+    def run(params, frozen, carry, x, at):
+        return nnx.merge(graphdef, params)(carry, x, at)
+
+    with jax.numpy_rank_promotion("allow"):
+        split = SplitLayer(run, params, {}, layer.initial_carry(B), x, at, splits=True)
+    assert split.has_weights == (name != "stays")
+    first_dims = {leaf.shape[0] for leaf in split.saved}
+    assert first_dims <= {T, B}, "what is saved is no weight"
+
+
+def named_gru(rngs):
+    metadata = {"out_sharding": ("input", "hidden"), "eager_sharding": False}
+    bias = {"out_sharding": ("hidden",), "eager_sharding": False}
+    return nnx.GRUCell(
+        W, W, kernel_metadata=metadata, recurrent_kernel_metadata=metadata, bias_metadata=bias,
+        rngs=rngs,
+    )  # fmt: skip
+
+
+def products_that_communicate(call):
+    """Collectives of matrix products inside the backward time loop: kinds and shapes."""
+    mesh = on_devices((1, 1, 2)).build()
+    layer = Recurrent(named_gru(nnx.Rngs(0)))
+    with jax.numpy_rank_promotion("allow"):
+        run, (params, x) = gradients(call, layer, with_resets=False)
+        params = jax.device_put(params, shardings(params, mesh, RULES))
+        found = inspect_function(jax.jit(run), params, x).collectives
+    return [
+        (c.op, c.shapes)
+        for c in found
+        if c.trip_counts and c.phase == "backward" and c.op_name.endswith("dot_general")
+    ]
+
+
+def test_no_weight_gradient_is_communicated_in_the_loop():
+    """Autodiff of a scan gathers a factor of every step's product."""
+    of_state = [("all-reduce", ((B, W),))]
+    assert products_that_communicate(Recurrent.__call__) == of_state
+    assert products_that_communicate(slow) != of_state
+
+
+def test_a_carry_that_changes_its_kind_is_refused():
+    with pytest.raises(ValueError, match=r"a step returns is bfloat16\[3, 8\], .* float32\[3, 8\]"):
+        hoisted_scan(
+            lambda _, h, x: (h.astype(jnp.bfloat16), x), (), jnp.zeros((B, W)), jnp.ones((T, B, W))
+        )
+    with pytest.raises(ValueError, match=r"output of a step is int32\[3\]; it must be of floating"):
+        hoisted_scan(
+            lambda _, h, x: (h, jnp.zeros(3, jnp.int32)), (), jnp.zeros((B, W)), jnp.ones((T, B, W))
+        )
+
+
+def test_linear_recurrences_in_parallel_equal_those_step_by_step():
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.random((13, B, W)), jnp.float32) for _ in range(2))
+    for reverse in (False, True):
+        assert_close(_in_parallel(a, b, reverse), _one_by_one(a, b, reverse))

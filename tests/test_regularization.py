@@ -1,0 +1,169 @@
+"""What keeps a language model from learning by heart: as NumPy has it, and the same on every mesh."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from test_equivalence import MODEL, assert_same_as_plain, make_settings
+from test_float64 import forward
+
+from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
+from jaxpar.sharding import named_leaves
+from jaxpar.state import init_state
+from jaxpar.step import make_eval_step, make_loss_and_grad
+from jaxpar.tasks.lm import LM, Batch
+from jaxpar.tasks.lm.regularization import KERNELS, WORDS, Regularization
+from jaxpar.training.by_layer import array_of
+
+ALL = Regularization(
+    input_dropout=0.4,
+    output_dropout=0.1,
+    hold_masks=True,
+    word_dropout=0.2,
+    kernel_dropout=0.5,
+    activations=2.0,
+)
+SINGLE = {
+    "held": Regularization(hold_masks=True),
+    "inputs": Regularization(input_dropout=0.5),
+    "outputs": Regularization(output_dropout=0.0),
+    "words": Regularization(word_dropout=0.5),
+    "kernels": Regularization(kernel_dropout=0.5),
+    "activations": Regularization(activations=2.0),
+    "all": ALL,
+}
+B, T, H, V = 4, 5, 6, 11
+ONE = Parallel(MeshConfig(devices=(0,)))
+SMALL = LM(3, H, H, V, dropout=0.3, batch_size=B, seq_len=T)
+
+
+# ---- NumPy ----
+
+
+def kept(key, rate, shape):
+    """0 where dropped, 1 / (1 - rate) elsewhere."""
+    return np.asarray(jax.random.bernoulli(key, 1 - rate, shape), np.float64) / (1 - rate)
+
+
+def mask_of_inputs(key, layer, rate, is_held):
+    """[T, B, H]: by layer, time and row; by layer and row alone where it is held."""
+    fold, key = jax.random.fold_in, jax.random.fold_in(key, layer)
+    if is_held:
+        return np.stack([kept(fold(key, row), rate, (H,)) for row in range(B)])[None]
+    return np.stack(
+        [[kept(fold(fold(key, time), row), rate, (H,)) for row in range(B)] for time in range(T)]
+    )
+
+
+def textbook_loss(params, batch, how, key):
+    """The sum of the negative log-likelihoods, and what large activations cost."""
+    num_layers, fold = SMALL.num_layers, jax.random.fold_in
+    rates = [SMALL.dropout if r is None else r for r in (how.input_dropout, how.output_dropout)]
+    rates = [rates[0], *[SMALL.dropout] * (num_layers - 1), rates[1]]
+    masks = [mask_of_inputs(key, n, rate, how.hold_masks) for n, rate in enumerate(rates)]
+    inputs, targets = batch.inputs_BT.T, batch.targets_BT.T
+    scale_V = kept(fold(key, WORDS), how.word_dropout, (V,))
+    x = params["embedding/table"][inputs] * scale_V[inputs][..., None]
+    for n in range(num_layers):
+        w_x, w_h, b = (params[f"layers/lstm/{name}"][n] for name in ("w_x", "w_h", "b"))
+        w_h = w_h * kept(fold(fold(key, KERNELS), n), how.kernel_dropout, w_h.shape)
+        zeros = np.zeros((B, H))
+        x = forward((w_x, w_h, b), (zeros, zeros), x * masks[n])[1]
+    y = x * masks[-1]
+    logits = y @ params["head/kernel"] + params["head/bias"]
+    counts = targets >= 0
+    picked = np.take_along_axis(logits, np.where(counts, targets, 0)[..., None], -1)[..., 0]
+    nll = np.log(np.sum(np.exp(logits), -1)) - picked
+    return np.sum(np.where(counts, nll + how.activations * np.mean(y**2, -1), 0))
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
+    how = SINGLE[name]
+    task, parallel = dataclasses.replace(SMALL, regularization=how), ONE
+    mesh = parallel.mesh.build()
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.integers(0, V, (2, B, T), dtype=np.int32)
+    targets[0, 1] = -1
+    batch = Batch(inputs, targets, starts=True)
+    state = init_state(task, parallel, mesh)
+    state = dataclasses.replace(state, step=state.step + 7)
+    (loss, (_, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh, seed=3))(
+        state, batch
+    )
+
+    key = jax.random.fold_in(jax.random.key(3), 7)
+    params, slopes = (
+        {name: np.asarray(array_of(leaf), np.float64) for name, leaf in named_leaves(tree, "/")}
+        for tree in (state.params, grads)
+    )
+    num_targets = B * T - 1
+    expected = textbook_loss(params, batch, how, key) / num_targets
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    assert float(sums.weight) == num_targets
+    # Along a random direction, by a step into the complex plane.
+    for moved in params:
+        direction = rng.normal(size=params[moved].shape)
+        there = {**params, moved: params[moved] + 1e-30j * direction}
+        slope = textbook_loss(there, batch, how, key).imag / 1e-30 / num_targets
+        size = np.linalg.norm(slopes[moved]) * np.linalg.norm(direction)
+        assert abs(np.sum(slopes[moved] * direction) - slope) <= 1e-6 * size, moved
+
+
+def test_in_evaluation_nothing_is_dropped_and_nothing_is_added():
+    mesh = MeshConfig(devices=(0,)).build()
+
+    def evaluated(how):
+        task = dataclasses.replace(SMALL, regularization=how)
+        state = init_state(task, ONE, mesh)
+        sums = make_eval_step(task, ONE, mesh)(state, task.example_batch())[1]
+        loss = float(sums.loss) / float(sums.weight)
+        means = {k: float(v) / float(sums.weight) for k, v in sums.metrics.items()}
+        return loss, task.metrics(loss, means)
+
+    assert evaluated(ALL) == evaluated(Regularization())
+
+
+def test_perplexity_is_that_of_the_loss_without_the_penalty():
+    assert SMALL.metrics(9.0, {"nll": 2.0})["perplexity"] == pytest.approx(np.exp(2.0))
+
+
+# ---- the law ----
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("mesh", "units", "options"),
+    [
+        ((2, 2, 2), (2, 4), {}),
+        ((8, 1, 1), (1, 1), {}),
+        pytest.param((1, 4, 2), (1, 2), {"head": "last", "remat": True}, marks=pytest.mark.full),
+        pytest.param((2, 4, 1), (2, 2), {"zero_bubble": "off"}, marks=pytest.mark.full),
+    ],
+)
+def test_the_masks_are_the_same_on_every_mesh(mesh, units, options):
+    task = dataclasses.replace(MODEL, regularization=ALL)
+    assert_same_as_plain(make_settings(mesh, units, task, **options))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("placement", [(1, 5, 1)])
+def test_the_masks_of_weights_are_those_of_their_layers(placement):
+    task = dataclasses.replace(MODEL, num_layers=7, regularization=ALL, tie_embedding=True)
+    assert_same_as_plain(make_settings((1, 3, 1), (2, 2), task, placement=placement))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"word_dropout": 1.0}, r"word_dropout=1\.0"),
+        ({"kernel_dropout": -0.1}, r"kernel_dropout=-0\.1"),
+        ({"input_dropout": 2.0}, r"input_dropout=2\.0"),
+        ({"activations": -1.0}, r"activations=-1\.0: must not be negative"),
+    ],
+)
+def test_impossible_rates_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Regularization(**options)
