@@ -139,7 +139,7 @@ def test_bytes_over_tensor_are_about_those_of_the_compiled_program(name, seed):
     assert_memory_is_near(settings)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_where_the_compiler_divides_the_batch_it_is_asked(seed):
     settings = random_settings("images", seed, tensor=(1, 2))
     predicted = predict_step(*settings)
@@ -149,6 +149,7 @@ def test_where_the_compiler_divides_the_batch_it_is_asked(seed):
     assert predicted.memory_bytes == report.memory.total
 
 
+@pytest.mark.full
 def test_quick_compiling_says_the_same():
     settings = random_settings("gru", 1)
     whole = inspect_step(*settings, simulated_mesh(settings.parallel.mesh))
@@ -158,7 +159,7 @@ def test_quick_compiling_says_the_same():
 
 
 @pytest.mark.parametrize("name", ["lm", "gru", "transformer", "mixed"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_is_stored_is_what_the_state_holds(name, seed):
     task, parallel, train = random_settings(name, seed, tensor=(1, 2))
     step, mesh = StepShape(task, parallel, train), simulated_mesh(parallel.mesh)
