@@ -30,15 +30,16 @@ from jaxpar.planning import (
     HERE,
     check_fits,
     compare_here,
+    compiled_cost,
     find_machine,
     fit_devices,
     measure_pieces,
-    pieces_of,
     place,
     plan,
     plan_here,
     predict_step,
 )
+from jaxpar.planning.shape import StepShape
 from jaxpar.task import Task, spec_of
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sample import sample
@@ -134,7 +135,7 @@ class Train(RunOptions):
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
-    """What a device has, such as 16GB: a layout that needs more is refused before it is compiled."""
+    """What a device has, such as 16GB: a layout that needs more, by the compiler, is refused."""
     profile: Switch = False
     """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
@@ -181,14 +182,14 @@ class Train(RunOptions):
             parallel = ranking.best.parallel
         parallel = parallel.resolve()
         if not plans and self.balance == "work":
-            needed = predict_step(sized, parallel, train).memory.total
+            needed = compiled_cost(predict_step(sized, parallel, train)).memory_bytes
             if num_bytes is None or needed <= num_bytes:
                 return Settings(task, parallel, train)
         if not plans:
             _say_what_takes_long()
         machine = find_machine(HERE, num_bytes)
         if self.balance != "work":
-            machine = measure_pieces(machine, pieces_of(sized, parallel, train).values())
+            machine = measure_pieces(machine, [StepShape(sized, parallel, train)])
             placement = place(sized, parallel, train, machine, self.balance)
             pipeline = dataclasses.replace(parallel.pipeline, placement=placement)
             parallel = dataclasses.replace(parallel, pipeline=pipeline)
@@ -200,13 +201,13 @@ class Train(RunOptions):
 class Plan(TaskOptions):
     """Prints which mesh and pipeline are the quickest for a task, by the cost model, and why.
 
-    Every mesh is looked at. Nothing is compiled; the devices need not be there.
+    Every mesh is looked at, and the best of three are compiled; the devices need not be there.
     """
 
     devices: int | None = None
     """How many there are; by default those that JAX has."""
     machine: str = "here"
-    """What they are: here (measured once, in a minute), h100, h200, a100, tpu-v5e, laptop-cpu, or a file."""
+    """What they are: here (measured once), h100, h200, a100, tpu-v5e, laptop-cpu, or a file."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     """What a device has, such as 16GB, instead of what the machine says."""
 

@@ -5,7 +5,7 @@ all is known from shapes. `state` makes the arrays, `step` computes with them.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -149,8 +149,20 @@ class ModelLayout:
         return tuple(starts)
 
     def _graphdef_of(self, kind: str) -> Any:
-        model = nnx.eval_shape(lambda: nnx.merge(self.graphdef, self.params, self.frozen))
-        return nnx.graphdef(getattr(model.layers, kind))
+        return nnx.graphdef(getattr(self.abstract_model().layers, kind))
+
+    def abstract_model(self, sizes: Mapping[str, int] | None = None) -> Any:
+        """The model of shapes, in its slots.
+
+        Args:
+          sizes: of the mesh's axes, to have it as a step that runs in units uses it (`prepare`).
+        """
+
+        def make(params, frozen):
+            model = self.merge(params, frozen)
+            return model.prepare(sizes) if sizes and hasattr(model, "prepare") else model
+
+        return nnx.eval_shape(make, self.params, self.frozen)
 
     def carry_of(self, state: Any) -> tuple[Any, ...]:
         """The carry of a state, a dict of variables, as a tuple of trees of arrays, by kind."""
@@ -217,13 +229,27 @@ class ModelLayout:
         """Work of the last stage alone, in mean layers: what follows them, unless all stages share it."""
         if self.parallel.mesh.stage == 1 or self.head == "sharded":
             return 0.0
+        return self.last_work
+
+    @functools.cached_property
+    def last_work(self) -> float:
+        """Work of what follows the layers, in mean layers."""
+        return count_flops(*self._last) / float(np.mean(self.layer_costs))
+
+    @functools.cached_property
+    def num_sums(self) -> int:
+        """How many numbers `last` gives."""
+        return len(jax.tree.leaves(jax.eval_shape(*self._last)))
+
+    @property
+    def _last(self) -> tuple[Any, ...]:
+        """What follows the layers, as a function, and its arguments over a whole batch."""
         model = self._abstract
 
         def last(leaves, x, batch):
             return _with_leaves(model, leaves).last(x, batch, _At(self, batch))
 
-        leaves = jax.tree.leaves(nnx.state(model))
-        return count_flops(last, leaves, self.x, self._block) / float(np.mean(self.layer_costs))
+        return last, jax.tree.leaves(nnx.state(model)), self.x, self._block
 
     @functools.cached_property
     def whole_kinds(self) -> tuple[str, ...]:

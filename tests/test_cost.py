@@ -1,4 +1,4 @@
-"""The cost model against the compiler: bytes of every collective exactly, memory nearly."""
+"""The cost model against the compiler and the machine: bytes exactly, memory nearly, for any task."""
 
 import dataclasses
 import functools
@@ -8,195 +8,214 @@ import re
 import statistics
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from test_equivalence import MODEL, SGD, make_settings
+from test_equivalence import SGD, make_settings
 
 from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_step
 from jaxpar.layout import lay_out
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.planning import calibration, compare, cost, pieces, planner, predict_step
+from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel, PipelineConfig
+from jaxpar.planning import calibration, compare, compiled_cost, cost, planner, predict_step
 from jaxpar.planning.calibration import calibrate, find_machine, measure_pieces, path_here
-from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample
-from jaxpar.planning.pieces import dropout, head, layer_backward, layer_forward, update
-from jaxpar.planning.shape import StepShape
-from jaxpar.sharding import annotated
+from jaxpar.planning.compiled import report_of, simulated_mesh
+from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
+from jaxpar.planning.pieces import works_of
+from jaxpar.planning.shape import StepShape, shapes_of
+from jaxpar.planning.traffic import predict_traffic, totals, traffic_of
+from jaxpar.planning.unit import _corners, facts_of, measure_facts
 from jaxpar.state import abstract_state
-from jaxpar.task import Task
-from jaxpar.tasks.lm import LM, loss
-from jaxpar.training.settings import TrainConfig
+from jaxpar.task import find_task
+from jaxpar.tasks.images import Images
+from jaxpar.tasks.lm import LM
+from jaxpar.training.settings import Settings, TrainConfig
 
-MEMORY_ERROR = 0.05
-# How the compiler packs buffers is not modelled: of programs of a few MB, some are further off.
-SMALL_MEMORY_ERROR = 0.07
+# Of an estimate before anything is compiled; the compiler packs buffers in a way of its own.
+MEMORY_ERROR = 0.15
+# Along `tensor` the compiler decides by the whole program, of which a small one is compiled.
+TENSOR_ERROR = 0.02
 
-
-def random_settings(seed, scale=1):
-    """Any mesh of up to 8 devices, placement, M, K, head and update mode; sizes that split.
-
-    With scale=4 all sizes but those of the vocabulary are four times as large.
-    """
-    rng = random.Random(seed)
-    mesh = rng.choice(
-        [(d, s, t) for d in (1, 2, 4) for s in (1, 2, 3, 4) for t in (1, 2, 4) if d * s * t <= 8]
-    )
-    data, stages, _ = mesh
-    num_layers = stages + rng.randint(0, 4)
-    cuts = sorted(rng.sample(range(1, num_layers), stages - 1))
-    by_hand = tuple(np.diff((0, *cuts, num_layers)).tolist())
-    M, K = rng.choice((1, 2, 4)), rng.choice((1, 2, 4))
-    H = scale * rng.choice((96, 144, 192))
-    task = LM(
-        num_layers=num_layers,
-        hidden_size=H,
-        embed_size=rng.choice((H, H // 2)),
-        vocab_size=384 * rng.choice((1, 3, 5)),
-        dropout=rng.choice((0.0, 0.2)),
-    )
-    optimizer = OptimizerConfig(rng.choice(("adam", "sgd")))
-    update, clip_norm = rng.choice(("replicated", "sharded", "host")), rng.choice((0.0, 1.0))
-    task = dataclasses.replace(
-        task,
-        batch_size=scale * data * M * rng.choice((3, 5, 8)),
-        seq_len=scale * rng.choice((16, 24)),
-        optimizer=optimizer,
-    )
-    return make_settings(
-        mesh,
-        (M, K),
-        task,
-        train=TrainConfig(clip_norm=clip_norm),
-        layout={"update": update},
-        schedule=rng.choice(("1f1b", "gpipe")),
-        placement=rng.choice(("balanced", by_hand)),
-        head=rng.choice(("last", "sharded")),
-    )
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @functools.cache
-def comparison(seed, scale=1):
-    settings = random_settings(seed, scale)
-    return compare(predict_step(*settings), inspect_step(*settings))
+def task_of(name):
+    """Five models, of sizes at which memory is worth a thought: programs of 20 to 1,500 MB."""
+    if name == "lm":
+        return LM(6, 384, 384, vocab_size=1920, batch_size=96, seq_len=48, dropout=0.1)
+    if name == "images":
+        return Images(batch_size=192)
+    spec, sizes = {
+        "gru": ("forecaster.py:Forecast", {"width": 384, "batch_size": 48}),
+        "transformer": (
+            "transformer.py:Characters",
+            {"width": 256, "batch_size": 96, "seq_len": 64},
+        ),
+        "mixed": ("mixed.py:Digits", {"width": 384, "batch_size": 192, "num_convs": 3}),
+    }[name]
+    return find_task(f"{EXAMPLES}/{spec}")(**sizes)
 
 
-def assert_same_bytes(seed, scale=1):
-    result = comparison(seed, scale)
-    assert result.predicted == result.compiled, f"{result.cost.settings}\n{result}"
+def random_settings(name, seed, tensor=(1,)):
+    """Any mesh of up to 8 devices, M, K, schedule, head, FSDP and update of a model.
+
+    Without remat, with which stages exchange some numbers of the plan, four bytes a tick, that are not told.
+    """
+    rng, task = random.Random(seed), task_of(name)
+    data, stages, n = rng.choice(
+        [(d, s, t) for d in (1, 2, 4) for s in (1, 2, 3, 4) for t in tensor if 1 < d * s * t <= 8]
+    )
+    mesh = MeshConfig(data, stages, n)
+    if name == "images":
+        return Settings(task, Parallel(dataclasses.replace(mesh, stage=1)), TrainConfig())
+    num_groups = 2 if stages == 2 and name != "transformer" and rng.random() < 0.3 else 1
+    pipeline = PipelineConfig(
+        schedule="interleaved" if num_groups > 1 else rng.choice(("1f1b", "gpipe")),
+        num_microbatches=rng.choice((1, 2, 4)),
+        num_chunks=1 if name == "transformer" else rng.choice((1, 2, 4)),
+        num_groups=num_groups,
+        head=rng.choice(("auto", "last")),
+    )
+    update = rng.choice(("replicated", "sharded", "host"))
+    clip_norm = rng.choice((0.0, 1.0))
+    parallel = Parallel(mesh, pipeline, fsdp=rng.random() < 0.3, update=update)
+    return Settings(task, parallel, TrainConfig(clip_norm=clip_norm))
 
 
-# Sizes at which memory is worth a thought: programs of 20 to 400 MB. None of these is among the programs that
-# the memory model's constants were fitted to.
-LARGE = 4
-SAMPLE = (301, 303, 304)
+def predicted_and_compiled(settings):
+    return totals(predict_traffic(StepShape(*settings))), totals(traffic_of(report_of(*settings)))
+
+
+def assert_same_bytes(name, seed):
+    settings = random_settings(name, seed)
+    predicted, compiled = predicted_and_compiled(settings)
+    assert predicted == compiled, settings
+    assert predicted or settings.parallel.mesh.num_devices == 1
+
+
+def assert_memory_is_near(settings):
+    estimate = predict_step(*settings)
+    compiled = report_of(*settings).memory
+    assert abs(estimate.memory.total / compiled.total - 1) <= MEMORY_ERROR, (
+        f"{settings}\n{estimate}"
+    )
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("seed", SAMPLE)
-def test_bytes_of_collectives_are_those_of_the_compiled_program(seed):
-    assert_same_bytes(seed, LARGE)
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        ("lm", 7), ("gru", 1),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in (("transformer", 6), ("mixed", 0))),
+        *(
+            pytest.param(name, seed, marks=pytest.mark.slow)
+            for name in ("lm", "gru", "transformer", "mixed")
+            for seed in range(10)
+        ),
+    ],
+)  # fmt: skip
+def test_bytes_over_data_and_stages_are_those_of_the_compiled_program(name, seed):
+    assert_same_bytes(name, seed)
+    assert_memory_is_near(random_settings(name, seed))
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("seed", [0, 11])
-def test_bytes_with_fsdp(seed):
-    task, parallel, train = random_settings(seed)
-    assert parallel.mesh.data > 1
-    settings = task, dataclasses.replace(parallel, fsdp=True), train
-    result = compare(predict_step(*settings), inspect_step(*settings))
-    assert result.predicted == result.compiled, f"{settings}\n{result}"
-
-
-@pytest.mark.law
-@pytest.mark.parametrize("layout", [{"fsdp": True}, {"update": "sharded"}], ids=str)
-def test_bytes_where_not_all_parameters_split(layout):
-    # The vocabulary divides by three, the layers do not.
-    task = dataclasses.replace(MODEL, batch_size=18)
-    settings = make_settings((3, 2, 1), task=task, layout=layout)
-    step = StepShape(*settings)
-    splits = {param.name: param.split != param.computed for param in step.params}
-    assert splits["head.kernel"]
-    assert not splits["layers.lstm.w_x"]
-    result = compare(predict_step(*settings), inspect_step(*settings))
-    assert result.predicted == result.compiled, f"{settings}\n{result}"
-
-
 @pytest.mark.slow
-@pytest.mark.law
-@pytest.mark.parametrize("seed", range(50))
-def test_bytes_of_50_configs(seed):
-    assert_same_bytes(seed)
+@pytest.mark.parametrize("name", ["lm", "gru", "transformer", "mixed"])
+@pytest.mark.parametrize("seed", range(5))
+def test_bytes_over_tensor_are_about_those_of_the_compiled_program(name, seed):
+    settings = random_settings(name, seed, tensor=(2, 4))
+    predicted, compiled = predicted_and_compiled(settings)
+    along = [{k: n for k, n in sums.items() if "tensor" in k[1]} for sums in (predicted, compiled)]
+    whole = sum(along[1].values())
+    assert whole > 0
+    assert sum(abs(along[0].get(k, 0) - along[1].get(k, 0)) for k in {*along[0], *along[1]}) <= (
+        TENSOR_ERROR * whole
+    )
+    assert_memory_is_near(settings)
 
 
-@pytest.mark.parametrize("seed", SAMPLE)
-def test_memory_is_about_that_of_the_compiled_program(seed):
-    assert abs(comparison(seed, LARGE).memory_error) <= MEMORY_ERROR
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_where_the_compiler_divides_the_batch_it_is_asked(seed):
+    settings = random_settings("images", seed, tensor=(1, 2))
+    predicted = predict_step(*settings)
+    report = inspect_step(*settings, simulated_mesh(settings.parallel.mesh))
+    result = compare(predicted, report)
+    assert result.predicted == result.compiled
+    assert predicted.memory_bytes == report.memory.total
+
+
+@pytest.mark.full
+def test_quick_compiling_says_the_same():
+    settings = random_settings("gru", 1)
+    whole = inspect_step(*settings, simulated_mesh(settings.parallel.mesh))
+    quick = report_of(*settings)
+    assert quick.collectives == whole.collectives
+    assert quick.memory == whole.memory
+
+
+@pytest.mark.parametrize("name", ["lm", "gru", "transformer", "mixed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_stored_is_what_the_state_holds(name, seed):
+    task, parallel, train = random_settings(name, seed, tensor=(1, 2))
+    step, mesh = StepShape(task, parallel, train), simulated_mesh(parallel.mesh)
+    assert step.placement == lay_out(task, parallel).placement
+    state = abstract_state(task, parallel, mesh)
+    params, opt_state, carry = (
+        sum(
+            leaf.dtype.itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int)
+            for leaf in jax.tree.leaves(tree)
+        )
+        for tree in ((state.params, state.frozen), state.opt_state, state.carry)
+    )
+    assert step.bytes_of((*step.params, *step.frozen), step.param_rules) == params
+    assert step.bytes_of(step.opt_state, step.opt_rules) == opt_state
+    assert step.bytes_of(step.carry, step.carry_rules) == carry
+
+
+@pytest.mark.parametrize("name", ["lm", "gru", "transformer", "mixed"])
+def test_units_of_all_sizes_follow_from_a_few(name):
+    model = shapes_of(task_of(name))
+    assert _corners(model, True) is not None
+    t, b = model.layout.num_steps, 8
+    told, traced = (function(model, t, b, True) for function in (facts_of, measure_facts))
+    for left, right in ((told.x, traced.x), (told.carry, traced.carry), (told.saved, traced.saved)):
+        np.testing.assert_allclose(*map(jax.tree.leaves, (left, right)), rtol=1e-9)
+    for key, amount in traced.amounts.items():
+        assert told.amounts[key].flops == pytest.approx(amount.flops, rel=1e-9)
 
 
 @pytest.mark.full
 def test_memory_of_inputs_that_are_kept_in_the_place_of_residuals():
     task = LM(4, 128, 128, vocab_size=384, batch_size=64, seq_len=64, optimizer=SGD)
     settings = make_settings((1, 2, 1), (2, 8), task, remat=True)
-    result = compare(predict_step(*settings), inspect_step(*settings))
-    assert abs(result.memory_error) <= MEMORY_ERROR
+    assert_memory_is_near(settings)
     whole = make_settings((1, 2, 1), (2, 8), task)
     assert predict_step(*settings).memory.activations < predict_step(*whole).memory.activations / 3
 
 
+@pytest.mark.full
 def test_memory_is_that_of_the_live_units():
     # GPipe holds all 8 microbatches: more than everything else together.
     task = LM(4, 128, 128, vocab_size=384, batch_size=64, seq_len=64, optimizer=SGD)
     settings = make_settings((1, 2, 1), (8, 1), task, schedule="gpipe")
-    cost = predict_step(*settings)
-    assert cost.memory.activations > cost.memory.total / 2
-    assert abs(compare(cost, inspect_step(*settings)).memory_error) <= MEMORY_ERROR
+    memory = predict_step(*settings).memory
+    assert memory.activations > memory.total / 2
+    assert_memory_is_near(settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sorted({*range(300, 320)} - {*SAMPLE}))
-def test_memory_of_20_configs(seed):
-    assert abs(comparison(seed, LARGE).memory_error) <= MEMORY_ERROR
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(50))
-def test_memory_of_small_programs_is_not_far_off(seed):
-    assert abs(comparison(seed).memory_error) <= SMALL_MEMORY_ERROR
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_parameters_are_those_of_the_model(seed):
-    task, parallel, train = random_settings(seed)
-    parallel = dataclasses.replace(parallel, fsdp=bool(seed % 2))
-    state, step = abstract_state(task, parallel), StepShape(task, parallel, train)
-    assert step.placement == lay_out(task, parallel).placement
-    real = {
-        name: (variable.shape, variable.get_value().sharding.shard_shape(variable.shape))
-        for name, variable in annotated(state.params)
-    }
-    assert real == {
-        p.name: (p.shape, (p.split if parallel.fsdp else p.computed).shape) for p in step.params
-    }
-    # The whole state too, but for the counters in it.
-    memory = predict_step(task, parallel, train).memory
-    in_bytes = [
-        sum(4 * np.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
-        for tree in (state.params, state.opt_state, state.carry)
-    ]
-    of_optimizer = 0 if parallel.update == "host" else in_bytes[1]
-    assert (memory.parameters, memory.carried) == (in_bytes[0], in_bytes[2])
-    assert 0 <= of_optimizer - memory.optimizer <= 8
-
-
-def test_the_head_is_cut_as_the_loss_cuts_it():
-    assert (pieces.MAX_LOGITS_ON_CPU, pieces.MAX_LOGITS) == (
-        loss.LOGITS_ON_CPU,
-        loss.LOGITS_ELSEWHERE,
-    )
-    assert pieces.MIN_ROWS == loss.MIN_ROWS
+def test_a_compiled_cost_has_the_compilers_numbers():
+    settings = random_settings("gru", 1)
+    estimate = predict_step(*settings)
+    known = compiled_cost(estimate)
+    assert estimate.memory_text.startswith("~")
+    assert known.memory_bytes == report_of(*settings).memory.total
+    assert not known.memory_text.startswith("~")
+    assert compiled_cost(known) is known
 
 
 def test_flops_are_those_of_a_program_without_loops():
@@ -228,9 +247,10 @@ ONLY_FLOPS = Hardware(
 )
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_seconds_are_flops_where_only_flops_take_time(seed):
-    cost = predict_step(*random_settings(seed), ONLY_FLOPS)
+@pytest.mark.parametrize("name", ["lm", "gru", "transformer", "mixed"])
+@pytest.mark.parametrize("seed", range(3))
+def test_seconds_are_flops_where_only_flops_take_time(name, seed):
+    cost = predict_step(*random_settings(name, seed), ONLY_FLOPS)
     busy = cost.seconds.layers + cost.seconds.head
     assert busy == pytest.approx(cost.flops, rel=1e-12)
     assert cost.seconds.total == pytest.approx(busy + cost.seconds.bubble)
@@ -280,12 +300,14 @@ def own_cache(tmp_path, monkeypatch):
 def laptop_here(own_cache, monkeypatch):
     """A machine that has been calibrated before, and is not measured further."""
     MACHINES["laptop-cpu"].save(path_here())
-    monkeypatch.setattr(cost, "measure_pieces", lambda machine, works: machine)
-    monkeypatch.setattr(planner, "measure_pieces", lambda machine, works: machine)
+    monkeypatch.setattr(cost, "measure_pieces", lambda machine, steps: machine)
+    monkeypatch.setattr(planner, "measure_pieces", lambda machine, steps: machine)
+    monkeypatch.setattr(planner, "_NUM_COMPILED", 1)
 
 
 def test_a_machine_is_measured_once(own_cache, monkeypatch):
-    machine = calibrate(num_seconds=0.5)
+    monkeypatch.setattr(calibration._Bench, "part", 0.01)
+    machine = calibrate()
     assert machine.devices_per_host == jax.device_count() == 8
     # Any computer of today, however busy.
     assert 1e6 < machine.flops_per_second["float32"] < 1e14
@@ -294,39 +316,64 @@ def test_a_machine_is_measured_once(own_cache, monkeypatch):
     assert 0 <= machine.tick_seconds < 1
     assert 1e5 < machine.near.bytes_per_second < 1e13
     assert 1e-8 < machine.near.seconds < 1
+    assert len(machine.near.sizes) == 3
     assert machine.memory_bytes > 1e8
     monkeypatch.setattr(calibration, "calibrate", None)
     assert find_machine("here") == machine == find_machine(str(path_here()))
     assert find_machine("here", 5e6).memory_bytes == 5e6
 
-    works = [layer_forward(4, 4, 8, 8, 2), layer_backward(4, 4, 8, 8, 2), head(8, 8, 16)]
-    works += [dropout(64), update(64, OptimizerConfig(), 1.0)]
-    known = measure_pieces(machine, works)
-    new = known.samples[len(machine.samples) :]
-    assert [(sample.kind, sample.sizes) for sample in new] == [(w.kind, w.sizes) for w in works]
-    assert find_machine("here") == known
-    for work, sample in zip(works, new, strict=True):
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (2, 2, 2),
+        pytest.param((8, 1, 1), marks=pytest.mark.full),
+        pytest.param((4, 2, 1), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("update", ["sharded", pytest.param("host", marks=pytest.mark.full)])
+def test_every_piece_of_a_step_is_measured_once(mesh, update, own_cache, monkeypatch):
+    monkeypatch.setattr(calibration._Bench, "part", 0.0)
+    task = LM(2, 16, 16, vocab_size=384, batch_size=8, seq_len=4, optimizer=SGD)
+    step = StepShape(*make_settings(mesh, (1, 2), task, layout={"update": update}))
+    machine = dataclasses.replace(MACHINES["laptop-cpu"], samples=())
+    known = measure_pieces(machine, [step])
+    works = works_of(step)
+    assert [(s.kind, s.sizes) for s in known.samples] == [(w.kind, w.sizes) for w in works.values()]
+    assert find_machine("here").samples == known.samples
+    for work, sample in zip(works.values(), known.samples, strict=True):
         assert known.seconds(work) == pytest.approx(known.roofline(work) * sample.slowness)
-    assert measure_pieces(known, works) is known
+    assert measure_pieces(known, [step]) is known
+    # What was measured with its exchanges is not sent once more.
+    sent = [predict_step(*step.settings, each).seconds.sending for each in (machine, known)]
+    assert sent[1] < sent[0] if step.tensor > 1 or step.sizes["data"] > 1 else sent[1] == sent[0]
 
 
-@pytest.mark.slow
-def test_a_machine_is_measured_in_a_minute(own_cache):
-    start = time.perf_counter()
-    calibrate(num_seconds=0.01)
-    least = time.perf_counter() - start  # with no piece of a step, which come while there is time
-    start = time.perf_counter()
-    calibrate()
-    assert time.perf_counter() - start < 50 + least
+def test_pieces_of_other_models_are_others():
+    kinds = [
+        {work.kind for work in works_of(StepShape(*random_settings(name, 1))).values()}
+        for name in ("lm", "gru", "transformer", "mixed")
+    ]
+    assert len(set.union(*kinds)) == sum(map(len, kinds))
+
+
+def test_links_are_as_fast_as_at_the_nearest_sizes():
+    link = Link(1e6, 0.5, ((100.0, 1e3), (10_000.0, 1e5)))
+    assert link.time(0, 2) == 1.0
+    assert link.time(100, 1) == pytest.approx(0.5 + 0.1)
+    assert link.time(1000, 0) == pytest.approx(1000 / 1e4)  # half-way, in logarithms
+    assert link.time(1e6, 0) == pytest.approx(10)
+    assert Link(1e6, 0.5).time(1e6, 1) == pytest.approx(1.5)
 
 
 def test_slowness_is_that_of_samples_like_it():
-    works = [layer_forward(8, b, 64, 64, 2) for b in (4, 8, 16)]
+    works = [Work("forward", (8, b, 1, 2), flops=1e9 * b, bytes=1e6, turns=8) for b in (4, 8, 16)]
     samples = tuple(Sample(w.kind, w.sizes, s) for w, s in ((works[0], 2.0), (works[2], 8.0)))
     machine = dataclasses.replace(MACHINES["h100"], samples=samples)
     slowness = [machine.seconds(work) / machine.roofline(work) for work in works]
     assert slowness == pytest.approx([2.0, 4.0, 8.0], rel=1e-6)  # half-way between two samples
-    other = head(8, 64, 64)
+    other = dataclasses.replace(works[0], kind="last")
     assert machine.seconds(other) == machine.roofline(other)
 
 
@@ -343,15 +390,19 @@ def skip_on_busy_cores(num_cores):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(4, 256, 2688), (8, 192, 1152), (2, 640, 2688)], ids=str)
-@pytest.mark.parametrize("shape", ["dp1", "pp2"])
-def test_time_is_within_a_tenth_of_the_measured(shape, sizes, tmp_path_factory):
+@pytest.mark.parametrize(
+    "task",
+    [
+        "lm --num-layers 4 --hidden-size 256 --embed-size 256 --vocab-size 2688 --seq-len 64",
+        f"{EXAMPLES}/forecaster.py:Forecast --width 256",
+        f"{EXAMPLES}/transformer.py:Characters --width 128",
+    ],
+    ids=["lm", "gru", "transformer"],
+)
+@pytest.mark.parametrize("shape", ["dp1", "dp2", "pp2"])
+def test_time_is_within_a_tenth_of_the_measured(shape, task, tmp_path_factory):
     # The one in the middle of three, each of which measures the pieces beside the step.
-    layers, H, V = sizes
-    flags = (
-        f"inspect lm --compare --simulate {shape[-1]} --mesh {shape} --seq-len 64 "
-        f"--num-layers {layers} --hidden-size {H} --embed-size {H} --vocab-size {V}"
-    )
+    flags = f"inspect {task} --compare --simulate {shape[-1]} --mesh {shape}"
     command = [sys.executable, "-m", "jaxpar", *flags.split()]
     errors = []
     for number in range(3):
@@ -365,19 +416,44 @@ def test_time_is_within_a_tenth_of_the_measured(shape, sizes, tmp_path_factory):
     assert abs(statistics.median(errors)) <= 10, errors
 
 
-def test_what_cannot_be_predicted_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tie_embedding": True},
+        {"dtype": "bfloat16"},
+        {"embed_size": 64},
+        {"num_buckets": 2, "bucket_multiple": 4},
+    ],
+    ids=str,
+)
+def test_any_option_of_a_task_has_a_cost(change):
+    task = dataclasses.replace(LM(3, 96, 96, vocab_size=384, batch_size=8, seq_len=8), **change)
+    settings = make_settings((2, 2, 1), (2, 2), task)
+    cost = predict_step(*settings, MACHINES["h100"])
+    assert cost.memory.total > 0
+    assert cost.seconds.total > 0
+    assert cost.sent_bytes > 0
+
+
+def test_unequal_shares_are_those_of_the_group_with_most():
     task, parallel, train = make_settings((2, 1, 1))
     shares = dataclasses.replace(parallel, shares=(3, 1))
-    with pytest.raises(ValueError, match="unequal shares: what that sends is not modelled"):
-        predict_step(task, shares, train)
-    for option in ({"tie_embedding": True}, {"dtype": "bfloat16"}):
-        with pytest.raises(ValueError, match=f"{next(iter(option))}=.* not modelled"):
-            predict_step(dataclasses.replace(task, **option), parallel, train)
+    even, uneven = (predict_step(task, p, train, ONLY_FLOPS).seconds for p in (parallel, shares))
+    assert uneven.layers == pytest.approx(even.layers * 1.5)
+
+
+def test_what_cannot_be_predicted_is_refused(tmp_path):
+    task, parallel, train = make_settings((2, 1, 1))
     with pytest.raises(ValueError, match="vocab_size=None"):
         predict_step(dataclasses.replace(task, vocab_size=None), parallel, train)
-    no_float32 = dataclasses.replace(ONLY_FLOPS, flops_per_second={"bfloat16": 1.0})
-    with pytest.raises(ValueError, match="only FLOPs has no flops_per_second for dtype='float32'"):
-        predict_step(task, parallel, train, no_float32)
+    with pytest.raises(ValueError, match=r"hidden_size=\d+ does not divide by tensor=7"):
+        predict_step(task, "tp7", train)
+    with pytest.raises(ValueError, match="stage=2: the task images has no pipeline"):
+        predict_step(task_of("images"), "pp2")
+    with pytest.raises(
+        ValueError, match="head='sharded': model Forecaster has no method last_part"
+    ):
+        predict_step(task_of("gru"), Parallel("pp2", PipelineConfig(head="sharded")))
     with pytest.raises(
         ValueError, match=r"unknown machine .h900.; use here .measured., h100, h200, a100"
     ):
@@ -385,9 +461,6 @@ def test_what_cannot_be_predicted_is_refused(tmp_path):
     (tmp_path / "other.json").write_text('{"name": "x"}')
     with pytest.raises(ValueError, match=r"other\.json describes no hardware"):
         find_machine(str(tmp_path / "other.json"))
-    for seconds in (0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"num_seconds={seconds}: must be positive and finite"):
-            calibrate(seconds)
 
 
 @pytest.mark.parametrize("memory_bytes", [0, -1.0, float("nan"), float("inf")])
@@ -420,39 +493,20 @@ def test_numbers_of_no_machine_are_refused(field, value, tmp_path):
         find_machine(str(tmp_path / "machine.json"))
 
 
-@dataclasses.dataclass(frozen=True)
-class Forecast(Task):
-    """One that says nothing of its sizes, and fails if anything is made of it."""
-
-    optimizer: OptimizerConfig = SGD
-
-
-def test_a_task_that_does_not_know_its_cost_is_told_so(own_cache, monkeypatch):
-    monkeypatch.setattr(calibration, "calibrate", None)  # nothing may be measured before
-    task = Forecast()
-    for ask in (
-        lambda: predict_step(task),
-        lambda: cost.pieces_of(task),
-        lambda: cost.compare_here(task, "dp8"),
-        lambda: planner.plan(task, num_devices=8, hardware=MACHINES["h100"]),
-        lambda: planner.plan_here(task),
-        lambda: planner.place(task, "pp8", None, ONLY_FLOPS),
-        lambda: planner.check_fits(task, None, None, ONLY_FLOPS),
-    ):
-        with pytest.raises(
-            ValueError, match=r"task 'Forecast' does not know its cost: .* use inspect instead"
-        ):
-            ask()
-
-
-def test_the_command_prints_predicted_compiled_and_measured(capsys, laptop_here):
-    flags = "inspect lm --compare --simulate 8 --mesh dp2pp2tp2 --vocab-size 384 --hidden-size 32"
-    assert main([*flags.split(), "--embed-size", "32"]) == 0
+@pytest.mark.parametrize(
+    "task",
+    [
+        "lm --vocab-size 384 --hidden-size 32 --embed-size 32",
+        pytest.param(f"{EXAMPLES}/forecaster.py:Forecast", marks=pytest.mark.full),
+    ],
+    ids=["lm", "gru"],
+)
+def test_the_command_prints_predicted_compiled_and_measured(task, capsys, laptop_here):
+    flags = f"inspect {task} --compare --simulate 8 --mesh dp4pp2"
+    assert main(flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     columns = {tuple(line.split()[:2]): line.split()[2:] for line in lines[2:-2]}
     predicted, compiled, difference = columns["collective-permute", "stage"]
     assert (predicted, difference) == (compiled, "none")
     assert re.fullmatch(r"memory per device .* bytes \([+-]\d+\.\d%\)", lines[-2])
     assert re.fullmatch(r"step +[\d.]+ ms +[\d.]+ ms +[+-]\d+\.\d%", lines[-1])
-    with pytest.raises(ValueError, match="task 'Images' does not know its cost"):
-        main(["inspect", "images", "--compare", "--simulate", "8", "--debug"])

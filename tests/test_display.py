@@ -324,7 +324,7 @@ def test_a_report_shows_the_same_in_text_and_html(mesh):
 
 
 def test_a_plan_shows_the_same_in_text_and_html():
-    ranking = plan(TASK, num_devices=8, hardware=find_machine("h100"))
+    ranking = plan(TASK, num_devices=2, hardware=find_machine("h100"), num_compiled=1, tensor=(1,))
     for picture in (ranking, ranking.best):
         words = " ".join(str(picture).split())
         cells = [" ".join(cell.split()) for row in Rows(picture._repr_html_()).rows for cell in row]

@@ -15,7 +15,7 @@ import pytest
 from jaxpar import MeshConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.__main__ import main
 from jaxpar.hosts import launch
-from jaxpar.planning import fit_devices
+from jaxpar.planning import MACHINES, elastic, fit_devices
 from jaxpar.planning.elastic import _find_machine
 from jaxpar.tasks.lm import LM
 from tests.models import Regress
@@ -41,14 +41,22 @@ def test_a_mesh_that_fits_is_kept(asked):
     assert layout == Parallel.of(asked, LM.parallel).resolve()
 
 
-def test_the_cost_model_chooses_for_a_task_that_knows_its_cost():
-    layout, reason = fit_devices(TEXT, Parallel.of("dp2pp2", LM.parallel), TrainConfig())
+@pytest.mark.parametrize("task", [TEXT, Regress()], ids=["lm", "own"])
+def test_the_cost_model_chooses(task):
+    layout, reason = fit_devices(task, Parallel.of("dp2pp2", task.parallel), TrainConfig())
     assert layout.mesh.num_devices == 8
     assert re.fullmatch(
         r"dp2pp2 does not fit 8 devices; \S.* is the quickest by the cost model for laptop-cpu",
         reason,
     )
-    assert fit_devices(TEXT, Parallel(), TrainConfig(), keep=False)[0] == layout
+    assert layout.mesh.tensor == 1  # as was asked for
+
+
+@pytest.fixture
+def no_machine(monkeypatch):
+    """Devices of a platform that no machine has."""
+    machines = {name: each for name, each in MACHINES.items() if each.platform != "cpu"}
+    monkeypatch.setattr(elastic, "MACHINES", machines)
 
 
 # There are eight devices; sixteen rows.
@@ -62,7 +70,7 @@ RULE = {
 
 
 @pytest.mark.parametrize("case", RULE)
-def test_stages_and_tensor_are_kept_where_nobody_knows_the_cost(case):
+def test_stages_and_tensor_are_kept_where_no_machine_is_known(case, no_machine):
     asked, expected = RULE[case]
     mesh = MeshConfig.parse(asked)
     placement = "balanced" if mesh.stage == 3 else (4 // mesh.stage,) * mesh.stage
@@ -73,10 +81,10 @@ def test_stages_and_tensor_are_kept_where_nobody_knows_the_cost(case):
     assert layout.pipeline.placement == (
         placement if layout.mesh.stage == mesh.stage else "balanced"
     )
-    assert "task 'Regress' does not know its cost" in reason
+    assert "no machine is known" in reason
 
 
-def test_a_mesh_that_the_batch_does_not_fit_is_passed_over():
+def test_a_mesh_that_the_batch_does_not_fit_is_passed_over(no_machine):
     """Twelve rows are not for eight groups, but for four of two stages' devices."""
     layout, _ = fit_devices(
         Regress(batch_size=12), Parallel.of("dp1pp6", Parallel()), TrainConfig()

@@ -289,7 +289,7 @@ def test_fields_that_cannot_be(changes, message):
 
 def test_a_model_of_no_known_vocabulary_is_refused():
     task = dataclasses.replace(TASK, vocab_size=None, num_words=None)
-    for use in (task.example_batch, task.lstm_sizes, lambda: init_state(task, ONE)):
+    for use in (task.example_batch, lambda: init_state(task, ONE)):
         with pytest.raises(ValueError, match="vocab_size=None: set it, or let `resolve`"):
             use()
 

@@ -238,10 +238,11 @@ def test_help_tells_its_options(world):
     assert "(default: 60)" in said
 
 
-def test_the_planner_says_that_it_does_not_know_its_cost(world):
-    options = ("forecast.py:Forecast", "--machine", "h100", "--devices", 8)
-    _, said = jaxpar("plan", *options, cwd=world[0], code=2)
-    assert re.fullmatch(r"error: .*Forecast.* does not know its cost.*\n", said)
+def test_the_planner_knows_its_cost(world):
+    options = ("forecast.py:Forecast", "--machine", "h100", "--devices", 1)
+    printed, _ = jaxpar("plan", *options, cwd=world[0])
+    assert re.search(r"1 devices of h100; \d+ configs", printed)
+    assert re.search(r"Use dp1.* a step, [\d,]+ \w+/s, [\d.]+ \w?B of 80.0 GB", printed)
 
 
 def test_a_file_that_has_changed_is_told(here):

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from test_cost import laptop_here, own_cache, random_settings  # noqa: F401
+from test_cost import laptop_here, own_cache, task_of  # noqa: F401
 from test_equivalence import make_settings
 from test_placement import all_placements
 
@@ -56,13 +56,13 @@ def every_layout(num_devices):
             )
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_choice_is_the_best_of_all(num_devices):
     costs = [predict_step(TASK, p, hardware=LAPTOP) for p in every_layout(num_devices)]
     smallest = min(cost.memory.total for cost in costs)
     for room in (100, 1.5, 1.02):  # all fit, some, and those that save all they can
         hardware = with_memory(LAPTOP, room * smallest)
-        ranking = plan(TASK, num_devices=num_devices, hardware=hardware)
+        ranking = plan(TASK, num_devices=num_devices, hardware=hardware, num_compiled=0)
         fitting = [c.seconds.total for c in costs if c.memory.total <= hardware.memory_bytes]
         assert ranking.best.seconds.total == pytest.approx(min(fitting))
         seconds = [cost.seconds.total for cost in ranking.costs]
@@ -70,26 +70,28 @@ def test_the_first_choice_is_the_best_of_all(num_devices):
         assert all(cost.memory.total <= hardware.memory_bytes for cost in ranking.costs)
         assert all(cost.parallel.mesh.num_devices == num_devices for cost in ranking.costs)
     too_small = with_memory(LAPTOP, 0.98 * smallest)
-    ranking = plan(TASK, num_devices=num_devices, hardware=too_small)
+    ranking = plan(TASK, num_devices=num_devices, hardware=too_small, num_compiled=0)
     assert ranking.smallest.memory.total == smallest
     with pytest.raises(ValueError, match=f"configs fits in [0-9.]+ MB on {num_devices} devices"):
         _ = ranking.best
 
 
+@pytest.mark.slow
 def test_1024_devices_take_little_longer_than_64():
     task = LM(16, 4096, 4096, vocab_size=384 * 84, batch_size=2048, seq_len=256)
     seconds = {64: [], 1024: []}
     for num_devices in (64, 1024, 64, 1024):  # by turns
         start = time.process_time()
-        ranking = plan(task, num_devices=num_devices, hardware=H100)
+        ranking = plan(task, num_devices=num_devices, hardware=H100, num_compiled=0)
         seconds[num_devices].append(time.process_time() - start)
     assert min(seconds[1024]) < 4 * min(seconds[64])  # twice as long, as measured
+    assert min(seconds[1024]) < 10  # once its pieces are known
     assert ranking.best.parallel.mesh.num_devices == 1024
     assert len(ranking.best_of_meshes) > 5
 
 
 def test_the_words_are_those_of_the_numbers():
-    ranking = plan(TASK, num_devices=4, hardware=LAPTOP)
+    ranking = plan(TASK, num_devices=2, hardware=LAPTOP, num_compiled=0)
     best, other, *_ = ranking.best_of_meshes
     chosen, limits, runner_up = ranking.explain().splitlines()
     assert chosen.startswith(f"Use {describe(best.parallel)}: ")
@@ -103,45 +105,69 @@ def test_the_words_are_those_of_the_numbers():
     # With links that take no time, nothing of the sort is said; with slow ones little else.
     slow = dataclasses.replace(LAPTOP, near=Link(1e6, 1e-2))
     assert (
-        plan(TASK, num_devices=2, hardware=slow)
+        plan(TASK, num_devices=2, hardware=slow, num_compiled=0)
         .explain()
         .splitlines()[1]
         .startswith("What takes most of its time: sending")
     )
 
 
-def test_a_config_that_cannot_fit_is_refused_with_three_changes_that_fit():
-    task = dataclasses.replace(TASK, batch_size=64, seq_len=48)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("lm", marks=pytest.mark.full),
+        pytest.param("gru", marks=pytest.mark.slow),
+        pytest.param("mixed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_config_that_cannot_fit_is_refused_with_changes_that_fit(name):
+    task = dataclasses.replace(TASK, batch_size=64, seq_len=48) if name == "lm" else task_of(name)
     settings = make_settings((1, 2, 1), (1, 4), task)
     cost = check_fits(*settings, LAPTOP)
-    hardware = with_memory(LAPTOP, 0.8 * cost.memory.total)
-    with pytest.raises(
-        ValueError, match=r"a step needs .* on a device .*, laptop-cpu has"
-    ) as refused:
+    assert cost.report is not None
+    hardware = with_memory(LAPTOP, 0.8 * cost.memory_bytes)
+    with pytest.raises(ValueError, match=r"a step needs .* on a device, laptop-cpu has") as refused:
         check_fits(*settings, hardware)
     changes = re.findall(
         r"(?:use|or) (--.*?) \(([\d.]+) MB, ([\d.]+) ms a step\)", str(refused.value)
     )
-    assert len(changes) == 3
+    assert 1 <= len(changes) <= 3
     assert [float(ms) for *_, ms in changes] == sorted(float(ms) for *_, ms in changes)
     for text, size, ms in changes:
         changed = settings.parallel
         for flag in text.split(" and "):
-            name, _, value = flag.removeprefix("--").partition(" ")
+            field, _, value = flag.removeprefix("--").partition(" ")
             value = {"": True}.get(value, int(value) if value.isdigit() else value)
-            value = MeshConfig.parse(value) if name == "mesh" else value
-            part, _, field = name.replace("-", "_").rpartition(".")
+            value = MeshConfig.parse(value) if field == "mesh" else value
+            part, _, field = field.replace("-", "_").rpartition(".")
             own = {field: value}
             if part:
                 own = {part: dataclasses.replace(getattr(changed, part), **own)}
             changed = dataclasses.replace(changed, **own)
         fits = check_fits(task, changed, settings.train, hardware)
-        assert fits.memory.total / 1e6 == pytest.approx(float(size), abs=0.06)
+        assert fits.memory_bytes / 1e6 == pytest.approx(float(size), abs=0.06)
         assert fits.seconds.total * 1e3 == pytest.approx(float(ms), rel=0.01)
-    with pytest.raises(
-        ValueError, match=r"no two changes make it fit, the least is .* MB; use more"
-    ):
+
+
+def test_a_config_that_nothing_makes_fit_is_refused():
+    settings = make_settings((1, 2, 1), (1, 4), TASK)
+    with pytest.raises(ValueError, match=r"none was found that makes it fit, the least is .* MB"):
         check_fits(*settings, with_memory(LAPTOP, 1e5))
+
+
+def test_what_does_not_fit_by_the_compiler_falls_out():
+    whole = plan(TASK, num_devices=2, hardware=LAPTOP, num_compiled=1)
+    [first, *_] = whole.costs
+    assert first.report is not None
+    assert all(cost.report is None for cost in whole.costs[1:])
+    # By its estimate it would fit.
+    room = with_memory(LAPTOP, max(first.memory_bytes - 1, first.memory.total / 1.1))
+    if first.memory_bytes <= room.memory_bytes:
+        pytest.skip("the estimate is far above the compiler's number")
+    other = plan(TASK, num_devices=2, hardware=room, num_compiled=1).best
+    assert other.parallel != first.parallel
+    assert other.report is not None
+    assert other.memory_bytes <= room.memory_bytes
 
 
 def test_layers_are_placed_by_time_and_by_memory():
@@ -162,22 +188,40 @@ def test_layers_are_placed_by_time_and_by_memory():
     assert place(*settings, only_flops, by="memory") == (4, 4, 4, 4)
     four, five = (cost(p).memory.total for p in ((4, 4, 4, 4), (5, 4, 4, 3)))
     assert place(*settings, with_memory(only_flops, (four + five) / 2)) == (4, 4, 4, 4)
-    with pytest.raises(ValueError, match="a step needs"):
-        place(*settings, with_memory(only_flops, four - 1))
     with pytest.raises(ValueError, match="by='tyme': use"):
         place(*settings, only_flops, by="tyme")
     assert place(*make_settings((2, 1, 1), task=task), LAPTOP) == (16,)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_change_of_the_planner_is_a_config_that_can_be_built(seed):
-    task, _, train = random_settings(seed)
-    ranking = plan(task, None, train, 8, LAPTOP)
-    for cost in ranking.costs[:: max(len(ranking.costs) // 5, 1)]:
-        assert cost.settings == (task, cost.parallel, train)
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [
+        ("gru", 2), ("images", 2),
+        *(
+            pytest.param(name, 4, marks=pytest.mark.slow)
+            for name in ("lm", "gru", "transformer", "mixed", "images")
+        ),
+    ],
+)  # fmt: skip
+def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_devices):
+    task = task_of(name)
+    ranking = plan(task, None, None, num_devices, LAPTOP, num_compiled=0)
+    if name != "images":  # a stage needs layers
+        assert {cost.parallel.mesh.stage for cost in ranking.costs} >= {1, 2}
+    for cost in ranking.costs[:: max(len(ranking.costs) // 3, 1)]:
+        assert cost.settings == (task, cost.parallel, task.train)
         layout = lay_out(task, cost.parallel)
-        assert sum(layout.placement) == task.num_layers
-        assert np.prod([*cost.parallel.mesh.sizes.values()]) == 8
+        assert sum(layout.placement or (0,)) == len(layout.kind_of)
+        assert np.prod([*cost.parallel.mesh.sizes.values()]) == num_devices
+    assert f"{task.unit}/s" in ranking.explain()
+
+
+def test_layers_of_several_kinds_are_placed():
+    task = task_of("mixed")
+    for by in ("time", "memory"):
+        placement = place(*make_settings((1, 2, 1), (2, 2), task), LAPTOP, by=by)
+        assert sum(placement) == 7
+        assert min(placement) > 0
 
 
 def test_what_cannot_be_planned_is_refused():
@@ -189,30 +233,32 @@ def test_what_cannot_be_planned_is_refused():
     some = Parallel(mesh=MeshConfig(data=2, devices=(0, 1)))
     with pytest.raises(ValueError, match=r"num_devices=8, but the mesh names devices=\(0, 1\)"):
         plan(TASK, some, num_devices=8, hardware=LAPTOP)
-    assert plan(TASK, some, hardware=LAPTOP).best.parallel.mesh.devices == (0, 1)
+    assert plan(TASK, some, hardware=LAPTOP, num_compiled=0).best.parallel.mesh.devices == (0, 1)
 
 
 def test_the_command_prints_the_table(capsys, laptop_here):  # noqa: F811
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96"
-    assert main(["plan", "lm", "--machine", "h100", "--devices", "64", *flags.split()]) == 0
+    assert main(["plan", "lm", "--machine", "h100", "--devices", "2", *flags.split()]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"64 devices of h100; [\d,]+ configs", lines[0])
+    assert re.match(r"2 devices of h100; [\d,]+ configs", lines[0])
     assert any(line.startswith("Use ") for line in lines)
-    assert main(["plan", "lm", "--simulate", "8", *flags.split()]) == 0
-    assert "8 devices of laptop-cpu" in capsys.readouterr().out
+    assert main(["plan", "images", "--devices", "2"]) == 0
+    assert "2 devices of laptop-cpu" in capsys.readouterr().out
     for size in ("16 potatoes", "1.2.3GB", "GB"):
-        assert main(["plan", "lm", "--machine", "h100", "--memory", size, *flags.split()]) == 2
+        assert main(["plan", "images", "--machine", "h100", "--memory", size]) == 2
         assert (
             f"--memory {size}: write a number and its unit, such as 16GB" in capsys.readouterr().err
         )
     for size, message in (
         ("1kB", "a device has 1.0 kB, and the parameters alone need"),
-        ("160kB", "none of"),
+        ("2MB", "none of"),
     ):
-        assert main(["plan", "lm", "--machine", "h100", "--memory", size, *flags.split()]) == 2
+        command = ["plan", "lm", "--machine", "h100", "--devices", "1", "--memory", size]
+        assert main([*command, *flags.split()]) == 2
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_readme_shows_what_the_command_prints(capsys):
     [(command, shown)] = re.findall(
         r"^python -m jaxpar (plan .*?)^```\n\n```text\n(.*?)^```",
@@ -221,10 +267,18 @@ def test_the_readme_shows_what_the_command_prints(capsys):
     )
     assert main(command.replace("\\\n", " ").split()) == 0
     printed = capsys.readouterr().out
-    for part in shown.split("...\n"):
-        assert part.strip() in printed
+    # Versions of JAX trace and compile a little differently: numbers are about those of the page.
+    sizes = [re.search(r"; ([\d,]+) configs", text)[1] for text in (shown, printed)]
+    assert sizes[0] == sizes[1]
+    tables = [
+        re.findall(r"^(?:dp|pp|tp)\d\S* M=\d.*?(?=  )", text, re.M) for text in (shown, printed)
+    ]
+    assert tables[0] == tables[1][: len(tables[0])]
+    best = [re.search(r"Use (.*?):", text)[1] for text in (shown, printed)]
+    assert best[0] == best[1]
 
 
+@pytest.mark.full
 def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path, laptop_here):  # noqa: F811
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
     sizes = "--batch-size 8 --seq-len 4 --num-layers 2 --hidden-size 8 --embed-size 8"

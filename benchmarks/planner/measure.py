@@ -1,33 +1,48 @@
 """The planner's first choice against every config that two devices allow, measured.
 
-    python -m benchmarks.planner.measure            # five models, half an hour on two quiet cores
-    python -m benchmarks.planner.measure small      # one of them
+    python -m benchmarks.planner.measure                    # seven models, an hour on two quiet cores
+    python -m benchmarks.planner.measure small gru          # some of them
+    python -m benchmarks.planner.measure --times small gru  # predicted against measured, for dp1, dp2, pp2
 
 Every config that fits runs a few steps, one config after the other. The planner's choice and the quickest
-of the others then take turns, so that whatever slows the machine for a while slows all of them.
+of the others then take turns, so that whatever slows the machine for a while slows all of them. With --times
+the pieces of a step are measured anew, in turns with the step itself.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
+from pathlib import Path
+
+import jax
 
 import jaxpar
-from jaxpar import OptimizerConfig, TrainConfig
-from jaxpar.planning import Cost, plan_here
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.planning import HERE, Cost, find_machine, measure_pieces, plan_here, predict_step
 from jaxpar.planning.planner import Ranking, describe
+from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
+from jaxpar.task import Task, find_task
 from jaxpar.tasks.lm import LM
-from jaxpar.timing import take_turns
+from jaxpar.timing import quickest, take_turns
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SGD = OptimizerConfig("sgd", warmup_steps=0)
 TRAIN = TrainConfig(clip_norm=0.0)
 
 
-def model(layers: int, hidden: int, embed: int, vocab: int, rows: int, steps: int) -> LM:
+def model(layers: int, hidden: int, embed: int, vocab: int, rows: int, steps: int) -> Task:
     """A language model and its batch."""
     return LM(
         layers, hidden, embed, vocab, dropout=0.0, batch_size=rows, seq_len=steps, optimizer=SGD
     )
+
+
+def example(spec: str, **sizes: int) -> Task:
+    """A task of an example."""
+    return find_task(f"{EXAMPLES}/{spec}")(**sizes, optimizer=SGD)
 
 
 # Deep and narrow, shallow and wide, a large vocabulary, a small batch, long sentences.
@@ -37,8 +52,12 @@ MODELS = {
     "wide": model(2, 640, 640, 2688, 8, 16),
     "vocabulary": model(2, 256, 128, 9984, 16, 16),
     "long": model(4, 128, 128, 384, 8, 128),
+    "gru": example("forecaster.py:Forecast", width=192),
+    "transformer": example("transformer.py:Characters", width=128),
 }
 FINALISTS, ROUNDS, STEPS = 5, 15, 4
+TIMED = (("dp1", 1, 1), ("dp2", 1, 1), ("pp2", 4, 1))  # mesh, M, K
+UPDATES = ("replicated", "sharded", "host")
 
 
 def measure_all(name: str, ranking: Ranking) -> dict[Cost, float]:
@@ -72,12 +91,54 @@ def compete(name: str, ranking: Ranking, measured: dict[Cost, float]) -> str:
     )
 
 
+def predicted_and_measured(task: Task, parallel: Parallel) -> tuple[float, float]:
+    """Seconds of a step; what the prediction is made of is measured anew, in turns with the step itself."""
+    settings = task, parallel, TRAIN
+    machine = dataclasses.replace(find_machine(HERE), samples=())
+    run, predicted, measured = make_stepper(*settings), [], []
+    for _ in range(3):
+        known = measure_pieces(machine, [StepShape(*settings)])
+        cost = predict_step(*settings, known)
+        assert cost.seconds is not None
+        predicted.append(cost.seconds.total)
+        measured.append(quickest(run, 1.0, at_least=STEPS))
+    return statistics.median(predicted), min(measured)
+
+
+def times(names: list[str]) -> None:
+    """Prints what is predicted beside what is measured."""
+    print(
+        "| model | config | predicted, ms | measured, ms | difference |\n|---|---|---:|---:|---:|"
+    )
+    for name in names:
+        for shape, M, K in TIMED:
+            mesh = MeshConfig.parse(shape)
+            mesh = dataclasses.replace(mesh, devices=tuple(range(mesh.num_devices)))
+            for update in UPDATES if mesh.data > 1 else UPDATES[:1]:
+                pipeline = PipelineConfig(num_microbatches=M, num_chunks=K)
+                parallel = Parallel(mesh, pipeline, update=update)
+                said, took = predicted_and_measured(MODELS[name], parallel)
+                print(
+                    f"| {name} | {describe(parallel)} | {said * 1e3:.1f} | {took * 1e3:.1f} "
+                    f"| {said / took - 1:+.0%} |",
+                    flush=True,
+                )
+                jax.clear_caches()
+
+
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("models", nargs="*", default=list(MODELS))
-    names = parser.parse_args().models
+    parser.add_argument("--times", action="store_true", help="predicted against measured")
+    options = parser.parse_args()
+    names = options.models
     jaxpar.simulate_devices(2)
+    if options.times:
+        times(names)
+        return
     rows = []
     for name in names:
         ranking = plan_here(MODELS[name], train=TRAIN)

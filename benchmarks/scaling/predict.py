@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxpar.planning import Cost, find_machine, plan
 from jaxpar.planning.planner import describe
-from jaxpar.planning.shape import lstm_sizes
+from jaxpar.planning.shape import shapes_of
 from jaxpar.tasks.lm import LM
 
 DEVICES = [2**n for n in range(11)]
@@ -71,7 +71,7 @@ def draw(curves: dict[str, Sequence[Cost | None]], path: str) -> None:
 
 def _tokens_per_second(cost: Cost) -> float:
     assert cost.seconds is not None
-    return lstm_sizes(cost.settings.task).tokens / cost.seconds.total
+    return shapes_of(cost.settings.task).counted / cost.seconds.total
 
 
 def main() -> None:

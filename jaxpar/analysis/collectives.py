@@ -128,7 +128,7 @@ def find_collectives(
     return tuple(found)
 
 
-def sent_bytes(op: str, num_bytes: int, size: int) -> int:
+def sent_bytes(op: str, num_bytes: float, size: int) -> int:
     """What the busiest of `size` devices sends of a payload; see `Collective`."""
     return math.ceil(num_bytes * _SENT[op](size))
 

@@ -1,4 +1,4 @@
-"""What a step will cost on a machine, before anything is compiled, and which config is best there."""
+"""What a step of any task will cost on a machine, and which config is best there."""
 
 from jaxpar.planning.calibration import HERE, calibrate, find_machine, measure_pieces
 from jaxpar.planning.cost import (
@@ -8,7 +8,7 @@ from jaxpar.planning.cost import (
     Seconds,
     compare,
     compare_here,
-    pieces_of,
+    compiled_cost,
     predict_step,
 )
 from jaxpar.planning.elastic import fit_devices
@@ -34,11 +34,11 @@ __all__ = [
     "check_fits",
     "compare",
     "compare_here",
+    "compiled_cost",
     "find_machine",
     "fit_devices",
     "measure_groups",
     "measure_pieces",
-    "pieces_of",
     "place",
     "plan",
     "plan_here",

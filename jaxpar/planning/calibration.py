@@ -5,13 +5,10 @@ of one board share power. Of several runs the quickest counts: what disturbs a m
 """
 
 import dataclasses
-import functools
-import itertools
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +21,23 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.analysis.collectives import num_messages, sent_bytes
-from jaxpar.at import At
 from jaxpar.axes import STAGE
 from jaxpar.files import cache_folder
 from jaxpar.hosts.doctor import host_memory
 from jaxpar.mesh import MeshConfig
-from jaxpar.nn.dropout import dropout
-from jaxpar.nn.linear import matmul
-from jaxpar.nn.lstm import LSTMCarry, LSTMParams, lstm_layer
-from jaxpar.optimizer import OptimizerConfig, clip_scale, update
+from jaxpar.optimizer import HostOptimizer, clip_scale, update
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
-from jaxpar.pipeline.layers import SlotArrays, SplitLayers
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.pipeline.ticks import make_idle, make_plan
-from jaxpar.planning import pieces
 from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
+from jaxpar.planning.pieces import UPDATE, works_of
+from jaxpar.planning.shape import StepShape
+from jaxpar.planning.traffic import FLOAT
+from jaxpar.planning.unit import LAST, Unit
+from jaxpar.sharding import constrain, shardings
+from jaxpar.state import abstract_state
 from jaxpar.timing import quickest
-from jaxpar.trees import add
 
 HERE = "here"
 
@@ -50,62 +46,60 @@ _log = logging.getLogger(__name__)
 # Those that a step uses, by their names in HLO.
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute")
 
-# Units [t, b, H] of so many layers, heads [rows, H, V], and numbers of elements that `calibrate` measures on
-# a CPU, the most telling first; b and rows, H and V are larger on accelerators. Other sizes are interpolated.
-_LAYERS = (
-    (8, 16, 256, 2), (8, 16, 512, 1), (16, 32, 192, 2), (8, 8, 384, 4), (8, 64, 256, 2), (16, 4, 256, 1),
-    (4, 16, 1024, 2), (32, 32, 256, 4), (4, 64, 640, 1), (8, 16, 96, 8),
-)  # fmt: skip
-_HEADS = ((128, 256, 2688), (256, 256, 10_000), (128, 640, 10_000), (128, 96, 384))
-_DROPOUTS, _UPDATES = (2**15, 2**18), (2**18, 2**22)
-_LARGER = 4
-
 # What disturbs a machine does so for a second or two: pieces are measured again when all have had their turn.
 _ROUNDS = 2
 
 
-def calibrate(num_seconds: float = 50.0) -> Hardware:
+def calibrate() -> Hardware:
     """Measures the devices that JAX has, all of one kind, and keeps the result for `find_machine("here")`.
 
     Links are all called near; with one device they are those of its memory. Memory is what the device says,
-    or on a CPU what the machine has.
+    or on a CPU what the machine has. Pieces of a step are measured where they are asked for.
 
-    Args:
-      num_seconds: in all, compiling included. Pieces of a step of usual sizes come last, as many as there is
-        time for.
     Raises:
-      ValueError: `num_seconds` is not positive, or there are several processes.
+      ValueError: there are several processes.
     """
-    if not 0 < num_seconds < float("inf"):
-        raise ValueError(f"num_seconds={num_seconds}: must be positive and finite; 50 are usual")
-    end = time.perf_counter() + num_seconds
-    bench = _Bench(part=num_seconds / 200)
-    machine = _describe(bench)
-    works = itertools.chain.from_iterable(itertools.repeat([*_usual_works(bench.on_cpu)], _ROUNDS))
-    in_time = itertools.takewhile(lambda _: time.perf_counter() < end, works)
-    return _keep(machine, bench.samples(machine, in_time))
+    return _keep(_describe(_Bench()), ())
 
 
-def measure_pieces(machine: Hardware, works: Iterable[Work]) -> Hardware:
-    """The machine with samples of these pieces of a step too, measured here, where there are none yet.
+def measure_pieces(machine: Hardware, steps: Iterable[StepShape]) -> Hardware:
+    """The machine with samples of the pieces of these steps too, measured here, where there are none yet.
 
     Args:
       machine: `find_machine("here")`, which knows of them from now on.
-      works: `cost.pieces_of` a step.
+      steps: for as many devices as JAX has.
     Raises:
       ValueError: there are several processes.
     """
     known = {(sample.kind, sample.sizes) for sample in machine.samples}
-    new = [work for work in dict.fromkeys(works) if (work.kind, work.sizes) not in known]
+    new: dict[Work, tuple[StepShape, str, int]] = {}
+    for step in steps:
+        for (name, kind), work in works_of(step).items():
+            if (work.kind, work.sizes) not in known:
+                new.setdefault(work, (step, name, kind))
     if not new:
         return machine
-    return _keep(machine, _Bench(part=0.25).samples(machine, new * _ROUNDS))
+    bench = _Bench()
+    runs = {work: bench.run_of(*piece) for work, piece in new.items()}
+    least = dict.fromkeys(runs, float("inf"))
+    for work in [*runs] * _ROUNDS:
+        least[work] = min(least[work], quickest(runs[work], bench.part))
+    samples = [
+        Sample(work.kind, work.sizes, seconds / _rows_of(work) / machine.roofline(work))
+        for work, seconds in least.items()
+    ]
+    return _keep(machine, samples)
+
+
+def _rows_of(work: Work) -> int:
+    """Layers that are measured at once; a work is that of one."""
+    return work.sizes[-1] if len(work.sizes) == 4 else 1
 
 
 def find_machine(name: str, memory_bytes: float | None = None) -> Hardware:
     """One of `MACHINES`; what a file of that name describes; or "here", the devices that JAX has.
 
-    Those are measured once, in a minute, and kept in the user's cache folder; `calibrate` does it again.
+    Those are measured once, in some seconds, and kept in the user's cache folder; `calibrate` does it again.
 
     Args:
       memory_bytes: of a device, if it is not what the machine says.
@@ -170,141 +164,63 @@ def _name_here() -> str:
 class _Bench:
     """Runs functions on all devices at once, for a part of a second each."""
 
-    def __init__(self, part: float):
-        self.part, self.devices = part, jax.devices()
+    part = 0.25
+
+    def __init__(self):
+        self.devices = jax.devices()
         if jax.process_count() > 1:
             raise ValueError(
                 f"machine {HERE!r} is measured by one process, there are {jax.process_count()}; name "
                 f"another: {', '.join(MACHINES)}, or a file"
             )
-        self.least: dict[Any, float] = {}
         self.on_cpu, n = self.devices[0].platform == "cpu", len(self.devices)
         self.mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=self.devices)
 
-    def seconds(self, function: Callable[..., Any], *args: Any, changed: Any = None) -> float:
-        """Of a function of arrays, a copy of them on every device.
+    def seconds(self, function: Callable[..., Any], *args: Any) -> float:
+        """Of a function of arrays, a copy of them on every device."""
 
-        Args:
-          function: (changed, *args) -> (changed, results) if there is something that it changes, as a step
-            changes its state: in place, and the next call goes on with it. Else (*args) -> results.
-        """
-
-        def on_device(changed, args):
-            changed, args = jax.tree.map(lambda a: a[0], (changed, args))
-            out = function(*args) if changed is None else function(changed, *args)
-            return jax.tree.map(lambda a: a[None], (None, out) if changed is None else out)
+        def on_device(*args):
+            return jax.tree.map(lambda a: a[None], function(*jax.tree.map(lambda a: a[0], args)))
 
         spread = jax.jit(
             jax.shard_map(
                 on_device, mesh=self.mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False
-            ),
-            donate_argnums=0,
+            )
         )
         n, layout = len(self.devices), NamedSharding(self.mesh, P("x"))
-        changed, args = jax.tree.map(
-            lambda a: jax.device_put(np.broadcast_to(a, (n, *np.shape(a))), layout), (changed, args)
+        args = jax.tree.map(
+            lambda a: jax.device_put(np.broadcast_to(a, (n, *np.shape(a))), layout), args
         )
+        return quickest(lambda: spread(*args), self.part)
 
-        def run():
+    def run_of(self, step: StepShape, name: str, kind: int) -> Callable[[], Any]:
+        """A function that does a piece of a step, in the shapes and on the devices that it has there."""
+        if name == UPDATE:
+            return _update_of(step)
+        shares = step.shares_head and name == LAST
+        stages, mesh = step.sizes[STAGE] if shares else 1, step.parallel.mesh
+        num_devices = mesh.num_devices if mesh.devices else len(self.devices)
+        same = num_devices // (stages * step.tensor)
+        mesh = dataclasses.replace(mesh, data=same, stage=stages).build()
+        unit = Unit(
+            *(step.model, step.t, step.b),
+            splits=step.splits_weights,
+            mesh=mesh,
+            rules=step.rules,
+            shares_head=shares,
+        )
+        own = unit.pieces(kind, step.unit_rows[kind]) if kind >= 0 else unit.pieces()
+        run, shapes = unit.spread(own[name])
+        compiled = jax.jit(run, donate_argnums=0).lower(*shapes).compile()
+        values = [unit.real_block() if tree is unit.block else _fill(tree) for tree in shapes]
+        changed, *args = jax.tree.map(jax.device_put, tuple(values), compiled.input_shardings[0])
+
+        def again():
             nonlocal changed
-            changed, results = spread(changed, args)
+            changed, results = compiled(changed, *args)
             return changed, results
 
-        return quickest(run, self.part)
-
-    def samples(self, machine: Hardware, works: Iterable[Work]) -> list[Sample]:
-        """How slow each piece of work is; of one that comes again the quickest run counts."""
-        measure: dict[str, Callable[..., float]] = {
-            pieces.FORWARD: self.forward,
-            pieces.BACKWARD: self.backward,
-            pieces.HEAD: self.head,
-            pieces.DROPOUT: self.dropout,
-        }
-        found = {}
-        for work in works:
-            run = measure.get(work.kind) or functools.partial(self.update, work.kind)
-            seconds = run(*work.sizes)
-            if work.kind != pieces.BACKWARD:  # that is a difference of two quickest ones
-                seconds = self.quickest(work, seconds)
-            found[work] = Sample(work.kind, work.sizes, seconds / machine.roofline(work))
-        return list(found.values())
-
-    def quickest(self, key: Any, seconds: float) -> float:
-        """The least of all seconds of this key."""
-        self.least[key] = min(seconds, self.least.get(key, seconds))
-        return self.least[key]
-
-    def forward(self, *sizes: int) -> float:
-        """Of a layer [t, b, H], one of so many."""
-        return self.quickest(sizes, self.stage(*sizes, backward=False))
-
-    def backward(self, *sizes: int) -> float:
-        """Of a layer: that is both less forward, and at least as much."""
-        forward = self.least[sizes] if sizes in self.least else self.forward(*sizes)
-        both = self.quickest((sizes, "both"), self.stage(*sizes, backward=True))
-        return max(both - forward, forward)
-
-    def stage(self, t: int, b: int, H: int, layers: int, *, backward: bool) -> float:
-        """A layer of those of a pipeline's stage, forward, and backward as well if so asked."""
-        shapes = (H, 4, H), (H, 4, H), (4, H)
-        params = LSTMParams(*(_random(layers, *shape) for shape in shapes))
-        carry = LSTMCarry(_random(layers, b, H), _random(layers, b, H))
-        order = jnp.arange(layers)
-        at, slots = At(0, 0, 0), SlotArrays(order, jnp.zeros_like(order), order)
-
-        def run(grads, params, carry, x):
-            stack = (params,), ((),), (carry,)
-            split = SplitLayers((_run_lstm,), *stack, x, at, has_empty_slots=False)
-            after, y, saved = split.forward(*stack, x, at, slots)
-            if not backward:
-                return grads, (after, y, saved)
-            weights = ((params, ()),)
-            [grads], *rest = split.backward(weights, saved, after, y, (grads,), slots)
-            return grads, (y, rest)
-
-        return self.seconds(run, params, carry, _random(t, b, H), changed=params) / layers
-
-    def head(self, rows: int, H: int, V: int) -> float:
-        is_target_RV = jnp.zeros((rows, 1), jnp.int32) == jnp.arange(V)[None]
-
-        def loss(
-            kernel, bias, y
-        ):  # as the language model has it, which picks targets by a masked sum
-            logits_RV = matmul(y, kernel) + bias[None]
-            max_R = lax.stop_gradient(jnp.max(logits_RV, axis=1))
-            target_R = jnp.sum(jnp.where(is_target_RV, logits_RV, 0.0), axis=1)
-            sum_R = jnp.sum(jnp.exp(logits_RV - max_R[:, None]), axis=1)
-            return jnp.sum(jnp.log(sum_R) + (max_R - target_R))
-
-        def run(totals, kernel, bias, y):
-            value, (*grads, dy) = jax.value_and_grad(loss, (0, 1, 2))(kernel, bias, y)
-            return add(totals, tuple(grads)), (value, dy)
-
-        kernel, bias = _random(H, V), _random(V)
-        return self.seconds(run, kernel, bias, _random(rows, H), changed=(kernel, bias))
-
-    def dropout(self, elements: int) -> float:
-        key = jax.random.key_data(jax.random.key(0))
-
-        def run(key, x):
-            return dropout(x, 0.5, At(0, 0, 0, jax.random.wrap_key_data(key)))
-
-        return self.seconds(run, key, _random(8, 8, elements // 64))
-
-    def update(self, kind: str, elements: int) -> float:
-        words: list[Any] = kind.split()
-        name, *how = words
-        momentum, clip_norm = (float(word in how) / 2 for word in (pieces.MOMENTUM, pieces.CLIPPED))
-        made = OptimizerConfig(name, momentum=momentum).make(num_steps=100)
-        params = _random(elements)
-
-        def run(state, grads):
-            params, opt_state = state
-            norm = optax.tree.norm(grads)
-            scale = clip_scale(norm, clip_norm)
-            return update(made, params, grads, opt_state, jnp.isfinite(norm), scale), None
-
-        return self.seconds(run, params, changed=(params, jax.device_get(made.init(params))))
+        return again
 
     def host_rate(self) -> float:
         """Bytes a second from the host's memory to the devices, to all of them at once."""
@@ -318,7 +234,7 @@ class _Bench:
         """Of a pipeline over all devices, up to eight, with nothing to do: its slope over idle ticks."""
         S, M, H = min(len(self.devices), 8), 64, 8
         pipeline = Pipeline(
-            layers=(_run_lstm,),
+            layers=(lambda weights, frozen, carry, x, at: (carry, x * weights),),
             first=lambda params, frozen, at: params * at.batch,
             last=lambda kernel, frozen, y, at: (lax.psum(jnp.sum((y @ kernel) ** 2), STAGE),),
             mesh=MeshConfig(stage=S, devices=tuple(range(S))).build(),
@@ -328,9 +244,8 @@ class _Bench:
             head="sharded",
             last_specs=(P(None, STAGE), P()),
         )
-        weights = LSTMParams(_random(S, H, 4, H), _random(S, H, 4, H), _random(S, 4, H))
-        params = PipelineParams(_random(1, 1, H), (weights,), _random(H, 8 * S))
-        carry, batch = (LSTMCarry(_random(S, M, H), _random(S, M, H)),), _random(1, M, H)
+        params = PipelineParams(_random(1, 1, H), (_random(S, 1, 1, H),), _random(H, 8 * S))
+        carry, batch = (_random(S, M, H),), _random(1, M, H)
         plan = make_plan([make_schedule("1f1b", S, M)])
 
         @jax.jit
@@ -344,7 +259,7 @@ class _Bench:
         return max(seconds(M) - seconds(0), 0.0) / M
 
     def link(self, op: str) -> Link:
-        """Of a collective among all devices: seconds of a small one, and bytes a second of a large one."""
+        """Of a collective among all devices: seconds of a small one, and bytes a second of larger ones."""
         n = len(self.devices)
         once = {
             "all-reduce": lambda x: lax.psum(x, "x") / n,
@@ -360,11 +275,14 @@ class _Bench:
 
             return self.seconds(run, _random(elements)) / turns
 
-        elements = 2**18 if self.on_cpu else 2**24
-        small, large = seconds(8, 100), seconds(elements, 4)
-        payload = pieces.WORD * elements * (n if op == "all-gather" else 1)
-        rate = sent_bytes(op, payload, n) / max(large - small, 1e-9)
-        return Link(rate, small / num_messages(op, n))
+        messages, points = num_messages(op, n), []
+        latency = seconds(8, 100) / messages
+        for power in (10, 14, 18) if self.on_cpu else (14, 19, 24):
+            payload = FLOAT * 2**power * (n if op == "all-gather" else 1)
+            sent = sent_bytes(op, payload, n)
+            taken = seconds(2**power, 2 ** max(22 - power, 2)) - latency * messages
+            points.append((float(sent), sent / max(taken, 1e-9)))
+        return Link(points[-1][1], latency, tuple(points))
 
 
 def _describe(bench: _Bench) -> Hardware:
@@ -385,7 +303,9 @@ def _describe(bench: _Bench) -> Hardware:
     if len(bench.devices) > 1:
         links = [bench.link(op) for op in COLLECTIVES]
         near = Link(
-            min(link.bytes_per_second for link in links), max(link.seconds for link in links)
+            min(link.bytes_per_second for link in links),
+            max(link.seconds for link in links),
+            min(links, key=lambda link: link.bytes_per_second).sizes,
         )
     return Hardware(
         name=_name_here(),
@@ -403,31 +323,63 @@ def _describe(bench: _Bench) -> Hardware:
     )
 
 
-def _usual_works(on_cpu: bool) -> Iterator[Work]:
-    """Pieces of all kinds by turns, so that whenever time is over there is something of each."""
-    larger = 1 if on_cpu else _LARGER
-    layers = [(t, b * larger, H * larger, n) for t, b, H, n in _LAYERS]
-    kinds = (
-        [
-            work(t, b, H, H, n)
-            for t, b, H, n in layers
-            for work in (pieces.layer_forward, pieces.layer_backward)
-        ],
-        [pieces.head(rows * larger, H * larger, V) for rows, H, V in _HEADS],
-        [
-            pieces.update(n * larger**2, OptimizerConfig(name), clip_norm=1.0)
-            for n in _UPDATES
-            for name in ("adam", "sgd")
-        ],
-        [pieces.dropout(n * larger**2) for n in _DROPOUTS],
+def _update_of(step: StepShape) -> Callable[[], Any]:
+    """A function that updates parameters as a step does, after gradients have been added up."""
+    task, parallel, train = step.settings
+    mesh, optimizer = parallel.mesh.build(), task.make_optimizer(train.num_steps)
+    target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
+    computed = shardings(target.params, mesh, step.rules)
+    grads = jax.tree.map(jax.device_put, _fill(target.params), computed)
+    params = jax.tree.map(
+        lambda a, like: jax.device_put(a, like.sharding), _fill(target.params), target.params
     )
-    for turn in itertools.zip_longest(*kinds):
-        yield from filter(None, turn)
+
+    def prepare(params, grads):
+        grads, params = (constrain(tree, mesh, step.opt_rules) for tree in (grads, params))
+        norm = optax.tree.norm(grads)
+        return params, grads, jnp.isfinite(norm), clip_scale(norm, train.clip_norm)
+
+    if parallel.update == "host":
+        host, split = HostOptimizer(optimizer), jax.jit(prepare)
+        opt_state = host.init(split(params, grads)[0], target.opt_state)
+        gather = jax.jit(lambda a: a, out_shardings=jax.tree.map(lambda a: a.sharding, params))
+
+        def on_host():
+            nonlocal params, opt_state
+            own, cut, applies, scale = split(params, grads)
+            own, opt_state = host.update(own, cut, opt_state, applies, scale)
+            params = gather(own)
+            return params, opt_state
+
+        return on_host
+
+    def whole(params, opt_state, grads):
+        params, grads, applies, scale = prepare(params, grads)
+        params, opt_state = update(optimizer, params, grads, opt_state, applies, scale)
+        return constrain(params, mesh, step.param_rules), opt_state
+
+    where = jax.tree.map(lambda a: a.sharding, (target.params, target.opt_state))
+    run = jax.jit(whole, donate_argnums=(0, 1), out_shardings=where)
+    opt_state = jax.jit(optimizer.init, out_shardings=where[1])(params)
+
+    def on_devices():
+        nonlocal params, opt_state
+        params, opt_state = run(params, opt_state, grads)
+        return params, opt_state
+
+    return on_devices
 
 
-def _run_lstm(params: LSTMParams, frozen: Any, carry: LSTMCarry, x_TBH: jax.Array, at: At):
-    """A `pipeline.layers.Layer`."""
-    return lstm_layer(params, carry, x_TBH)
+def _fill(shapes: Any) -> Any:
+    """Arrays of these shapes: numbers of the size of weights and activations, and zeros for integers."""
+    draw = np.random.default_rng(0)
+
+    def fill(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return np.zeros(leaf.shape, leaf.dtype)
+        return draw.uniform(-0.1, 0.1, leaf.shape).astype(leaf.dtype)
+
+    return jax.tree.map(fill, shapes)
 
 
 def _random(*shape: int) -> jax.Array:

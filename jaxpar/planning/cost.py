@@ -1,36 +1,33 @@
-"""What a training step will cost, from its sizes alone: bytes sent, memory, FLOPs, ticks and time.
+"""What a training step will cost: bytes sent, memory, FLOPs, ticks and time, before it is compiled.
 
-Nothing is compiled and no device is needed. `python -m jaxpar inspect --compare` shows the prediction beside
-the compiled program, and tests hold the one to the other: bytes of collectives exactly, memory within 5 %
-(see `memory`), the time of a step on this machine within a tenth.
-
-Legend: T time, B batch, t steps of a chunk, b rows of a microbatch, H hidden, V vocabulary; h = H / tensor.
+All of it is read from the task's own model (`shape`, `unit`). `compiled_cost` puts the compiler's word in the
+place of estimates; `python -m jaxpar inspect --compare` shows both, and a few steps measured.
 """
 
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from rich.table import Table
 
 from jaxpar.analysis.collectives import num_messages
-from jaxpar.analysis.program import ProgramReport, inspect_step
-from jaxpar.axes import DATA, STAGE
+from jaxpar.analysis.program import ProgramReport, inspect_step, settle
+from jaxpar.axes import STAGE, TENSOR
 from jaxpar.display import format_bytes
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
-from jaxpar.planning import pieces
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
-from jaxpar.planning.hardware import Hardware, Work
-from jaxpar.planning.memory import MemoryCost, kept_bytes, step_memory
-from jaxpar.planning.pieces import WORD
-from jaxpar.planning.shape import StepShape, check_known
+from jaxpar.planning.compiled import report_of
+from jaxpar.planning.hardware import Hardware
+from jaxpar.planning.memory import MemoryCost, estimate_memory
+from jaxpar.planning.pieces import UPDATE, copy_of_kept, works_of
+from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
-from jaxpar.planning.traffic import Traffic, predict_traffic, totals
+from jaxpar.planning.traffic import PARAMETER, Traffic, predict_traffic, totals, traffic_of
+from jaxpar.planning.unit import BACKWARD, FIRST, FIRST_GRADIENT, FORWARD, LAST, WEIGHTS
 from jaxpar.task import Task
 from jaxpar.timing import quickest
 from jaxpar.training.settings import Settings, TrainConfig
@@ -41,7 +38,8 @@ class Seconds:
     """Of a step, by what it is spent on; they follow each other.
 
     Attributes:
-      layers, head: matmuls, time loops and memory traffic of the busiest stage, without its idle ticks.
+      layers: of the busiest stage, without its idle ticks.
+      head: what is before and after the layers, likewise.
       bubble: that the busiest stage waits, in ticks with nothing to do for it.
       ticks: what a pipeline's loop needs besides.
       sending: collectives, as if none ran beside other work.
@@ -68,24 +66,38 @@ class Cost(Tables):
     Attributes:
       settings: task, parallel and train that the step is made from.
       traffic: the collectives.
-      memory: on the fullest device.
+      memory: on the fullest device, as estimated.
       flops: of the matmuls of a step, on the busiest device; two for a multiply-add.
       num_ticks, bubble: of the schedule; 1 and 0 without one.
       seconds: on the hardware; None without one.
+      report: of the compiled step; None if it is not compiled. Traffic is the program's then.
     """
 
     settings: Settings
     traffic: tuple[Traffic, ...]
     memory: MemoryCost
-    flops: int
+    flops: float
     num_ticks: int
     bubble: float
     seconds: Seconds | None
+    report: ProgramReport | None = None
 
     @property
     def parallel(self) -> Parallel:
         """How the step lies on devices."""
         return self.settings.parallel
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device: the compiler's number, or the estimate where the step is not compiled."""
+        known = self.report and self.report.memory
+        return known.total if known else self.memory.total
+
+    @property
+    def memory_text(self) -> str:
+        """The same to be read; an estimate has a ~ before it."""
+        is_known = self.report is not None and self.report.memory is not None
+        return "~" * (not is_known) + format_bytes(self.memory_bytes)
 
     @property
     def sent_bytes(self) -> float:
@@ -101,8 +113,8 @@ class Cost(Tables):
                     part.what,
                     part.op.removeprefix("collective-"),
                     " ".join(part.axes),
-                    format_bytes(part.bytes),
-                    f"{part.count:,}",
+                    format_bytes(round(part.bytes)),
+                    f"{part.count:,.0f}",
                     format_bytes(round(part.count * part.sent_bytes)),
                 )
             yield table
@@ -112,8 +124,12 @@ class Cost(Tables):
             f"{field.name} {format_bytes(getattr(self.memory, field.name))}"
             for field in dataclasses.fields(self.memory)
         )
-        facts.add_row("FLOPs per device", f"{self.flops:,} in matmuls")
-        facts.add_row("memory per device", f"{format_bytes(self.memory.total)}: {memory}")
+        facts.add_row("FLOPs per device", f"{self.flops:,.0f} in matmuls")
+        if self.report and (m := self.report.memory):
+            parts = ("arguments", m.arguments), ("new outputs", m.outputs - m.aliased)
+            parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", m.temporary)))
+            facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
+        facts.add_row("memory, estimated", f"{format_bytes(self.memory.total)}: {memory}")
         facts.add_row("ticks", f"{self.num_ticks}, bubble {self.bubble:.1%}")
         if seconds := self.seconds:
             parts = ", ".join(f"{k} {v * 1e3:.3g}" for k, v in dataclasses.asdict(seconds).items())
@@ -132,25 +148,33 @@ def predict_step(
     """The cost of a task's training step, for batches of the full length.
 
     Args:
-      task: one that knows its sizes: it has `lstm_sizes`, and its vocabulary is known.
+      task: resolved: nothing of its sizes is left to be found in data.
       parallel, train: with no -1 in the mesh; None takes the task's own.
       hardware: what the time is predicted for; None leaves it away.
     Raises:
-      ValueError: the task does not know its cost, sizes do not fit each other, something is not modelled
-        (see `traffic.predict_traffic`), or the hardware has no number for a dtype.
+      ValueError: sizes do not fit each other, or the hardware has no number for a dtype.
     """
-    step = StepShape(task, parallel, train, on_cpu=hardware is None or hardware.platform == "cpu")
+    step = StepShape(task, parallel, train)
     traffic = predict_traffic(step)
     schedule = step.schedule if step.parallel.runs_in_units else None
     return Cost(
         settings=step.settings,
         traffic=traffic,
-        memory=step_memory(step),
+        memory=estimate_memory(step),
         flops=_flops(step),
-        num_ticks=schedule.num_ticks if schedule else 1,
+        num_ticks=step.num_ticks if schedule else 1,
         bubble=schedule.bubble if schedule else 0.0,
         seconds=hardware and _seconds(step, traffic, hardware),
+        report=None if step.model.layout.divides_by_hand else report_of(*step.settings),
     )
+
+
+def compiled_cost(cost: Cost) -> Cost:
+    """The same with what the compiler says of memory and collectives; a few seconds, and nothing runs."""
+    if cost.report is not None:
+        return cost
+    report = report_of(*cost.settings)
+    return dataclasses.replace(cost, report=report, traffic=traffic_of(report))
 
 
 def compare(
@@ -185,14 +209,9 @@ def compare_here(
     Raises:
       ValueError: as of `predict_step` and `find_machine`.
     """
-    check_known(task)
-    parallel = Parallel.of(parallel, task.parallel)
-    parallel = parallel.resolve() if mesh is None else parallel
-    mesh = parallel.mesh.build() if mesh is None else mesh
-    task = task.resolve(parallel, mesh)
-    settings = predict_step(task, parallel, train).settings  # refuses what is not modelled
-    works = pieces_of(*settings, on_cpu=mesh.devices.flat[0].platform == "cpu").values()
-    cost = predict_step(*settings, measure_pieces(find_machine(HERE), works))
+    settings, mesh = settle(task, parallel, train, mesh)
+    machine = measure_pieces(find_machine(HERE), [StepShape(*settings)])
+    cost = predict_step(*settings, machine)
     report = inspect_step(*settings, mesh)
     return compare(cost, report, quickest(make_stepper(*settings, mesh), 2.0, at_least=5))
 
@@ -254,149 +273,103 @@ def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, s
 # ---- FLOPs and time ----
 
 
-def _stage_layers(step: StepShape) -> list[int]:
-    """On each stage, in all groups."""
-    stages = step.sizes[STAGE]
-    return [sum(step.placement[stage::stages]) for stage in range(stages)]
-
-
-def _head_stages(step: StepShape) -> list[bool]:
-    """Whether each stage has work of the head."""
-    last = step.sizes[STAGE] - 1
-    return [step.shares_head or stage == last for stage in range(last + 1)]
-
-
-def _flops(step: StepShape) -> int:
-    """Of the matmuls on the busiest device: two forward and four backward in a layer, three in the head."""
-    tokens = step.model.tokens // step.sizes[DATA]
-    matmuls = 6 + 2 * (step.parallel.pipeline.remat and step.parallel.runs_in_units)
-    layer = matmuls * 2 * tokens * step.H * 4 * step.width
-    head = 3 * 2 * tokens * step.H * step.vocab
-    stages = zip(_stage_layers(step), _head_stages(step), strict=True)
-    return max(layers * layer + has_head * head for layers, has_head in stages)
-
-
-def pieces_of(
-    task: Task,
-    parallel: Parallel | str | None = None,
-    train: TrainConfig | None = None,
-    *,
-    on_cpu: bool | None = None,
-) -> dict[str, Work]:
-    """What `calibrate` measures of a step: a layer over a unit, the head over one, the update.
+def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[str, np.ndarray]:
+    """What each group of layers of a stage costs for a unit in F, B and W, and what is around the layers.
 
     Args:
-      task, parallel, train: as of `predict_step`.
-      on_cpu: how large a head is computed at once depends on it; None asks what JAX runs on.
-    Raises:
-      ValueError: sizes do not fit each other, or the task does not know its cost.
+      of_work: cost of every piece, of one layer.
+    Returns:
+      [groups, stages] each.
     """
-    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
-    step = StepShape(task, parallel, train, on_cpu=on_cpu)
-    layer = step.t, step.b, step.H, step.width, step.slots
-    elements = step.param_bytes(split=step.splits_update) // WORD
-    works = {
-        "forward": pieces.layer_forward(*layer),
-        "backward": pieces.layer_backward(*layer),
-        "head": pieces.head(step.head_chunks[0] * step.b, step.H, step.vocab),
-        "update": pieces.update(elements, step.optimizer, step.train.clip_norm),
-    }
-    if step.model.dropout > 0:
-        works["dropout"] = pieces.dropout(step.t * step.b * step.width)
-    return works
+    layers_GSK, kinds = step.layers_GSK, range(len(step.rows))
+    shape = step.parallel.num_groups, step.sizes[STAGE]
+
+    def of_layers(name: str) -> np.ndarray:
+        return layers_GSK[..., : len(kinds)] @ np.array(
+            [of_work.get((name, k), 0.0) for k in kinds]
+        )
+
+    costs = {"F": of_layers(FORWARD), "B": of_layers(BACKWARD), "W": of_layers(WEIGHTS)}
+    if step.parallel.runs_in_units and step.parallel.pipeline.remat:
+        costs["B"] = costs["B"] + costs["F"]
+    first, gradient, head = (np.zeros(shape) for _ in range(3))
+    first[0, 0], gradient[0, 0] = of_work[FIRST, -1], of_work.get((FIRST_GRADIENT, -1), 0.0)
+    head[-1, slice(None) if step.shares_head else -1] = of_work[LAST, -1]
+    return {**costs, "first": first, "gradient": gradient, "head": head}
+
+
+def _flops(step: StepShape) -> float:
+    """Of the matmuls on the busiest device."""
+    flops = {key: work.flops for key, work in works_of(step).items() if key[0] != UPDATE}
+    return float(np.sum([*_costs_of(step, flops).values()], 0).sum(0).max() * step.units)
+
+
+def unit_seconds(step: StepShape, hardware: Hardware) -> dict[tuple[str, int], float]:
+    """Of every piece, of one layer over a unit."""
+    seconds = {key: hardware.seconds(work) for key, work in works_of(step).items()}
+    if step.parallel.runs_in_units:  # into the slots, and out of them
+        for (name, kind), ring in copy_of_kept(step).items():
+            seconds[name, kind] += hardware.seconds(ring)
+    return seconds
 
 
 def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) -> Seconds:
     """Pieces, over ticks that stages take together; see `Hardware.seconds`."""
-    works = pieces_of(*step.settings, on_cpu=step.on_cpu)
-    num_ticks = step.schedule.num_ticks if step.parallel.runs_in_units else 0
+    of_work = unit_seconds(step, hardware)
+    works, costs = works_of(step), _costs_of(step, of_work)
+    in_units = step.parallel.runs_in_units
+    # What was measured has in it what it sends.
+    known = {sample.kind for sample in hardware.samples}
+    has_tensor = any(work.kind in known for (name, _), work in works.items() if name != UPDATE)
+    has_gather = works[UPDATE, -1].kind in known and step.parallel.update != "replicated"
+    sent = [
+        part
+        for part in traffic
+        if not (has_tensor and part.axes == (TENSOR,))
+        and not (has_gather and part.what.startswith(PARAMETER))
+    ]
     return Seconds(
-        **_busy_and_waiting(step, *_unit_seconds(step, works, hardware)),
-        ticks=hardware.tick_seconds * num_ticks,
-        sending=sum(sending_seconds(part, hardware, step.sizes) for part in traffic),
-        update=_update_seconds(step, works["update"], hardware),
+        **(_in_ticks(step, costs) if in_units else _at_once(costs)),
+        ticks=hardware.tick_seconds * step.num_ticks if in_units else 0.0,
+        sending=sum(sending_seconds(part, hardware, step.sizes) for part in sent),
+        update=of_work[UPDATE, -1],
     )
 
 
-def _unit_seconds(
-    step: StepShape, works: Mapping[str, Work], hardware: Hardware
-) -> tuple[float, float, float]:
-    """Of a unit: forward and backward of a layer, and the head; without units, of the whole step."""
-    seconds = {name: hardware.seconds(work, step.model.dtype) for name, work in works.items()}
-    dropout = seconds.get("dropout", 0.0)  # before every layer, and before the head
-    forward, backward = seconds["forward"] + dropout, seconds["backward"]
-    head = step.head_chunks[1] * seconds["head"] / step.units + dropout
-    if step.parallel.runs_in_units:
-        again = forward if step.parallel.pipeline.remat else 0.0
-        ring = hardware.seconds(pieces.copy(kept_bytes(step)))  # into the slots, and out of them
-        forward, backward = forward + ring, backward + again + ring
-    return forward, backward, head
+def _at_once(costs: dict[str, np.ndarray]) -> dict[str, float]:
+    layers = float(sum(costs[name].sum() for name in "FBW"))
+    head = float(sum(costs[name].sum() for name in ("first", "gradient", "head")))
+    return {"layers": layers, "head": head, "bubble": 0.0}
 
 
-def stage_seconds(
-    task: Task, parallel: Parallel, train: TrainConfig | None, hardware: Hardware
-) -> dict[str, float]:
-    """What `placement.balance_ticks` takes; the embedding is on the first stage, a head on the last."""
-    step = StepShape(task, parallel, train, on_cpu=hardware.platform == "cpu")
-    works = pieces_of(*step.settings, on_cpu=step.on_cpu)
-    forward, backward, head = _unit_seconds(step, works, hardware)
-    return {
-        "forward": forward,
-        "backward": backward,
-        "first_cost": hardware.seconds(pieces.copy(WORD * step.t * step.b * step.width)),
-        "head_cost": 0.0 if step.shares_head else head,
-    }
-
-
-def _update_seconds(step: StepShape, work: Work, hardware: Hardware) -> float:
-    """Of the optimizer; on the host, whose memory is taken to be no faster than the way to it."""
-    if step.parallel.update != "host":
-        return hardware.seconds(work)
-    moved = 2 * step.param_bytes(split=True)  # gradients to the host, parameters back
-    return (work.bytes + moved) / hardware.host_bytes_per_second
-
-
-def _busy_and_waiting(
-    step: StepShape, forward: float, backward: float, head: float
-) -> dict[str, float]:
-    """Of the busiest stage: seconds in layers, in the head, and waiting for others.
-
-    Args:
-      forward, backward: of one layer and unit.
-      head: of one unit.
-    """
-    if not step.parallel.runs_in_units:
-        layers = step.model.num_layers * (forward + backward)
-        return {"layers": layers, "head": head, "bubble": 0.0}
-    schedule, S = step.schedule, step.sizes[STAGE]
-    placement = np.reshape(step.placement, (-1, S))  # [groups, stages]
-    has_head = np.asarray(_head_stages(step))
-    # W has one of the two matmuls of a backward unit.
-    costs = {"F": forward, "B": backward, "W": 0.0}
-    if schedule.weights:
-        costs |= {"B": backward / 2, "W": backward / 2}
-    half_2TS = np.zeros((2, schedule.num_ticks, S))
+def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]:
+    """Of the busiest stage: seconds in layers, around them, and waiting for others."""
+    schedule, stages = step.schedule, np.arange(step.sizes[STAGE])
+    shape = schedule.num_ticks, len(stages)
+    layers_2TS, outer_2TS = np.zeros((2, *shape)), np.zeros((2, *shape))
+    around = {"F": ("first", "head"), "B": ("gradient",), "W": ()}
     for work in schedule.lanes:
-        layers_of = np.where(work.busy_TS, placement[work.lane.group, np.arange(S)], 0)
-        half_2TS[work.half] += costs[work.letter] * work.num_units * layers_of[: schedule.num_ticks]
-    done_T = (schedule.forward.unit[:, -1] >= 0) & (
-        schedule.forward.group[:, -1] == schedule.num_groups - 1
-    )
-    head_TS = done_T[: schedule.num_ticks, None] * has_head * head
-    layers_TS = half_2TS.sum(0)
+        busy_TS, group_TS = work.busy_TS[: shape[0]], work.lane.group[: shape[0]]
+        of_lane_TS = np.where(busy_TS, costs[work.letter][group_TS, stages], 0.0)
+        layers_2TS[work.half] += of_lane_TS * work.num_units
+        for name in around[work.letter]:
+            if (
+                name == "head"
+            ):  # of the unit that leaves the last stage, on all that have a part of it
+                done_T = busy_TS[:, -1] & (group_TS[:, -1] == schedule.num_groups - 1)
+                outer_2TS[work.half] += done_T[:, None] * costs[name][-1]
+            else:
+                outer_2TS[work.half] += np.where(busy_TS, costs[name][group_TS, stages], 0.0)
     # Stages meet after the first half of a tick, which the head ends, and after the second.
-    elapsed = (half_2TS[0] + head_TS).max(1) + half_2TS[1].max(1)
-    busiest = int((layers_TS + head_TS).sum(0).argmax())
-    layers, in_head = (float(part_TS[:, busiest].sum()) for part_TS in (layers_TS, head_TS))
-    return {
-        "layers": layers,
-        "head": in_head,
-        "bubble": max(float(elapsed.sum()) - layers - in_head, 0.0),
-    }
+    times = step.parallel.num_segments
+    elapsed = times * float((layers_2TS + outer_2TS).max(2).sum())
+    busiest = int((layers_2TS + outer_2TS).sum((0, 1)).argmax())
+    layers, head = (times * float(part[..., busiest].sum()) for part in (layers_2TS, outer_2TS))
+    return {"layers": layers, "head": head, "bubble": max(elapsed - layers - head, 0.0)}
 
 
 def sending_seconds(part: Traffic, hardware: Hardware, sizes: dict[str, int]) -> float:
     """All runs: what the busiest device sends, after as many messages as a tree of the devices is deep."""
     link = hardware.link(part.axes, sizes)
-    latency = link.seconds * num_messages(part.op, math.prod(sizes[axis] for axis in part.axes))
-    return part.count * (latency + part.sent_bytes / link.bytes_per_second)
+    messages = num_messages(part.op, math.prod(sizes[axis] for axis in part.axes))
+    return part.count * link.time(part.sent_bytes, messages)

@@ -25,10 +25,11 @@ class Layout(NamedTuple):
 def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: bool = True) -> Layout:
     """The layout that was asked for if its mesh is of the devices that there are; else another one.
 
-    Losses are the same on all. If the task knows its cost, the cost model chooses, for the machine in
-    `MACHINES` that the devices are of: nothing is measured, so all processes choose alike. Else stages and
-    the split over `tensor` stay as they are as far as they divide the devices, and `data` takes the rest: pp2
-    is dp2pp2 on 4 devices, dp2pp2tp2 is dp3pp2 on 6.
+    Losses are the same on all. The cost model chooses, for the machine in `MACHINES` that the devices are of:
+    nothing is measured, so all processes choose alike. It splits layers over `tensor` only if that was asked
+    for, and in no more parts. Where that cannot be, stages and the split over
+    `tensor` stay as they are as far as they divide the devices, and `data` takes the rest: pp2 is dp2pp2 on 4
+    devices, dp2pp2tp2 is dp3pp2 on 6.
 
     Args:
       task: with the sizes that its data tell.
@@ -45,7 +46,7 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
         with contextlib.suppress(ValueError):
             return Layout(parallel.resolve(num_devices), "")
     refused = None
-    for layout, reason in _layouts(task, parallel, train, num_devices):
+    for layout, reason in _layouts(task, parallel, train, num_devices, keep):
         try:
             mesh = layout.mesh.build()
             resolved = task.resolve(layout, mesh)
@@ -60,12 +61,16 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
 
 
 def _layouts(
-    task: Task, parallel: Parallel, train: TrainConfig, num_devices: int
+    task: Task, parallel: Parallel, train: TrainConfig, num_devices: int, keep: bool
 ) -> Iterator[Layout]:
     """Those to be tried, the best first."""
     try:
         machine = _find_machine(jax.devices()[0])
-        best = plan(task, Parallel(), train, num_devices, MACHINES[machine]).best.parallel
+        best = plan(
+            *(task, Parallel(), train, num_devices, MACHINES[machine]),
+            num_compiled=0,
+            tensor=divisors(max(parallel.mesh.tensor, 1)) if keep else None,
+        ).best.parallel
         yield Layout(best, f"is the quickest by the cost model for {machine}")
         why = "the quickest does not fit"
     except ValueError as error:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
 from jaxpar.files import whole_file
 
 
@@ -14,7 +16,7 @@ class Work:
     """A piece of a step that is the same wherever it stands, as a machine sees it.
 
     Attributes:
-      kind: whose slowness it has; one of those that `calibrate` measures, or "" for none of them.
+      kind: whose slowness it has: a piece of a model (`pieces.works_of`), or "" for none.
       sizes: that the slowness depends on, each at least 1.
       flops, bytes: of its matmuls, and moved between the device and its memory.
       turns: of a loop that follow each other.
@@ -46,14 +48,29 @@ class Link:
     Attributes:
       bytes_per_second: that a device sends, in one direction.
       seconds: from the start of a message to its arrival, when it is empty.
+      sizes: where it was measured: bytes that a device sends in a collective, growing, and bytes a second.
     """
 
     bytes_per_second: float
     seconds: float
+    sizes: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self):
         _check_positive(bytes_per_second=self.bytes_per_second)
         _check_positive(0, seconds=self.seconds)
+        for size, rate in self.sizes:
+            _check_positive(size=size, rate=rate)
+
+    def time(self, num_bytes: float, messages: int) -> float:
+        """Seconds of a collective in which a device sends so much, in so many messages one after the other.
+
+        Between sizes that were measured the logarithm of the rate is interpolated.
+        """
+        rate = self.bytes_per_second
+        if self.sizes and num_bytes > 0:
+            sizes, rates = np.log(self.sizes).T
+            rate = math.exp(np.interp(math.log(num_bytes), sizes, rates))
+        return self.seconds * messages + num_bytes / rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +192,10 @@ class Hardware:
         """
         try:
             fields = json.loads(Path(path).read_text())
-            near, far = Link(**fields.pop("near")), Link(**fields.pop("far"))
+            near, far = (
+                Link(**{**link, "sizes": tuple(map(tuple, link["sizes"]))})
+                for link in (fields.pop("near"), fields.pop("far"))
+            )
             samples = tuple(
                 Sample(**{**sample, "sizes": tuple(sample["sizes"])})
                 for sample in fields.pop("samples")

@@ -1,96 +1,94 @@
-"""The pieces that every training step is made of, and what each has to do: FLOPs and bytes.
+"""The pieces that a training step is made of, as a machine sees them: FLOPs, bytes, turns of loops."""
 
-`cost` puts a step together from them, `calibrate` measures them. Float32; `Hardware` knows other matmuls.
-
-Legend: t time steps, b rows, H hidden, h = H / tensor, V vocabulary (or a device's part of it).
-"""
-
+import functools
+import hashlib
 import math
 
-from jaxpar.optimizer import OptimizerConfig
+import jax
+
+from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.planning.hardware import Work
+from jaxpar.planning.shape import Array, ModelShapes, StepShape, part_of
+from jaxpar.planning.unit import BACKWARD, FORWARD, facts_of
 
-WORD = 4  # bytes of a float32
-
-# Logits that a head without units computes at once, but those of so many rows at least. A test holds them
-# to the loss of the language model.
-MAX_LOGITS_ON_CPU = 5 * 2**19
-MAX_LOGITS = 2**27
-MIN_ROWS = 128
-
-CLIPPED, MOMENTUM = "clipped", "momentum"
-FORWARD, BACKWARD, HEAD, DROPOUT = "layer forward", "layer backward", "head", "dropout"
+UPDATE = "update"
 
 
-def moments(optimizer: OptimizerConfig) -> int:
-    """Arrays of the size of the parameters that the optimizer keeps."""
-    kept = {"adam": 2, "adamw": 2, "rmsprop": 1, "sgd": 0}[optimizer.name]
-    return kept + (optimizer.momentum > 0)
+def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
+    """A device's part of every piece: of a layer over a unit, of what is around the layers, the update.
 
-
-def layer_forward(t: int, b: int, H: int, h: int, layers: int) -> Work:
-    """One of so many LSTM layers over a unit, with what it keeps for later (`nn.lstm.lstm_forward`).
-
-    Two matmuls; W_x is read once, W_h at every step. z is written and read, and seven arrays are kept.
+    By name, and number of the kind of layers, -1 for what is of none. Sizes are steps and rows of the unit,
+    devices that a layer is split over, and layers of the kind on a stage.
     """
-    return Work(
-        FORWARD,
-        (t, b, _mean_width(H, h), layers),
-        flops=2 * 2 * t * b * H * 4 * h,
-        bytes=WORD * ((1 + t) * H * 4 * h + 17 * t * b * h),
-        turns=t,
+    facts = facts_of(step.model, step.t, step.b, step.splits_weights)
+    params = [array for array in step.params if array.kind is None]
+    works = {}
+    for (name, kind), amount in facts.amounts.items():
+        own = [array for array in step.params if array.kind == kind] if kind >= 0 else params
+        part = _part_of_work(step, own)
+        rows = step.unit_rows[kind] if kind >= 0 else 1
+        parts = step.tensor * (step.sizes[STAGE] if kind < 0 and step.shares_head else 1)
+        works[name, kind] = Work(
+            kind=f"{name} {step.model.layout.kinds[kind] if kind >= 0 else ''} {_family(step.model)}",
+            sizes=(step.t or 1, max(step.b, 1), parts, max(rows, 1)),
+            flops=amount.flops * part,
+            bytes=max(amount.bytes * part, 1.0),
+            turns=round(amount.turns),
+        )
+    works[UPDATE, -1] = _update(step)
+    return works
+
+
+def _part_of_work(step: StepShape, params: list[Array]) -> float:
+    """The share of a piece that a device does, by its share of the weights along `tensor` and `stage`."""
+    whole = sum(math.prod(array.shape) for array in params)
+    sizes = tuple(
+        (axis, size if axis in (STAGE, TENSOR) else 1) for axis, size in step.sizes.items()
     )
+    own = 0
+    for array in params:
+        part = part_of(array, step.rules, sizes)
+        of_layers = step.sizes[STAGE] if array.kind is not None else 1
+        own += part.elements * of_layers
+    return own / whole if whole else 1.0
 
 
-def layer_backward(t: int, b: int, H: int, h: int, layers: int) -> Work:
-    """Its backward pass (`nn.lstm.lstm_backward`), gradients added to those of earlier units.
-
-    Four matmuls, one of them at every step; two kernels' gradients are made, read, and written.
-    """
+def _update(step: StepShape) -> Work:
+    """From gradients to new parameters: norm, clipping, the optimizer, and what is moved for it."""
+    kept = step.bytes_of(step.opt_state, step.opt_rules)
+    own = step.bytes_of(step.params, step.opt_rules)
+    passes = 4 + 2 * (step.train.clip_norm > 0)
+    how = f"{step.parallel.update}{' fsdp' * step.parallel.fsdp}{' clipped' * (step.train.clip_norm > 0)}"
     return Work(
-        BACKWARD,
-        (t, b, _mean_width(H, h), layers),
-        flops=4 * 2 * t * b * H * 4 * h,
-        bytes=WORD * ((7 + t) * H * 4 * h + 26 * t * b * h),
-        turns=t,
-    )
-
-
-def head(rows: int, H: int, V: int) -> Work:
-    """Loss of so many rows and its gradients, added to those of earlier rows (`loss.cross_entropy`).
-
-    Three matmuls; the kernel is read twice, its gradient made, read and written; logits pass eight times.
-    """
-    return Work(
-        HEAD,
-        (rows, H, V),
-        flops=3 * 2 * rows * H * V,
-        bytes=WORD * (5 * H * V + 8 * rows * V),
-    )
-
-
-def dropout(elements: int) -> Work:
-    """A random mask, and what it leaves (`nn.dropout`)."""
-    return Work(DROPOUT, (elements,), flops=0, bytes=2.25 * WORD * elements)
-
-
-def update(elements: int, optimizer: OptimizerConfig, clip_norm: float) -> Work:
-    """From gradients to new parameters: norm, clipping, the optimizer's moments, the sum."""
-    clipped = clip_norm > 0
-    kind = [optimizer.name] + [MOMENTUM] * (optimizer.momentum > 0) + [CLIPPED] * clipped
-    return Work(
-        " ".join(kind),
-        (elements,),
+        kind=f"{UPDATE} {how} {_digest([array.name for array in step.opt_state])}",
+        sizes=(max(own, 1), step.sizes[DATA]),
         flops=0,
-        bytes=(4 + 2 * clipped + 2 * moments(optimizer)) * WORD * elements,
+        bytes=passes * own + 2 * kept,
     )
 
 
-def copy(num_bytes: float) -> Work:
-    """Bytes read and written."""
-    return Work("", (), flops=0, bytes=2 * num_bytes)
+def copy_of_kept(step: StepShape) -> dict[tuple[str, int], Work]:
+    """Of what a layer keeps for its backward pass: into its slot after F, out of it before B."""
+    facts, remat = (
+        facts_of(step.model, step.t, step.b, step.splits_weights),
+        step.parallel.pipeline.remat,
+    )
+    return {
+        (name, kind): Work("", (), 0, 0 if remat else 2 * sum(saved) / step.tensor)
+        for kind, saved in enumerate(facts.saved)
+        for name in (FORWARD, BACKWARD)
+    }
 
 
-def _mean_width(H: int, h: int) -> int:
-    """A layer split over `tensor` is as slow as the whole one of as many weights."""
-    return round(math.sqrt(H * h))
+@functools.lru_cache(maxsize=64)
+def _family(model: ModelShapes) -> str:
+    """Tells models apart whose pieces are not alike."""
+    x = jax.tree.map(
+        lambda leaf: (leaf.shape[2 if model.layout.time_major else 1 :], str(leaf.dtype)),
+        model.layout.x,
+    )
+    return _digest((type(model.task).__qualname__, model.params, model.layout.kinds, x))
+
+
+def _digest(known: object) -> str:
+    return hashlib.sha256(repr(known).encode()).hexdigest()[:12]

@@ -1,15 +1,17 @@
 """Which mesh, and how a step is cut on it: every layout that some devices allow, ranked by predicted time.
 
-Nothing is compiled and no device is needed. What saves memory at a price in time (recomputing, FSDP, an
-optimizer on the host) is looked at only where a layout does not fit without it.
+No device is needed. Thousands of layouts are ranked by estimates; the quickest of the best meshes are then
+compiled, and what does not fit by the compiler's own number falls out. What saves memory at a price in time
+(recomputing, FSDP, an optimizer on the host) is looked at only where a layout does not fit without it.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from rich.table import Table
 
 from jaxpar.display import format_bytes, format_seconds
@@ -21,13 +23,16 @@ from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.cost import (
     Cost,
     Seconds,
-    pieces_of,
+    compiled_cost,
     predict_step,
     sending_seconds,
-    stage_seconds,
+    unit_seconds,
 )
 from jaxpar.planning.hardware import Hardware
-from jaxpar.planning.shape import LSTMSizes, lstm_sizes
+from jaxpar.planning.pieces import works_of
+from jaxpar.planning.shape import ModelShapes, StepShape, shapes_of
+from jaxpar.planning.traffic import FLOAT
+from jaxpar.planning.unit import BACKWARD, FIRST, FORWARD, LAST, WEIGHTS, facts_of
 from jaxpar.task import Task
 from jaxpar.training.settings import TrainConfig
 
@@ -35,6 +40,12 @@ from jaxpar.training.settings import TrainConfig
 _NEXT_CUT = 1.5
 # Of the best layouts, so many are made of measured pieces in the end.
 _NUM_MEASURED = 4
+# So many changes that may fit are compiled to find three that do.
+_MOST_TRIED = 6
+# The best of so many meshes are compiled.
+_NUM_COMPILED = 3
+# By so much an estimate of memory may be too high: what is above the limit by no more is not ruled out.
+_SLACK = 1.15
 # With so many units for every stage the bubble is 1/17 at most: finer cuts have little to gain.
 _UNITS_PER_STAGE = 16
 
@@ -45,7 +56,8 @@ class Ranking(Tables):
 
     Attributes:
       hardware, num_devices: that it is for.
-      costs: of the layouts that fit, the quickest first.
+      costs: of the layouts that fit, the quickest first; that of the best, and of the best of some more
+        meshes, is the compiled step's.
       num_configs: that were looked at.
       smallest: of the layout that needs the least memory, of those that do not fit; None if all fit.
     """
@@ -69,7 +81,7 @@ class Ranking(Tables):
         raise ValueError(
             f"none of {self.num_configs:,} configs fits in {format_bytes(self.hardware.memory_bytes)} on "
             f"{self.num_devices} devices of {self.hardware.name}; the smallest, "
-            f"{describe(self.smallest.parallel)}, needs {format_bytes(self.smallest.memory.total)} on "
+            f"{describe(self.smallest.parallel)}, needs {self.smallest.memory_text} on "
             f"each; use more devices, or a smaller model or batch"
         )
 
@@ -88,7 +100,8 @@ class Ranking(Tables):
           ValueError: none fits.
         """
         best, *others = self.best_of_meshes or (self.best,)
-        seconds, tokens = _seconds(best), lstm_sizes(best.settings.task).tokens
+        seconds, task = _seconds(best), best.settings.task
+        counted = shapes_of(task, best.settings.train.num_steps).counted
         parts = _words(best, self.hardware)
         ordered = sorted(parts, key=lambda name: -getattr(seconds, name))
         shares = [
@@ -96,7 +109,7 @@ class Ranking(Tables):
         ]
         lines = [
             f"Use {describe(best.parallel)}: {format_seconds(seconds.total)} a step, "
-            f"{tokens / seconds.total:,.0f} tokens/s, {format_bytes(best.memory.total)} of "
+            f"{counted / seconds.total:,.0f} {task.unit}/s, {best.memory_text} of "
             f"{format_bytes(self.hardware.memory_bytes)}.",
             f"What takes most of its time: {shares[0]}; then {shares[1]}.",
         ]
@@ -132,9 +145,11 @@ class Ranking(Tables):
                 describe(cost.parallel),
                 format_seconds(seconds.total),
                 *(f"{getattr(seconds, name) / seconds.total:.0%}" for name in columns),
-                format_bytes(cost.memory.total),
+                cost.memory_text,
             )
         yield table
+        if any(cost.report is None for cost in self.best_of_meshes[:12]):
+            yield "~: estimated, not compiled"
         yield "\n" + self.explain()
 
     __repr__ = Tables.__repr__
@@ -146,10 +161,13 @@ def plan(
     train: TrainConfig | None = None,
     num_devices: int | None = None,
     hardware: Hardware | str = HERE,
+    *,
+    num_compiled: int | None = None,
+    tensor: Collection[int] | None = None,
 ) -> Ranking:
     """Every way to run a task's training step on so many devices, ranked by predicted time.
 
-    All shapes of the mesh, microbatches, chunks of time, and both heads are tried, with balanced placements
+    All shapes of the mesh, microbatches, chunks of time, and heads are tried, with balanced placements
     and the 1F1B schedule with zero-bubble; recomputation, FSDP and the places of the optimizer where memory
     asks for them, or where they are quicker.
 
@@ -158,11 +176,15 @@ def plan(
       parallel: its shares, and the devices that its mesh names, are kept; all else is what is looked for.
       num_devices: all of them are used; None takes those, or as many as JAX has.
       hardware: or what `find_machine` calls it.
+      num_compiled: the best of so many meshes are compiled; 0 leaves it at estimates of memory. None: 3.
+      tensor: sizes of `tensor` that are tried; None tries all. Without any above 1 there is nothing to be
+        compiled for an estimate.
     Raises:
-      ValueError: no mesh of so many devices fits the sizes of the model and the batch, the task does not
-        know its cost, or something is not modelled (see `predict_step`).
+      ValueError: no mesh of so many devices fits the sizes of the model and the batch.
     """
-    sizes, given = lstm_sizes(task), Parallel.of(parallel, task.parallel)
+    given = Parallel.of(parallel, task.parallel)
+    train = train or task.train
+    num_compiled = _NUM_COMPILED if num_compiled is None else num_compiled
     named = given.mesh.devices
     if num_devices is None:
         num_devices = jax.device_count() if named is None else len(named)
@@ -172,11 +194,15 @@ def plan(
         raise ValueError(
             f"num_devices={num_devices}, but the mesh names devices={named}; leave one of them away"
         )
+    model = shapes_of(task, train.num_steps)
     hardware = find_machine(hardware) if isinstance(hardware, str) else hardware
-    fitting: list[Cost] = []
+    found: list[Cost] = []
     smallest: Cost | None = None
     num_configs, refused = 0, None
-    for cut in _cuts_of(sizes, given, num_devices):
+    room = hardware.memory_bytes * (_SLACK if num_compiled else 1)
+    for cut in _cuts_of(model, given, num_devices):
+        if tensor is not None and cut.mesh.tensor not in tensor:
+            continue
         for saving in _SAVINGS:
             saved = _saved(cut, *saving)
             if saved is None:
@@ -187,18 +213,54 @@ def plan(
                 refused = refused or error
                 break
             num_configs += 1
-            if cost.memory.total <= hardware.memory_bytes:
-                fitting.append(cost)
-                if saving is not _SAVINGS[0]:  # what follows is slower
-                    break
-            elif smallest is None or cost.memory.total < smallest.memory.total:
+            if cost.memory_bytes <= room:
+                found.append(cost)
+            elif smallest is None or cost.memory_bytes < smallest.memory_bytes:
                 smallest = cost
+            if cost.memory_bytes <= hardware.memory_bytes and saving is not _SAVINGS[0]:
+                break  # what follows is slower
     if not num_configs:
-        split = "num_layers={}, hidden_size={} and batch_size={} do not split over any"
-        reason = refused or split.format(sizes.num_layers, sizes.hidden_size, sizes.batch_size)
+        reason = refused or (
+            f"{len(model.layout.kind_of)} layers and batches of {model.batch_size} rows do not split over any"
+        )
         raise ValueError(f"no mesh of {num_devices} devices fits: {reason}; use other devices")
-    fitting.sort(key=lambda cost: _seconds(cost).total)
+    found.sort(key=lambda cost: _seconds(cost).total)
+    fitting, refused_cost = _compile_best(found, hardware.memory_bytes, num_compiled)
+    if not fitting and refused_cost is not None:
+        smallest = refused_cost
     return Ranking(hardware, num_devices, tuple(fitting), num_configs, smallest)
+
+
+def _compile_best(
+    costs: list[Cost], memory_bytes: float, count: int
+) -> tuple[list[Cost], Cost | None]:
+    """Costs that fit, by the compiler for the quickest of so many meshes; and the smallest that does not fit.
+
+    Args:
+      costs: the quickest first.
+    """
+    limit, compiled, fitting = (
+        memory_bytes * (_SLACK if count else 1),
+        set[MeshConfig](),
+        list[Cost](),
+    )
+    smallest: Cost | None = None
+    for cost in costs:
+        if cost.report is None and cost.memory.total > limit:
+            continue
+        mesh = cost.parallel.mesh
+        if mesh not in compiled and len(compiled) < count:
+            cost = compiled_cost(cost)
+            if cost.memory_bytes > memory_bytes:
+                # Estimates err alike for layouts that are alike.
+                limit = min(limit, memory_bytes * cost.memory.total / cost.memory_bytes)
+                if smallest is None or cost.memory_bytes < smallest.memory_bytes:
+                    smallest = cost
+                continue
+            compiled.add(mesh)
+        if cost.memory_bytes <= memory_bytes:
+            fitting.append(cost)
+    return fitting, smallest
 
 
 def plan_here(
@@ -206,6 +268,8 @@ def plan_here(
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     memory_bytes: float | None = None,
+    *,
+    num_compiled: int | None = None,
 ) -> Ranking:
     """`plan` for the devices that JAX has; what the best are made of is measured on them, once for all times.
 
@@ -214,15 +278,20 @@ def plan_here(
     Raises:
       ValueError: as of `plan`, or there are several processes.
     """
-    lstm_sizes(task)  # refuses a task that does not know its cost, before anything is measured
+    shapes_of(
+        task, (train or task.train).num_steps
+    )  # refuses what is no model, before anything is measured
     machine = find_machine(HERE, memory_bytes)
     while True:
-        ranking = plan(task, parallel, train, hardware=machine)
-        best = [cost.settings for cost in ranking.costs[:_NUM_MEASURED]]
-        measured = measure_pieces(machine, [w for c in best for w in pieces_of(*c).values()])
+        ranking = plan(task, parallel, train, hardware=machine, num_compiled=0)
+        best = [StepShape(*cost.settings) for cost in ranking.costs[:_NUM_MEASURED]]
+        measured = measure_pieces(machine, best)
         if measured is machine:
-            return ranking
+            break
         machine = measured
+    if num_compiled == 0:
+        return ranking
+    return plan(task, parallel, train, hardware=machine, num_compiled=num_compiled)
 
 
 def place(
@@ -234,60 +303,91 @@ def place(
 ) -> tuple[int, ...]:
     """The placement of a task's layers by the time that each takes, or by the memory that stages need.
 
-    Either way no device gets more layers than fit: each has room for as many as the fullest.
+    Either way no device gets more than fits, as estimated.
 
     Args:
       task, parallel, train: as of `predict_step`.
       hardware: whose times they are; `measure_pieces` makes them those of this machine.
-      by: ticks shall be the shortest, the head (on the last stage) and the embedding (on the first) included;
-        or the fullest stage shall have the fewest layers.
+      by: ticks shall be the shortest, what is before the layers (on the first stage) and after them (on the
+        last) included; or the fullest stage shall need the least memory.
     Raises:
       ValueError: no placement fits in the memory, or as of `predict_step`.
     """
     if by not in ("time", "memory"):
         raise ValueError(f'by={by!r}: use "time" or "memory"')
-    num_layers, given = lstm_sizes(task).num_layers, Parallel.of(parallel, task.parallel)
+    given = Parallel.of(parallel, task.parallel)
     if given.mesh.stage == 1:
-        return (num_layers,)
-    num_places = given.mesh.stage * given.num_groups
+        return (len(shapes_of(task, (train or task.train).num_steps).layout.kind_of),)
+    step = StepShape(task, _change(given, placement="balanced"), train)
+    places, kind_of = given.mesh.stage * given.num_groups, step.model.layout.kind_of
+    if len(set(kind_of)) > 1:
+        return _place_kinds(step, places, hardware, by)
+    num_layers = len(kind_of)
 
     def placed(most: int) -> Parallel:
         """With so many layers on the first stage, and the others spread evenly."""
-        rest = balance([1.0] * (num_layers - most), num_places - 1)
+        rest = balance([1.0] * (num_layers - most), places - 1)
         return _change(given, placement=(most, *rest))
 
     def fits(most: int) -> bool:
         cost = predict_step(task, placed(most), train, hardware)
-        return cost.memory.total <= hardware.memory_bytes
+        return cost.memory_bytes <= hardware.memory_bytes
 
-    most = -(-num_layers // num_places)  # of an even placement, on the fullest stage
-    check_fits(task, placed(most), train, hardware)
-    while most <= num_layers - num_places and fits(most + 1):
+    most = -(-num_layers // places)  # of an even placement, on the fullest stage
+    while most <= num_layers - places and fits(most + 1):
         most += 1
     costs = {"forward": 0.0}  # then the fullest stage alone counts
     if by == "time":
-        costs = stage_seconds(task, given, train, hardware)
-    return balance_ticks(num_layers, num_places, max_layers=most, **costs)
+        seconds = unit_seconds(step, hardware)
+        costs = {
+            "forward": seconds[FORWARD, 0],
+            "backward": seconds[BACKWARD, 0] + seconds.get((WEIGHTS, 0), 0.0),
+            "first_cost": seconds[FIRST, -1],
+            "head_cost": 0.0 if step.shares_head else seconds[LAST, -1],
+        }
+    return balance_ticks(num_layers, places, max_layers=most, **costs)
+
+
+def _place_kinds(
+    step: StepShape, places: int, hardware: Hardware, by: Literal["time", "memory"]
+) -> tuple[int, ...]:
+    """Of layers of several kinds."""
+    seconds, kind_of = unit_seconds(step, hardware), step.model.layout.kind_of
+    of_kind = [
+        sum(seconds.get((name, kind), 0.0) for name in (FORWARD, BACKWARD, WEIGHTS))
+        for kind in range(len(step.rows))
+    ]
+    weights = [
+        sum(np.prod(a.shape[1:]) for a in step.params if a.kind == kind)
+        for kind in range(len(step.rows))
+    ]
+    kept = facts_of(step.model, step.t, step.b, step.splits_weights).saved
+    live = step.schedule.num_slots + 1
+    in_bytes = [4 * FLOAT * n + live * sum(saved) for n, saved in zip(weights, kept, strict=True)]
+    if by == "memory":
+        return balance([float(in_bytes[kind]) for kind in kind_of], places)
+    last_cost = 0.0 if step.shares_head else seconds[LAST, -1]
+    costs = [of_kind[kind] for kind in kind_of]
+    return balance(costs, places, first_cost=seconds[FIRST, -1], last_cost=last_cost)
 
 
 def check_fits(
     task: Task, parallel: Parallel | str | None, train: TrainConfig | None, hardware: Hardware
 ) -> Cost:
-    """The cost of a task's step, if a device has the memory for it.
+    """The cost of a task's step, if a device has the memory for it, by the compiler.
 
     Args:
       task, parallel, train: as of `predict_step`.
     Raises:
       ValueError: it has not; with the three changes that cost the least time of those that make it fit.
     """
-    cost = predict_step(task, parallel, train, hardware)
-    if cost.memory.total <= hardware.memory_bytes:
+    cost = compiled_cost(predict_step(task, parallel, train, hardware))
+    if cost.memory_bytes <= hardware.memory_bytes:
         return cost
-    found: list[tuple[float, str]] = []
-    tried = [cost]
-    fit_alone: set[str] = set()
-    changes = list(_changes(lstm_sizes(task), cost.parallel))
+    tried: list[tuple[str, Cost]] = []
+    changes = list(_changes(shapes_of(task, cost.settings.train.num_steps), cost.parallel))
     pairs = itertools.combinations(changes, 2)
+    fit_alone: set[str] = set()
     for parts in (*((change,) for change in changes), *pairs):
         names = {name for name, _ in parts}
         if names & fit_alone:
@@ -296,30 +396,37 @@ def check_fits(
         for _, fields in parts:
             changed = _change(changed, **fields)
         try:
-            tried.append(predict_step(task, changed, train, hardware))
+            tried.append((" and ".join(names), predict_step(task, changed, train, hardware)))
         except ValueError:
             continue
-        if tried[-1].memory.total <= hardware.memory_bytes:
+        if tried[-1][1].memory_bytes <= hardware.memory_bytes:
             fit_alone |= names if len(parts) == 1 else set()
-            what = " and ".join(name for name, _ in parts)
-            seconds = _seconds(tried[-1]).total
-            size = format_bytes(tried[-1].memory.total)
-            found.append((seconds, f"{what} ({size}, {format_seconds(seconds)} a step)"))
-    parts = dataclasses.asdict(cost.memory).items()
-    most = sorted(parts, key=lambda part: -part[1])[:2]
+    scale = cost.memory_bytes / cost.memory.total  # of estimates, which err alike
+    likely = [
+        each for each in tried if each[1].memory_bytes * scale <= hardware.memory_bytes * _SLACK
+    ]
+    likely.sort(key=lambda each: _seconds(each[1]).total)
+    found: list[str] = []
+    for what, other in likely[:_MOST_TRIED]:
+        other = compiled_cost(other)
+        if other.memory_bytes <= hardware.memory_bytes:
+            seconds = format_seconds(_seconds(other).total)
+            found.append(f"{what} ({other.memory_text}, {seconds} a step)")
+        if len(found) == 3:
+            break
     message = (
-        f"a step needs {format_bytes(cost.memory.total)} on a device ("
-        + ", ".join(f"{name} {format_bytes(size)}" for name, size in most)
-        + f" ...), {hardware.name} has {format_bytes(hardware.memory_bytes)}; "
+        f"a step needs {cost.memory_text} on a device, {hardware.name} has "
+        f"{format_bytes(hardware.memory_bytes)}; "
     )
     if not found:
-        least = min(tried, key=lambda cost: cost.memory.total)
+        _, least = min(tried, key=lambda each: each[1].memory_bytes, default=("", cost))
+        least = compiled_cost(least)
         raise ValueError(
             message
-            + f"no two changes make it fit, the least is {format_bytes(least.memory.total)}; use more "
-            f"devices, or a smaller model or batch"
+            + f"of two changes none was found that makes it fit, the least is {least.memory_text}; "
+            f"use more devices, or a smaller model or batch"
         )
-    raise ValueError(message + "use " + ", or ".join(text for _, text in sorted(found)[:3]))
+    raise ValueError(message + "use " + ", or ".join(found))
 
 
 def describe(parallel: Parallel) -> str:
@@ -350,20 +457,18 @@ def _change(parallel: Parallel, **fields: Any) -> Parallel:
 _OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Parallel))
 
 
-def _cuts_of(sizes: LSTMSizes, given: Parallel, num_devices: int) -> Iterator[Parallel]:
+def _cuts_of(model: ModelShapes, given: Parallel, num_devices: int) -> Iterator[Parallel]:
     """Meshes, and how the batch and time are cut on them; sizes may still not fit."""
+    layout = model.layout
+    heads = ("sharded", "last") if model.can_share_head else ("last",)
     for mesh in _meshes(num_devices, given.mesh.devices):
-        stages, rows = mesh.stage, sizes.batch_size // mesh.data
-        if (
-            stages > sizes.num_layers
-            or sizes.batch_size % mesh.data
-            or sizes.hidden_size % mesh.tensor
-        ):
+        stages, rows = mesh.stage, model.batch_size // mesh.data
+        if stages > max(len(layout.kind_of), 1) or model.batch_size % mesh.data:
             continue
         for M, K, head in itertools.product(
-            _cuts(rows),
-            _cuts(sizes.seq_len) if stages > 1 else [1],
-            ("sharded", "last") if stages > 1 else ("auto",),
+            _cuts(rows) if layout.divides_by_hand else [1],
+            _cuts(layout.num_steps or 1) if stages > 1 else [1],
+            heads if stages > 1 else ("auto",),
         ):
             if _UNITS_PER_STAGE * stages >= M * K:
                 pipeline = PipelineConfig(num_microbatches=M, num_chunks=K, head=head)
@@ -407,19 +512,19 @@ _SAVINGS = tuple(
 )
 
 
-def _changes(sizes: LSTMSizes, parallel: Parallel) -> Iterator[tuple[str, dict[str, Any]]]:
+def _changes(model: ModelShapes, parallel: Parallel) -> Iterator[tuple[str, dict[str, Any]]]:
     """Single changes of a layout that may save memory, each with its name on the command line."""
     pipeline, mesh = parallel.pipeline, parallel.mesh
     if not pipeline.remat and parallel.runs_in_units:
         yield "--pipeline.remat", {"remat": True}
-    for M in _cuts(sizes.batch_size // mesh.data):
+    for M in _cuts(model.batch_size // mesh.data):
         if pipeline.num_microbatches < M:
             yield f"--pipeline.num-microbatches {M}", {"num_microbatches": M}
     if mesh.stage > 1:
-        for K in _cuts(sizes.seq_len):
+        for K in _cuts(model.layout.num_steps or 1):
             if pipeline.num_chunks < K:
                 yield f"--pipeline.num-chunks {K}", {"num_chunks": K}
-        if pipeline.head == "last":
+        if pipeline.head == "last" and model.can_share_head:
             yield "--pipeline.head sharded", {"head": "sharded"}
         if pipeline.schedule == "gpipe":
             yield "--pipeline.schedule 1f1b", {"schedule": "1f1b"}
@@ -444,13 +549,14 @@ def _seconds(cost: Cost) -> Seconds:
 
 def _words(cost: Cost, hardware: Hardware) -> dict[str, str]:
     """What each part of `Seconds` is spent on."""
-    sizes = lstm_sizes(cost.settings.task)
-    work = pieces_of(*cost.settings, on_cpu=hardware.platform == "cpu")["forward"]
+    step = StepShape(*cost.settings)
+    works = {key: work for key, work in works_of(step).items() if key[0] == FORWARD}
+    longest = max(works.values(), key=hardware.seconds, default=None)
     limit = {
         "flops": "the matmuls of the layers",
-        "bytes": "the weights of the layers, read at every time step",
+        "bytes": "the weights and activations of the layers, from memory and back",
         "turns": "the time steps of the layers, each too small to fill a device",
-    }[hardware.limit(work, sizes.dtype)]
+    }[hardware.limit(longest) if longest else "flops"]
     along: dict[tuple[str, ...], float] = {}
     for part in cost.traffic:
         seconds = sending_seconds(part, hardware, cost.parallel.mesh.sizes)
@@ -458,7 +564,7 @@ def _words(cost: Cost, hardware: Hardware) -> dict[str, str]:
     axes = max(along, key=along.__getitem__, default=())
     return {
         "layers": limit,
-        "head": f"the head over {sizes.vocab_size:,} words",
+        "head": "what is before and after the layers",
         "bubble": f"stages that wait for each other (bubble {cost.bubble:.0%})",
         "ticks": f"the loop over {cost.num_ticks} ticks itself",
         "sending": "sending" + f", mostly over {' and '.join(axes)}" * bool(axes),

@@ -1,122 +1,154 @@
-"""A training step as sizes: what a device holds of each parameter, and how its work is cut.
+"""A training step as sizes, read from the task's own model: what devices hold of it, and how its work is cut.
 
-Legend: t time steps of a chunk, b rows of a microbatch, H hidden, V vocabulary, E embedding.
+Legend: t time steps of a chunk (None if the model has no time), b rows of a microbatch.
 """
 
 import functools
+import itertools
 import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from jaxpar.axes import EMBED, GATES, HIDDEN, INPUT, LAYERS, STAGE, TENSOR, TOKENS, VOCAB
-from jaxpar.optimizer import OptimizerConfig
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from jaxpar.axes import BATCH, LAYERS, MESH_AXES, STAGE, TENSOR
+from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.mesh import MeshConfig
+from jaxpar.model import KIND, NO_SLOTS
 from jaxpar.parallel import Parallel
-from jaxpar.pipeline.placement import resolve_placement
+from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.schedule import Schedule
-from jaxpar.planning.pieces import MAX_LOGITS, MAX_LOGITS_ON_CPU, MIN_ROWS, WORD
-from jaxpar.sharding import Axes, Rules, check_split, off_stages, split_over_data
+from jaxpar.planning.compiled import simulated_mesh
+from jaxpar.sharding import (
+    Axes,
+    Rules,
+    check_split,
+    dims_of,
+    is_variable,
+    named_leaves,
+    off_stages,
+    split_over_data,
+)
+from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
 from jaxpar.task import Task
 from jaxpar.training.settings import Settings, TrainConfig
 
-
-class LSTMSizes(NamedTuple):
-    """What a task's `lstm_sizes()` tells of its model and batch: stacked LSTM layers below a softmax."""
-
-    num_layers: int
-    hidden_size: int
-    embed_size: int
-    vocab_size: int
-    dropout: float
-    tie_embedding: bool
-    dtype: str
-    batch_size: int
-    seq_len: int
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.batch_size * self.seq_len
+Sizes = tuple[tuple[str, int], ...]  # of the mesh's axes
+ONE = MeshConfig()
 
 
-def lstm_sizes(task: Task) -> LSTMSizes:
-    """The sizes that the cost of a task's step is made of.
-
-    Raises:
-      ValueError: the task does not tell them.
-    """
-    check_known(task)
-    return LSTMSizes(**task.lstm_sizes())  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def check_known(task: Task) -> None:
-    """Raises a ValueError if a task does not know its cost; nothing is read or computed for it."""
-    if not (hasattr(task, "lstm_sizes") and hasattr(task, "optimizer")):
-        raise ValueError(
-            f"task {task.name!r} does not know its cost: costs are predicted for stacks of LSTM layers, from "
-            f"what a task's lstm_sizes() and optimizer tell; use inspect instead, which compiles the step"
-        )
-
-
-class Shard(NamedTuple):
-    """What a device has of a parameter: the axes that split each dim, and its shape."""
+class Part(NamedTuple):
+    """What a device has of an array: the axes that split each dim, and how many numbers that leaves."""
 
     axes: tuple[Axes, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Numbers in it."""
-        return math.prod(self.shape)
+    elements: int
 
 
-class Parameter(NamedTuple):
-    """A parameter of the model.
+class Array(NamedTuple):
+    """An array of the state.
 
     Attributes:
-      part: of a step that uses it: "first", "layers" or "last".
-      computed, split: a device's part while a step computes; and with FSDP or ZeRO-1.
+      kind: of the layers in whose stack it is; None outside of all stacks.
     """
 
     name: str
-    part: str
+    dims: tuple[str | None, ...]
     shape: tuple[int, ...]
-    computed: Shard
-    split: Shard
+    itemsize: int
+    kind: int | None = None
+
+    def of_rows(self, rows: tuple[int, ...]) -> "Array":
+        """The same in stacks of other numbers of rows, by kind."""
+        if self.kind is None:
+            return self
+        return self._replace(shape=(rows[self.kind], *self.shape[1:]))
 
 
-@functools.lru_cache
-def parameters(
-    slots: int, H: int, E: int, V: int, rules: Rules, sizes: tuple[tuple[str, int], ...]
-) -> tuple[Parameter, ...]:
-    """Those of the model, on a mesh of these sizes.
+@functools.lru_cache(maxsize=1 << 16)
+def part_of(array: Array, rules: Rules, sizes: Sizes) -> Part:
+    """What a device of a mesh has of an array.
 
     Raises:
       ValueError: a dim does not divide by the axes that split it.
     """
     on = dict(sizes)
+    spec = rules.spec_on(array.dims, array.shape, on)
+    check_split(f"parameter {array.name}", array.dims, array.shape, spec, on)
+    axes = tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
+    parts = math.prod(on[axis] for each in axes for axis in each)
+    return Part(axes, math.prod(array.shape) // parts)
 
-    def parameter(name: str, part: str, **dims: int) -> Parameter:
-        names, shape = tuple(dims), tuple(dims.values())
 
-        def shard(rules: Rules) -> Shard:
-            spec = rules.spec_on(names, shape, on)
-            check_split(f"parameter {name}", names, shape, spec, on)
-            axes = tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
-            parts = (math.prod(on[axis] for axis in each) for each in axes)
-            return Shard(axes, tuple(n // k for n, k in zip(shape, parts, strict=True)))
+class ModelShapes:
+    """A task's model, whatever the devices: it is traced once.
 
-        return Parameter(name, part, shape, shard(rules), shard(split_over_data(rules)))
+    Attributes:
+      task: as it runs on any device.
+      layout: on one device.
+      params, frozen, opt_state, carry: the arrays of the state, layers in stacks of all of them.
+      carry_trees: for every kind its carry, of variables.
+      first, last: numbers of the parameters that what is before and after the layers uses.
+      can_share_head: whether all stages can have a part of what follows the layers.
+      num_sums: numbers that `last` gives.
+    """
 
-    bias = {LAYERS: slots, GATES: 4, HIDDEN: H}
-    kernel = {LAYERS: slots, INPUT: H, GATES: 4, HIDDEN: H}
-    return (
-        parameter("embedding.table", "first", **{TOKENS: V, EMBED: E}),
-        parameter("layers.lstm.w_x", "layers", **kernel),
-        parameter("layers.lstm.w_h", "layers", **kernel),
-        parameter("layers.lstm.b", "layers", **bias),
-        parameter("head.kernel", "last", **{INPUT: H, VOCAB: V}),
-        parameter("head.bias", "last", **{VOCAB: V}),
-    )
+    def __init__(self, task: Task, num_steps: int):
+        """Looks at shapes; nothing is made."""
+        self.task = task
+        self.layout = layout = lay_out(task, Parallel())
+        state = abstract_state(task, Parallel(), simulated_mesh(ONE), num_steps=num_steps)
+        self.params, self.frozen, self.opt_state, self.carry = (
+            tuple(self._arrays(tree))
+            for tree in (state.params, state.frozen, state.opt_state, state.carry)
+        )
+        self.carry_trees = [state.carry[kind] for kind in layout.kinds]
+        model: Any = layout.abstract_model()
+        outer = layout.outer(model)
+        self.first, self.last, self.num_sums = outer.first, outer.last, layout.num_sums
+        self.can_share_head = hasattr(model, "last_part")
+
+    def _arrays(self, tree: Any) -> Iterator[Array]:
+        for name, leaf in named_leaves(tree):
+            kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
+            value = leaf.get_value() if is_variable(leaf) else leaf
+            dims = dims_of(leaf) if is_variable(leaf) else (None,) * len(value.shape)
+            number = self.layout.kinds.index(kind) if dims[:1] == (LAYERS,) else None
+            yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch."""
+        return self.layout.batch_size
+
+    @property
+    def x_itemsize(self) -> int:
+        """Bytes of a number between layers."""
+        return jax.tree.leaves(self.layout.x)[0].dtype.itemsize
+
+    @property
+    def counted(self) -> int:
+        """Of what the task counts (`Task.unit`) in a full batch: rows, or rows and time steps."""
+        return self.batch_size * (self.layout.num_steps or 1)
+
+
+@functools.lru_cache(maxsize=64)
+def shapes_of(task: Task, num_steps: int = 1_000_000) -> ModelShapes:
+    """A task's model; the same object for equal arguments.
+
+    Args:
+      num_steps: of the run, as the optimizer is made for.
+    Raises:
+      ValueError: the model is not one; see `layout.ModelLayout`.
+    """
+    return ModelShapes(task.portable(), num_steps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(placement: tuple[int, ...], groups: int, kind_of: tuple[int, ...]) -> Slots:
+    return make_slots(placement, groups, kind_of) if kind_of else NO_SLOTS
 
 
 class StepShape:
@@ -124,15 +156,14 @@ class StepShape:
 
     Attributes:
       settings: task, `parallel` and `train` that the step is made from.
-      model, optimizer: of the task.
+      model: of the task.
       sizes: of the mesh's axes.
-      params: of the model.
+      shares_head: whether all stages have a part of what follows the layers.
       placement: layers on each stage, and group.
-      t, b, units: time steps and rows of a unit, and how many there are; without units, the whole is one.
-      width: of activations between layers, on one device of `tensor`.
-      slots: of layers that a unit goes through at once.
-      shares_head: whether all stages have a part of the head.
-      on_cpu: how many logits a step without units holds at once depends on it.
+      rows: for every kind of layers, rows of its stack.
+      params, frozen, opt_state, carry: the arrays of the state.
+      rules, param_rules, opt_rules, carry_rules: as of `layout.ModelLayout`.
+      t, b: time steps and rows of a unit; without units, of all that a device has.
     """
 
     def __init__(
@@ -140,91 +171,123 @@ class StepShape:
         task: Task,
         parallel: Parallel | str | None = None,
         train: TrainConfig | None = None,
-        *,
-        on_cpu: bool = True,
     ):
-        """Looks at a task whose `vocab_size` is known, on a mesh without -1.
+        """Looks at a task on a mesh without -1; what `resolve` fills in must be there.
 
         Raises:
-          ValueError: sizes do not fit each other, or the task does not tell its own.
+          ValueError: sizes do not fit each other.
         """
-        self.model = model = lstm_sizes(task)
         self.parallel = parallel = Parallel.of(parallel, task.parallel)
-        self.train, self.on_cpu = train or task.train, on_cpu
-        self.optimizer: OptimizerConfig = task.optimizer  # pyright: ignore[reportAttributeAccessIssue]
-        self.settings = Settings(task, parallel, self.train)
-        parallel.check(model.batch_size, model.seq_len)
-        if parallel.pipeline.remat_keeps != "device":
-            raise ValueError(
-                f"remat_keeps={parallel.pipeline.remat_keeps!r} is not in the cost model; predict with "
-                f"remat_keeps='device', and use inspect for the compiled step"
-            )
-        self.sizes, pipeline = parallel.mesh.sizes, parallel.pipeline
-        self.H, self.V, stages = model.hidden_size, model.vocab_size, self.sizes[STAGE]
-        has_last = stages > 1 and pipeline.head == "last"
-        self.shares_head = stages > 1 and not has_last
-        self.placement = resolve_placement(
-            pipeline.placement if stages > 1 else "balanced",
-            model.num_layers,
-            stages,
-            parallel.num_groups,
-            # Of the head, in layers: multiply-adds a token, H V against 8 H^2.
-            self.V / (8 * self.H) if has_last else 0.0,
+        self.settings = Settings(task, parallel, train or task.train)
+        self.train = self.settings.train
+        self.model = model = shapes_of(task, self.train.num_steps)
+        layout, self.sizes = model.layout, parallel.mesh.sizes
+        parallel.check(model.batch_size, layout.num_steps)
+        mesh: Any = AbstractMesh(tuple(self.sizes.values()), MESH_AXES)
+        model.task.check(parallel, mesh)
+        stages, pipeline = self.sizes[STAGE], parallel.pipeline
+        if (
+            (pipeline.head == "sharded" and stages > 1 and not model.can_share_head)
+            or (stages > 1 and not layout.kind_of)
+            or (parallel.runs_in_units and not layout.divides_by_hand)
+        ):
+            lay_out(model.task, parallel)  # says what is wrong
+        self.shares_head = stages > 1 and model.can_share_head and pipeline.head != "last"
+        self.placement = self._placement(layout)
+        groups = parallel.num_groups
+        self.slots = _slots(self.placement, groups, layout.kind_of)
+        self.rows = tuple(map(len, self.slots.rows))
+        self.params, self.frozen, self.opt_state, self.carry = (
+            tuple(array.of_rows(self.rows) for array in arrays)
+            for arrays in (model.params, model.frozen, model.opt_state, model.carry)
         )
-        self.slots = max(self.placement)
-        self.params = parameters(
-            len(self.placement) * self.slots,
-            self.H,
-            model.embed_size,
-            self.V,
-            off_stages(task.rules) if has_last else task.rules,
-            tuple(self.sizes.items()),
-        )
-        self.t = model.seq_len // parallel.num_chunks
+        rules = model.task.rules
+        self.rules = off_stages(rules) if stages > 1 and not self.shares_head else rules
+        self.param_rules = split_over_data(self.rules) if parallel.fsdp else self.rules
+        self.splits_update = parallel.fsdp or parallel.update != "replicated"
+        self.opt_rules = split_over_data(self.rules) if self.splits_update else self.rules
+        equal = parallel.has_equal_shares
+        self.carry_rules = self.rules if equal else self.rules.replace({BATCH: None})
+        self.t = layout.num_steps and layout.num_steps // parallel.num_chunks
         self.b = parallel.microbatch_rows(model.batch_size)
-        self.units = pipeline.num_microbatches * parallel.num_chunks
-        self.width = self.H // self.sizes[TENSOR]
+        if not layout.divides_by_hand:
+            parts = math.prod(self.sizes[axis] for axis in rules.axes_of(BATCH))
+            self.b = model.batch_size // parts
+        for array in (*self.params, *self.frozen):
+            self.part(array, self.param_rules)  # raises if it does not split
+
+    def _placement(self, layout: ModelLayout) -> tuple[int, ...]:
+        stages, pipeline = self.sizes[STAGE], self.parallel.pipeline
+        if not layout.kind_of:
+            return (0,)
+        if stages == 1:
+            return (len(layout.kind_of),)
+        costs = layout.layer_costs
+        return resolve_placement(
+            pipeline.placement,
+            len(layout.kind_of),
+            stages,
+            self.parallel.num_groups,
+            0.0 if self.shares_head else layout.last_work,
+            None if len(set(costs)) == 1 else costs,
+        )
+
+    def part(self, array: Array, rules: Rules) -> Part:
+        """What a device has of an array."""
+        return part_of(array, rules, tuple(self.sizes.items()))
+
+    def bytes_of(self, arrays: tuple[Array, ...], rules: Rules) -> int:
+        """Of the parts of arrays that a device has."""
+        return sum(self.part(array, rules).elements * array.itemsize for array in arrays)
 
     @property
     def schedule(self) -> Schedule:
-        """That every data-parallel group runs; of a step that runs in units."""
-        return step_schedule(self.parallel)
+        """Of the data-parallel group with the most to do; of a step that runs in units."""
+        return step_schedule(self.parallel, max(self.parallel.group_shares))
 
     @property
-    def splits_update(self) -> bool:
-        """Whether a device updates only a part of what it computes with."""
-        return self.parallel.fsdp or self.parallel.update != "replicated"
+    def num_ticks(self) -> int:
+        """Of all segments of the window."""
+        return self.schedule.num_ticks * self.parallel.num_segments
 
     @property
-    def widens_table(self) -> bool:
-        """Whether a pipeline widens the embedding table before its loop; see `model.prepare`."""
-        return self.parallel.runs_in_units and self.sizes[TENSOR] > 1
+    def units(self) -> int:
+        """Of a device; 1 if a step is one whole."""
+        share = max(self.parallel.group_shares)
+        return share * self.parallel.pipeline.num_microbatches * self.parallel.num_chunks
 
     @property
-    def head_chunks(self) -> tuple[int, int]:
-        """Time steps that the head takes at once, and how often; a shared one takes a unit at once."""
-        if self.shares_head:
-            return self.t, self.units
-        max_logits = MAX_LOGITS_ON_CPU if self.on_cpu else MAX_LOGITS
-        rows = max(max_logits // self.V, MIN_ROWS)
-        runs = min(-(-self.t * self.b // rows), self.t)
-        return -(-self.t // runs), runs * self.units
+    def splits_weights(self) -> bool:
+        """Whether W is apart."""
+        return self.parallel.runs_in_units and self.parallel.zero_bubble != "off"
+
+    @functools.cached_property
+    def layers_GSK(self) -> np.ndarray:
+        """Layers of each group, stage and kind, int [groups, stages, kinds]."""
+        kind_of, ends = self.model.layout.kind_of, np.cumsum((0, *self.placement))
+        counts = [
+            np.bincount(kind_of[start:end], minlength=len(self.rows))
+            for start, end in itertools.pairwise(ends)
+        ]
+        return np.reshape(counts, (self.parallel.num_groups, self.sizes[STAGE], -1)).astype(int)
 
     @property
-    def vocab(self) -> int:
-        """Words whose logits a device computes."""
-        return self.params[-1].computed.elements  # of the bias, [V]
-
-    def param_bytes(self, *, split: bool = False) -> int:
-        """Of all parameters on one device while a step computes; or where they are split over `data` too."""
-        return WORD * sum((p.split if split else p.computed).elements for p in self.params)
-
-    def gradient_elements(self, param: Parameter) -> int:
-        """Of a parameter's gradient on one device, while a step computes."""
-        is_widened = param.part == "first" and self.widens_table
-        return self.V * self.width if is_widened else param.computed.elements
+    def unit_rows(self) -> tuple[int, ...]:
+        """For every kind, rows of its stack that a unit goes through on a stage, empty ones included."""
+        places = self.sizes[STAGE] * self.parallel.num_groups
+        return tuple(rows // places for rows in self.rows)
 
     @property
-    def gradient_bytes(self) -> int:
-        """Of all gradients on one device."""
-        return WORD * sum(map(self.gradient_elements, self.params))
+    def tensor(self) -> int:
+        """Devices that a layer is split over."""
+        return self.sizes[TENSOR]
+
+
+def least_factor(n: int) -> int:
+    """The least prime factor; 1 of 1."""
+    return next((d for d in range(2, n + 1) if n % d == 0), 1)
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Of an array or what stands for it, without where it lies."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

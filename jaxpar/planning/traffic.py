@@ -1,21 +1,34 @@
-"""What a training step sends, from its sizes alone: every collective of the program that XLA makes of it.
+"""What a training step sends: every collective, by its axes, before the step is compiled.
 
-Tests hold it to the compiled program, to the byte. It is what XLA's CPU compiler makes of a step in float32,
-with whole arrays summed where a GPU's may scatter them. What an embedding narrower than the layers sends is
-an estimate on `tensor` above 4.
+Along `data` and `stage` the engine exchanges what the model's shapes say: tests hold that to the compiled
+program, to the byte. Along `tensor` the compiler decides, by the whole program. There a small program of the
+same kind is compiled once, and what it sends is scaled by the sizes of units and by their number.
 
-Legend: T time, B batch, t steps of a chunk, b rows of a microbatch, H hidden, V vocabulary.
+Legend: t steps of a chunk, b rows of a microbatch.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxpar.analysis.collectives import sent_bytes
-from jaxpar.axes import DATA, STAGE, TENSOR
-from jaxpar.planning.pieces import WORD
-from jaxpar.planning.shape import StepShape
+from jaxpar.analysis.collectives import Collective, sent_bytes
+from jaxpar.analysis.program import ProgramReport
+from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import Safe
+from jaxpar.parallel import Parallel, PipelineConfig
+from jaxpar.pipeline.engine import FORWARD, HEAD
+from jaxpar.planning.compiled import report_of
+from jaxpar.planning.shape import StepShape, least_factor
+from jaxpar.planning.unit import facts_of, is_split
+from jaxpar.sharding import split_over_data
+from jaxpar.task import Task
+from jaxpar.training.settings import TrainConfig
+
+PARAMETER = "parameter"  # what is sent, where it is gathered
+FLOAT = 4  # bytes of a float32, in which gradients and sums are added up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,159 +43,174 @@ class Traffic:
 
     op: str
     axes: tuple[str, ...]
-    bytes: int
+    bytes: float
     sent_bytes: float
-    count: int
+    count: float
     what: str
 
 
 def predict_traffic(step: StepShape) -> tuple[Traffic, ...]:
-    """The collectives of a training step of the full length, without those of an update on the host.
+    """The collectives of a training step of the full length, without those of an update on the host."""
+    if not step.model.layout.divides_by_hand:  # the compiler divides the batch too
+        return traffic_of(report_of(*step.settings))
+    found = tuple(_Sender(step).all())
+    return (*found, *_along_tensor(step)) if step.tensor > 1 else found
 
-    Raises:
-      ValueError: what a step sends is not modelled: with unequal shares, a tied embedding, or bfloat16.
-    """
-    for what, wrong in (
-        ("unequal shares", not step.parallel.has_equal_shares),
-        ("tie_embedding=True", step.model.tie_embedding),
-        (f"dtype={step.model.dtype!r}", step.model.dtype != "float32"),
-    ):
-        if wrong:
-            raise ValueError(f"{what}: what that sends is not modelled; use inspect_step")
-    return tuple(_Sender(step).all())
+
+def traffic_of(report: ProgramReport) -> tuple[Traffic, ...]:
+    """The collectives of a compiled step."""
+    return tuple(
+        Traffic(c.op, c.axes, c.bytes, c.sent_bytes, c.count or 0, c.module or c.source)
+        for c in report.collectives
+    )
 
 
 def totals(traffic: Sequence[Traffic]) -> dict[tuple[str, tuple[str, ...]], int]:
     """(op, axes) -> bytes of all runs."""
     sums: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for part in traffic:
-        sums[part.op, part.axes] += part.count * part.bytes
-    return dict(sums)
+        sums[part.op, part.axes] += round(part.count * part.bytes)
+    return {key: size for key, size in sums.items() if size}
 
 
 class _Sender:
-    """The parts of a step, in its order."""
+    """What the engine and the update exchange along `data` and `stage`, in the step's order."""
 
     def __init__(self, step: StepShape):
         self.step, self.parallel, self.sizes = step, step.parallel, step.sizes
+        self.facts = facts_of(step.model, step.t, step.b, step.splits_weights)
 
     def all(self) -> Iterator[Traffic]:
-        if self.parallel.fsdp:
-            yield from self.gather_parameters()
-        yield from self.extension()
-        yield from self.layers()
-        yield from self.head()
+        yield from self.gather_parameters()
         if self.parallel.runs_in_units:
             yield from self.exchange()
         yield from self.gradients()
         yield from self.norms()
-        if self.parallel.update == "sharded" and not self.parallel.fsdp:
-            yield from self.gather_parameters()
 
     def send(
-        self, op: str, axes: tuple[str, ...], elements: int, count: int, what: str
+        self, op: str, axes: tuple[str, ...], size: float, count: float, what: str
     ) -> Iterator[Traffic]:
-        """One kind of collective, if there is anyone to send to."""
-        real = tuple(
-            axis for axis in (DATA, STAGE, TENSOR) if axis in axes and self.sizes[axis] > 1
-        )
-        if real and elements and count:
-            size = math.prod(self.sizes[axis] for axis in real)
-            num_bytes = WORD * elements
-            sent = sent_bytes(op, num_bytes, size)
-            yield Traffic(op, real, num_bytes, sent, count, what)
+        """One kind of collective of so many bytes, if there is anyone to send to.
+
+        What goes along `tensor` as well is told by `_along_tensor`.
+        """
+        real = tuple(axis for axis in MESH_AXES if axis in axes and self.sizes[axis] > 1)
+        if real and size and count and TENSOR not in real:
+            devices = math.prod(self.sizes[axis] for axis in real)
+            yield Traffic(op, real, size, sent_bytes(op, size, devices), count, what)
 
     def gather_parameters(self) -> Iterator[Traffic]:
-        for param in self.step.params:
-            if param.split != param.computed:
-                elements, what = param.computed.elements, f"parameter {param.name}"
-                yield from self.send("all-gather", (DATA,), elements, 1, what)
-
-    def extension(self) -> Iterator[Traffic]:
-        """An embedding narrower than the layers is widened; its parts move to where the wider ones lie.
-
-        In a pipeline that is the table, before the loop; else the embedded tokens.
-        """
-        n, own = self.sizes[TENSOR], self.step.model.embed_size // self.sizes[TENSOR]
-        step = self.step
-        rows = step.V if self.parallel.runs_in_units else step.t * step.b
-        if n > 2 and step.width > 2 * own:  # too far for neighbours
-            what = "embedding"
-            yield from self.send("all-gather", (TENSOR,), rows * n * own, 1, what)
-            pieces = [(step.width, "embedding's gradient")]
-        else:
-            pieces = []
-            for part, what in ((own, "embedding"), (step.width, "embedding's gradient")):
-                left = (n - 1) * (step.width - own)  # what the last device lacks
-                for _ in range(n - 1):  # from neighbours further and further away
-                    pieces.append((min(left, part), what))
-                    left -= pieces[-1][0]
-        for piece, what in pieces:
-            yield from self.send("collective-permute", (TENSOR,), rows * piece, 1, what)
-
-    def layers(self) -> Iterator[Traffic]:
-        """Layers split over `tensor`: h is gathered at every step, what is multiplied by weights once."""
-        step = self.step
-        runs = step.units * self.parallel.num_groups * step.slots
-        x, h = step.t * step.b * step.H, step.b * step.H
-        repeat = 1 + (self.parallel.pipeline.remat and self.parallel.runs_in_units)
-        yield from self.send("all-gather", (TENSOR,), x, repeat * runs, "inputs of layers")
-        yield from self.send("all-gather", (TENSOR,), h, repeat * runs * step.t, "h of every step")
-        lanes = step.schedule.lanes if self.parallel.runs_in_units else ()
-        apart = [work for work in lanes if work.letter == "W"]
-        times = apart[0].num_units if apart else 1
-        yield from self.send(
-            "all-gather", (TENSOR,), times * x, 2 * runs // times, "x and h for weight gradients"
-        )
-        if apart:
-            beside = int(apart[0].busy_TS[:, -1].sum())
-            yield from self.send("all-reduce", (TENSOR,), 1, beside, "order of W and B")
-        yield from self.send("all-reduce", (TENSOR,), h, runs * step.t, "dh of every step")
-        yield from self.send("all-reduce", (TENSOR,), x, runs, "dx of layers")
-
-    def head(self) -> Iterator[Traffic]:
-        """The head, and the loss over the parts of its vocabulary."""
-        steps, runs = self.step.head_chunks
-        y, tokens = steps * self.step.b * self.step.H, steps * self.step.b
-        yield from self.send("all-gather", (TENSOR,), y, runs, "inputs of the head")
-        yield from self.send("all-reduce", (TENSOR,), y, runs, "dy of the head")
-        part = self.step.vocab
-        if self.parallel.runs_in_units and part <= self.step.width:
-            # Then it is no more to gather dlogits than y, and to exchange the parts of the kernel's gradient.
-            whole = tokens * part * self.sizes[TENSOR]
-            yield from self.send("all-gather", (TENSOR,), whole, runs, "dlogits")
-            yield from self.send("all-to-all", (TENSOR,), self.step.H * part, 1, "head's gradient")
-        for axis in (TENSOR, STAGE) if self.step.shares_head else (TENSOR,):
-            yield from self.send("all-reduce", (axis,), tokens, runs, "largest logit")
-            yield from self.send("all-reduce", (axis,), 2 * tokens, runs, "sums of the loss")
+        """Those that lie split over `data`, before the step or after it."""
+        step, arrays = self.step, self.step.params
+        if self.parallel.fsdp:
+            arrays = (*arrays, *step.frozen)
+        elif self.parallel.update != "sharded":
+            return
+        for array in arrays:
+            computed = step.part(array, step.rules)
+            if step.part(array, split_over_data(step.rules)) != computed:
+                size = computed.elements * array.itemsize
+                yield from self.send("all-gather", (DATA,), size, 1, f"{PARAMETER} {array.name}")
 
     def exchange(self) -> Iterator[Traffic]:
         """What stages send at every tick, and for every unit of a head that they share."""
-        step, ticks = self.step, self.step.schedule.num_ticks
-        x = step.t * step.b * step.width
+        step, ticks = self.step, self.step.num_ticks
+        x = whole = self.facts.x
+        if step.tensor > 1 and is_split(step).x:
+            x /= step.tensor
         yield from self.send("collective-permute", (STAGE,), x, ticks, "activations, one stage up")
         yield from self.send("collective-permute", (STAGE,), x, ticks, "cotangents, one stage down")
         if step.shares_head:
-            yield from self.send("all-reduce", (STAGE,), x, ticks, "inputs of the shared head")
-            yield from self.send("all-reduce", (STAGE,), x, step.units, "dy of the shared head")
+            as_float = x / step.model.x_itemsize * FLOAT
+            yield from self.send(
+                "all-reduce", (STAGE,), as_float, ticks, "inputs of the shared head"
+            )
+            for (_, op), size in self.facts.shared_head.items():
+                if size == whole / step.model.x_itemsize * FLOAT:  # dy, which lies as y does
+                    size = as_float
+                yield from self.send(op, (STAGE,), size, step.units, "the shared head")
 
     def gradients(self) -> Iterator[Traffic]:
         """Their sums over `data`, and over the stages if all of them have a parameter."""
-        in_units = self.parallel.runs_in_units
-        over = {"first": (DATA, STAGE), "layers": (DATA,), "last": (DATA, STAGE)}
-        if self.step.shares_head:
-            over["last"] = (DATA,)
-        for param in self.step.params:
-            axes, elements = (
-                over[param.part] if in_units else (DATA,),
-                self.step.gradient_elements(param),
-            )
-            yield from self.send("all-reduce", axes, elements, 1, f"gradient {param.name}")
-        loss = over["last"] if in_units else (DATA,)
-        yield from self.send("all-reduce", loss, 2, 1, "loss and number of targets")
+        step, model = self.step, self.step.model
+        everywhere = (DATA, STAGE) if self.parallel.runs_in_units else (DATA,)
+        of_last = (DATA,) if step.shares_head else everywhere
+        layers = [array for array in step.params if array.kind is not None]
+        outer = [array for array in step.params if array.kind is None]
+        parts = [(everywhere, outer), ((DATA,), layers)]
+        if self.parallel.runs_in_units:
+            first, last = ([step.params[n] for n in own] for own in (model.first, model.last))
+            parts = [(everywhere, first), ((DATA,), layers), (of_last, last)]
+        for axes, arrays in parts:
+            for array in arrays:
+                size = step.part(array, step.rules).elements * FLOAT
+                yield from self.send("all-reduce", axes, size, 1, f"gradient {array.name}")
+        yield from self.send("all-reduce", of_last, FLOAT * model.num_sums, 1, "sums of the loss")
 
     def norms(self) -> Iterator[Traffic]:
         """Of the gradients: a sum over each split dim in its turn."""
-        for param in self.step.params:
-            for axes in (param.split if self.step.splits_update else param.computed).axes:
-                yield from self.send("all-reduce", axes, 1, 1, "norm of gradients")
+        step = self.step
+        for array in step.params:
+            for axes in step.part(array, step.opt_rules).axes:
+                yield from self.send("all-reduce", axes, FLOAT, 1, "norm of gradients")
+        optimizer = step.model.task.make_optimizer(step.train.num_steps)
+        if not isinstance(optimizer, Safe) and self.parallel.update != "host":
+            for array in (*step.params, *step.opt_state):
+                for axes in step.part(array, step.opt_rules).axes:
+                    yield from self.send("all-reduce", axes, 1, 1, "whether the update is finite")
+
+
+# ---- along `tensor` ----
+
+
+def _along_tensor(step: StepShape) -> Iterator[Traffic]:
+    """What the compiler sends in a program of the same kind, for as many and as large units as here."""
+    small = _small_step(step)
+    report, in_units = report_of(*small.settings), step.parallel.runs_in_units
+    layers, own_layers = (
+        sum(each.unit_rows) * each.parallel.num_groups or 1 for each in (step, small)
+    )
+    t, t_own, deep = step.t or 1, small.t or 1, layers / own_layers
+    rows, units = step.b / small.b, step.units / small.units
+    for c in report.collectives:
+        if TENSOR not in c.axes:
+            continue
+        count, size = float(c.count or 0), float(c.bytes)
+        if c.trip_counts or (not in_units and _has_dim(c, small.b, small.b * t_own)):
+            in_time = t_own > 1 and t_own in c.trip_counts
+            count *= units * (t / t_own if in_time else 1)
+            size *= rows * (1 if in_time else t / t_own)
+            scopes = c.module.split("/")
+            count *= 1 if HEAD in scopes else deep
+            count *= 2 if FORWARD in scopes and step.parallel.pipeline.remat and in_units else 1
+        elif _has_dim(c, step.model.batch_size):  # the carry of all layers
+            size *= deep / step.sizes[DATA]
+        axes = tuple(axis for axis in MESH_AXES if axis in c.axes and step.sizes[axis] > 1)
+        devices = math.prod(step.sizes[axis] for axis in axes)
+        if count and devices > 1:
+            yield Traffic(
+                c.op, axes, size, sent_bytes(c.op, size, devices), count, c.module or c.source
+            )
+
+
+def _has_dim(c: Collective, *sizes: int) -> bool:
+    """Whether what is sent has a dim of one of these sizes, such as the rows of a batch."""
+    return any({*sizes} & {*shape} for shape in c.shapes)
+
+
+def _small_step(step: StepShape) -> StepShape:
+    """One with as few devices as its kind of program has."""
+    parallel, model = step.parallel, step.model
+    stages = min(step.sizes[STAGE], 2)
+    mesh = MeshConfig(stage=stages, tensor=least_factor(step.tensor))
+    pipeline = PipelineConfig(
+        num_microbatches=least_factor(model.batch_size) if parallel.runs_in_units else 1,
+        num_chunks=least_factor(model.layout.num_steps or 1) if stages > 1 else 1,
+        head="sharded" if step.shares_head else "last" if stages > 1 else "auto",
+    )
+    return _small(step.settings.task, Parallel(mesh, pipeline), step.train)
+
+
+@functools.lru_cache(maxsize=64)
+def _small(task: Task, parallel: Parallel, train: TrainConfig) -> StepShape:
+    return StepShape(task, parallel, train)

@@ -396,24 +396,6 @@ class LM(Task):
         """The vocabulary."""
         return {VOCABULARY: self.read_text().vocabulary.to_json()}
 
-    def lstm_sizes(self) -> dict[str, Any]:
-        """What the cost of a step is made of; see `planning.shape.LSTMSizes`.
-
-        Raises:
-          ValueError: the layers are no LSTM.
-        """
-        if self.layer != "lstm":
-            raise ValueError(
-                f"costs are predicted for stacks of LSTM layers, these are of layer={self.layer!r}; use "
-                f"inspect instead, which compiles the step"
-            )
-        names = (
-            "num_layers", "hidden_size", "embed_size", "dropout", "tie_embedding", "dtype", "batch_size",
-            "seq_len",
-        )  # fmt: skip
-        sizes = {name: getattr(self, name) for name in names}
-        return {**sizes, "vocab_size": self._known_vocab_size()}
-
     def _known_vocab_size(self) -> int:
         if self.vocab_size is None:
             raise ValueError(

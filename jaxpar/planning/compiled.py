@@ -1,0 +1,45 @@
+"""What the compiler says of a step, for any number of devices: compiled from shapes, nothing runs."""
+
+import functools
+from typing import Any
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jaxlib import xla_client
+
+from jaxpar.analysis.program import ProgramReport, inspect_step
+from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
+from jaxpar.task import Task
+from jaxpar.training.settings import TrainConfig
+
+
+def simulated_mesh(config: MeshConfig) -> Mesh:
+    """A mesh of CPU devices to compile for, however many there are; no -1 in it.
+
+    They are not those of `jax.devices()`, whose number is fixed when JAX starts.
+    """
+    size = config.num_devices
+    devices = _devices(1 << (size - 1).bit_length())[:size]
+    return Mesh(
+        np.asarray(devices).reshape(tuple(config.sizes.values())),
+        tuple(config.sizes),
+        axis_types=(AxisType.Auto,) * len(config.sizes),
+    )
+
+
+@functools.lru_cache
+def _devices(count: int) -> list[Any]:
+    return xla_client.make_cpu_client(num_devices=count).devices()
+
+
+@functools.lru_cache(maxsize=256)
+def report_of(task: Task, parallel: Parallel, train: TrainConfig) -> ProgramReport:
+    """Of a training step, compiled for simulated devices: a few seconds, whatever its size.
+
+    Memory and collectives are those that XLA's CPU compiler decides on; code is not optimized for it.
+
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    return inspect_step(task.portable(), parallel, train, simulated_mesh(parallel.mesh), quick=True)
