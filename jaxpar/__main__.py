@@ -68,6 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGINT) is leave_imports:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
+            "utf-8",
+            "utf8",
+        ):
+            stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     if not debug:  # Orbax logs the tracebacks of errors that it also raises
         logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -105,7 +111,7 @@ def _check_encoding(argv: list[str]) -> None:
             argument.encode()
         except UnicodeEncodeError:
             raise ValueError(
-                f"{argument!a} is no text in the encoding of this process, "
+                f"{argument!a} is not text in the encoding of this process, "
                 f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8), or rename it"
             ) from None
 
@@ -159,7 +165,7 @@ def _asks_help(argv: list[str]) -> bool:
 
 
 def _take_word(arguments: list[str]) -> str | None:
-    """The first of the arguments, taken away; None if there is none, or it is an option."""
+    """The first of the arguments, removed from them; None if there is none, or it is an option."""
     return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
 
 
@@ -248,7 +254,7 @@ def _refuse_layout(arguments: list[str]) -> None:
     for argument in arguments:
         if re.match(r"--(mesh|pipeline|shares|fsdp|update)\b", argument):
             raise ValueError(
-                f"plan looks for the mesh and the pipeline itself; leave {argument} away and say how many "
+                f"plan looks for the mesh and the pipeline itself; leave {argument} out and say how many "
                 f"devices there are (--devices 8), or ask of one mesh: inspect TASK --mesh dp2 --compare"
             )
 
@@ -260,7 +266,7 @@ def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
         if field.name in taken:
             raise ValueError(
                 f"the field {field.name!r} of {type(task).__name__} has the name of an option of {name}; "
-                f"call it otherwise"
+                f"give it another name"
             )
 
 
@@ -360,7 +366,7 @@ def _use_compile_cache(use: bool) -> None:
 def _simulate_as_before(argv: list[str], given: "_Given") -> None:
     """Simulates the devices that the run to be resumed had, or that a config asks for, unless told otherwise.
 
-    GPUs go before them, and so do variables of JAX's.
+    GPUs take precedence, and so do JAX's own variables.
     """
     chosen = any(argument.partition("=")[0] == "--mesh" for argument in argv)
     if chosen or _asks_help(argv) or "JAX_NUM_CPU_DEVICES" in os.environ:

@@ -24,6 +24,7 @@ from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel, short_name
 from jaxpar.pictures.chart import Drawing
+from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.plot import plot
 from jaxpar.planning import (
     HERE,
@@ -89,7 +90,7 @@ class TaskOptions(Options):
     """What a command takes that is about a task."""
 
     config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
-    """A file of settings; those given here go before it."""
+    """A file of settings; options given here override it."""
     task: Annotated[Task, arg(name="")] = dataclasses.field(kw_only=True)
     parallel: Annotated[Parallel, Fixed] = dataclasses.field(kw_only=True)
     train: Annotated[TrainConfig, Fixed] = dataclasses.field(kw_only=True)
@@ -223,9 +224,9 @@ class Plan(TaskOptions):
         else:
             machine = find_machine(self.machine, num_bytes)
             ranking = plan(task, parallel, self.train, self.devices, machine)
-        print(ranking, end="\n\n")
+        _print(ranking)
         print(
-            "M: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
+            "\nM: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
             "its own."
         )
         chosen = Settings(self.task, ranking.best.parallel, self.train)
@@ -578,6 +579,14 @@ def _num_bytes(size: str | None) -> float | None:
     if match is None:
         raise ValueError(f"--memory {size}: write a number and its unit, such as 16GB")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
+
+
+def _print(picture: Picture) -> None:
+    """A picture as wide as the terminal, in letters that it has."""
+    console = make_console()
+    with console.capture() as capture:
+        console.print(picture, highlight=False)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def _show(picture: Path | Drawing) -> None:

@@ -97,7 +97,7 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
         simulated = {} if simulate is None else {SIMULATE: simulate}
         text = tomli_w.dumps({TASK: spec, **_sha256(spec), **simulated, **tables})
     except TypeError as error:
-        raise ValueError(f"the settings of {spec} do not go into a TOML file: {error}") from error
+        raise ValueError(f"the settings of {spec} cannot be written as TOML: {error}") from error
     found = _change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables)))
     for config, other in zip(settings, found, strict=True):
         for field in dataclasses.fields(config):
@@ -120,7 +120,7 @@ def default_settings(task: type[Task]) -> Settings:
         if field.name in RESERVED:
             raise ValueError(
                 f"the field {field.name!r} of {task.__name__} has the name of a setting that every task has; "
-                f"call it otherwise"
+                f"give it another name"
             )
         if field.default is field.default_factory is dataclasses.MISSING:
             raise ValueError(
@@ -137,11 +137,11 @@ def _read(path: Path) -> dict[str, Any]:
             f"cannot read the config {path}: {error.strerror}; give a readable TOML file"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{path} is no TOML in UTF-8: {error}") from error
+        raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
 
 def _base(path: Path, tables: dict[str, Any], base: Settings | None) -> Settings:
-    """The settings that a file changes; its names of the task are taken away."""
+    """The settings that a file changes; its names of the task are removed."""
     spec, sha256 = tables.pop(TASK, None), tables.pop(SHA256, None)
     for key, value in ((TASK, spec), (SHA256, sha256)):
         if not isinstance(value, str | None):

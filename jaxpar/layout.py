@@ -511,7 +511,7 @@ def _check_floats(what: str, tree: Any) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
-                f"numbers: what is not belongs into the batch, which every layer sees (at.batch)"
+                f"numbers: what is not belongs in the batch, which every layer sees (at.batch)"
             )
 
 

@@ -44,7 +44,7 @@ def _unknown(words: str, sections: list[list[str]], _: Sequence[str]) -> str | N
     given = match[1].split(", ")
     option = next((word for word in given if word.startswith("-")), None)
     if option is None:
-        return f"there is no place for {given[0]!r}"
+        return f"unexpected argument {given[0]!r}"
     near = (
         [line.split()[0] for line in sections[1][1:] if line.startswith("-")]
         if sections[2:]

@@ -122,7 +122,7 @@ class CompiledStep:
             where = _STRUCTURE.sub("", found[1])
             raise ValueError(
                 f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's "
-                f"work, at {where}; all stages would have to take part in that, and wait for ever. An array "
+                f"work, at {where}; all stages would have to take part in that, and wait forever. An array "
                 f"is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut (such as "
                 f"gates or heads) a dim of its own, as in [input, gates, hidden], or use tensor=1 or stage=1"
             )

@@ -115,7 +115,7 @@ FLAGS = {
     "no width": (train("--hidden-size"), "--hidden-size needs a value; see"),
     "devices by name": (train("--devices", "gpu"), "--devices gpu: use whole numbers; see"),
     "too few names": (import_("--names", "a", "b"), "--names needs 3 values; see"),
-    "a word too many": (["evaluate", "run", "valid"], "there is no place for 'valid'; see"),
+    "a word too many": (["evaluate", "run", "valid"], "unexpected argument 'valid'; see"),
     "no file to export to": (["export", "run"], "--output FILE is missing; see"),
     "nothing to export": (["export"], "RUN_DIR and --output FILE are missing; see"),
     "width beyond all memory": (
@@ -132,7 +132,7 @@ FLAGS = {
         train("--vocab-size", "5"), "vocab_size=5 is less than the 11 words",
     ),
     "a vocabulary of no words": (
-        train("--vocab-size", "96"), "vocab_size=96 has rows that are no words: .* 11, .* num_words=11",
+        train("--vocab-size", "96"), "vocab_size=96 has rows that are not words: .* 11, .* num_words=11",
     ),
     "more words than rows": (
         train("--vocab-size", "5", "--num-words", "6"), "num_words=6 is more than vocab_size=5; use",
@@ -307,10 +307,10 @@ DEVICES = {
         train("--mesh", "dp2", "--mesh.data", "4"), r"there is no option --mesh\.data",
     ),
     "a mesh for the planner": (
-        ["plan", "lm", "--mesh", "dp2"], "plan looks for the mesh and the pipeline itself; leave --mesh away",
+        ["plan", "lm", "--mesh", "dp2"], "plan looks for the mesh and the pipeline itself; leave --mesh out",
     ),
     "a pipeline for the planner": (
-        ["plan", "lm", "--pipeline.num-chunks=2"], r"leave --pipeline\.num-chunks=2 away and .*--devices 8",
+        ["plan", "lm", "--pipeline.num-chunks=2"], r"leave --pipeline\.num-chunks=2 out and .*--devices 8",
     ),
     "a plan for no devices": (
         ["plan", "lm", "--vocab-size", "96", "--machine", "h100", "--devices", "0"],
@@ -346,8 +346,8 @@ FILES = {
     "a folder for a config": (
         train("--config", "text"), "cannot read the config text: Is a directory",
     ),
-    "no TOML": (train("--config", "broken.toml"), r"broken\.toml is no TOML in UTF-8: .*line 1"),
-    "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is no TOML in UTF-8: .*0xe9"),
+    "no TOML": (train("--config", "broken.toml"), r"broken\.toml is not TOML in UTF-8: .*line 1"),
+    "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is not TOML in UTF-8: .*0xe9"),
     "unknown key": (
         config("[optimizer]\nlerning_rate = 3\n"),
         r"no key optimizer\.lerning_rate; did you mean optimizer\.learning_rate\?",
@@ -395,10 +395,10 @@ FILES = {
     ),
     "a text in UTF-16": (train("--corpus", "utf16.txt"), r"utf16\.txt is not UTF-8: byte 0xff"),
     "a folder without texts": (
-        train("--corpus", "nothing"), "nothing is no corpus: none of its files is known",
+        train("--corpus", "nothing"), "nothing is not a corpus: none of its files is known",
     ),
     "a text without its validation": (
-        train("--corpus", "no_valid"), r"no_valid is no corpus: it lacks valid\.txt",
+        train("--corpus", "no_valid"), r"no_valid is not a corpus: it lacks valid\.txt",
     ),
     "metrics that cannot be written": (
         (
@@ -410,11 +410,11 @@ FILES = {
     "weights that are not there": (
         import_("-i", "none.safetensors"), r"cannot read the weights: .*none\.safetensors",
     ),
-    "no weights": (import_("-i", "no.safetensors"), r"no\.safetensors is no safetensors file"),
+    "no weights": (import_("-i", "no.safetensors"), r"no\.safetensors is not a safetensors file"),
     "weights by other names": (
         import_("--names", "embedding", "rnn", "head"), r"no tensor rnn\.weight_hh_l0; .*--names",
     ),
-    "weights without words": (import_(), "does not tell the words of its vocabulary; give them"),
+    "weights without words": (import_(), "does not contain the words of its vocabulary; give them"),
     "words of another model": (
         (
             lambda world: (world / "words.txt").write_text("\n".join(WORDS[1:])),
@@ -465,7 +465,7 @@ RUNS = {
         (damage("data.json"), ["evaluate", "run"]), r"run/data\.json is damaged",
     ),
     "damaged metrics": (
-        (damage("metrics.jsonl", "{\n"), resume()), r"run/metrics\.jsonl is damaged: .*; move it away",
+        (damage("metrics.jsonl", "{\n"), resume()), r"run/metrics\.jsonl is damaged: .*; move it aside",
     ),
     "no checkpoint": (
         (lambda world: shutil.rmtree(world / "run/checkpoints"), ["evaluate", "run"]),

@@ -262,7 +262,9 @@ def test_vocabulary_refuses(words, tokenizer, message):
 )
 def test_loading_something_else_names_the_file(tmp_path, content):
     (tmp_path / "v.json").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"v\.json is no vocabulary \(.+\); give the vocabulary"):
+    with pytest.raises(
+        ValueError, match=r"v\.json is not a vocabulary \(.+\); give the vocabulary"
+    ):
         Vocabulary.load(tmp_path / "v.json")
 
 

@@ -303,9 +303,8 @@ class Frozen(LM):
 
 
 def test_frozen_parameters_have_a_table_of_their_own(mesh):
-    state = init_state(
-        Frozen(**dataclasses.asdict(TASK) | {"optimizer": TASK.optimizer}), PARALLEL, mesh
-    )
+    options = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
+    state = init_state(Frozen(**options), PARALLEL, mesh)
     rows = Rows(state._repr_html_()).rows
     [heading] = [i for i, row in enumerate(rows) if row[0] == "frozen"]
     assert rows[0][0] == "parameter"

@@ -405,7 +405,7 @@ MISTAKES = {
     "nothing to launch": (["--processes", "2"], r"given nothing to start; write train or evaluate"),
     "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate"),
     "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),
-    "simulate": (["--", "train", "--simulate=4"], r"leave --simulate away after --"),
+    "simulate": (["--", "train", "--simulate=4"], r"leave --simulate out after --"),
     "elastic without a folder": (
         ["--elastic", "--", "train", "lm"],
         r"write train and --train\.out-dir FOLDER",

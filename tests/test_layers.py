@@ -16,7 +16,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxpar.at import At
-from jaxpar.nn import GRU, RGLRU, SLSTM, GRUParams, MinGRU, SLSTMCarry, gru_layer
+from jaxpar.nn import (
+    GRU,
+    RGLRU,
+    SLSTM,
+    Bidirectional,
+    GRUParams,
+    MinGRU,
+    SLSTMCarry,
+    gru_layer,
+)  # fmt: skip
 
 # A row that goes the same ways as others.
 full = functools.partial(pytest.param, marks=pytest.mark.full)
@@ -201,3 +210,25 @@ def test_gru_and_its_gradients_equal_torch():
         ValueError, match=r"no tensor weight_ih_l2, .*state_dict of a torch\.nn\.GRU"
     ):
         GRUParams.from_torch(tensors, 2)
+
+
+@pytest.mark.law
+def test_both_directions_read_every_sequence_by_itself():
+    rng, cut = np.random.default_rng(0), 4
+    layer = Bidirectional(*(learned(GRU)(5, rngs=nnx.Rngs(seed)) for seed in (0, 1)), merge=join)
+    x = jnp.asarray(rng.normal(size=(9, 2, 5)), jnp.float32)
+    resets = jnp.zeros((9, 2), bool).at[cut].set(True)
+    after, y = layer(layer.initial_carry(2), x, At(0, 0, 0, batch={"resets": resets}))
+    ends = []
+    for first, last in ((0, cut), (cut, 9)):
+        at, part = At(0, 0, 0), x[first:last]
+        end, forward = layer.first(layer.first.initial_carry(2), part, at)
+        _, backward = layer.second(layer.second.initial_carry(2), part[::-1], at)
+        bound = RELATIVE_ERRORS["float32"]
+        assert_close(y[first:last], jnp.concatenate([forward, backward[::-1]], -1), bound)
+        ends.append(end)
+    assert_close(after, ends[-1], bound)
+
+
+def join(a, b):
+    return jnp.concatenate([a, b], -1)

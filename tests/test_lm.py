@@ -171,14 +171,14 @@ def test_a_vocabulary_that_the_text_does_not_fit_is_refused(text):
     def with_sizes(vocab_size, num_words=None):
         return LM(corpus=str(text), vocab_size=vocab_size, num_words=num_words)
 
-    with pytest.raises(ValueError, match=r"vocab_size=2 is less than .*'; leave it away$"):
+    with pytest.raises(ValueError, match=r"vocab_size=2 is less than .*'; leave it out$"):
         with_sizes(2).make_batches("train", 0)
     with pytest.raises(ValueError, match=r"vocab_size=5 is less than the 11 words .* max_vocab=5"):
         with_sizes(5).make_batches("train", 0)
     with pytest.raises(ValueError, match="num_words=10 is less than the 11 words of corpus"):
         with_sizes(384, 10).make_batches("train", 0)
     with pytest.raises(
-        ValueError, match=r"vocab_size=96 has rows that are no words: .* has 11, .*num_words=11"
+        ValueError, match=r"vocab_size=96 has rows that are not words: .* has 11, .*num_words=11"
     ):
         with_sizes(96).make_batches("train", 0)
     for sizes in ((11,), (96, 11), (96, 20)):

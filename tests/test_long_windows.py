@@ -28,18 +28,20 @@ from jaxpar.state import abstract_state, init_state
 from jaxpar.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.training.settings import Settings, TrainConfig
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 KEPT = [
-    ((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
-    ((1, 1, 1), (2, 4), {"remat_keeps": "host"}),
     ((2, 2, 1), (2, 4), {"remat_keeps": "carries", "head": "sharded"}),
-    ((2, 2, 1), (2, 4), {"remat_keeps": "host", "head": "last"}),
-    full((1, 1, 1), (1, 4), {}),
-    full((2, 1, 2), (2, 8), {"remat_keeps": "carries"}),
-    full((1, 4, 2), (2, 4), {"remat_keeps": "carries", "head": "last"}),
-    full((1, 2, 1), (1, 4), {"remat_keeps": "carries", "head": "last", "unroll": True}),
+    full((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
+    full((1, 1, 1), (2, 4), {"remat_keeps": "host"}),
     full((2, 2, 1), (2, 4), {"remat_keeps": "carries", "schedule": "gpipe", "head": "last"}),
     full((1, 2, 2), (2, 4), {"remat_keeps": "carries", "schedule": "interleaved", "num_groups": 2}),
-    full((1, 2, 2), (2, 4), {"remat_keeps": "host", "schedule": "interleaved", "num_groups": 2}),
+    slow((1, 1, 1), (1, 4), {}),
+    slow((2, 2, 1), (2, 4), {"remat_keeps": "host", "head": "last"}),
+    slow((2, 1, 2), (2, 8), {"remat_keeps": "carries"}),
+    slow((1, 4, 2), (2, 4), {"remat_keeps": "carries", "head": "last"}),
+    slow((1, 2, 1), (1, 4), {"remat_keeps": "carries", "head": "last", "unroll": True}),
+    slow((1, 2, 2), (2, 4), {"remat_keeps": "host", "schedule": "interleaved", "num_groups": 2}),
 ]
 
 
@@ -138,11 +140,10 @@ def in_float64(num_steps):
     ("num_steps", "mesh", "options"),
     [
         (2_048, (1, 2, 1), {"remat_keeps": "carries"}),
-        pytest.param(65_536, (1, 1, 1), {}, marks=pytest.mark.slow),
-        pytest.param(65_536, (1, 1, 1), {"remat_keeps": "carries"}, marks=pytest.mark.slow),
-        pytest.param(65_536, (1, 2, 1), {"schedule": "gpipe"}, marks=pytest.mark.slow),
-        pytest.param(65_536, (1, 2, 1), {"remat_keeps": "carries"}, marks=pytest.mark.slow),
-        full(4_096, (1, 2, 1), {"schedule": "gpipe"}),
+        slow(65_536, (1, 1, 1), {}),
+        slow(65_536, (1, 1, 1), {"remat_keeps": "carries"}),
+        slow(65_536, (1, 2, 1), {"schedule": "gpipe"}),
+        slow(65_536, (1, 2, 1), {"remat_keeps": "carries"}),
     ],
 )
 def test_gradients_over_many_steps_equal_a_plain_float64_program(num_steps, mesh, options):
@@ -164,6 +165,7 @@ def temporary_bytes(num_steps, **options):
     return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.full
 def test_memory_grows_by_what_is_kept_alone():
     """Of 57,344 steps more: residuals without remat; inputs and carries with it; else a few carries."""
     short, long, word = 8_192, 65_536, 4

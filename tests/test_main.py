@@ -389,3 +389,11 @@ def test_plan_prints_the_command_of_its_choice(capsys):
     assert train == LM.train
     best = plan(dataclasses.replace(task, vocab_size=768), num_devices=4, hardware="h100").best
     assert parallel == best.parallel
+
+
+def test_letters_that_the_terminal_lacks_are_written_out(tmp_path, monkeypatch):
+    said = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stderr", said)
+    assert main(["evaluate", str(tmp_path / "l\u00e4ufe")]) == 2
+    said.flush()
+    assert rb"l\xe4ufe holds no run" in said.buffer.getvalue()

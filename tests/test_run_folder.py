@@ -259,7 +259,7 @@ def test_a_line_of_metrics_that_no_run_writes_is_named(tmp_path, line):
     folder.metrics_path.write_text("\n".join([*lines[:2], line, *lines[2:], ""]), encoding="utf-8")
     with pytest.raises(
         ValueError,
-        match=r"metrics\.jsonl is damaged: line 3 is not what was written; move it away, or take",
+        match=r"metrics\.jsonl is damaged: line 3 is not what was written; move it aside, or remove",
     ):
         folder.metrics()
 
@@ -334,6 +334,6 @@ def test_paths_with_any_letters(text, tmp_path, monkeypatch, capsys):
     fit(make_task("t\u00ebxt"), ONE, make_train(folder, num_steps=5), resume=True)
     assert main(["train", "lm", "--corpus", os.fsdecode(b"t\xebxt")]) == 2
     assert (
-        "error: 't\\udcebxt' is no text in the encoding of this process, utf-8"
+        "error: 't\\udcebxt' is not text in the encoding of this process, utf-8"
         in capsys.readouterr().err
     )

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -275,7 +277,9 @@ def test_files_of_another_model_are_refused(name, text, tmp_path):
 def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
     path = tmp_path / "model.safetensors"
     save(path, foreign())
-    with pytest.raises(ValueError, match=r"does not tell the words .* give them with --vocabulary"):
+    with pytest.raises(
+        ValueError, match=r"does not contain the words .* give them with --vocabulary"
+    ):
         import_to(path, tmp_path / "run", text)
     save(path, foreign(), [*WORDS[:2], "hat", *WORDS[3:]])
     with pytest.raises(
@@ -294,7 +298,7 @@ def test_broken_files_are_refused(tmp_path):
         read_weights(path)
     save(path, foreign())
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"no safetensors file, or not all of it"):
+    with pytest.raises(ValueError, match=r"not a safetensors file, or not all of it"):
         read_weights(path)
 
 
@@ -315,7 +319,7 @@ def test_a_file_that_changed_since_it_was_exported_is_refused(run, tmp_path):
             read_weights(path)
     del metadata["jaxpar_sha256"]
     safetensors.numpy.save_file(tensors, path, {**metadata, "words": '{"a"'})
-    with pytest.raises(ValueError, match=r"'words' in its metadata is no JSON list of texts"):
+    with pytest.raises(ValueError, match=r"'words' in its metadata is not a JSON list of texts"):
         read_weights(path)
 
 
@@ -396,3 +400,22 @@ def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path):
     actual = logits_of(run_dir, np.array([ours.index(word) for word in WORDS[:11]])[tokens])
     order = [[*ours, "zebra"].index(word) for word in WORDS]
     assert_close(actual[..., order], expected)
+
+
+def test_the_class_of_the_page_gives_the_same_logits(torch_python, run, tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "pytorch.md").read_text()
+    [block] = re.findall(r"(?s)^```python\n(.*?)^```", page, re.MULTILINE)
+    path, tokens = run.out_dir / "model.safetensors", tokens_of(run)
+    save(tmp_path / "tokens.safetensors", {"tokens": tokens.astype(np.int64)})
+    script = block.partition("model = ")[0] + (
+        "import sys\n"
+        "from safetensors.torch import load_file, save_file\n"
+        "tokens = load_file(sys.argv[2])['tokens']\n"
+        "with torch.no_grad():\n"
+        "    logits, _ = LanguageModel(sys.argv[1])(tokens)\n"
+        "save_file({'logits': logits.contiguous()}, sys.argv[3])\n"
+    )
+    files = [str(tmp_path / name) for name in ("tokens.safetensors", "logits.safetensors")]
+    subprocess.run([torch_python, "-c", script, str(path), *files], check=True)
+    found = safetensors.numpy.load_file(files[1])["logits"]
+    assert_close(found, logits_of(run.out_dir, tokens))

@@ -208,7 +208,7 @@ def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tu
 def _paths(visit: Visit) -> list[str]:
     """The `op_name`s that a collective has, one for each that was combined into it.
 
-    XLA leaves them away, or cuts them short, where it puts collectives of its own into a loop or branch;
+    XLA leaves them out, or cuts them short, where it puts collectives of its own into a loop or branch;
     then that of the loop says more.
     """
     path = visit.instruction.op_name

@@ -67,7 +67,7 @@ class Module:
         found = re.match(r"HloModule .*?(?:num_partitions=(\d+)|$)", text, re.MULTILINE)
         if found is None or "replica_count=" in found[0]:
             raise ValueError(
-                f"this is no HLO module of one replica: {text[:60]!r}; give what "
+                f"this is not an HLO module of one replica: {text[:60]!r}; give what "
                 f"`jax.jit(...).lower(...).compile().as_text()` says"
             )
         self.num_partitions = int(found[1] or 1)

@@ -264,12 +264,12 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
         raise ValueError(
-            f"on {platform} the profiler does not tell where a unit begins; use simulated devices, or look "
+            f"on {platform} the profiler does not show where a unit begins; use simulated devices, or look "
             f"at the trace of train --profile"
         )
     if parallel.has_steady_loop(mesh):
         raise ValueError(
-            "steady_loop='on': without branches the profiler does not tell where a unit begins; measure it "
+            "steady_loop='on': without branches the profiler does not show where a unit begins; measure it "
             "with steady_loop='off'"
         )
     if parallel.num_segments > 1:

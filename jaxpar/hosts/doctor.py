@@ -236,7 +236,7 @@ def check_coordinator(machine: Machine) -> list[Finding]:
             "(on one machine alone it is right as it is)"
             if num_hosts is None
             else "set JAX_COORDINATOR_ADDRESS to an address of process 0 in the network of the "
-            "others, or take its name away from the loopback line of /etc/hosts",
+            "others, or remove its name from the loopback line of /etc/hosts",
         )
     ]
 

@@ -67,13 +67,13 @@ def launch(
     if "--simulate" in {argument.partition("=")[0] for argument in command}:
         raise ValueError(
             f"launch simulates {devices_per_process} devices in each process already; leave "
-            f"--simulate away after --, and use --devices-per-process"
+            f"--simulate out after --, and use --devices-per-process"
         )
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
     elif min_processes != 1:
         raise ValueError(
-            f"min_processes={min_processes} needs elastic; use --elastic, or leave it away"
+            f"min_processes={min_processes} needs elastic; use --elastic, or leave it out"
         )
     left = num_processes
     with _receive_signals() as signals:

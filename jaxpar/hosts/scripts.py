@@ -216,7 +216,7 @@ def how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
         return []
     if "--overwrite" in options:
         raise ValueError(
-            "--overwrite would remove the run whenever it is started again; leave it away: remove the folder "
+            "--overwrite would remove the run whenever it is started again; leave it out: remove the folder "
             "by hand, or name another --train.out-dir"
         )
     names_folder = "--train.out-dir" in options

@@ -113,7 +113,9 @@ def memory_by_kind(report: ProgramReport, state: TrainState) -> dict[str, int]:
     """
     memory = report.memory
     if memory is None:
-        raise ValueError("XLA does not tell the memory of a program on this backend; use the CPU's")
+        raise ValueError(
+            "XLA does not report the memory of a program on this backend; use the CPU's"
+        )
     kinds = {
         "parameters": _device_bytes(state.params),
         "frozen parameters": _device_bytes(state.frozen),

@@ -54,7 +54,7 @@ def plot(
       OSError: no such run or folder.
     """
     if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is no picture; use one of {', '.join(KINDS)}")
+        raise ValueError(f"kind={kind!r} is not a picture; use one of {', '.join(KINDS)}")
     if output is None and kind in IN_TERMINAL:
         return _drawing(kind, settings)
     if output is None:

@@ -248,7 +248,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._writer = None  # it would raise the same again, for ever
+            self._writer = None  # it would raise the same again, forever
             raise self._failure(error) from error
 
     def _failure(self, error: Exception) -> OSError:

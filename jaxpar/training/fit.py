@@ -111,7 +111,7 @@ def fit(
     if train.fallback_dir is not None and jax.process_count() > 1:
         raise ValueError(
             f"fallback_dir={train.fallback_dir!r} is for one process, there are "
-            f"{jax.process_count()}: they cannot agree once one of them cannot write; leave it away"
+            f"{jax.process_count()}: they cannot agree once one of them cannot write; leave it out"
         )
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     mesh = parallel.mesh.build()

@@ -352,8 +352,8 @@ class RunFolder:
 
     def _damaged_metrics(self, number: int) -> ValueError:
         return ValueError(
-            f"{self.metrics_path} is damaged: line {number} is not what was written; move it away, or take "
-            f"out this line, the run goes on without it"
+            f"{self.metrics_path} is damaged: line {number} is not what was written; move it aside, or "
+            f"remove this line; the run goes on without it"
         )
 
     def valid_losses(self) -> dict[int, float]:
@@ -411,7 +411,7 @@ def newest_run_folder(root: Path = ROOT) -> RunFolder:
     if not runs:
         raise FileNotFoundError(
             f"there is no run to resume in {root.absolute()}; name its folder with "
-            f"--train.out-dir, or leave --resume away to begin one"
+            f"--train.out-dir, or leave --resume out to begin one"
         )
     return RunFolder(runs[-1])
 

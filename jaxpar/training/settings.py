@@ -57,7 +57,7 @@ class TrainConfig:
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
         require(self.num_steps < 2**31, f"num_steps={self.num_steps}: must be below {2**31}")
         for name in ("out_dir", "fallback_dir"):
-            require(getattr(self, name) != "", f"{name}='' names no folder; leave it away")
+            require(getattr(self, name) != "", f"{name}='' names no folder; leave it out")
 
     @property
     def allowed_skips(self) -> int:

@@ -53,7 +53,7 @@ class Sentences(NamedTuple):
           separator: the token that ends a line, e.g. the id of `<eos>`.
 
         Raises:
-          ValueError: the tokens are no text, or the separator is not among them.
+          ValueError: the tokens are not text, or the separator is not among them.
         """
         tokens = np.asarray(tokens)
         check_text(tokens)

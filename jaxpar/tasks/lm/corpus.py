@@ -185,7 +185,7 @@ class Vocabulary:
                 raise TypeError("its words are not strings")
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path} is no vocabulary ({error}); give the vocabulary.json of a run"
+                f"{path} is not a vocabulary ({error}); give the vocabulary.json of a run"
             ) from error
         return cls(tuple(words), tokenizer, pieces)
 
@@ -212,7 +212,7 @@ class Corpus:
 def load_corpus(
     name_or_path: str | os.PathLike[str], level: Level = "auto", max_vocab: int = 10_000
 ) -> Corpus:
-    """A corpus by its name or its path; a name goes before a path spelled alike.
+    """A corpus by its name or its path; a name takes precedence over a path spelled alike.
 
     The two named corpora differ a little between versions of Python. They are taken by paragraphs
     in a fixed order. One that repeats an earlier one is dropped: the docs say many things twice,
@@ -289,7 +289,7 @@ def check_tokens(ids: np.ndarray | Sequence[int], num_words: int, what: str = "t
     if not ids.size:
         return
     if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{what} of type {ids.dtype} are no ids; give integers")
+        raise ValueError(f"{what} of type {ids.dtype} are not ids; give integers")
     if ids.min() < 0 or ids.max() >= num_words:
         position = [int(i) for i in np.argwhere((ids < 0) | (ids >= num_words))[0]]
         raise ValueError(
@@ -508,7 +508,7 @@ def _split_files(folder: Path) -> dict[str, Path]:
             found.append(f"it lacks {' and '.join(missing)}")
     wanted = " or ".join(layout.format("{train,valid,test}") for layout in LAYOUTS)
     raise FileNotFoundError(
-        f"{folder} is no corpus: {'; '.join(found) or 'none of its files is known'}; "
+        f"{folder} is not a corpus: {'; '.join(found) or 'none of its files is known'}; "
         f"looked for {wanted}"
     )
 
@@ -516,7 +516,9 @@ def _split_files(folder: Path) -> dict[str, Path]:
 def _read_text(path: Path) -> str:
     text = _read(path)
     if not text.strip():
-        raise ValueError(f"{path} is empty ({len(text)} characters, none but space); give a text")
+        raise ValueError(
+            f"{path} is empty ({len(text)} characters, all of them white space); give a text"
+        )
     return text if text.endswith("\n") else text + "\n"
 
 

@@ -135,7 +135,7 @@ def check_text(tokens: np.ndarray) -> None:
     """
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
-            f"tokens of shape {tokens.shape} and type {tokens.dtype} are no text; "
+            f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text; "
             f"give integers in one dim"
         )
     if tokens.size and tokens.min() < 0:

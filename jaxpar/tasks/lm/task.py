@@ -158,7 +158,7 @@ class LM(Task):
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
-            f"{self.num_words} or more, or leave it away",
+            f"{self.num_words} or more, or leave it out",
         )
         require(
             self.embed_size <= self.hidden_size,
@@ -277,13 +277,13 @@ class LM(Task):
         name = "vocab_size" if self.num_words is None else "num_words"
         require(
             room is None or found <= room,
-            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}; leave it away"
+            f"{name}={room} is less than the {found} words of corpus {corpus.name!r}; leave it out"
             + f", or use max_vocab={room}" * (room is not None and room >= LEAST_VOCAB),
         )
         require(
             self.num_words is not None or room in (None, found),
-            f"vocab_size={room} has rows that are no words: corpus {corpus.name!r} has {found}, and others "
-            f"would be given probability; use num_words={found} with it, or leave vocab_size away",
+            f"vocab_size={room} has rows that are not words: corpus {corpus.name!r} has {found}, and others "
+            f"would be given probability; use num_words={found} with it, or leave vocab_size out",
         )
         return corpus
 

@@ -149,7 +149,7 @@ def import_weights(
     words = weights.words if vocabulary is None else _read_words(Path(vocabulary).expanduser())
     if words is None:
         raise ValueError(
-            f"{path} does not tell the words of its vocabulary; give them with --vocabulary: a "
+            f"{path} does not contain the words of its vocabulary; give them with --vocabulary: a "
             f"run's vocabulary.json, or a text of one word a line in the order of the ids"
         )
     own = load_corpus(task.corpus, task.level, task.max_vocab).vocabulary
@@ -241,7 +241,7 @@ def read_weights(path: str | PathLike[str], names: tuple[str, str, str] = NAMES)
     except OSError as error:
         raise type(error)(f"cannot read the weights: {error}; give a safetensors file") from error
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file, or not all of it: {error}") from error
+        raise ValueError(f"{path} is not a safetensors file, or not all of it: {error}") from error
     words = metadata.get(WORDS)
     if SHA256 in metadata and metadata[SHA256] != _sha256(tensors, words):
         raise ValueError(
@@ -269,7 +269,7 @@ def _parse_words(text: str) -> Sequence[str]:
     except ValueError:
         words = None
     if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
-        raise ValueError(f"{WORDS!r} in its metadata is no JSON list of texts; export it again")
+        raise ValueError(f"{WORDS!r} in its metadata is not a JSON list of texts; export it again")
     return words
 
 
@@ -281,7 +281,7 @@ def _from_torch(
     def take(name: str, *shape: int | None) -> np.ndarray:
         if name not in left:
             raise ValueError(
-                f"there is no tensor {name}; those that there are: {', '.join(sorted(tensors))}. "
+                f"there is no tensor {name}; the file has {', '.join(sorted(tensors))}. "
                 f"If embedding, LSTM and head have other names, give the three with --names"
             )
         tensor = left.pop(name)
