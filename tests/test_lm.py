@@ -13,7 +13,6 @@ from flax import nnx
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
 from jaxpar.batches import place_batch, put_batch
 from jaxpar.layout import lay_out
-from jaxpar.planning.shape import lstm_sizes
 from jaxpar.sharding import named_leaves
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.corpus import Vocabulary
@@ -84,10 +83,6 @@ def test_what_other_layers_than_lstm_cannot_do_is_refused(tmp_path):
         dataclasses.replace(TASK, layer="rglru", forget_bias=0.5)
     task = dataclasses.replace(TASK, layer="gru", kernel="auto")
     assert task.resolve(ONE, ONE.mesh.build()).kernel == "scan"
-    with pytest.raises(
-        ValueError, match=r"stacks of LSTM layers, these are of layer='gru'; use insp"
-    ):
-        lstm_sizes(task)
     with pytest.raises(
         ValueError, match=r"files of weights hold an LSTM, .* layer='gru'; use layer"
     ):

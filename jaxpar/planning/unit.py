@@ -107,6 +107,7 @@ class Unit:
 
         def backward(grads, params, frozen, saved, d_carry, dy, block, key):
             made, slots, _ = layers(params, frozen, block, key)
+            made.kinds = [split]  # by which the shapes of what is saved are
             prepared = tuple(zip(params, frozen, strict=True))
             own = ((),) if split.has_weights else grads
             own, *rest = made.backward(prepared, saved, d_carry, dy, own, slots)
@@ -114,6 +115,7 @@ class Unit:
 
         def weights(grads, params, frozen, saved, later, block, key):
             made, slots, _ = layers(params, frozen, block, key)
+            made.kinds = made._weights = [split]
 
             def kept(place):
                 needed = [pick(saved[0][n], place) for n in split.needed]
