@@ -740,12 +740,31 @@ def test_where_b_makes_gradients_of_weights_they_are_not_apart():
     assert not part.has_weights
 
 
-def test_w_of_a_microbatch_needs_layers_whose_chunks_can_be_joined():
-    def sums_over_time(params, frozen, carry, x, at):
-        return carry, x + jnp.expand_dims(jnp.tanh(x.sum(0) @ params), 0)
+def sums_over_time(params, frozen, carry, x, at):
+    return carry, x + jnp.expand_dims(jnp.tanh(x.sum(0) @ params), 0)
 
+
+@jax.custom_vjp
+def scaled(x, kernel):
+    return (x @ kernel) * jnp.mean(x)
+
+
+def scaled_backward(saved, dy):
+    x, kernel, scale = saved  # a number of the whole chunk, which W needs
+    return (dy @ kernel.T) * scale, jnp.tensordot(x, dy, ((0, 1), (0, 1))) * scale
+
+
+scaled.defvjp(lambda x, kernel: (scaled(x, kernel), (x, kernel, jnp.mean(x))), scaled_backward)
+
+
+def scales_by_a_number_of_the_chunk(params, frozen, carry, x, at):
+    return carry, scaled(x, params)
+
+
+@pytest.mark.parametrize("layer", [sums_over_time, scales_by_a_number_of_the_chunk])
+def test_w_of_a_microbatch_needs_layers_whose_chunks_can_be_joined(layer):
     pipeline = Pipeline(
-        layers=(sums_over_time,),
+        layers=(layer,),
         first=first,
         last=last,
         mesh=MeshConfig(stage=2, devices=(0, 1)).build(),

@@ -91,11 +91,13 @@ class SplitLayer:
 
         def sizes(part: SplitLayer, times: int):
             leaves = [part.saved[n] for n in part.needed] + part.later
+            # A number of a whole block has no dim to join.
             return [
-                ((a.shape[0] * times, *a.shape[1:]) if a.shape else (), a.dtype) for a in leaves
+                ((a.shape[0] * times, *a.shape[1:]) if a.shape else None, a.dtype) for a in leaves
             ]
 
-        return self.has_weights and sizes(self, 1) == sizes(other, times)
+        own = sizes(self, 1)
+        return self.has_weights and own == sizes(other, times) and all(shape for shape, _ in own)
 
     def _whole(self, weights: Any, saved: list[jax.Array], cotangents: tuple[Any, Any]):
         """Gradients of the weights, cotangents of the carry and of the inputs."""
