@@ -264,7 +264,7 @@ def test_the_task_is_stored_as_text(tmp_path, small):
     assert stored["task"] == "Toy"
     assert stored["fields"] == {
         "num_layers": 2, "hidden_size": 16, "embed_size": 16, "vocab_size": 64, "num_words": None,
-        "tie_embedding": False,
+        "layer": "lstm", "tie_embedding": False,
     }  # fmt: skip
     assert stored["optimizer"] == dataclasses.asdict(setup[0].optimizer)
     assert stored["files"] == {"vocabulary.json": '["a", "b"]'}
@@ -488,7 +488,9 @@ def test_nothing_is_printed(tmp_path, small, capfd):
 def test_missing_checkpoints_are_errors(tmp_path, small):
     state, setup = small
     for folder in (tmp_path / "nothing", tmp_path):
-        with pytest.raises(FileNotFoundError, match=rf"no checkpoint in {folder}; .* out_dir"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"no checkpoint in {folder}; train first, or name"
+        ):
             restore(folder, setup)
     with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
         checkpoints.save(at_step(state, 3))

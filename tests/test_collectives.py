@@ -353,7 +353,7 @@ def test_every_notation_of_groups_is_read(text, expected):
 
 
 def test_what_cannot_be_read_is_refused():
-    with pytest.raises(ValueError, match=r"no HLO module of one replica: 'func\.func"):
+    with pytest.raises(ValueError, match=r"not an HLO module of one replica: 'func\.func"):
         Module("func.func @main()")
     with pytest.raises(ValueError, match=r"runs on 8 devices, the mesh is .*'data': 2"):
         find_collectives(ASYNC, MeshConfig(2, devices=(0, 1)).build())

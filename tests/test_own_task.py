@@ -275,7 +275,7 @@ MISTAKES = {
     "no name": ("forecast.py", r"there is no task 'forecast\.py'; .*path/to/file\.py:Name"),
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
     "a field named as an option": (
-        "names.py:Own", r"the field 'resume' of Own has the name of an option of train; call it oth",
+        "names.py:Own", r"the field 'resume' of Own has the name of an option of train; give it another",
     ),
     "a field named as a setting": (
         "names.py:Mesh", r"the field 'mesh' of Mesh has the name of a setting that every task has",
