@@ -51,7 +51,7 @@ for name, axes in jaxpar.RULES.table:
 # ## A model, its parameters, and their specs
 #
 # A *task* says what is learned, here a language model; `Parallel` says how devices share the work. Shapes and names say
-# where everything goes. The third column has the names of the dims, and behind a stroke the axes that split them; the
+# where everything goes. The third column has the names of the dims, and after the slash the axes that split them; the
 # fourth is what one device holds.
 
 # %%

@@ -40,7 +40,7 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
     asked, num_devices = parallel.mesh, jax.device_count()
     if asked.devices is not None:
         raise ValueError(
-            f"--elastic takes all devices, and devices={asked.devices} names some; leave one away"
+            f"--elastic takes all devices, and devices={asked.devices} names some; give only one of the two"
         )
     if keep:
         with contextlib.suppress(ValueError):

@@ -145,7 +145,7 @@ class LM(Task):
         require(
             self.layer in FORGETFUL or self.forget_bias == 1.0,
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
-            f"own; leave it away, or use layer='lstm' or 'slstm'",
+            f"own; leave it out, or use layer='lstm' or 'slstm'",
         )
         require(
             self.regularization.kernel_dropout == 0 or self.layer not in ("rglru", "mingru"),
