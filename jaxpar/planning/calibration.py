@@ -40,6 +40,7 @@ from jaxpar.state import abstract_state
 from jaxpar.timing import quickest
 
 HERE = "here"
+FORMAT = 2  # of the file that is kept; what has another one is measured anew
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ def find_machine(name: str, memory_bytes: float | None = None) -> Hardware:
 
 def path_here() -> Path:
     """The file that `calibrate` keeps these devices in."""
-    name = f"{_name_here()} jax {jax.__version__}"
+    name = f"{_name_here()} jax {jax.__version__} format {FORMAT}"
     return cache_folder() / "machines" / (re.sub(r"[^\w.]+", "-", name) + ".json")
 
 
