@@ -23,6 +23,7 @@ pytestmark = pytest.mark.law
 
 # A row that goes the same ways as others.
 full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # Sums in another order differ by float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_equivalence import full
+from test_equivalence import full, slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
@@ -219,24 +219,24 @@ def assert_batches_equal_plain(task, parallel):
 
 
 LAYOUTS = [
-    full(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
-    full(FORECAST, make_parallel((8, 1, 1))),
+    slow(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
+    slow(FORECAST, make_parallel((8, 1, 1))),
     (FORECAST, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=4)),
     full(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
     (FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
     full(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
-    full(CHARACTERS, make_parallel((1, 1, 1))),
-    full(CHARACTERS, make_parallel((8, 1, 1))),
+    slow(CHARACTERS, make_parallel((1, 1, 1))),
+    slow(CHARACTERS, make_parallel((8, 1, 1))),
     full(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
     (CHARACTERS, make_parallel((2, 2, 2), num_microbatches=2, remat=True)),
     (CHARACTERS, make_parallel((4, 2, 1), shares=(1, 1, 1, 5), placement=(1, 3))),
-    full(TRANSLATE, make_parallel((1, 1, 1))),
-    full(TRANSLATE, make_parallel((8, 1, 1))),
+    slow(TRANSLATE, make_parallel((1, 1, 1))),
+    slow(TRANSLATE, make_parallel((8, 1, 1))),
     full(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
     (TRANSLATE, make_parallel((2, 2, 2), shares=(1, 3), num_microbatches=4)),
     (TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
-    full(DIGITS, make_parallel((1, 1, 1))),
-    full(DIGITS, make_parallel((8, 1, 1))),
+    slow(DIGITS, make_parallel((1, 1, 1))),
+    slow(DIGITS, make_parallel((8, 1, 1))),
     (DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
     full(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
     (DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),

@@ -186,7 +186,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp
 
 @pytest.mark.parametrize(
     "num_kills",
-    [pytest.param(2, marks=pytest.mark.full), pytest.param(100, marks=pytest.mark.slow)],
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)],
     ids="{} kills".format,
 )
 def test_two_processes_that_are_killed_leave_nobody_and_lose_nothing(
