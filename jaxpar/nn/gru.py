@@ -10,7 +10,7 @@ Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z 
 """
 
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,12 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.axes import GATES, HIDDEN
 from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.nn.hidden import HiddenState
 from jaxpar.nn.hoisting import hoisted_scan
-from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.linear import contract
+from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.nn.resets import begin_anew
 
 
@@ -89,8 +91,8 @@ def gru_layer(
         x_BI, is_new_B = inputs
         h_BH = begin_anew(is_new_B, initial_BH, h_BH)
         b_4H = params.b_4H
-        zx_B3H = _dot(x_BI, params.w_x_I3H.astype(dtype)) + b_4H[:3][None]
-        zh_B3H = _dot(h_BH.astype(dtype), params.w_h_H3H.astype(dtype))
+        zx_B3H = contract(x_BI, params.w_x_I3H.astype(dtype), out=jnp.float32) + b_4H[:3][None]
+        zh_B3H = contract(h_BH.astype(dtype), params.w_h_H3H.astype(dtype), out=jnp.float32)
         r = nnx.sigmoid(zx_B3H[:, 0] + zh_B3H[:, 0])
         z = nnx.sigmoid(zx_B3H[:, 1] + zh_B3H[:, 1])
         n = jnp.tanh(zx_B3H[:, 2] + r * (zh_B3H[:, 2] + b_4H[3][None]))
@@ -100,20 +102,13 @@ def gru_layer(
     return hoisted_scan(step, (params, initial_BH), carry, (x_TBI, resets_TB))
 
 
-def _dot(x_BI: jax.Array, w_I3H: jax.Array) -> jax.Array:
-    return jnp.einsum("bi,igh->bgh", x_BI, w_I3H, preferred_element_type=jnp.float32)
-
-
-class GRU(nnx.Module):
+class GRU(HiddenState):
     """One GRU layer.
 
     Attributes:
-      carry_dims: of its state.
       w_x, w_h: [H, 3, H].
       b: [4, H], the last of them of n's product with the state.
     """
-
-    carry_dims: ClassVar[tuple[str, str]] = (BATCH, HIDDEN)
 
     def __init__(
         self,
@@ -131,18 +126,8 @@ class GRU(nnx.Module):
           dropout: of the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
-        draw, kernel, dtype = (
-            init or lecun_uniform(width),
-            (width, 3, width),
-            jnp.dtype(jnp.float32),
-        )
-        self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
-        self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.w_x, self.w_h = (gate_kernel(rngs, width, 3, init) for _ in range(2))
         self.b = named_param(jnp.zeros((4, width)), (GATES, HIDDEN))
-
-    def initial_carry(self, rows: int) -> jax.Array:
-        """Zeros, [rows, H]; a layer of one's own may have others, such as a parameter."""
-        return jnp.zeros((rows, self.width), jnp.float32)
 
     @jax.named_scope("gru")
     def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.nn.linear import transposable
+from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
 from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
 from jaxpar.nn.tape import Tape
 from jaxpar.trees import add, vary_like
@@ -134,7 +134,7 @@ def _in_order(a: jax.Array, order: Sequence[int], *, over_time: bool = False) ->
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
     """u w; w and `back`, which is w transposed, have no gradients here."""
-    return _dot(u, w, product.num_sums, product.precision, product.dtype)
+    return contract(u, w, product.num_sums, product.precision, out=product.dtype)
 
 
 def _multiply_fwd(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
@@ -144,21 +144,11 @@ def _multiply_fwd(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back
 def _multiply_bwd(product: Product, dtype: Any, back: jax.Array, dz: jax.Array):
     """A product of narrow factors is one backward, too: of dz rounded to them."""
     num_sums, dz = back.ndim - product.num_sums, dz.astype(dtype)
-    return _dot(dz, back, num_sums, product.precision, _wide(dtype)).astype(dtype), None, None
+    du = contract(dz, back, num_sums, product.precision, out=wide(dtype))
+    return du.astype(dtype), None, None
 
 
 _multiply.defvjp(_multiply_fwd, _multiply_bwd)
-
-
-def _wide(dtype: Any) -> Any:
-    """What products of this dtype are added up in."""
-    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 4 else dtype
-
-
-def _dot(u: jax.Array, w: jax.Array, num_sums: int, precision: Any, dtype: Any) -> jax.Array:
-    """Over the last dims of u and the first of w."""
-    dims = ((tuple(range(u.ndim - num_sums, u.ndim)), tuple(range(num_sums))), ((), ()))
-    return lax.dot_general(u, w, dims, precision=precision, preferred_element_type=dtype)
 
 
 @jax.custom_vjp
@@ -317,12 +307,7 @@ def _weight_gradients(
     back = sorted(range(len(product.out_order)), key=product.out_order.__getitem__)
     dz_TN = _in_order(dz[0], back, over_time=True).astype(u.dtype)
     rows = u.shape[: u.ndim - product.num_sums]
-    over = tuple(range(len(rows)))  # as `sum_of_outer_products`, for any dtype
-    u = transposable(u.reshape(*rows, -1))
-    dims = ((over, over), ((), ()))
-    dw = lax.dot_general(
-        u, dz_TN, dims, precision=product.precision, preferred_element_type=_wide(u.dtype)
-    )
+    dw = sum_of_outer_products(u.reshape(*rows, -1), dz_TN, precision=product.precision)
     w = fixed.weights[id(eqn)][0]
     back = sorted(range(w.ndim), key=product.w_order.__getitem__)
     dw = _in_order(dw.reshape(w.shape), back).astype(w.dtype)

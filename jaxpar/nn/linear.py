@@ -95,9 +95,9 @@ class _How(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(how: _How, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., *in] and kernel [*in, *out] -> [..., *out]."""
-    dims = (range(x.ndim - how.num_summed, x.ndim), range(how.num_summed))
-    return _dot(x.astype(how.dtype), kernel.astype(how.dtype), dims, how.precision, how.out)
+    """As `contract`, of both rounded to a dtype."""
+    x, kernel = x.astype(how.dtype), kernel.astype(how.dtype)
+    return contract(x, kernel, how.num_summed, how.precision, out=how.out)
 
 
 def _product_fwd(how: _How, x: jax.Array, kernel: jax.Array):
@@ -108,26 +108,42 @@ def _product_bwd(how: _How, saved, dy: jax.Array):
     """Of rounded values, but the rounding itself counts as the identity."""
     # A gradient has the type of what it is of: over which axes parts are added was told before.
     x, kernel = saved
-    wide = max(how.dtype, jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
     outs = kernel.ndim - how.num_summed
     dims = (range(dy.ndim - outs, dy.ndim), range(how.num_summed, kernel.ndim))
-    dx = _dot(dy, kernel.astype(how.dtype), dims, how.precision, wide)
-    over = range(x.ndim - how.num_summed)
-    d_kernel = _dot(transposable(x.astype(how.dtype)), dy, (over, over), how.precision, wide)
+    dx = _dot(dy, kernel.astype(how.dtype), dims, how.precision, wide(how.dtype))
+    d_kernel = sum_of_outer_products(x.astype(how.dtype), dy, how.num_summed, how.precision)
     return dx.astype(x.dtype), d_kernel.astype(kernel.dtype)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def sum_of_outer_products(x_TBI: jax.Array, dy_TBO: jax.Array) -> jax.Array:
-    """The gradient of a kernel, [I, ...O]: over all dims of x but its last, in their order, in float32.
+def contract(
+    x: jax.Array, kernel: jax.Array, num_summed: int = 1, precision: Any = None, *, out: Any
+) -> jax.Array:
+    """x [..., *in] and kernel [*in, *out] -> [..., *out], in the dtype `out`; None is that of x."""
+    dims = (range(x.ndim - num_summed, x.ndim), range(num_summed))
+    return _dot(x, kernel, dims, precision, out)
+
+
+def sum_of_outer_products(
+    x_TBI: jax.Array, dy_TBO: jax.Array, num_in: int = 1, precision: Any = None
+) -> jax.Array:
+    """The gradient of a kernel, [*in, *out]: over all dims of x but its last ones, in their order.
 
     `einsum` would sum over B and T, and autodiff of `x @ kernel` gives the product the other way round: XLA's
     CPU transposes dy for it, and multiplies at half the speed.
+
+    Returns:
+      in `wide` of x's dtype.
     """
-    over = range(x_TBI.ndim - 1)
-    return _dot(x_TBI, dy_TBO, (over, over), None, jnp.float32)
+    over = range(x_TBI.ndim - num_in)
+    return _dot(transposable(x_TBI), dy_TBO, (over, over), precision, wide(x_TBI.dtype))
+
+
+def wide(dtype: Any) -> jnp.dtype:
+    """What products of a dtype are added up in: float32 at least."""
+    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
 def _dot(a: jax.Array, b: jax.Array, over: tuple[range, range], precision: Any, out: Any):

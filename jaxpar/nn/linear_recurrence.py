@@ -10,9 +10,15 @@ same a.
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
+from jaxpar.at import At
+from jaxpar.axes import GATES, HIDDEN
+from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.nn.hidden import HiddenState
 from jaxpar.nn.linear import sum_of_outer_products, transposable
+from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.trees import vary_like
 
 
@@ -39,8 +45,49 @@ def linear_recurrence(
     return h_TBH[-1], h_TBH
 
 
-def gates_of(x_TBI: jax.Array, w_IGH: jax.Array, b_GH: jax.Array) -> jax.Array:
-    """What gates of the inputs alone are made of, x W + b: float32 [T, B, G, H]."""
+class LinearRecurrence(HiddenState):
+    """A layer that is a linear recurrence with two gates of its inputs; its `factors` say which.
+
+    Attributes:
+      w: [H, 2, H].
+      b: [2, H].
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        dropout: float | Dropout = 0.0,
+    ):
+        """Draws the kernel; biases are 0.
+
+        Args:
+          width: H, of inputs, state and outputs.
+          init: of the kernel; None draws it with variance 1 / width.
+          dropout: of the inputs; see `nn.dropout`.
+        """
+        self.width, self.dropout = width, dropout
+        self.w = gate_kernel(rngs, width, 2, init)
+        self.b = named_param(jnp.zeros((2, width)), (GATES, HIDDEN))
+
+    def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What the state is multiplied by, and what is added to it, by x W + b; float32 [T, B, H]."""
+        raise NotImplementedError
+
+    def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
+        """Dropout, then the layer over a window of time."""
+        with jax.named_scope(type(self).__name__.lower()):
+            x_TBH = dropout(x_TBH, self.dropout, at)
+            factors = self.factors(_gates_of(x_TBH, self.w[...], self.b[...]), x_TBH)
+            initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
+            carry, h_TBH = linear_recurrence(*factors, carry, at.resets, initial)
+            return carry, h_TBH.astype(x_TBH.dtype)
+
+
+def _gates_of(x_TBI: jax.Array, w_IGH: jax.Array, b_GH: jax.Array) -> jax.Array:
+    """x W + b: float32 [T, B, G, H]."""
     arguments = x_TBI, w_IGH
     return _project(*vary_like(arguments, arguments)) + b_GH[None, None]
 
@@ -56,7 +103,7 @@ def _project_bwd(saved, dz_TBGH: jax.Array):
     dz_TBGH = dz_TBGH.astype(x_TBI.dtype)
     w = transposable(w_IGH.astype(x_TBI.dtype))
     dx = jnp.einsum("tbgh,igh->tbi", dz_TBGH, w, preferred_element_type=jnp.float32)
-    return dx.astype(x_TBI.dtype), sum_of_outer_products(transposable(x_TBI), dz_TBGH)
+    return dx.astype(x_TBI.dtype), sum_of_outer_products(x_TBI, dz_TBGH)
 
 
 _project.defvjp(lambda x_TBI, w_IGH: (_project(x_TBI, w_IGH), (x_TBI, w_IGH)), _project_bwd)

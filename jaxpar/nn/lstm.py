@@ -20,10 +20,10 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.axes import BATCH, GATES, HIDDEN
 from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.nn.resets import begin_anew
 from jaxpar.trees import vary_like
 
@@ -161,8 +161,8 @@ def lstm_backward(
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, is_new_TB)
     (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
     d_params = LSTMParams(
-        w_x_I4H=sum_of_outer_products(transposable(residuals.x_TBI), dz_TB4H),
-        w_h_H4H=sum_of_outer_products(transposable(residuals.h_prev_TBH), dz_TB4H),
+        w_x_I4H=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
+        w_h_H4H=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
         b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
     dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)
@@ -235,10 +235,7 @@ class LSTM(nnx.Module):
           learn_initial: learn the state that sequences begin from; else it is zeros.
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
-        draw, dtype = init or lecun_uniform(width), jnp.dtype(jnp.float32)
-        kernel = (width, 4, width)
-        self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
-        self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
         self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
 
         if learn_initial:

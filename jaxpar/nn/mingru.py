@@ -7,63 +7,17 @@
 Legend of the dim suffixes: T time, B batch, I input, H hidden, 2 z and n.
 """
 
-from typing import ClassVar
-
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import Dropout, dropout
-from jaxpar.nn.linear_recurrence import gates_of, linear_recurrence
-from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.linear_recurrence import LinearRecurrence
 
 
-class MinGRU(nnx.Module):
-    """One minGRU layer.
+class MinGRU(LinearRecurrence):
+    """One minGRU layer."""
 
-    Attributes:
-      carry_dims: of its state.
-      w: [H, 2, H].
-      b: [2, H].
-    """
-
-    carry_dims: ClassVar[tuple[str, str]] = (BATCH, HIDDEN)
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        dropout: float | Dropout = 0.0,
-    ):
-        """Draws the kernels; biases are 0.
-
-        Args:
-          width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
-          dropout: of the inputs; see `nn.dropout`.
-        """
-        self.width, self.dropout = width, dropout
-        draw, dtype = init or lecun_uniform(width), jnp.dtype(jnp.float32)
-        self.w = named_param(draw(rngs.params(), (width, 2, width), dtype), (INPUT, GATES, HIDDEN))
-        self.b = named_param(jnp.zeros((2, width)), (GATES, HIDDEN))
-
-    def initial_carry(self, rows: int) -> jax.Array:
-        """Zeros, [rows, H]; a layer of one's own may have others, such as a parameter."""
-        return jnp.zeros((rows, self.width), jnp.float32)
-
-    @jax.named_scope("mingru")
-    def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
-        """Dropout, then the layer over a window of time."""
-        x_TBH = dropout(x_TBH, self.dropout, at)
-        gates_TB2H = gates_of(x_TBH, self.w[...], self.b[...])
-        a_TBH, b_TBH = _factors(gates_TB2H)
-        initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
-        carry, h_TBH = linear_recurrence(a_TBH, b_TBH, carry, at.resets, initial)
-        return carry, h_TBH.astype(x_TBH.dtype)
+    def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of z and n."""
+        return _factors(gates_TB2H)
 
 
 @jax.checkpoint  # what it is made of is kept, not what it makes on its way

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.axes import GATES, HIDDEN, INPUT
+
 Initializer = Callable[[jax.Array, Sequence[int], jnp.dtype], jax.Array]
 
 
@@ -20,6 +22,15 @@ def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
     if len(dims) != value.ndim:
         raise ValueError(f"dims={dims} names {len(dims)} dims, the array has shape {value.shape}")
     return nnx.Param(value, out_sharding=dims, eager_sharding=False)
+
+
+def gate_kernel(
+    rngs: nnx.Rngs, width: int, num_gates: int, init: Initializer | None = None
+) -> nnx.Param:
+    """A kernel of gates, [width, num_gates, width]; None draws it with variance 1 / width."""
+    draw = init or lecun_uniform(width)
+    kernel = draw(rngs.params(), (width, num_gates, width), jnp.dtype(jnp.float32))
+    return named_param(kernel, (INPUT, GATES, HIDDEN))
 
 
 def uniform(scale: float) -> Initializer:

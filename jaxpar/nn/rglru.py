@@ -9,34 +9,26 @@ linear layers around it.
 Legend of the dim suffixes: T time, B batch, H hidden, 2 the gates r i.
 """
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import Dropout, dropout
-from jaxpar.nn.linear_recurrence import gates_of, linear_recurrence
-from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.axes import HIDDEN
+from jaxpar.nn.dropout import Dropout
+from jaxpar.nn.linear_recurrence import LinearRecurrence
+from jaxpar.nn.param import Initializer, named_param
 
 SHARPNESS = 8.0  # the paper's c
 # What is kept of a state in a step with a wide-open gate, a ** c, is drawn from these (section 2.4).
 LEAST_KEPT, MOST_KEPT = 0.9, 0.999
 
 
-class RGLRU(nnx.Module):
+class RGLRU(LinearRecurrence):
     """One RG-LRU layer.
 
     Attributes:
-      carry_dims: of its state.
-      w: [H, 2, H].
-      b: [2, H].
       decay: L, [H].
     """
-
-    carry_dims: ClassVar[tuple[str, str]] = (BATCH, HIDDEN)
 
     def __init__(
         self,
@@ -46,36 +38,18 @@ class RGLRU(nnx.Module):
         init: Initializer | None = None,
         dropout: float | Dropout = 0.0,
     ):
-        """Draws the kernel, biases are 0, and `decay` as in the paper.
-
-        Args:
-          width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
-          dropout: of the inputs; see `nn.dropout`.
-        """
-        self.width, self.dropout = width, dropout
-        draw, dtype = init or lecun_uniform(width), jnp.dtype(jnp.float32)
-        self.w = named_param(draw(rngs.params(), (width, 2, width), dtype), (INPUT, GATES, HIDDEN))
-        self.b = named_param(jnp.zeros((2, width)), (GATES, HIDDEN))
+        """As `LinearRecurrence`, and `decay` as in the paper."""
+        super().__init__(width, rngs=rngs, init=init, dropout=dropout)
+        dtype = jnp.dtype(jnp.float32)
         kept = jax.random.uniform(rngs.params(), (width,), dtype, LEAST_KEPT, MOST_KEPT)
         self.decay = named_param(jnp.log(jnp.expm1(-jnp.log(kept) / SHARPNESS)), (HIDDEN,))
 
-    def initial_carry(self, rows: int) -> jax.Array:
-        """Zeros, [rows, H]; a layer of one's own may have others, such as a parameter."""
-        return jnp.zeros((rows, self.width), jnp.float32)
-
-    @jax.named_scope("rglru")
-    def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
-        """Dropout, then the layer over a window of time."""
-        x_TBH = dropout(x_TBH, self.dropout, at)
-        gates_TB2H = gates_of(x_TBH, self.w[...], self.b[...])
+    def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of r and i, and x itself."""
         # Of weights nothing is kept for the backward pass but themselves.
         slope_H = jax.checkpoint(lambda decay: -SHARPNESS * jax.nn.softplus(decay))(self.decay[...])
         log_a = slope_H[None, None] * jax.nn.sigmoid(gates_TB2H[:, :, 0])
-        a_TBH, b_TBH = _factors(log_a, gates_TB2H[:, :, 1], x_TBH)
-        initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
-        carry, h_TBH = linear_recurrence(a_TBH, b_TBH, carry, at.resets, initial)
-        return carry, h_TBH.astype(x_TBH.dtype)
+        return _factors(log_a, gates_TB2H[:, :, 1], x_TBH)
 
 
 @jax.checkpoint  # what it is made of is kept, not what it makes on its way

@@ -18,10 +18,11 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.axes import BATCH, GATES, HIDDEN
 from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.hoisting import hoisted_scan
-from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.linear import contract
+from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.nn.resets import begin_anew
 
 NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0
@@ -66,8 +67,8 @@ def slstm_layer(
         params, initial = given
         x_BI, is_new_B = inputs
         h_BH, c_BH, n_BH, m_BH = begin_anew(is_new_B, initial, carry)
-        zx_B4H = _dot(x_BI, params.w_x_I4H.astype(dtype))
-        zh_B4H = _dot(h_BH.astype(dtype), params.w_h_H4H.astype(dtype))
+        zx_B4H = contract(x_BI, params.w_x_I4H.astype(dtype), out=jnp.float32)
+        zh_B4H = contract(h_BH.astype(dtype), params.w_h_H4H.astype(dtype), out=jnp.float32)
         z_B4H = zx_B4H + zh_B4H + params.b_4H[None]
         log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
         log_f = nnx.log_sigmoid(z_B4H[:, 1])
@@ -78,10 +79,6 @@ def slstm_layer(
         return SLSTMCarry(h_BH, c_BH, n_BH, m_next), h_BH.astype(dtype)
 
     return hoisted_scan(step, (params, initial), carry, (x_TBI, resets_TB))
-
-
-def _dot(x_BI: jax.Array, w_I4H: jax.Array) -> jax.Array:
-    return jnp.einsum("bi,igh->bgh", x_BI, w_I4H, preferred_element_type=jnp.float32)
 
 
 class SLSTM(nnx.Module):
@@ -113,13 +110,7 @@ class SLSTM(nnx.Module):
           dropout: of the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
-        draw, kernel, dtype = (
-            init or lecun_uniform(width),
-            (width, 4, width),
-            jnp.dtype(jnp.float32),
-        )
-        self.w_x = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
-        self.w_h = named_param(draw(rngs.params(), kernel, dtype), (INPUT, GATES, HIDDEN))
+        self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
         self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
 
     def initial_carry(self, rows: int) -> SLSTMCarry:
