@@ -134,7 +134,7 @@ class ArrayBatches:
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
         self.num_rows = _common_length(arrays)
-        _check_counts(batch_size=batch_size)
+        check_counts(batch_size=batch_size)
         if seed is not None and batch_size > self.num_rows:
             raise ValueError(
                 f"batch_size={batch_size} is more than the {self.num_rows} rows there are; use "
@@ -186,7 +186,7 @@ class SeriesBatches:
         seed: int | None = None,
     ):
         self.num_steps = _common_length(arrays)
-        _check_counts(batch_size=batch_size, seq_len=seq_len)
+        check_counts(batch_size=batch_size, seq_len=seq_len)
         least = batch_size * (1 if seed is None else seq_len)
         if self.num_steps < least:
             raise ValueError(
@@ -234,7 +234,12 @@ def _common_length(arrays: Mapping[str, np.ndarray]) -> int:
     return next(iter(lengths.values()))
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
+    """Nothing, if all are whole numbers of 1 or more.
+
+    Raises:
+      ValueError: names the first that is not.
+    """
     for name, value in counts.items():
         require_instance(name, value, int | np.integer, "a whole number")
         if value < 1:

@@ -23,7 +23,7 @@ from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import PARAM_SHAPE, Layout, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
-from jaxpar.trees import zeros
+from jaxpar.trees import shape_of, zeros
 from jaxpar.work import count_flops, used_inputs
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
@@ -53,7 +53,7 @@ class ModelLayout:
           ValueError: task and parallel do not fit each other, or the model is not one.
         """
         self.task, self.parallel = task, parallel
-        self.batch = jax.tree.map(_shape_of, task.example_batch())
+        self.batch = jax.tree.map(shape_of, task.example_batch())
         plain = nnx.eval_shape(lambda: self._make(0))
         _check_model(task, plain)
         self.time_major = bool(getattr(plain, "time_major", True))
@@ -352,8 +352,8 @@ class Outer:
         self.graphdef, params, frozen = layout.split(model)
         self.paths, self.leaves, self._structure = _flatten(params)
         self.frozen_paths, self.frozen_leaves, self._frozen_structure = _flatten(frozen)
-        shapes = [_shape_of(leaf) for leaf in self.leaves]
-        frozen_shapes = [_shape_of(leaf) for leaf in self.frozen_leaves]
+        shapes = [shape_of(leaf) for leaf in self.leaves]
+        frozen_shapes = [shape_of(leaf) for leaf in self.frozen_leaves]
         block, x = layout._block, layout.x
 
         def uses(function: Callable[..., Any]) -> tuple[list[int], list[int]]:
@@ -448,17 +448,12 @@ def _of_row(stacked: Any) -> Any:
 
 def _replaced(leaves: Sequence[Any], numbers: Sequence[int], values: Any) -> list[Any]:
     known = dict(zip(numbers, values, strict=True))
-    return [known.get(n, _shape_of(leaf)) for n, leaf in enumerate(leaves)]
+    return [known.get(n, shape_of(leaf)) for n, leaf in enumerate(leaves)]
 
 
 def _with_leaves(model: Any, leaves: Sequence[Any]) -> Any:
     graphdef, state = nnx.split(model)
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
-
-
-def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
 def _check_model(task: Task, model: Any) -> None:

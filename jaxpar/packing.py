@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.batches import RESETS, STARTS, WEIGHT
+from jaxpar.batches import RESETS, STARTS, WEIGHT, check_counts
 
 
 class Places(NamedTuple):
@@ -68,9 +68,7 @@ class Packing:
         Raises:
           ValueError: a number is out of range, or no sequence has a step.
         """
-        for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-            if value < 1:
-                raise ValueError(f"{name}={value} is too small; use 1 or more")
+        check_counts(batch_size=batch_size, seq_len=seq_len)
         lengths_S = np.asarray(lengths_S)
         if not (lengths_S > 0).any():
             raise ValueError(

@@ -464,9 +464,8 @@ def _make_unroll(
 ) -> Callable[..., tuple[Any, Sums]]:
     """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
     layers = layout.layer_functions()
-    if (
-        layout.parallel.runs_in_units
-    ):  # the engine does not differentiate the carry that it is given
+    if layout.parallel.runs_in_units:
+        # The engine does not differentiate the carry that it is given.
         layers = tuple(
             layer if start is None else _from_learned_start(layer, start)
             for layer, start in zip(layers, layout.learned_starts, strict=True)

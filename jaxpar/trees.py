@@ -1,9 +1,10 @@
-"""Trees of arrays: added up, zero, and cast to differ over the axes of a `shard_map`."""
+"""Trees of arrays: added up, zero, as shapes, and cast to differ over the axes of a `shard_map`."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -15,6 +16,12 @@ def add(totals: Any, parts: Any) -> Any:
 def zeros(shapes: Any) -> Any:
     """Zeros of the shapes and dtypes of a tree."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Of an array, a number or what stands for one, without where it lies."""
+    dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 
 def vary_like(tree: Any, reference: Any) -> Any:

@@ -195,7 +195,7 @@ def _live(jaxpr: Any) -> list[float]:
             made += size
         name = equation.primitive.name
         reuses = name in _FUSED or name in _IN_PLACE or name in ("scan", "while", "cond")
-        inner = [most for part in _inner(equation) for most in [max(_live(part), default=0.0)]]
+        inner = [max(_live(part), default=0.0) for part in _inner(equation)]
         if name in ("pjit", "jit", "closed_call", "custom_vjp_call", "custom_jvp_call", "remat2"):
             inner = [max(most - made, 0.0) for most in inner]  # its results are made inside
         room = made - min(dying, made) if reuses else made

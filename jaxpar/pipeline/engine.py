@@ -398,7 +398,7 @@ class _State(NamedTuple):
     sums: Any = None
     kept: Any = None  # for the backward of a unit, leaves [residual slots + 1, ...]
     head_dy: Any = (
-        None  # cotangents that the head made, [residual slots + 1, t, b, ...]; of remat just one
+        None  # cotangents that the head made, [slots + 1, t, b, ...]; with remat just one
     )
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
     d_carry: Any = None  # of the sequence on its way back, [rows, b, ...]; of all between segments

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from jaxpar.at import At
 from jaxpar.jaxprs import equations_for, made_of, program_of, reads_of
+from jaxpar.trees import shape_of
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
@@ -58,7 +59,7 @@ class SplitLayer:
         self.has_weights = self._cut is not None
         self.needed = [] if self._cut is None else self._cut.needed
         later = [] if self._cut is None else self._cut.later
-        self.later = [_shape_of(v.aval) for v in later]
+        self.later = [shape_of(v.aval) for v in later]
         self.places = _places(self.saved, self.needed, self.later)
 
     def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
@@ -202,10 +203,6 @@ def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -
         free = [n for n in free if n != places[-1]]
         num_leaves += not fits
     return places
-
-
-def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _find(leaves: list[Any], weights: Any) -> list[int | None]:

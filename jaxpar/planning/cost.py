@@ -150,7 +150,7 @@ def predict_step(
     Args:
       task: resolved: nothing of its sizes is left to be found in data.
       parallel, train: with no -1 in the mesh; None takes the task's own.
-      hardware: what the time is predicted for; None leaves it away.
+      hardware: what the time is predicted for; None leaves it out.
     Raises:
       ValueError: sizes do not fit each other, or the hardware has no number for a dtype.
     """
@@ -353,9 +353,8 @@ def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]
         of_lane_TS = np.where(busy_TS, costs[work.letter][group_TS, stages], 0.0)
         layers_2TS[work.half] += of_lane_TS * work.num_units
         for name in around[work.letter]:
-            if (
-                name == "head"
-            ):  # of the unit that leaves the last stage, on all that have a part of it
+            if name == "head":
+                # Of the unit that leaves the last stage, on all that have a part of it.
                 done_T = busy_TS[:, -1] & (group_TS[:, -1] == schedule.num_groups - 1)
                 outer_2TS[work.half] += done_T[:, None] * costs[name][-1]
             else:

@@ -286,8 +286,3 @@ class StepShape:
 def least_factor(n: int) -> int:
     """The least prime factor; 1 of 1."""
     return next((d for d in range(2, n + 1) if n % d == 0), 1)
-
-
-def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Of an array or what stands for it, without where it lies."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -25,9 +25,9 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.layers import SlotArrays, SplitLayers, pick
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.planning.compiled import simulated_mesh
-from jaxpar.planning.shape import ONE, ModelShapes, StepShape, least_factor, shape_of
+from jaxpar.planning.shape import ONE, ModelShapes, StepShape, least_factor
 from jaxpar.sharding import Layout, Rules, dims_of, is_variable
-from jaxpar.trees import add, zeros
+from jaxpar.trees import add, shape_of, zeros
 from jaxpar.work import Amount, amount, collectives_of
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
@@ -135,13 +135,11 @@ class Unit:
 
     def forward_of_all(self, params: Any, frozen: Any, carry: Any, x: Any, block: Any, key: Any):
         """Layers of all kinds, one of each, or two if there is one kind; arguments as `all_layers`."""
-        order = (
-            jnp.arange(max(len(self.kinds), 2))
-            if len(self.kinds) == 1
-            else jnp.arange(len(self.kinds))
-        )
-        kinds = jnp.zeros_like(order) if len(self.kinds) == 1 else order
-        places = order if len(self.kinds) == 1 else jnp.zeros_like(order)
+        is_one_kind = len(self.kinds) == 1
+        order = jnp.arange(2 if is_one_kind else len(self.kinds))
+        kinds, places = order, jnp.zeros_like(order)
+        if is_one_kind:
+            kinds, places = places, kinds
         at, slots = self._at(block, key), SlotArrays(order, kinds, places)
         made = SplitLayers(
             self.functions, params, frozen, carry, x, at, has_empty_slots=False, splits=self.splits

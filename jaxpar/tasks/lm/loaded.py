@@ -1,14 +1,16 @@
 """A run of a language model: from text to numbers, and to more text."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from jaxpar.layout import lay_out
-from jaxpar.tasks.lm.corpus import EOS, Vocabulary
+from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.run import read_vocabulary
-from jaxpar.tasks.lm.sample import sample_text
+from jaxpar.tasks.lm.sample import read_prompt, sample_text
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.loaded import LoadedRun, loaded
 
@@ -30,16 +32,15 @@ class TextRun(LoadedRun):
         Raises:
           ValueError: a word is outside the vocabulary.
         """
-        start = self.vocabulary.encode([EOS])
-        tokens_T = np.concatenate([start, self.vocabulary.encode(text, strict=True)])
-        layout, frozen = lay_out(self.task, self.parallel), self.state.frozen
-
-        @jax.jit
-        def run(params, tokens_BT):
-            return layout.merge(params, frozen)(tokens_BT)
-
-        logits_BTV = run(self.state.params, tokens_T[None])
+        tokens_T = read_prompt(self.vocabulary, text)
+        logits_BTV = self._run(self.state.params, tokens_T[None])
         return np.asarray(logits_BTV)[0, :, : len(self.vocabulary)]
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., jax.Array]:
+        """(parameters, tokens) -> logits; compiled once for every length of a text."""
+        layout, frozen = lay_out(self.task, self.parallel), self.state.frozen
+        return jax.jit(lambda params, tokens_BT: layout.merge(params, frozen)(tokens_BT))
 
     def sample(
         self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
@@ -47,8 +48,8 @@ class TextRun(LoadedRun):
         """A text that begins with the prompt; see `sample.sample`."""
         assert isinstance(self.task, LM)
         return sample_text(
-            self.task, self.parallel, self.state, self.vocabulary, prompt,
-            length=length, temperature=temperature, seed=seed,
+            self.task, self.parallel, self.state, self.vocabulary,
+            prompt, length=length, temperature=temperature, seed=seed,
         )  # fmt: skip
 
 

@@ -104,8 +104,7 @@ class LanguageModel(nnx.Module):
         """
         if sizes[TENSOR] == 1 or self.embedding.table.shape[1] == self.hidden_size:
             return self
-        graphdef, params = nnx.split(self)
-        model = nnx.merge(graphdef, params)
+        model = nnx.clone(self)
         table_VH = extend(self.embedding.table[...], self.hidden_size)
         model.embedding.table = named_param(table_VH, (TOKENS, EMBED))
         return model
@@ -115,8 +114,7 @@ class LanguageModel(nnx.Module):
         rate = self.regularization.kernel_dropout
         if rate == 0.0:
             return self
-        graphdef, params = nnx.split(self)
-        model = nnx.merge(graphdef, params)
+        model = nnx.clone(self)
         for kind, rows in zip(self.layers.kinds, self.layers.slots.rows, strict=True):
             w_h = getattr(model.layers, kind).w_h
             w_h[...] = drop_kernels(w_h[...], rows, rate, key)

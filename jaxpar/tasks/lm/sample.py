@@ -41,7 +41,7 @@ def sample(
       FileNotFoundError: no run, or no checkpoint in it.
     """
     folder, vocabulary = open_run(run_dir)
-    tokens = _read_prompt(vocabulary, prompt)
+    tokens = read_prompt(vocabulary, prompt)
     _check_numbers(len(tokens), length, temperature, seed)
     (task, parallel, _), _, state = folder.restore(mesh, best=best)
     assert isinstance(task, LM)
@@ -61,7 +61,7 @@ def sample_text(
     seed: int,
 ) -> str:
     """As `sample`, of a state."""
-    tokens = _read_prompt(vocabulary, prompt)
+    tokens = read_prompt(vocabulary, prompt)
     new = sample_tokens(
         task,
         parallel,
@@ -76,7 +76,7 @@ def sample_text(
     return vocabulary.decode(np.concatenate([tokens, new])[1:])
 
 
-def _read_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
+def read_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
     """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
     return np.concatenate([vocabulary.encode([EOS]), vocabulary.encode(prompt, strict=True)])
 
