@@ -192,7 +192,7 @@ def plan(
         raise ValueError(f"num_devices={num_devices}: must be positive; plan for 1 device or more")
     if named is not None and len(named) != num_devices:
         raise ValueError(
-            f"num_devices={num_devices}, but the mesh names devices={named}; leave one of them away"
+            f"num_devices={num_devices}, but the mesh names devices={named}; give only one of the two"
         )
     model = shapes_of(task, train.num_steps)
     hardware = find_machine(hardware) if isinstance(hardware, str) else hardware

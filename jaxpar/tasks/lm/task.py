@@ -180,7 +180,7 @@ class LM(Task):
         require(
             not (self.packed and self.num_buckets),
             f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
-            f"leave packed away",
+            f"leave packed out",
         )
 
     @property
