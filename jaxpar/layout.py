@@ -92,8 +92,8 @@ class ModelLayout:
 
     # ---- making and taking apart ----
 
-    def make(self, seed: int) -> Any:
-        """The model with its values, its layers in their slots. Call under `jit`."""
+    def make(self, seed: int | jax.Array) -> Any:
+        """The model with its values, of a seed or a key, its layers in their slots. Call under `jit`."""
         model = self._make(seed)
         if self.slots.layers:
             model.layers.place(self.slots)
@@ -102,7 +102,7 @@ class ModelLayout:
                 variable.set_metadata(PARAM_SHAPE, tuple(variable.shape))
         return model
 
-    def _make(self, seed: int) -> Any:
+    def _make(self, seed: int | jax.Array) -> Any:
         with nnx.use_eager_sharding(False):
             return self.task.make_model(nnx.Rngs(seed))
 

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,26 +120,35 @@ def init_state(
     parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
     task.check(parallel, mesh)
+    target, make = _initializer(task, parallel, mesh, num_steps)
+    check_room(target, mesh)
+    state = make(np.asarray(jax.random.key_data(jax.random.key(seed))))
+    if parallel.update != "host":
+        return state
+    host = HostOptimizer(task.make_optimizer(num_steps))
+    split = jax.device_put(state.params, shardings(state.params, mesh, state.opt_rules))
+    return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
+
+
+@functools.lru_cache(maxsize=64)
+def _initializer(
+    task: Task, parallel: Parallel, mesh: Mesh, num_steps: int
+) -> tuple[TrainState, Callable[[np.ndarray], TrainState]]:
+    """The abstract state, and what makes its values of a key's data: one program for all seeds.
+
+    Without the optimizer's state where that is kept on the host.
+    """
     layout, target = (
         lay_out(task, parallel),
         abstract_state(task, parallel, mesh, num_steps=num_steps),
     )
+    made = dataclasses.replace(target, opt_state=()) if parallel.update == "host" else target
 
-    check_room(target, mesh)
+    def make(key_data: np.ndarray) -> TrainState:
+        state = _initial_state(layout, jax.random.wrap_key_data(key_data), num_steps)
+        return state if made is target else dataclasses.replace(state, opt_state=())
 
-    def make():
-        return _initial_state(layout, seed, num_steps)
-
-    if parallel.update != "host":
-        return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
-    host = HostOptimizer(task.make_optimizer(num_steps))
-    on_devices = dataclasses.replace(target, opt_state=())
-    state = jax.jit(
-        lambda: dataclasses.replace(make(), opt_state=()),
-        out_shardings=jax.tree.map(lambda leaf: leaf.sharding, on_devices),
-    )()
-    split = jax.device_put(state.params, shardings(state.params, mesh, state.opt_rules))
-    return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
+    return target, jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made))
 
 
 def check_room(state: TrainState, mesh: Mesh) -> None:
@@ -226,7 +237,7 @@ def _check_optimizer(task: Task, parallel: Parallel, state: TrainState, num_step
         )
 
 
-def _initial_state(layout: ModelLayout, seed: int, num_steps: int) -> TrainState:
+def _initial_state(layout: ModelLayout, seed: int | jax.Array, num_steps: int) -> TrainState:
     model = layout.make(seed)
     _, params, frozen = layout.split(model)
     return TrainState(

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
+from test_equivalence import full
 
 from jaxpar.batches import put_batch
 from jaxpar.layout import lay_out
@@ -164,19 +165,19 @@ INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
     ("before", "after"),
     [
         (ALL_AXES, ONE),
-        (ALL_AXES, DATA_ONLY),
+        full(ALL_AXES, DATA_ONLY),
         (ALL_AXES, STAGES_ONLY),
-        (ALL_AXES, UNEVEN),
+        full(ALL_AXES, UNEVEN),
         (ALL_AXES, ALL_SHARDED),
         (ONE, ALL_AXES),
         (DATA_ONLY, ALL_AXES),
-        (STAGES_ONLY, ALL_AXES),
+        full(STAGES_ONLY, ALL_AXES),
         (ONE, ALL_FSDP),
         (UNEVEN, ONE),
         (UNEVEN, INTERLEAVED),
-        (INTERLEAVED, UNEVEN),
+        full(INTERLEAVED, UNEVEN),
         (ALL_SHARDED, UNEVEN),
-        (ALL_FSDP, ONE),
+        full(ALL_FSDP, ONE),
         (ALL_SHARDED, UNEVEN_HOST),
         (UNEVEN_HOST, ONE),
     ],

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import rnn
 from jax.interpreters import mlir
+from test_equivalence import full
 
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, init_state
 from jaxpar.nn.cudnn import cudnn_lstm, pack, unpack
@@ -178,7 +179,7 @@ def loss_and_grads(task, parallel):
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "options"),
-    [(*LAYOUTS[1], {}), (*LAYOUTS[3], {}), (*LAYOUTS[3], {"remat": True})],
+    [full(*LAYOUTS[1], {}), (*LAYOUTS[3], {}), full(*LAYOUTS[3], {"remat": True})],
 )
 def test_steps_equal_those_of_the_scan(no_obstacle, mesh, units, options):
     parallel = make_parallel(mesh, units, **options)

@@ -145,7 +145,7 @@ def test_uneven_placement_equals_plain(placement):
     assert_same_as_plain(make_settings((2, 3, 1), (2, 2), task=task, placement=placement))
 
 
-@pytest.mark.parametrize("sizes", [{"embed_size": 8}, {"tie_embedding": True}])
+@pytest.mark.parametrize("sizes", [full({"embed_size": 8}), {"tie_embedding": True}])
 def test_model_variants_equal_plain(sizes):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 2), task=dataclasses.replace(MODEL, **sizes)))
 

@@ -270,6 +270,7 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     )
 
 
+@pytest.mark.full
 def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path):
     out_dir = tmp_path / "run"
     arguments = flags(
@@ -314,6 +315,7 @@ def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
     process.stderr.close()
 
 
+@pytest.mark.full
 def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
     """First nobody reads what is printed, then SIGHUP comes."""
     process, _ = start_long_run(text, str(tmp_path / "run"))

@@ -104,7 +104,16 @@ def assert_same(state, expected):
         np.testing.assert_array_equal(actual, array)
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+ROWS_OF_CI = ("shares, gradient accumulation", "interleaved")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.full if name in ROWS_OF_CI else ())
+        for name in SETTINGS
+    ],
+)
 def setup(request):
     settings = SETTINGS[request.param]
     mesh = settings.parallel.mesh.build()
