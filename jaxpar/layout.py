@@ -472,8 +472,8 @@ def _check_numbers(task: Task, batch: Any) -> None:
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give numbers: "
-                f"write classes and words as int32 ids"
+                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
+                f"numbers: classes and words as int32 ids"
             )
 
 
