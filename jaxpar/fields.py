@@ -105,17 +105,13 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
 
 def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
     """Raises if a function, which `what` names, cannot be called with so many; `use` says what can."""
+    require(callable(function), f"{what} cannot be called; {use}")
+    signature = inspect.signature(function)
     try:
-        signature = inspect.signature(function)
         signature.bind(*arguments)
     except TypeError:
-        takes = (
-            f"takes ({', '.join(signature.parameters)})"
-            if callable(function)
-            else "cannot be called"
-        )
-        given = ", ".join(arguments)
-        raise ValueError(f"{what} {takes}, and is to be called with ({given}); {use}") from None
+        takes, given = ", ".join(signature.parameters), ", ".join(arguments)
+        raise ValueError(f"{what} takes ({takes}), and is called with ({given}); {use}") from None
 
 
 def require_positive(config: Any, *names: str) -> None:

@@ -136,7 +136,7 @@ def test_the_classifier_of_the_guide_trains_on_a_file_of_data(tmp_path):
     """As a file by itself, which a reader has copied; the last columns tell the class."""
     [own] = [block for block in blocks("python", GUIDE) if block.startswith(CLASSIFIER)]
     (tmp_path / "gestures.py").write_text(own)
-    label = np.arange(300).repeat(40) % 3
+    label = (np.arange(300) % 3).repeat(40)
     rows = np.stack([label, label - 1, np.sin(label), label], axis=-1) + np.zeros((12_000, 4))
     np.savetxt(tmp_path / "gestures.csv", rows, "%.2f", ",", header="x,y,z,label", comments="")
     train = (
