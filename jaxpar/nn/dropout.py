@@ -9,7 +9,7 @@ from jaxpar.at import At
 
 
 class Dropout(NamedTuple):
-    """How elements are dropped, where a rate does not say all.
+    """How elements are dropped, where a rate alone does not say it.
 
     Attributes:
       rate: the probability of each.
@@ -31,7 +31,7 @@ def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> j
 
     Args:
       x: [T, B, ...], or [B, ...] of a model that is not `time_major`.
-      how: the probability, or more.
+      how: the probability, or a `Dropout`.
       at: of `x`; without a key, in evaluation, x is returned as it is.
       number: tells several dropouts of one layer apart.
     Raises:
