@@ -379,4 +379,4 @@ def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypat
     (tmp_path / "own.py").write_text(text.replace('"hidden"', "None"))
     assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "warning tensor=2 splits no parameter, so 2 devices do the same work; name the" in said
+    assert "warning tensor=2 splits no parameter, so 2 devices do the same work; name" in said
