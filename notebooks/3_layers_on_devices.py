@@ -67,7 +67,7 @@ make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
 print("bubble of 4 stages    " + "".join(f"K = {K:<6}" for K in (1, 2, 4, 8)))
 for M in (1, 2, 4, 8):
     row = [make_schedule("1f1b", 4, M, K).bubble for K in (1, 2, 4, 8)]
-    print(f"{M} microbatches        " + "".join(f"{bubble:<10.1%}" for bubble in row))
+    print(f"M = {M:<18}" + "".join(f"{bubble:<10.1%}" for bubble in row))
 make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 
 # %% [markdown]
