@@ -202,7 +202,11 @@ def locate_task(spec: str) -> Found:
         raise type(error)(
             f"cannot read {path}, the file of task {spec!r}: {error.strerror}; give a file of Python"
         ) from error
-    module = _load(path.resolve(), hashlib.sha256(source).hexdigest())
+    # The program itself is not run once more: it may train, or load what it has trained.
+    main, resolved = sys.modules["__main__"], path.resolve()
+    main_path = getattr(main, "__file__", None)
+    is_program = main_path is not None and Path(main_path).resolve() == resolved
+    module = main if is_program else _load(resolved, hashlib.sha256(source).hexdigest())
     tasks = [
         key
         for key, value in vars(module).items()

@@ -328,6 +328,20 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_program_that_loads_its_own_task_is_not_run_again(tmp_path):
+    program = """
+import dataclasses, jaxpar
+from jaxpar.task import find_task, spec_of
+@dataclasses.dataclass(frozen=True)
+class Own(jaxpar.Task):
+    pass
+print("once", find_task(spec_of(Own())) is Own)
+"""
+    (tmp_path / "own.py").write_text(program)
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("once True\n", "")
+
+
 SUMS = 'jaxpar.Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum(abs(error))})'
 BATCHES = 'jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed)'
 STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
