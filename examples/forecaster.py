@@ -1,8 +1,8 @@
 """A GRU that forecasts next week's carbon dioxide on Mauna Loa, and how sure it is.
 
-The weekly means of 1958 to 2001 come with statsmodels. From the last change and the season the network says
-a mean and a variance for the next change, and is trained on the likelihood of what came. Its state goes on
-from window to window; on several stages, windows move through them in chunks of time.
+The weekly means of 1958 to 2001 come with statsmodels. From the last change and the season the network
+predicts a mean and a variance of the next change, and is trained on the likelihood of what came. Its state is
+carried from window to window; windows move through the stages in chunks of time.
 
     python -m jaxpar train examples/forecaster.py:Forecast --simulate 8 --mesh pp4dp2
 """

@@ -1,7 +1,7 @@
 """From English to German, letter by letter: LSTMs that read, LSTMs that write and look back.
 
-The sentences are the messages of Django, which its own translators keep in German as well. All layers are
-one stack of two kinds. What moves through it is a dict, the source and the target as far as they have come:
+The sentences are the messages of Django, which its own translators keep in German too. All layers are one
+stack of two kinds. What moves through it is a dict, the source and the target as far as they have come:
 encoders work on the one, decoders on the other, with attention to the source.
 
     python -m jaxpar train examples/translation.py:Translate --simulate 8 --mesh dp2pp4

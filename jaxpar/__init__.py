@@ -2,10 +2,14 @@
 
 import gc
 
-from jaxpar._interrupt import end_quietly_on_interrupt
+from jaxpar._interrupt import command_line, end_quietly_on_interrupt
+from jaxpar._mistyped import end_if_mistyped
 from jaxpar._versions import check_jax_version
 
-end_quietly_on_interrupt()
+_arguments = command_line()
+if _arguments is not None:
+    end_quietly_on_interrupt()
+    end_if_mistyped(_arguments)
 check_jax_version()
 
 # What is imported stays, and the collector would look through all of it again and again: a tenth of the time.

@@ -2,14 +2,13 @@
 
     train | plan | inspect TASK       plot KIND TASK       evaluate | sample | export | import RUN_DIR
 
-TASK is lm, images, or path/to/file.py:Name, a task of one's own. Its fields are options: `train TASK --help`
-tells them.
+TASK is lm, images, or path/to/file.py:Name, a task of your own. Its fields are options: `train TASK --help`
+lists them.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
@@ -19,7 +18,9 @@ import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from tyro.conf import AvoidSubcommands, SuppressFixed
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from jaxpar._interrupt import leave_imports
+from jaxpar._mistyped import PROGRAM, find_mistake
 from jaxpar.commands import (
     COMMANDS,
     PICTURES,
@@ -48,11 +50,10 @@ from jaxpar.hosts.distributed import leave_processes, start_processes
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.option_errors import shorten
 from jaxpar.parallel import short_name
-from jaxpar.task import Task, find_task, spec_of
+from jaxpar.task import FILE_OF_TASK, Task, find_task, spec_of
 from jaxpar.training.run_folder import RunFolder, newest_run_folder
 from jaxpar.training.settings import Settings
 
-PROGRAM = "python -m jaxpar"
 TASKS = "lm (a language model), images (a network of convolutions), or path/to/file.py:Name, one of your own"
 
 
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{_place_of(error)}", file=sys.stderr)
         return leave_processes(3 if isinstance(error, FloatingPointError) else 2, str(error))
 
 
@@ -127,10 +128,9 @@ def _parse(argv: list[str]) -> Command:
         print(_help())
         raise SystemExit(0 if argv else 2)
     name, *arguments = argv
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
-        raise ValueError(f"there is no command {name!r}; {remedy}")
+    mistake = find_mistake(argv)
+    if mistake is not None:
+        raise ValueError(mistake)
     command, words, known = COMMANDS[name], [name], {}
     if command is Plot:
         known["kind"] = kind = _take_word(arguments) or ("KIND" if _asks_help(argv) else "")
@@ -332,6 +332,16 @@ def _is_raised_here(error: ValueError) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("jaxpar.")
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the user's task that an error came through, if any: " (forecast.py, line 3)"."""
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(FILE_OF_TASK)
+    ]
+    return places[-1] if places else ""
 
 
 def _help() -> str:

@@ -121,7 +121,7 @@ class ArrayBatches:
     """Rows of arrays in memory, in batches.
 
     With a seed, for training: every epoch has another order, drawn from (seed, epoch), and all batches
-    are full; what does not fill one is left to other epochs. Without a seed, for evaluation: plain order,
+    are full; rows that do not fill one are left to other epochs. Without a seed, for evaluation: plain order,
     every row once, the last batch filled with copies of row 0 whose weight is 0.
 
     Args:
@@ -165,8 +165,8 @@ class SeriesBatches:
     """One long series in windows, for models that carry their state from window to window.
 
     The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
-    stream. With a seed, for training: every epoch begins at another place, drawn from (seed, epoch), reads
-    the series round from there, and all windows are full. Without one, for evaluation: every step counts
+    stream. With a seed, for training: every epoch begins at another place, drawn from (seed, epoch), wraps
+    around at the end of the series, and all windows are full. Without one, for evaluation: every step counts
     once, in plain order; the ends of streams are filled with places whose weight is 0.
 
     Args:

@@ -101,7 +101,7 @@ class RunOptions(TaskOptions):
     """What a command takes that is about a task on a mesh."""
 
     devices: tuple[int, ...] | None = None
-    """Numbers of the devices to use; without them, all that there are."""
+    """Numbers of the devices to use; by default all of them."""
     parallel: Annotated[Parallel, arg(name="")] = dataclasses.field(kw_only=True)
     train: TrainConfig = dataclasses.field(kw_only=True)
 
@@ -119,23 +119,23 @@ class RunOptions(TaskOptions):
 class Train(RunOptions):
     """Trains a model and evaluates it: a language model, one of images, or yours.
 
-    Ctrl-C stops it after the step under way, with its state saved; --resume goes on. --mesh auto lets the
+    Ctrl-C stops it after the current step, with its state saved; --resume continues. --mesh auto lets the
     cost model choose mesh and pipeline. The exit code is 0 at the end, 2 after a mistake of yours, 3 if a
     loss or gradient was not finite (--train.nonfinite), and 128 and its number after a signal.
     """
 
     resume: Switch = False
-    """Go on with the run in --train.out-dir, or with the latest, with its task and settings."""
+    """Continue the run in --train.out-dir, or the latest one, with its task and settings."""
     resume_or_begin: Switch = False
-    """Go on with the run in --train.out-dir, or begin it there: one command for every start of a job."""
+    """Continue the run in --train.out-dir, or begin it there: one command for every start of a job."""
     overwrite: Switch = False
     """Remove the run that is in --train.out-dir."""
     elastic: Switch = False
-    """If the mesh does not fit the devices that there are, take another one; runs go on with what is left."""
+    """If the mesh does not fit the available devices, take another one; runs continue with what is left."""
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
-    """What a device has, such as 16GB: a layout that needs more, by the compiler, is refused."""
+    """Memory of a device, such as 16GB: a layout that needs more, by the compiler, is refused."""
     profile: Switch = False
     """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
@@ -201,15 +201,15 @@ class Train(RunOptions):
 class Plan(TaskOptions):
     """Prints which mesh and pipeline are the quickest for a task, by the cost model, and why.
 
-    Every mesh is looked at, and the best of three are compiled; the devices need not be there.
+    Every mesh is considered, and the best of three are compiled; the devices need not be there.
     """
 
     devices: int | None = None
-    """How many there are; by default those that JAX has."""
+    """How many there are; by default as many as JAX has."""
     machine: str = "here"
     """What they are: here (measured once), h100, h200, a100, tpu-v5e, laptop-cpu, or a file."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
-    """What a device has, such as 16GB, instead of what the machine says."""
+    """Memory of a device, such as 16GB, in place of what the machine says."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -275,11 +275,11 @@ class Sample(Options):
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2tp2."""
     prompt: str = ""
-    """Words that the text begins with; all in the vocabulary of the run."""
+    """Words that the text begins with; all of them in the vocabulary of the run."""
     length: int = 50
     """Tokens to add."""
     temperature: float = 0.8
-    """Below 1 likelier words are preferred; 0 takes the likeliest every time."""
+    """Below 1 prefers likelier words; 0 takes the likeliest every time."""
     seed: int = 0
     """The same seed gives the same text."""
 
@@ -308,7 +308,7 @@ class Inspect(RunOptions):
     json: Switch = False
     """Print it as JSON, with all that is known of each collective."""
     compare: Switch = False
-    """Print what the cost model predicts, beside what was compiled, and a few steps measured."""
+    """Print what the cost model predicts beside the compiled program and a few measured steps."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -327,11 +327,11 @@ class Inspect(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Plot(RunOptions):
-    """Draws a picture of a task's step, into a file or here.
+    """Draws a picture of a task's step, into a file or the terminal.
 
-    Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage of a
-    step that is run did when, beside its schedule; "bubble", against microbatches and chunks of time;
-    "memory" on a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
+    Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
+    when in a step that is run, beside its schedule; "bubble", against microbatches and chunks of time;
+    "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
@@ -369,7 +369,7 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Export(Options):
-    """Writes the weights of a language model as safetensors, in the names and the layout of PyTorch."""
+    """Writes the weights of a language model as safetensors, with the names and layout of PyTorch."""
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
@@ -409,15 +409,15 @@ TextOptions = dataclasses.make_dataclass(
 class Import(Options):
     """Begins a run of the task lm with the weights of a safetensors file, as export or PyTorch writes it.
 
-    evaluate, sample and train --resume take the run from there.
+    evaluate, sample and train --resume then take that run.
     """
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the new run."""
     input: Annotated[str, arg(aliases=["-i"], metavar="FILE")] = dataclasses.field(kw_only=True)
-    """The file; it tells the sizes of the model."""
+    """The file, which has the sizes of the model."""
     vocabulary: Annotated[str | None, arg(metavar="FILE")] = None
-    """The model's words, one a line or a run's vocabulary.json, if the file does not tell them."""
+    """The model's words, one per line, or a run's vocabulary.json, if the file does not have them."""
     names: tuple[str, str, str] = ("embedding", "lstm", "head")
     """What the file calls the embedding, the LSTM and the linear layer after it."""
     overwrite: Switch = False
@@ -464,11 +464,11 @@ class Launch:
     template: Annotated[Literal["slurm", "jobset"] | None, arg(name="print")] = None
     """Start nothing; print a script for sbatch, or a Kubernetes JobSet."""
     platform: Literal["gpu", "cpu"] = "gpu"
-    """Of the nodes that the script is for."""
+    """What devices the nodes of the script have."""
     elastic: Switch = False
-    """When processes die, go on with the others from the last checkpoint; with more, at the next start."""
+    """When processes die, continue with the others from the last checkpoint; with more at the next start."""
     min_processes: int = 1
-    """With fewer than these an elastic run waits for its next start."""
+    """With fewer than this an elastic run waits for its next start."""
     debug: Switch = False
     """Print the traceback of an error, not its message alone."""
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
+import inspect
 import math
 import types
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal
 
 
@@ -99,6 +101,17 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
     text = repr(value)
     shown = text if len(text) <= 60 else f"{text[:60]}..."
     raise ValueError(f"{name}={shown} ({type(value).__name__}): use {use}")
+
+
+def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
+    """Raises if a function, which `what` names, cannot be called with so many; `use` says what can."""
+    require(callable(function), f"{what} cannot be called; {use}")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        takes, given = ", ".join(signature.parameters), ", ".join(arguments)
+        raise ValueError(f"{what} takes ({takes}), and is called with ({given}); {use}") from None
 
 
 def require_positive(config: Any, *names: str) -> None:

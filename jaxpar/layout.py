@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.batches import STARTS
-from jaxpar.model import NO_SLOTS, Stack, values
+from jaxpar.fields import check_takes
+from jaxpar.model import NO_SLOTS, Stack, checked_sums, values
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
@@ -53,7 +54,10 @@ class ModelLayout:
           ValueError: task and parallel do not fit each other, or the model is not one.
         """
         self.task, self.parallel = task, parallel
-        self.batch = jax.tree.map(shape_of, task.example_batch())
+        _check_methods(task)
+        batch = task.example_batch()
+        _check_numbers(task, batch)
+        self.batch = jax.tree.map(shape_of, batch)
         plain = nnx.eval_shape(lambda: self._make(0))
         _check_model(task, plain)
         self.time_major = bool(getattr(plain, "time_major", True))
@@ -371,7 +375,8 @@ class Outer:
 
         def last(leaves, frozen):
             batch = zeros(block)
-            return self.merge(leaves, frozen).last(zeros(x), batch, _At(layout, batch))
+            model = self.merge(leaves, frozen)
+            return checked_sums(model.last(zeros(x), batch, _At(layout, batch)), model)
 
         self.first, self.first_frozen = uses(first)
         self.last, self.last_frozen = uses(last)
@@ -456,13 +461,36 @@ def _with_leaves(model: Any, leaves: Sequence[Any]) -> Any:
     return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
 
+def _check_methods(task: Task) -> None:
+    for name, *arguments in (("make_model", "rngs"), ("make_batches", "split", "seed")):
+        use = f"write {name}({', '.join(('self', *arguments))})"
+        check_takes(getattr(task, name), arguments, f"task {task.name}: {name}", use)
+
+
+def _check_numbers(task: Task, batch: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+        if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
+                f"numbers: classes and words as int32 ids"
+            )
+
+
 def _check_model(task: Task, model: Any) -> None:
-    for name in ("first", "last"):
-        if not callable(getattr(model, name, None)):
+    for name, arguments in (("first", ("batch", "at")), ("last", ("y", "batch", "at"))):
+        method = getattr(model, name, None)
+        if not callable(method):
             raise ValueError(
                 f"the model of task {task.name}, a {type(model).__name__}, has no method {name}; a model has "
                 f"first(batch, at), layers (a Stack) and last(y, batch, at)"
             )
+        check_takes(
+            method,
+            arguments,
+            f"the model of task {task.name}, a {type(model).__name__}: {name}",
+            f"write {name}({', '.join(('self', *arguments))})",
+        )
     if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
         raise ValueError(
             f"the model of task {task.name}, a {type(model).__name__}, has no Stack called layers; write "

@@ -182,7 +182,8 @@ def simulate_devices(num_devices: int) -> None:
 
     They share the machine's cores: they prove correctness, bytes and memory, not speed. Works after
     `import jax`, until the first use of a device starts JAX's backend. On Linux this process keeps memory
-    that is freed, for the next step: steps are up to 1.2 times as fast for it.
+    that is freed, for the next step: steps are up to 1.2 times as fast for it. SciPy's LAPACK, which draws
+    orthogonal kernels, takes one thread, unless `OPENBLAS_NUM_THREADS` says otherwise.
 
     Raises:
       ValueError: `num_devices` is not positive, or more than one process can be.
@@ -195,6 +196,8 @@ def simulate_devices(num_devices: int) -> None:
             f"planning.predict_step (python -m jaxpar plan) tells without simulating them"
         )
     _keep_freed_memory()
+    # Every device calls it; their threads would wait for each other, spinning: ten times as long on 2 cores.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         jax.config.update("jax_num_cpu_devices", num_devices)
         jax.config.update("jax_platforms", "cpu")

@@ -11,7 +11,7 @@ besides.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,9 +21,10 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, LAYERS
-from jaxpar.fields import require_instance
+from jaxpar.fields import check_takes, require_instance
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
+from jaxpar.work import FACTORIZATIONS, reductions
 
 KIND = "kind"  # metadata of a stacked variable: the kind of layer that it is of
 
@@ -37,7 +38,7 @@ class Sums(NamedTuple):
     Attributes:
       loss: float32 scalar, what is differentiated.
       weight: how much the block counts, such as its number of targets; float32 scalar.
-      metrics: further sums by name; what a person reads of them is `metrics / weight`.
+      metrics: further sums by name; what is reported is `metrics / weight`.
     """
 
     loss: jax.Array
@@ -45,8 +46,43 @@ class Sums(NamedTuple):
     metrics: dict[str, jax.Array] = {}  # noqa: RUF012 - never changed
 
 
+def checked_sums(sums: Any, model: Any) -> Sums:
+    """What `last` of a model returned; counts and plain numbers as float32.
+
+    Raises:
+      ValueError: it is no `Sums`, or has something that is no single number.
+    """
+    name = type(model).__name__
+    if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
+        raise ValueError(
+            f"`last` of {name} returns {_in_words(sums)}; return jaxpar.Sums(loss, weight, metrics): sums "
+            f"over the block, not means, and metrics as a dict; those of all blocks are added up, and then "
+            f"divided by the weight"
+        )
+    for key, number in {"loss": sums.loss, "weight": sums.weight, **sums.metrics}.items():
+        if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
+            raise ValueError(
+                f"`last` of {name} returns {_in_words(number)} as {key!r} of its Sums; use a single number, "
+                f"such as jnp.sum({key})"
+            )
+
+    def as_float(number: Any) -> jax.Array:
+        is_float = jnp.issubdtype(jnp.result_type(number), jnp.floating)
+        return jnp.asarray(number, None if is_float else jnp.float32)
+
+    return jax.tree.map(as_float, sums)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, np.ndarray | jax.Array):
+        return f"an array of shape {list(value.shape)}"
+    if isinstance(value, Sums):
+        return f"a Sums whose metrics are a {type(value.metrics).__name__}"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
 class Model(Protocol):
-    """What a model has; the methods that are commented out are for those who need them.
+    """What a model has; the methods that are commented out are optional.
 
     `time_major`: blocks come as [time, rows, ...] (arrays [rows] of a batch as they are), and time can be cut
     into chunks. Set it to False for a model without time: blocks come as [rows, ...].
@@ -145,7 +181,7 @@ class Stack(nnx.Module):
     def place(self, slots: Slots) -> None:
         """Draws the layers again, now in these slots; each has the same values as before.
 
-        To be called once, in the function that made the stack: the values of before cost nothing under
+        To be called once, in the function that made the stack: the earlier values cost nothing under
         `jax.jit`.
 
         Raises:
@@ -220,7 +256,8 @@ class Stack(nnx.Module):
                 return jax.tree.map(lambda a: jnp.where(is_mine, a, jnp.zeros_like(a)), state)
 
             ids = jnp.asarray([max(layer, 0) for layer in rows], jnp.int32)
-            drawn = jax.vmap(draw)(ids, jnp.asarray(mine))
+            every = _one_by_one if _factorizes(maker) else jax.vmap
+            drawn = every(draw)(ids, jnp.asarray(mine))
             stacked = drawn if stacked is None else jax.tree.map(jnp.add, stacked, drawn)
 
         def annotate(variable):
@@ -273,10 +310,36 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
                 f"change; layers of a stack are functions of their parameters, carry and inputs: use "
                 f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm without running statistics"
             )
+    check_takes(
+        module,
+        ("carry", "x", "at"),
+        f"layer {name}",
+        "write __call__(self, carry, x, at), which returns (carry, y); jaxpar.nn.Stateless(module) makes a "
+        "layer of a module without state, jaxpar.nn.Recurrent(cell) of a cell of Flax",
+    )
     shapes = tuple(
         (tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(state)
     )
     return _Kind(name.lower(), graphdef, shapes)
+
+
+@functools.lru_cache(maxsize=256)
+def _factorizes(make: Callable[[nnx.Rngs], Any]) -> bool:
+    """Whether LAPACK draws the layer: an orthogonal kernel is the Q of a QR decomposition."""
+
+    def build():
+        with nnx.use_eager_sharding(False):
+            return nnx.state(make(nnx.Rngs(0)))
+
+    return any(name.startswith(FACTORIZATIONS) for name in reductions(build))
+
+
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `jax.vmap(function)`, without batches: on CPU, LAPACK's share the threads that wait for them.
+
+    With as many devices as threads, all of them may wait forever (jaxlib 0.10.1).
+    """
+    return lambda *args: jax.lax.map(lambda rows: function(*rows), args)
 
 
 def _number(kinds: list[_Kind], kind: _Kind) -> int:

@@ -43,8 +43,8 @@ class OptimizerConfig:
     Attributes:
       name: in optax.
       learning_rate: its peak.
-      lr_schedule: by its name in optax. "linear" and "cosine" fall to zero at the last step, "exponential"
-        takes the rate times `lr_decay` every `lr_decay_every` steps, all at once.
+      lr_schedule: by its name in optax. "linear" and "cosine" fall to zero at the last step; "exponential"
+        multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
       warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
       hold_steps: steps at the peak after the warm-up, before the rate falls.
       lr_decay, lr_decay_every: of "exponential".

@@ -26,26 +26,26 @@ class PipelineConfig:
 
     Attributes:
       schedule: what runs when; see `schedule.make_schedule`.
-      num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`). One after the
-        other on every data-parallel group, their gradients added up: without stages, gradient
+      num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`), which run one after
+        the other on every data-parallel group, their gradients added up: without stages, gradient
         accumulation.
       num_chunks: K, slices of the time dim; the state of layers stays on their stage between chunks.
       num_groups: groups of layers on each stage, for "interleaved".
       zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them:
         one by one ("unit"), or once for all chunks of a microbatch ("microbatch"); see
-        `schedule.make_schedule`. With remat they stay, for what W waits with is more than remat keeps. "auto"
-        is "unit", which takes no more memory, where the schedule can.
+        `schedule.make_schedule`. With remat they stay, since what W needs is more than remat keeps. "auto"
+        is "unit", which takes no more memory, where the schedule allows it.
       placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
         ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
-        (the model must have a method `last_part`); "auto" is "sharded" where the model can.
+        (the model must have a method `last_part`); "auto" is "sharded" where the model has one.
       unroll: write the layers of a stage out one by one, with their weights laid out for it once a step:
-        quicker where chunks are short, for more memory and a larger program. For layers of one kind, without
-        groups.
+        quicker where chunks are short, for more memory and a larger program. Only for layers of one kind,
+        without groups.
       steady_loop: run the ticks in which no stage is idle in a loop of their own, without branches and of a
-        length that the compiler knows: where a device stops for the host at each branch and turn, as GPUs
+        length that the compiler knows: for devices that wait for the host at each branch and turn, as GPUs
         do. It makes the program larger. "auto": on devices that are not CPUs.
-      remat: keep inputs instead of residuals, and run each forward again before its backward.
+      remat: keep inputs instead of residuals, and rerun each forward before its backward.
       remat_keeps: where these inputs (and the carries before each chunk) are kept: on the "device"; in the
         memory of the "host" (on CPUs it is the same); or not at all. "carries" cuts the window into about
         sqrt(K) segments of chunks and keeps the carries before each: the segments run forward once for these
@@ -96,9 +96,9 @@ class Parallel:
     Attributes:
       mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2.
       pipeline: how a batch moves through the stages.
-      shares: parts of every batch that each data-parallel group takes, e.g. (3, 1) for a first that is
-        three times as fast as the second; None gives all the same.
-      fsdp: parameters stored split over `data` as well, gathered once a step (arXiv:2304.11277).
+      shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
+        is three times as fast as the second; None gives all of them the same.
+      fsdp: store parameters split over `data` as well, gathered once a step (arXiv:2304.11277).
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
         "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
         so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).

@@ -25,7 +25,7 @@ from jaxpar.batches import starts_of
 from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, Outer, lay_out
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums, wrap_like
+from jaxpar.model import Sums, checked_sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
@@ -584,7 +584,8 @@ def _run_at_once(
         own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
         carry, y = _run_stack(layout, layers, *own, carry, x, at)
         with jax.named_scope("head"):
-            return carry, model.last(y, block, at._replace(layer=len(layout.kind_of)))
+            sums = model.last(y, block, at._replace(layer=len(layout.kind_of)))
+            return carry, checked_sums(sums, model)
 
     if mesh.shape[DATA] == 1 or not layout.divides_by_hand:
         return run(params, probes, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
@@ -672,7 +673,7 @@ def _run_in_units(
     def last(leaves, frozen, y, at):
         at = at._replace(layer=num_layers)
         model = outer.model(outer.last, leaves, outer.last_frozen, frozen)
-        return (model.last_part if sharded else model.last)(y, at.batch, at)
+        return checked_sums((model.last_part if sharded else model.last)(y, at.batch, at), model)
 
     def add_first_gradient(grads, leaves, frozen, at, dx):
         model = outer.model(outer.first, leaves, outer.first_frozen, frozen)

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ from jaxpar.training.settings import TrainConfig
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
 TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
 
+FILE_OF_TASK = "jaxpar_task_"  # how the name of the module of a user's file begins
+
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -32,7 +35,7 @@ class Task:
 
     A task must have `make_model` and `make_batches`, and either `make_optimizer` or a field
     `optimizer: OptimizerConfig`. The rest has defaults. A field with `metadata={"free": True}` may change
-    between two runs of one checkpoint: no array has another shape or meaning for it.
+    between two runs of one checkpoint: it changes no array's shape or meaning.
 
     Attributes:
       unit: what `Sums.weight` counts, in the plural: "tokens".
@@ -88,8 +91,15 @@ class Task:
         return self._optimizer().rate(num_steps) if hasattr(self, "optimizer") else None
 
     def example_batch(self) -> Any:
-        """A batch of training on the host, whose shapes all others have."""
-        return self.make_batches("train", 0).batch(0)
+        """A batch of training on the host; all others have its shapes."""
+        batches = self.make_batches("train", 0)
+        if not hasattr(batches, "batch"):
+            raise ValueError(
+                f"make_batches of task {self.name} returns a {type(batches).__name__}; return an object that "
+                f"has batch_size, num_windows and batch(step), such as jaxpar.ArrayBatches(arrays, "
+                f"batch_size, seed)"
+            )
+        return batches.batch(0)
 
     def resolve(self, parallel: Parallel, mesh: Mesh) -> "Task":
         """The task with what data and devices say filled in."""
@@ -106,7 +116,7 @@ class Task:
         """Raises a ValueError for values that would give a wrong number without a word."""
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """What a person reads, by name.
+        """What is reported, by name.
 
         Args:
           loss: the mean.
@@ -115,7 +125,7 @@ class Task:
         return {"loss": loss, **means}
 
     def baseline(self, split: str) -> dict[str, float]:
-        """What an evaluation is to be held against, by name."""
+        """What to compare an evaluation with, by name."""
         return {}
 
     def describe(self) -> list[tuple[str, str]]:
@@ -192,7 +202,11 @@ def locate_task(spec: str) -> Found:
         raise type(error)(
             f"cannot read {path}, the file of task {spec!r}: {error.strerror}; give a file of Python"
         ) from error
-    module = _load(path.resolve(), hashlib.sha256(source).hexdigest())
+    # The program itself is not run once more: it may train, or load what it has trained.
+    main, resolved = sys.modules["__main__"], path.resolve()
+    main_path = getattr(main, "__file__", None)
+    is_program = main_path is not None and Path(main_path).resolve() == resolved
+    module = main if is_program else _load(resolved, hashlib.sha256(source).hexdigest())
     tasks = [
         key
         for key, value in vars(module).items()
@@ -203,7 +217,18 @@ def locate_task(spec: str) -> Found:
             f"{path} has no task {name!r}; it has {', '.join(tasks) or 'none'}: a task is a frozen "
             f"dataclass that derives from jaxpar.Task"
         )
-    return Found(spec, getattr(module, name), path, hashlib.sha256(source).hexdigest())
+    task_class = getattr(module, name)
+    own = {
+        key
+        for key, kind in inspect.get_annotations(task_class).items()
+        if "ClassVar" not in str(kind)
+    }
+    if own - {field.name for field in dataclasses.fields(task_class)}:
+        raise ValueError(
+            f"{path}: {name} has fields and is no dataclass of its own, so they are no options; write "
+            f"@dataclasses.dataclass(frozen=True) above it"
+        )
+    return Found(spec, task_class, path, hashlib.sha256(source).hexdigest())
 
 
 def spec_of(task: Task) -> str:
@@ -218,7 +243,7 @@ def spec_of(task: Task) -> str:
 @functools.cache
 def _load(path: Path, sha256: str) -> Any:
     """The module of a file; the same one as long as the file does not change."""
-    name = f"jaxpar_task_{path.stem}_{sha256[:8]}"
+    name = f"{FILE_OF_TASK}{path.stem}_{sha256[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

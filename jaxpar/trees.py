@@ -19,8 +19,9 @@ def zeros(shapes: Any) -> Any:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Of an array, a number or what stands for one, without where it lies."""
+    """Of an array, a number or what stands for one, in the dtype that JAX gives it; not where it lies."""
     dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
 
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-# How the names of such operations begin; see `reductions`.
+# How the names of such operations begin, LAPACK's and all; see `reductions`.
+FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
 _REDUCING = (
-    "reduce", "dot_general", "conv_general", "cum", "arg", "sort", "top_k", "fft", "cholesky", "qr",
-    "householder", "lu", "svd", "eig", "triangular_solve",
+    "reduce", "dot_general", "conv_general", "cum", "arg", "sort", "top_k", "fft", *FACTORIZATIONS,
 )  # fmt: skip
 
 _COLLECTIVES = {

@@ -31,7 +31,7 @@ jaxpar.simulate_devices(8)
 # ## The mesh
 #
 # Three axes: `data` (groups that share a batch), `stage` (groups that share the layers), `tensor` (groups that share
-# each layer). The picture has the number of the device at each place.
+# each layer). The picture shows the number of the device at each place.
 
 # %%
 mesh_config = MeshConfig(data=2, stage=2, tensor=2)
@@ -40,8 +40,8 @@ mesh_config
 # %% [markdown]
 # ## The rules
 #
-# From the name of a dim to the axes of the mesh that split it; without any, it is on every device in full. These are
-# the names that jaxpar's own layers have. Yours may have others: `RULES.replace({"my dim": "tensor"})`.
+# From the name of a dim to the axes of the mesh that split it; a dim without any is whole on every device. These are
+# the names of jaxpar's own layers. Yours may have others: `RULES.replace({"my dim": "tensor"})`.
 
 # %%
 for name, axes in jaxpar.RULES.table:
@@ -69,7 +69,7 @@ jaxpar.show(state.params)
 jaxpar.show(state.params["layers"]["lstm"]["w_h"])
 
 # %% [markdown]
-# Each device has its piece, and nothing more. That is no promise of the picture: the arrays themselves say so.
+# Each device has its piece, and nothing more. That is not just what the picture promises: the arrays themselves say so.
 
 # %%
 w_h = state.params["layers"]["lstm"]["w_h"].get_value()
@@ -86,7 +86,7 @@ wide_state = jaxpar.init_state(task, Parallel(MeshConfig(tensor=8)))
 jaxpar.show(wide_state.params["layers"]["lstm"]["w_h"])
 
 # %% [markdown]
-# The values are the same on both meshes: a seed says what they are, and a mesh only where they lie.
+# The values are the same on both meshes: the seed decides what they are, the mesh only where they are.
 
 # %%
 other = wide_state.params["layers"]["lstm"]["w_h"].get_value()
@@ -116,4 +116,4 @@ jaxpar.show(params["kernel"])
 # - The specs of all arrays follow from names and rules. Another mesh needs no change of the model.
 # - Parameters are made where they will live: no device ever has the whole model.
 #
-# Next: what the devices have to tell each other, in notebook 2.
+# Next: what the devices have to send each other, in notebook 2.

@@ -13,7 +13,7 @@
 #
 # *Data parallelism*: every device has all weights and a part of the batch, and gradients are summed. *Tensor
 # parallelism*: every device has a part of each weight and the whole batch, and activations are exchanged. Which one
-# sends less? The compiled program knows, and here it is asked.
+# sends less? The compiled program knows, so we ask it.
 
 # %%
 import dataclasses
@@ -58,7 +58,7 @@ data = jaxpar.inspect_step(task, layouts["data"])
 data
 
 # %% [markdown]
-# Its payload is as big as the parameters, whatever the batch. By a ring of n devices, each sends 2 (n-1)/n of it.
+# Its payload is as big as the parameters, whatever the batch. In a ring of n devices, each sends 2 (n-1)/n of it.
 
 # %%
 state = jaxpar.init_state(task, layouts["data"])
@@ -67,17 +67,17 @@ sent = sum(total.sent_bytes for total in data.totals)
 print(f"parameters {size:,} bytes; 2 x 7/8 of it {2 * 7 * size // 8:,}; sent {sent:,}")
 
 # %% [markdown]
-# ## Tensor parallelism: activations are exchanged, at each step of time
+# ## Tensor parallelism: activations are exchanged, at each time step
 #
-# Each device has an eighth of the hidden units of every layer, and needs all of them for the next step of time.
+# Each device has an eighth of the hidden units of every layer, and needs all of them for the next time step.
 
 # %%
 tensor = jaxpar.inspect_step(task, layouts["tensor"])
 tensor
 
 # %% [markdown]
-# Nothing of it depends on the size of the vocabulary or of the kernels, but all of it on rows and time steps. So with
-# longer batches it grows, where data parallelism stays as it is:
+# None of it depends on the size of the vocabulary or of the kernels, but all of it on rows and time steps. So it grows
+# with longer batches, where data parallelism stays as it is:
 
 # %%
 for seq_len in (8, 16):
@@ -88,8 +88,8 @@ for seq_len in (8, 16):
 # %% [markdown]
 # ## Where does the answer flip?
 #
-# For one dense layer it can be written down. This is AlexNet's first dense layer, and after it a convolution: the
-# weights of the one and the batch of the other are better split ("one weird trick", arXiv:1404.5997).
+# For one dense layer it can be written down. This is AlexNet's first dense layer, and after it a convolution: it is
+# better to split the weights of the former and the batch of the latter ("one weird trick", arXiv:1404.5997).
 
 # %%
 mesh = MeshConfig(data=2, tensor=4).build()

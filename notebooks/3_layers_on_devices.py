@@ -53,7 +53,7 @@ make_schedule("1f1b", num_stages=4, num_microbatches=8)
 #
 # An LSTM reads a sentence from left to right, so a stage can begin with a sentence of which the stage below has read
 # the first part only. One microbatch, its time cut into four chunks: the stages work on different parts of the same
-# sentence, and the rows of the matrix products stay as many as they were. Backwards, the last chunk comes first.
+# sentence, and the matrix products keep all their rows. In the backward pass the last chunk comes first.
 
 # %%
 make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
@@ -67,16 +67,16 @@ make_schedule("1f1b", num_stages=4, num_microbatches=1, num_chunks=4)
 print("bubble of 4 stages    " + "".join(f"K = {K:<6}" for K in (1, 2, 4, 8)))
 for M in (1, 2, 4, 8):
     row = [make_schedule("1f1b", 4, M, K).bubble for K in (1, 2, 4, 8)]
-    print(f"{M} microbatches        " + "".join(f"{bubble:<10.1%}" for bubble in row))
+    print(f"M = {M:<18}" + "".join(f"{bubble:<10.1%}" for bubble in row))
 make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 
 # %% [markdown]
 # ## No idle stage
 #
-# Half of a backward unit is nobody's business but its own stage's: the gradients of its weights (W). The rest, what the
-# stage below waits for, is B. Taken apart, W goes where a stage would wait. It needs no memory: the places of units that
-# are on their way are as many on every stage, and the later stages do not need all of theirs. With two groups of layers
-# on each stage the rest of the bubble halves again.
+# Half of a backward unit concerns its own stage alone: the gradients of its weights (W). The rest, which the stage below
+# waits for, is B. Once they are separate, W goes where a stage would be idle. That takes no more memory: every stage has
+# slots for as many units in flight, and the later stages do not need all of theirs. With two groups of layers on each
+# stage the rest of the bubble halves again.
 
 # %%
 for kind, groups in (("1f1b", 1), ("interleaved", 2)):
@@ -123,6 +123,6 @@ filled
 #   fills the pipeline: the bubble is (S-1) / (MK + S-1).
 # - 1F1B bounds what a stage has to keep, GPipe does not.
 # - Chunks of time need no smaller matrix products; they are there because a recurrent layer goes through time in order.
-# - The schedule is a prediction, and can be laid beside what happened.
+# - The schedule is a prediction, and can be compared with what happened.
 #
 # Next: which layers on which stage, and which mesh, in notebook 4.

@@ -53,7 +53,7 @@ even
 
 # %% [markdown]
 # A layer may move away from the last stage, or all stages may share the head, each with a part of the vocabulary. The
-# second needs no guess, and is what jaxpar does if it is told nothing.
+# second needs no guess, and is what jaxpar does by default.
 
 # %%
 on_all = dataclasses.replace(on_last, head="sharded")
@@ -70,7 +70,7 @@ for name, measured in (("head on the last stage", even), ("head on all stages", 
 # %% [markdown]
 # ## Which mesh?
 #
-# The cost model predicts a step before it is compiled: what is sent, the memory, the time. Here it is held against the
+# The cost model predicts a step before it is compiled: what is sent, the memory, the time. Here it is compared with the
 # compiled program, for the same model on four meshes.
 
 # %%
@@ -93,8 +93,8 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
 #
 # ## A plan
 #
-# What cannot be run here can be planned: a bigger model on 64 GPUs that are only described by their data sheet. Every
-# mesh, cut of the batch and of time is looked at; the best of each mesh is shown, and why it is the best.
+# What cannot be run here can be planned: a bigger model on 64 GPUs, known only by their data sheet. Every mesh and every
+# way to cut batch and time is considered; the best for each mesh is shown, and why the first is the best.
 
 # %%
 big = lm.LM(
@@ -121,9 +121,9 @@ print(
 # ## What was learned
 #
 # - Stages need not have equal numbers of layers, and equal numbers are not equal work: the head counts.
-# - Bytes, memory and time of a step can be predicted before it is compiled, and held against the compiled program.
-# - A plan ranks all meshes that the devices allow, also of devices that are not there.
-# - Each arrangement pays elsewhere: in memory (data), in waiting (stage), or in what is sent (tensor).
+# - Bytes, memory and time of a step can be predicted before it is compiled, and compared with the compiled program.
+# - A plan ranks all meshes that the devices allow, even for devices that are not there.
+# - Each arrangement has its price: in memory (data), in waiting (stage), or in what is sent (tensor).
 # - Devices that differ take unequal shares.
 #
 # Next: a whole run, in notebook 5.

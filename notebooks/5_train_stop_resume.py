@@ -11,8 +11,8 @@
 # %% [markdown]
 # # 5. Train, stop, resume on another mesh, sample
 #
-# A language model on text that every Python has: its own documentation. It is stopped in the middle, goes on with
-# other devices, and its losses are those of a run that never stopped.
+# A language model on text that every Python has: its own documentation. It is stopped in the middle and resumed on other
+# devices, and its losses are those of a run that never stopped.
 
 # %%
 import dataclasses
@@ -44,7 +44,7 @@ def settings(out_dir):
 # %% [markdown]
 # ## A run that is stopped
 #
-# A report is told what happens. This one presses Ctrl-C at step 40: the step under way is finished, the state is saved.
+# A report is told what happens. This one presses Ctrl-C at step 40: the current step is finished, the state is saved.
 
 
 # %%
@@ -61,7 +61,7 @@ print("stopped by", stopped.stopped_by.name, "after", len(stopped.losses), "step
 # %% [markdown]
 # ## Resumed on other devices
 #
-# The run had 2 x 2 x 2 devices. It goes on with 4, all of them data-parallel.
+# The run had 2 x 2 x 2 devices. It continues on 4, all of them data-parallel.
 
 # %%
 four = dataclasses.replace(eight, mesh=MeshConfig(data=4, devices=(0, 1, 2, 3)))
@@ -85,8 +85,8 @@ largest = max(abs(a - b) / a for a, b in zip(whole.losses, pieced, strict=True))
 print(f"largest difference {largest:.1e}")
 
 # %% [markdown]
-# Sums in another order round otherwise, and training makes such differences grow; on the same mesh there would be none.
-# What was learned by then, against what word frequencies alone would give:
+# Sums in another order round differently, and training makes such differences grow; on the same mesh there would be none.
+# What was learned by then, beside what word frequencies alone would give:
 
 # %%
 for evaluation in resumed.evaluations.values():
@@ -95,7 +95,7 @@ for evaluation in resumed.evaluations.values():
 # %% [markdown]
 # ## Text
 #
-# Rare words are one word here, `<unk>`, because the vocabulary was cut to 600. On one device:
+# Rare words are all `<unk>` here, because the vocabulary was cut to 600. On one device:
 
 # %%
 print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
@@ -103,7 +103,7 @@ print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
 # %% [markdown]
 # ## What was learned
 #
-# - `fit` ends after the step under way when it is told to stop, and `resume=True` goes on from the saved state.
-# - A state is saved by the names of its arrays, whole; any mesh can take it up.
+# - `fit` ends after the current step when it is told to stop, and `resume=True` continues from the saved state.
+# - A state is saved whole, by the names of its arrays; any mesh can load it.
 # - The losses are those of the run that never stopped, to the rounding of sums.
 # - The command line does the same: `train lm`, Ctrl-C, `train --resume --mesh dp4`, `sample`.

@@ -9,10 +9,10 @@
 # ---
 
 # %% [markdown]
-# # 6. Your own model: what does jaxpar have to know of it?
+# # 6. Your own model: what does jaxpar have to know about it?
 #
-# Nothing here comes from jaxpar's own models. A forecaster of a real series is written in plain Flax, layer, model and
-# task, and is then trained on eight devices. `examples/forecaster.py` is the same as a file, for the command line.
+# Nothing here comes from jaxpar's own models. A forecaster of a real series is written in plain Flax, as layer, model and
+# task, and then trained on eight devices. `examples/forecaster.py` is the same as a file, for the command line.
 
 # %%
 import dataclasses
@@ -32,8 +32,8 @@ jaxpar.simulate_devices(8)
 # %% [markdown]
 # ## A layer
 #
-# takes its state, its inputs and where they lie, and gives its state after them and its outputs. Arrays are [time, rows,
-# width]. The dims of a parameter have names; which axis of a mesh splits "hidden", a table of rules says.
+# takes its state, its inputs and where they are, and returns its new state and its outputs. Arrays are [time, rows,
+# width]. The dims of a parameter have names; a table of rules says which axis of a mesh splits "hidden".
 
 
 # %%
@@ -68,9 +68,9 @@ print("state", h.shape, "outputs", y.shape)
 # %% [markdown]
 # ## A model
 #
-# has something before the layers, a `Stack` of them, and something after them, which gives sums: of the loss, of the
-# weight that it counts for, and of whatever else one wants to know. Here the network says a mean and a variance, and
-# `inside` counts how often the truth is no further from the mean than one standard deviation.
+# has something before the layers, a `Stack` of them, and something after them, which returns sums: of the loss, of the
+# weight that it counts for, and of whatever else you want to know. Here the network predicts a mean and a variance, and
+# `inside` counts how often the truth is within one standard deviation of the mean.
 
 
 # %%
@@ -95,9 +95,9 @@ class Forecaster(nnx.Module):
 # %% [markdown]
 # ## A task
 #
-# says what is learned from: a frozen dataclass, whose fields are its options. The series is the carbon dioxide over
-# Mauna Loa, week by week from 1958 to 2001; what is forecast is the change to the next week, from the last change and
-# the season.
+# says what is learned, and from what: a frozen dataclass, whose fields are its options. The series is the carbon dioxide
+# over Mauna Loa, week by week from 1958 to 2001; what is forecast is the change to the next week, from the last change
+# and the season.
 
 
 # %%
@@ -140,7 +140,7 @@ for evaluation in result.evaluations.values():
     print(evaluation.to_text())
 
 # %% [markdown]
-# Better than to expect no change; and as sure of itself as it should be: of a normal distribution, 68 % are inside one
+# Better than expecting no change, and as sure of itself as it should be: 68 % of a normal distribution are within one
 # standard deviation.
 #
 # ## The same on one device
@@ -158,8 +158,8 @@ for step in (1, 100, 200, 300):
 # %% [markdown]
 # ## Where everything lies
 #
-# The layers are one stack, whose leading dim `layers` the stages share. With `tensor` in the mesh, the units that are
-# called "hidden" are split as well:
+# The layers are one stack, whose leading dim `layers` is split over the stages. With `tensor` in the mesh, the dim named
+# "hidden" is split as well:
 
 # %%
 jaxpar.show(jaxpar.init_state(Forecast(), Parallel("dp2pp2tp2")))
@@ -167,7 +167,7 @@ jaxpar.show(jaxpar.init_state(Forecast(), Parallel("dp2pp2tp2")))
 # %% [markdown]
 # ## A mistake has a name
 #
-# A name that the rules do not know is one, and so is a layer that gives something else than it takes:
+# A name that the rules do not know is one, and so is a layer whose outputs are not like its inputs:
 
 
 # %%
@@ -194,7 +194,7 @@ except ValueError as error:
 #
 # - A layer is `(state, inputs, where) -> (state, outputs)`; a model is `first`, a `Stack`, `last`; a task makes both
 #   and the batches.
-# - Names of dims are all that a model says of devices. Mesh, stages, microbatches and chunks are chosen from outside.
+# - Names of dims are all that a model says about devices. Mesh, stages, microbatches and chunks are chosen from outside.
 # - Any mesh gives the losses of one device.
-# - Mistakes are told before anything is compiled.
+# - Mistakes are reported before anything is compiled.
 # - In a file, the same is a command: `python -m jaxpar train forecaster.py:Forecast --mesh pp4dp2`.

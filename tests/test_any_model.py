@@ -6,6 +6,7 @@ it is, then `last`, on whole arrays, on one device, differentiated by JAX.
 
 import dataclasses
 import functools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,7 +19,7 @@ from models import Regress
 from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
-from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums
+from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.batches import place_batch
 from jaxpar.layout import lay_out
 from jaxpar.nn import named_param
@@ -139,6 +140,23 @@ UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": "unit"}
 )
 def test_jaxpars_layers_in_a_pipeline_equal_their_definition(kinds, mesh, units):
     assert_same(Calm(kinds), Parallel(on_devices(mesh), PipelineConfig(**units)))
+
+
+def test_orthogonal_kernels_are_drawn_one_by_one():
+    """Batches of LAPACK's wait for the threads that they run on: eight devices hung there."""
+
+    def make(rngs):
+        return nn.Recurrent(nnx.GRUCell(8, 8, rngs=rngs))
+
+    def draw():
+        return nnx.state(Stack([make] * 3, rngs=nnx.Rngs(0)))
+
+    assert "qr[" in str(program := jax.make_jaxpr(draw)())
+    assert re.findall(r"f32\[([\d,]+)\] = qr\[", str(program)) == ["8,8"]
+    kernels = np.asarray(draw()["recurrent"]["cell"]["dense_h"]["kernel"][...])
+    for kernel in kernels:
+        np.testing.assert_allclose(kernel @ kernel.T, np.eye(8), atol=1e-6)
+    assert len({kernel.tobytes() for kernel in kernels}) == 3
 
 
 def test_a_layer_that_needs_the_whole_window_refuses_chunks():

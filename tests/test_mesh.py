@@ -165,11 +165,13 @@ def test_devices_cannot_be_simulated_once_there_are_others():
 
 def test_devices_may_be_simulated_after_imports_and_after_the_remedy_of_the_message():
     script = """
+import os
 import jax
 import jax.extend
 import jaxpar
 
 jaxpar.simulate_devices(3)
+assert os.environ["OPENBLAS_NUM_THREADS"] == "1", "before LAPACK is loaded"
 print(jax.device_count(), dict(jaxpar.MeshConfig(tensor=-1).build().shape)["tensor"])
 try:
     jaxpar.simulate_devices(2)

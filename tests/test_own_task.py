@@ -1,5 +1,6 @@
 """A task of one's own, in a file outside the package: every command takes it as it takes those of jaxpar."""
 
+import functools
 import json
 import math
 import os
@@ -325,3 +326,71 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     assert re.search(message, captured.err), captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_program_that_loads_its_own_task_is_not_run_again(tmp_path):
+    program = """
+import dataclasses, jaxpar
+from jaxpar.task import find_task, spec_of
+@dataclasses.dataclass(frozen=True)
+class Own(jaxpar.Task):
+    pass
+print("once", find_task(spec_of(Own())) is Own)
+"""
+    (tmp_path / "own.py").write_text(program)
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("once True\n", "")
+
+
+SUMS = 'jaxpar.Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum(abs(error))})'
+BATCHES = 'jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed)'
+STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+WRONG = [
+    (SUMS, "jnp.mean(error**2)", r"returns an array of shape \[\]; return jaxpar\.Sums"),
+    (SUMS, SUMS.replace("jnp.sum(error**2)", "error**2"), r"shape \[16, 8\] as 'loss' .* jnp\.sum\(loss\)"),
+    full(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums; use a single numb"),
+    full(SUMS, "None", "`last` of Forecaster returns nothing; return jaxpar"),
+    full(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
+    ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*; write last\(self, y,"),
+    (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
+    full(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
+    (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict; .* such as jaxpar.Array"),
+    full("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
+    full("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
+    ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
+    ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
+    ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is no dataclass .* above it$"),
+    full("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("right", "wrong", "message"), WRONG)
+def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, monkeypatch, capsys):
+    from jaxpar.__main__ import main
+
+    assert right in FILE
+    (tmp_path / "own.py").write_text(FILE.replace(right, wrong))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2"]) == 2
+    captured = capsys.readouterr()
+    assert re.search(f"error: .*{message}", captured.err, re.MULTILINE), captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.full
+def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypatch, capsys):
+    """A weight that is an int, labels of int64: what NumPy and shapes give by themselves."""
+    from jaxpar.__main__ import main
+
+    text = FILE.replace('jnp.sum(batch["weight"]), {', "error.size, {")
+    (tmp_path / "own.py").write_text(text.replace(".astype(np.float32)", ""))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert "splits no parameter" not in captured.out
+    (tmp_path / "own.py").write_text(text.replace('"hidden"', "None"))
+    assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning tensor=2 splits no parameter, so 2 devices do the same work; name" in said

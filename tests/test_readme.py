@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import jaxpar
@@ -103,6 +104,7 @@ SMALL = {
     "--pipeline.num-chunks": 1,
 }
 OWN = "# forecast.py"  # a model of the reader's, which commands below it train
+GUIDE, CLASSIFIER = "docs/models.md", "# gestures.py"
 
 
 @pytest.mark.full
@@ -129,6 +131,23 @@ def test_commands_of_the_readme_run(tmp_path):
     assert written == {"runs", *pictures}
 
 
+@pytest.mark.full
+def test_the_classifier_of_the_guide_trains_on_a_file_of_data(tmp_path):
+    """As a file by itself, which a reader has copied; the last columns tell the class."""
+    [own] = [block for block in blocks("python", GUIDE) if block.startswith(CLASSIFIER)]
+    (tmp_path / "gestures.py").write_text(own)
+    label = (np.arange(300) % 3).repeat(40)
+    rows = np.stack([label, label - 1, np.sin(label), label], axis=-1) + np.zeros((12_000, 4))
+    np.savetxt(tmp_path / "gestures.csv", rows, "%.2f", ",", header="x,y,z,label", comments="")
+    train = (
+        "-m jaxpar train gestures.py:Gestures --simulate 8 --mesh dp2pp2tp2 --pipeline.num-chunks 4"
+    )
+    printed = run(*train.split(), "--train.num-steps", "30", cwd=tmp_path)
+    [valid] = re.findall(r"^valid +([\d.]+) +([\d.]+)", printed, re.MULTILINE)
+    assert float(valid[1]) > 0.9
+    assert "splits no parameter" not in printed
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -136,8 +155,9 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         (tmp_path / "runs" / run).mkdir(parents=True)
     for path in ("settings.toml", "runs/0001/config.toml", "runs/other/config.toml"):
         write_config(default_settings(LM), tmp_path / path)
-    [own] = [block for block in blocks("python") if block.startswith(OWN)]
-    (tmp_path / "forecast.py").write_text(own)
+    for source, start in (("README.md", OWN), (GUIDE, CLASSIFIER)):
+        [own] = [block for block in blocks("python", source) if block.startswith(start)]
+        (tmp_path / start.removeprefix("# ")).write_text(own)
     for command in commands(page):
         _parse(command)
 

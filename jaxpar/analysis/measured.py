@@ -202,8 +202,8 @@ def measure_step(
 ) -> MeasuredStep:
     """Runs the training step of a pipeline on an example batch, and reads from the profiler who worked when.
 
-    It is the same program that trains; what the profiler costs is measured and said. Simulated devices that
-    are more than the machine has cores take turns on them, and so wait where real ones would not.
+    It is the program that trains; the profiler's own cost is measured and stated. Where there are more
+    simulated devices than cores, they take turns, and so wait where real ones would not.
 
     Args:
       task, parallel, train: as `fit` takes them; nothing is trained or written.

@@ -152,7 +152,7 @@ def _wait_for(key: str, process: int, until: float) -> str:
 
 
 def _shut_down() -> None:
-    """Parts from the others, so that none ends for the loss of another; not for ever."""
+    """Parts from the others, so that none ends for the loss of another; not forever."""
     thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
     thread.start()
     thread.join(_LEAVE_SECONDS)

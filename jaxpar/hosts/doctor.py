@@ -1,4 +1,4 @@
-"""What is wrong with this machine's versions, devices, memory and network, and how to mend it.
+"""What is wrong with this machine's versions, devices, memory and network, and how to fix it.
 
     Machine (what there is)  -->  checks, one a subject  -->  findings (ok, warning, error)
 

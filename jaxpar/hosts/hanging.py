@@ -3,7 +3,7 @@
     process 0    step 41 | step 42 . . . . . . . .     waits in JAX for the others, and names
     process 1    step 41 | reads a batch . . . . .     process 1, which is in read (data.py, line 31)
 
-JAX misses a process that is gone or stopped. One that runs or sleeps in Python for ever it does not miss,
+JAX misses a process that is gone or stopped. One that runs or sleeps in Python forever it does not miss,
 and all wait. A run that goes on pays a look at its own thread twice a second, and sends nothing.
 """
 

@@ -366,6 +366,7 @@ def _environ(
     flags = environ.get("XLA_FLAGS", "").split()
     count = "--xla_force_host_platform_device_count"  # JAX takes this or JAX_NUM_CPU_DEVICES
     return {
+        "OPENBLAS_NUM_THREADS": "1",  # as of `mesh.simulate_devices`; the launcher's counts
         # No proxy stands between processes of one machine.
         **{name: value for name, value in environ.items() if not name.lower().endswith("_proxy")},
         COORDINATOR_ADDRESS: address,

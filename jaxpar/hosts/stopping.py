@@ -4,7 +4,7 @@
     process 1    step 41 | step 42 | stop        was in step 42 then: all go as far as the farthest
 
 They talk by way of the coordinator, in threads of their own that look twice a second: what a step pays is
-a lock that nobody else holds. If each left after its own step, some would wait in a collective for ever.
+a lock that nobody else holds. If each left after its own step, some would wait in a collective forever.
 """
 
 import contextlib

@@ -18,11 +18,10 @@ class Recurrent(nnx.Module):
     outputs must be as wide as its inputs. Where a sequence begins, it starts from its initial carry.
 
     Gradients of its weights are taken after the loop, and products of inputs and weights before it
-    (`nn.hoisting`): of whatever the cell computes by itself, as those of Flax and one's own of `nnx.Linear`,
-    `einsum`, `@` and arithmetic do. What a cell does with a weight inside a loop or branch of its own, in
-    `jax.checkpoint`, or in a function with a backward pass of its own (`jax.custom_vjp`, such as
-    `jaxpar.nn.Linear`), stays in the time loop: just as right, as slow as `lax.scan`, and zero-bubble
-    schedules find no W apart.
+    (`nn.hoisting`), for Flax's cells and for your own, made of `nnx.Linear`, `einsum`, `@` and arithmetic.
+    What a cell does with a weight inside a loop or branch, in `jax.checkpoint`, or in a function with its own
+    backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`), stays in the time loop: equally correct, but
+    as slow as `lax.scan`, and zero-bubble schedules find no separate W.
     """
 
     def __init__(self, cell: Any):

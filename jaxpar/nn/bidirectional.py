@@ -16,8 +16,8 @@ SECOND = 2**31 - 1  # folded into the key of the second layer's dropout
 class Bidirectional(nnx.Module):
     """Two layers, one of which reads from the end: `Bidirectional(GRU(64, rngs=rngs), GRU(64, rngs=rngs))`.
 
-    The state of the first goes on from window to window, as that of any layer. The second begins with the
-    last step of every sequence, and of the window, from its initial carry. It needs the whole window at once:
+    The state of the first is carried from window to window, as in any layer. The second begins at the last
+    step of every sequence, and of the window, with its initial carry. It needs the whole window at once, so
     time is not cut into chunks.
 
     Attributes:

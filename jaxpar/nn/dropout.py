@@ -9,7 +9,7 @@ from jaxpar.at import At
 
 
 class Dropout(NamedTuple):
-    """How elements are dropped, where a rate does not say all.
+    """How elements are dropped, where a rate alone does not say it.
 
     Attributes:
       rate: the probability of each.
@@ -31,14 +31,17 @@ def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> j
 
     Args:
       x: [T, B, ...], or [B, ...] of a model that is not `time_major`.
-      how: the probability, or more.
+      how: the probability, or a `Dropout`.
       at: of `x`; without a key, in evaluation, x is returned as it is.
       number: tells several dropouts of one layer apart.
+    Raises:
+      ValueError: the rows of `x` are not where `at` says.
     """
     if not isinstance(how, Dropout):
         how = Dropout(how, how)
     if how.rate == how.first == 0.0 or at.key is None:
         return x
+    _check_rows(x, at)
     rate = how.rate if how.rate == how.first else jnp.where(at.layer == 0, how.first, how.rate)
     key = at.key if number == 0 else jax.random.fold_in(at.key, 2**31 + number)
     key = jax.random.fold_in(key, at.layer)
@@ -61,3 +64,20 @@ def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> j
         is_kept = is_kept[None] if at.time_major else is_kept
     scaled = (x.astype(jnp.float32) / (1.0 - rate)).astype(x.dtype)
     return jnp.where(is_kept, scaled, jnp.zeros((), x.dtype))
+
+
+def _check_rows(x: jax.Array, at: At) -> None:
+    place = 1 if at.time_major else 0
+    sized = [leaf for leaf in jax.tree.leaves(at.batch) if jnp.ndim(leaf)]
+    rows = {leaf.shape[place if leaf.ndim > 1 else 0] for leaf in sized}
+    if len(rows) == 1 and {*x.shape[place : place + 1]} != rows:
+        dims, remedy = "rows, ...", ""
+        if at.time_major:
+            dims, remedy = (
+                f"time, {dims}",
+                "; take one time step of what it returns: dropout(y, rate, at)[-1]",
+            )
+        raise ValueError(
+            f"dropout of an array of shape {list(x.shape)}: it must be [{dims}], with the {rows.pop()} rows "
+            f"of the block{remedy}"
+        )

@@ -21,5 +21,5 @@ class HiddenState(nnx.Module):
     width: int
 
     def initial_carry(self, rows: int) -> jax.Array:
-        """Zeros, [rows, H]; a layer of one's own may have others, such as a parameter."""
+        """Zeros, [rows, H]; a layer of your own may have another, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)

@@ -13,7 +13,7 @@ from jaxpar.trees import vary_like
 
 
 class Linear(nnx.Module):
-    """`y = x W + b`, W of shape [in, out], drawn by `init`: None is with variance 1 / in_size.
+    """`y = x W + b`, W of shape [in, out], drawn by `init`; None draws it with variance 1 / in_size.
 
     How it is split follows from the names of its dims and the rules. A rule for the second dim makes it
     column-parallel: it takes x whole, and every device computes columns of y. One for the first makes it

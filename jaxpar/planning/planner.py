@@ -1,8 +1,8 @@
 """Which mesh, and how a step is cut on it: every layout that some devices allow, ranked by predicted time.
 
 No device is needed. Thousands of layouts are ranked by estimates; the quickest of the best meshes are then
-compiled, and what does not fit by the compiler's own number falls out. What saves memory at a price in time
-(recomputing, FSDP, an optimizer on the host) is looked at only where a layout does not fit without it.
+compiled, and dropped if they do not fit by the compiler's own number. What saves memory at a price in time
+(recomputing, FSDP, an optimizer on the host) is considered only where a layout does not fit without it.
 """
 
 import dataclasses
@@ -271,7 +271,7 @@ def plan_here(
     *,
     num_compiled: int | None = None,
 ) -> Ranking:
-    """`plan` for the devices that JAX has; what the best are made of is measured on them, once for all times.
+    """`plan` for the devices that JAX has; what the best are made of is measured on them, once and for all.
 
     Args:
       memory_bytes: of a device, if it is not what the machine says.

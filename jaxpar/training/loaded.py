@@ -1,4 +1,4 @@
-"""A run that is over, or not yet: its model with its values, to look at and to use."""
+"""A run, finished or not: its model with its values, to look at and to use."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ class LoadedRun:
         return evaluate(self.task, self.parallel, self.state, split, self.mesh)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: what was told while it ran."""
+        """The lines of metrics.jsonl: what was reported while it ran."""
         return self.folder.metrics()
 
 

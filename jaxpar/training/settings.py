@@ -1,4 +1,4 @@
-"""How a run goes on, and what is kept of it; and all the settings of a run together."""
+"""How a run proceeds, and what is kept of it; and all the settings of a run together."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:  # a task has a TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """The steps of a run, what becomes of bad ones, and what is printed and kept.
+    """The steps of a run, what happens to bad ones, and what is printed and kept.
 
     Attributes:
       num_steps: optimizer steps.
       clip_norm: bound on the global norm of the gradients; 0 for none.
-      nonfinite: what becomes of a step whose loss, gradient norm or update is not finite. "stop": the run
+      nonfinite: what happens when the loss, gradient norm or update of a step is not finite. "stop": the run
         ends, and the state before the step is saved. "skip": parameters and optimizer state stay as they
-        are, the carried state begins anew, and the next batch is taken.
-      max_skipped: steps of a run that "skip" passes over; one more stops it.
+        are, the carried state is reset, and the next batch is taken.
+      max_skipped: how many steps of a run "skip" may skip; one more stops it.
       seed: of initial values, dropout and the order of the data.
       log_every: steps between lines of progress.
       eval_every: steps between validations; 0 for the end only.
       checkpoint_every: steps between checkpoints; 0 for the end only.
       keep_checkpoints: the newest ones kept.
-      keep_best: the state with the lowest validation loss is saved and kept as well.
-      fallback_dir: the state is saved in a folder in here when out_dir cannot be written any more: a disk
-        is full, or read-only.
+      keep_best: also save and keep the state with the lowest validation loss.
+      fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
+        the disk is full, or read-only.
       out_dir: where metrics, settings and checkpoints are written; None takes the next free folder of
         runs/0001, runs/0002, ...
     """

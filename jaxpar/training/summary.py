@@ -10,11 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 from rich.text import Text
 
+from jaxpar.axes import TENSOR
 from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
 from jaxpar.layout import ModelLayout, lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import LAYER_COST
-from jaxpar.sharding import dims_of, is_variable, named_leaves
+from jaxpar.sharding import annotated, dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.task import Task
 from jaxpar.training.by_layer import array_of
@@ -33,6 +34,7 @@ def describe_plan(settings: Settings, mesh: Mesh) -> list[tuple[str, str]]:
         ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
         *_describe_layers(task, parallel),
         *describe_balance(task, parallel),
+        *_describe_tensor(task, parallel),
         *task.describe(),
     ]
     if not parallel.has_equal_shares:
@@ -88,6 +90,21 @@ def describe_balance(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
             )
         )
     return lines
+
+
+def _describe_tensor(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
+    """A warning if `tensor` splits nothing: what its devices do is the same then."""
+    layout, size = lay_out(task, parallel), parallel.mesh.tensor
+    dims = {dim for _, variable in annotated(layout.params) for dim in dims_of(variable) if dim}
+    if size == 1 or any(TENSOR in layout.rules.axes_of(dim) for dim in dims):
+        return []
+    return [
+        (
+            "warning",
+            f"tensor={size} splits no parameter, so {size} devices do the same work; name dims of weights "
+            f"(jaxpar.nn.named_param), as the layers of jaxpar.nn do, or use tensor=1",
+        )
+    ]
 
 
 def _work(layout: ModelLayout, placement: tuple[int, ...]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Telling what images show, with convolutions and dense layers that the devices split in different ways."""
+"""Classifying images, with convolutions and dense layers that the devices split in different ways."""
 
 from jaxpar.tasks.images.digits import load_digits
 from jaxpar.tasks.images.model import HybridConvNet

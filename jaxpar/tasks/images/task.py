@@ -1,4 +1,4 @@
-"""The task of telling what images show: its options, and what follows from them."""
+"""The task of classifying images: its options, and what follows from them."""
 
 import dataclasses
 import hashlib
@@ -59,8 +59,8 @@ class Images(Task):
         batch of the convolutions and the weights of the dense layers, with an all-to-all between them.
         "hybrid-gather" has an all-gather there. See `STRATEGIES`.
       image_shape: height, width and colours of an image.
-      num_classes: what an image may be.
-      dataset: "digits", the 1,797 of 8x8 points that come with scikit-learn (the extra `images`).
+      num_classes: how many classes there are.
+      dataset: "digits", the 1,797 of 8x8 pixels that come with scikit-learn (the extra `images`).
       batch_size: images of a batch.
       optimizer: and its learning rate.
     """
