@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
-from jaxpar.batches import starts_of
+from jaxpar.batches import RATE, part_of, starts_of
 from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, Outer, lay_out
 from jaxpar.mesh import MeshConfig, release_freed_memory
@@ -228,15 +228,17 @@ class _HostStep(CompiledStep):
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         before = _without_optimizer(state)
-        split, grads, scale, applies, metrics = super().run(before, batch)
+        split, grads, scale, rate, applies, metrics = super().run(before, batch)
         if (
             self._refuse is not None
             and applies
-            and not self._host.gives_finite(split.params, grads, state.opt_state, scale)
+            and not self._host.gives_finite(split.params, grads, state.opt_state, scale, rate)
         ):
             split, applies = self._refuse(before), jnp.zeros_like(applies)
             metrics = metrics._replace(skipped=split.skipped)
-        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies, scale)
+        params, opt_state = self._host.update(
+            split.params, grads, state.opt_state, applies, scale, rate
+        )
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -289,13 +291,13 @@ def make_train_step(
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            scale = clip_scale(norm, train.clip_norm)
+            scale, rate = clip_scale(norm, train.clip_norm), rate_of(batch)
             if not (is_safe or on_host):
-                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale)
+                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale, rate)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return state, grads, scale, applies, metrics
+            return state, grads, scale, rate, applies, metrics
 
     def refuse(state: TrainState) -> TrainState:
         initial = layout.initial_carry(state.params, state.frozen)
@@ -303,10 +305,10 @@ def make_train_step(
         return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
     def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
-        state, grads, scale, applies, metrics = gradients(state, batch, plan)
+        state, grads, scale, rate, applies, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
             params, opt_state = update(
-                optimizer, state.params, grads, state.opt_state, applies, scale
+                optimizer, state.params, grads, state.opt_state, applies, scale, rate
             )
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
@@ -316,11 +318,17 @@ def make_train_step(
     if on_host:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
-        out = (state, split, replicated, replicated, replicated)
+        out = (state, split, replicated, replicated, replicated, replicated)
         return _HostStep(gradients, layout, optimizer, None if is_safe else refuse, states, out)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
+
+
+def rate_of(batch: Any) -> jax.Array | None:
+    """What the learning rate of a batch's step is multiplied by, if the batch says so."""
+    rate = part_of(batch, RATE)
+    return None if rate is None else jnp.asarray(rate)
 
 
 def _count(

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxpar.batches import Batches, place_batch, starts_of
 from jaxpar.model import Sums
 from jaxpar.parallel import Parallel
-from jaxpar.state import TrainState
+from jaxpar.state import TrainState, averaged
 from jaxpar.step import batch_sharding, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
@@ -32,12 +32,13 @@ def evaluate(
 
     Args:
       task, parallel: those that the state was made with.
-      state: its parameters are evaluated; it stays as it is.
+      state: its parameters, or their mean if the optimizer takes it, are evaluated; it stays as it is.
       split: "valid" or "test", or another one that the task knows.
       before_batch: is called before each; it may raise.
     Raises:
       ValueError: its batches have other sizes than those of training, or nothing in it counts.
     """
+    state = averaged(state, mesh)
     sums = sum_batches(task, parallel, state, task.make_batches(split), mesh, before_batch)
     if not sums.weight > 0:
         raise ValueError(

@@ -121,6 +121,11 @@ def fit(
     settings = Settings(task, parallel, train)
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
     check_room(target, mesh)
+    if task.average_after and not train.eval_every:
+        raise ValueError(
+            f"average_after={task.average_after} goes by validations, and eval_every=0 has none before the "
+            f"end; set eval_every to an epoch's steps, or average_after=0"
+        )
     abstract_by_layer(target, task, parallel)  # can it be stored?
     texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
     batches = CheckedBatches(task, task.make_batches("train", train.seed))
