@@ -35,7 +35,7 @@ from jaxpar.pipeline.ticks import Plan, largest, make_plan
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task, check_task
-from jaxpar.training.settings import TrainConfig
+from jaxpar.training.settings import Adaptation, TrainConfig
 from jaxpar.trees import vary_like
 
 # A collective-permute in a branch of the loop over ticks, and where in the model it comes from.
@@ -360,7 +360,7 @@ def make_loss_and_grad(
     parallel: Parallel,
     mesh: Mesh | None = None,
     *,
-    seed: int = 0,
+    seed: int | None = 0,
     watch: bool = False,
 ) -> Callable[..., Any]:
     """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
@@ -369,7 +369,7 @@ def make_loss_and_grad(
 
     Args:
       mesh: None builds `parallel.mesh`.
-      seed: of the dropout masks.
+      seed: of the dropout masks; None for no dropout, as in evaluation.
       watch: the carry is then (carry, watched), the gradients (gradients, marks). Watched tells by kind,
         float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers were not finite
         for the first time: `NEVER` - t, or 0. Marks, [rows of the stack, 2, T, B], are not 0 where the
@@ -384,7 +384,7 @@ def make_loss_and_grad(
 
     def loss(params, state, batch, plan):
         params, probes = params if watch else (params, ())
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
         plan = _full_plan(parallel, backward=True) if plan is None else plan
         carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan, probes)
         mean = sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
@@ -420,6 +420,31 @@ def make_eval_step(
         return unroll(state.params, state.frozen, state.carry, batch, None, plan)
 
     return CompiledStep(step, layout, backward=False)
+
+
+def make_adapting_step(
+    task: Task, parallel: Parallel, adaptation: Adaptation, mesh: Mesh
+) -> CompiledStep:
+    """The sums of a batch without dropout, and then a step of gradient descent on it, compiled for the mesh.
+
+    Returns:
+      (state, batch) -> (state, sums); `opt_state` holds the parameters as they were trained.
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=None)
+
+    def step(state: TrainState, batch: Any, plan: Plan | None):
+        (_, (carry, sums)), grads = value_and_grad(state, batch, plan)
+
+        def move(param, grad, trained):
+            return param - adaptation.rate * grad + adaptation.decay * (trained - param)
+
+        params = jax.tree.map(move, state.params, grads, state.opt_state)
+        params = constrain(params, mesh, state.param_rules)
+        return dataclasses.replace(state, params=params, carry=carry), sums
+
+    return CompiledStep(step, lay_out(task, parallel), backward=True)
 
 
 def batch_sharding(task: Task, parallel: Parallel, mesh: Mesh) -> NamedSharding:

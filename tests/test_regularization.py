@@ -83,7 +83,9 @@ def textbook_loss(params, batch, how, key):
     return np.sum(np.where(counts, nll + cost, 0))
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n == "slowness" else n for n in SINGLE]
+)
 def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
     how = SINGLE[name]
     task, parallel = dataclasses.replace(SMALL, regularization=how), ONE

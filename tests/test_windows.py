@@ -95,7 +95,9 @@ def loss_and_grads(task, batch):
     return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)
 
 
-@pytest.mark.parametrize("layer", ["lstm", "gru", full("mingru"), slow("rglru"), slow("slstm")])
+@pytest.mark.parametrize(
+    "layer", ["lstm", full("gru"), full("mingru"), slow("rglru"), slow("slstm")]
+)
 @pytest.mark.parametrize("starts", [False, full(True)])
 def test_a_late_window_is_a_short_one(layer, starts):
     tokens = np.random.default_rng(0).integers(0, 11, (4, 6), dtype=np.int32)
@@ -138,7 +140,7 @@ def test_late_windows_of_other_layers_are_the_same_on_every_mesh(layer):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 4), task))
 
 
-@pytest.mark.parametrize("update", ["replicated", "host"])
+@pytest.mark.parametrize("update", ["replicated", full("host")])
 def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     task = dataclasses.replace(LATE, optimizer=MODEL.optimizer)
     parallel = Parallel(MeshConfig(devices=(0,)), update=update)

@@ -24,11 +24,11 @@ from jaxpar.state import TrainState, abstract_state, audit, check_room, init_sta
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
-from jaxpar.training.evaluate import CheckedBatches, evaluate
+from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder, newest_run_folder, next_run_folder
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -217,19 +217,31 @@ def begin_run(
 
 
 def evaluate_run(
-    folder: RunFolder, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
+    folder: RunFolder,
+    mesh: MeshConfig = ONE_DEVICE,
+    *,
+    best: bool = False,
+    adaptation: Adaptation = AS_IT_IS,
+    **sizes: int,
 ) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
     Args:
       best: the state with the lowest validation loss, not the newest.
+      adaptation: for dynamic evaluation; each split begins with the parameters of the run.
+      sizes: fields of the task that shall be others than in training, such as batch_size=1.
     Raises:
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or data that cannot be read.
     """
     (task, parallel, _), devices, state = folder.restore(mesh, best=best)
     folder.check_data(task)
-    return [evaluate(task, parallel, state, split, devices) for split in ("valid", "test")]
+    if sizes:
+        task, parallel, state = in_batches(task, parallel, state, devices, **sizes)
+    return [
+        evaluate(task, parallel, state, split, devices, adaptation=adaptation)
+        for split in ("valid", "test")
+    ]
 
 
 def _check_holds_no_run(folder: RunFolder) -> None:
