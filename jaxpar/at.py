@@ -25,6 +25,7 @@ class At(NamedTuple):
       batch: the block's part of the batch.
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
+      initial: a layer's state where `resets` says that a sequence begins; None is the layer's own.
     """
 
     layer: jax.Array | int
@@ -34,6 +35,7 @@ class At(NamedTuple):
     batch: Any = None
     layout: Callable[..., Any] = anywhere
     time_major: bool = True
+    initial: Any = None
 
     @property
     def resets(self) -> Any:

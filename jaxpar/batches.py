@@ -18,6 +18,7 @@ from jaxpar.fields import nearest_multiples, require_instance
 
 STARTS = "starts"  # the field or key of a batch that says whether carried state begins anew
 RESETS = "resets"  # of one that says in which rows and at which time steps it does within a window
+RATE = "rate"  # of one that says what the learning rate of its step is multiplied by
 WEIGHT = "weight"  # the key of a batch that says how much each place counts; 0 is padding
 
 

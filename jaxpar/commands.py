@@ -47,7 +47,7 @@ from jaxpar.tasks.lm.weights import export_weights, import_weights
 from jaxpar.training.console import ConsoleReport, evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 # An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
 Switch = FlagCreatePairsOff[bool]
@@ -247,6 +247,12 @@ class Evaluate(Options):
     """Of the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
+    batch_size: int | None = None
+    """Rows that the data are read in, if not as in training: 1 reads a text as one stream."""
+    seq_len: int | None = None
+    """Time steps of a window, if not as in training."""
+    adaptation: Adaptation = Adaptation()
+    """Dynamic evaluation: after each window, when it is counted, a step of gradient descent."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -256,9 +262,17 @@ class Evaluate(Options):
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
-        asked_for = {"run_dir": self.run_dir, "best": self.best, "mesh": self.mesh}
+        names = ("run_dir", "best", "mesh", "batch_size", "seq_len", "adaptation")
+        asked_for = {name: getattr(self, name) for name in names}
         agree(asked_for, remedy="start all of them with the same options", last=True)
-        evaluations = evaluate_run(RunFolder(self.run_dir), self.mesh, best=self.best)
+        sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len}
+        evaluations = evaluate_run(
+            RunFolder(self.run_dir),
+            self.mesh,
+            best=self.best,
+            adaptation=self.adaptation,
+            **{name: size for name, size in sizes.items() if size is not None},
+        )
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
         return 0

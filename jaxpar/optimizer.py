@@ -13,7 +13,7 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,20 @@ HOST_MEMORY = "pinned_host"
 MAX_SAFE_RATE, MAX_SAFE_DECAY = 1e3, 1.0
 
 
+class Averaged(NamedTuple):
+    """The state of an optimizer, and the mean of the parameters after its steps.
+
+    Attributes:
+      steps: in the mean; -1: it has not begun, and the mean is the last parameters. int32.
+      mean: as the parameters.
+      inner: the optimizer's own.
+    """
+
+    steps: jax.Array
+    mean: Any
+    inner: optax.OptState
+
+
 class Safe(optax.GradientTransformation):
     """An optimizer that gives finite parameters, and a finite state, for gradients of a finite norm."""
 
@@ -48,8 +62,11 @@ class OptimizerConfig:
       warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
       hold_steps: steps at the peak after the warm-up, before the rate falls.
       lr_decay, lr_decay_every: of "exponential".
-      weight_decay: of adamw; 0 with others.
+      weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
       momentum: of sgd; 0 with others.
+      average_after: 0, or n: when a validation loss is above the lowest of all but the last n before it,
+        parameters begin to be averaged over the steps that follow, and their mean is what is evaluated
+        (NT-ASGD of Merity et al. 2017, arXiv:1708.02182, which has n = 5 and sgd).
     """
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
@@ -61,20 +78,21 @@ class OptimizerConfig:
     lr_decay_every: int = 100
     weight_decay: float = 0.0
     momentum: float = 0.0
+    average_after: int = 0
 
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "learning_rate", "lr_decay_every")
         require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
         require_rate(self, "momentum")
-        for name in ("warmup_steps", "hold_steps", "weight_decay"):
+        for name in ("warmup_steps", "hold_steps", "weight_decay", "average_after"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value}: must not be negative")
-        for name, optimizer in (("weight_decay", "adamw"), ("momentum", "sgd")):
+        for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
             require(
-                getattr(self, name) == 0 or self.name == optimizer,
+                getattr(self, name) == 0 or self.name in optimizers,
                 f"{name}={getattr(self, name)} has no effect with optimizer {self.name!r}; "
-                f"use {name}=0 or name={optimizer!r}",
+                f"use {name}=0 or name={' or '.join(map(repr, optimizers))}",
             )
 
     def __str__(self) -> str:
@@ -95,6 +113,10 @@ class OptimizerConfig:
             "sgd": lambda: optax.sgd(rate, momentum=self.momentum or None),
             "rmsprop": lambda: optax.rmsprop(rate),
         }[self.name]()
+        if self.name == "sgd" and self.weight_decay:
+            made = optax.chain(optax.add_decayed_weights(self.weight_decay), made)
+        if self.average_after:
+            made = with_average(made)
         peak = self.learning_rate
         is_safe = peak <= MAX_SAFE_RATE and peak * self.weight_decay <= MAX_SAFE_DECAY
         return Safe(*made) if is_safe else made
@@ -125,6 +147,24 @@ class OptimizerConfig:
         return optax.join_schedules([warmup, held, falling], [self.warmup_steps, falls_at])
 
 
+def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer whose state has room for the mean of the parameters, which `next_state` takes."""
+
+    def init(params: Any) -> Averaged:
+        return Averaged(jnp.int32(-1), jax.tree.map(jnp.copy, params), optimizer.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, inner = optimizer.update(updates, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    return optax.GradientTransformation(init, update)
+
+
+def begin_average(opt_state: Any) -> Averaged:
+    """The state, its mean now one of the parameters after the steps to come."""
+    return opt_state._replace(steps=jax.device_put(np.int32(0), opt_state.steps.sharding))
+
+
 def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array | None:
     """What gradients of a global norm are multiplied by for it to be `clip_norm` at most; None for 0.
 
@@ -142,21 +182,23 @@ def update(
     opt_state: optax.OptState,
     applies: jax.Array,
     scale: jax.Array | None = None,
+    rate: jax.Array | None = None,
 ) -> tuple[Any, optax.OptState]:
     """Parameters and state after a step; as they were if `applies`, a truth value, is false.
 
     Args:
       scale: as `clip_scale` gives it.
+      rate: what the learning rate is multiplied by; None is 1.
     """
 
-    def run(params, grads, opt_state, scale):
-        return next_state(optimizer, params, grads, opt_state, scale)
+    def run(params, grads, opt_state, scale, rate):
+        return next_state(optimizer, params, grads, opt_state, scale, rate)
 
-    def keep(params, grads, opt_state, scale):
+    def keep(params, grads, opt_state, scale, rate):
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
-    return lax.cond(applies, run, keep, params, grads, opt_state, scale)
+    return lax.cond(applies, run, keep, params, grads, opt_state, scale, rate)
 
 
 def gives_finite(
@@ -165,13 +207,14 @@ def gives_finite(
     grads: Any,
     opt_state: optax.OptState,
     scale: jax.Array | None = None,
+    rate: jax.Array | None = None,
 ) -> jax.Array:
     """Whether parameters and state after a step would be finite: for optimizers that are not `Safe`.
 
     They are computed for that alone and not kept: to look at them after an update one would need the old ones
     as well, and room for both.
     """
-    leaves = jax.tree.leaves(next_state(optimizer, params, grads, opt_state, scale))
+    leaves = jax.tree.leaves(next_state(optimizer, params, grads, opt_state, scale, rate))
     finite = [
         jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -184,13 +227,29 @@ def next_state(
     grads: Any,
     opt_state: optax.OptState,
     scale: jax.Array | None = None,
+    rate: jax.Array | None = None,
 ) -> tuple[Any, optax.OptState]:
-    """Parameters and state after a step with gradients times `scale`."""
+    """Parameters and state after a step with gradients times `scale`, and the update times `rate`."""
     if scale is not None:
         grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
         updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    if rate is not None:
+        updates = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
+    params = optax.apply_updates(params, updates)
+    if isinstance(opt_state, Averaged):
+        opt_state = _average(opt_state, params)
+    return params, opt_state
+
+
+def _average(state: Averaged, params: Any) -> Averaged:
+    """With these parameters in the mean, if it has begun."""
+    steps = jnp.where(state.steps < 0, -1, state.steps + 1)
+
+    def mean_of(mean, new):
+        return jnp.where(steps <= 1, new, mean + (new - mean) / steps.astype(mean.dtype))
+
+    return state._replace(steps=steps, mean=jax.tree.map(mean_of, state.mean, params))
 
 
 class HostOptimizer:
@@ -233,14 +292,15 @@ class HostOptimizer:
         opt_state: optax.OptState,
         applies: jax.Array,
         scale: jax.Array | None = None,
+        rate: jax.Array | None = None,
     ) -> tuple[Any, optax.OptState]:
         """Parameters, on devices, and state, on the host, after a step; those passed in are consumed.
 
         Args:
           params, grads: arrays on devices, laid out as the state is.
-          applies, scale: as of `update`, on every device.
+          applies, scale, rate: as of `update`, on every device.
         """
-        trees = params, grads, opt_state, applies, scale
+        trees = params, grads, opt_state, applies, scale, rate
         return self._run(self._update, trees, (params, opt_state))
 
     def gives_finite(
@@ -249,9 +309,10 @@ class HostOptimizer:
         grads: Any,
         opt_state: optax.OptState,
         scale: jax.Array | None = None,
+        rate: jax.Array | None = None,
     ) -> bool:
         """As the function, for all processes; it waits for the gradients."""
-        done = self._on_host(self._gives_finite, (params, grads, opt_state, scale))
+        done = self._on_host(self._gives_finite, (params, grads, opt_state, scale, rate))
         found = [np.asarray(leaf) for _, leaves in done for leaf in leaves]
         every = np.all(found)
         if jax.process_count() > 1:

@@ -19,7 +19,7 @@ from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, lay_out
 from jaxpar.memory import host_memory
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
+from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
 from jaxpar.task import Task, check_task
@@ -186,6 +186,16 @@ def release(state: TrainState, allowed_skips: int) -> TrainState:
     skipped = min(int(state.skipped), allowed_skips)
     skipped = jax.device_put(np.int32(skipped), state.skipped.sharding)
     return dataclasses.replace(state, skipped=skipped)
+
+
+def averaged(state: TrainState, mesh: Mesh) -> TrainState:
+    """The state with the mean of the parameters in their place, if its optimizer keeps one."""
+    if not isinstance(state.opt_state, Averaged):
+        return state
+    mean = state.opt_state.mean
+    for rules in (state.opt_rules, state.param_rules):  # into the devices' memory, then joined
+        mean = jax.device_put(mean, shardings(mean, mesh, rules))
+    return dataclasses.replace(state, params=mean)
 
 
 def audit(state: TrainState) -> None:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
-from jaxpar.batches import starts_of
+from jaxpar.batches import RATE, part_of, starts_of
 from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, Outer, lay_out
 from jaxpar.mesh import MeshConfig, release_freed_memory
@@ -35,7 +35,7 @@ from jaxpar.pipeline.ticks import Plan, largest, make_plan
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task, check_task
-from jaxpar.training.settings import TrainConfig
+from jaxpar.training.settings import Adaptation, TrainConfig
 from jaxpar.trees import vary_like
 
 # A collective-permute in a branch of the loop over ticks, and where in the model it comes from.
@@ -228,15 +228,17 @@ class _HostStep(CompiledStep):
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         before = _without_optimizer(state)
-        split, grads, scale, applies, metrics = super().run(before, batch)
+        split, grads, scale, rate, applies, metrics = super().run(before, batch)
         if (
             self._refuse is not None
             and applies
-            and not self._host.gives_finite(split.params, grads, state.opt_state, scale)
+            and not self._host.gives_finite(split.params, grads, state.opt_state, scale, rate)
         ):
             split, applies = self._refuse(before), jnp.zeros_like(applies)
             metrics = metrics._replace(skipped=split.skipped)
-        params, opt_state = self._host.update(split.params, grads, state.opt_state, applies, scale)
+        params, opt_state = self._host.update(
+            split.params, grads, state.opt_state, applies, scale, rate
+        )
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
 
@@ -289,13 +291,13 @@ def make_train_step(
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            scale = clip_scale(norm, train.clip_norm)
+            scale, rate = clip_scale(norm, train.clip_norm), rate_of(batch)
             if not (is_safe or on_host):
-                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale)
+                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale, rate)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return state, grads, scale, applies, metrics
+            return state, grads, scale, rate, applies, metrics
 
     def refuse(state: TrainState) -> TrainState:
         initial = layout.initial_carry(state.params, state.frozen)
@@ -303,10 +305,10 @@ def make_train_step(
         return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
     def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
-        state, grads, scale, applies, metrics = gradients(state, batch, plan)
+        state, grads, scale, rate, applies, metrics = gradients(state, batch, plan)
         with jax.named_scope("update"):
             params, opt_state = update(
-                optimizer, state.params, grads, state.opt_state, applies, scale
+                optimizer, state.params, grads, state.opt_state, applies, scale, rate
             )
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
@@ -316,11 +318,17 @@ def make_train_step(
     if on_host:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
-        out = (state, split, replicated, replicated, replicated)
+        out = (state, split, replicated, replicated, replicated, replicated)
         return _HostStep(gradients, layout, optimizer, None if is_safe else refuse, states, out)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
+
+
+def rate_of(batch: Any) -> jax.Array | None:
+    """What the learning rate of a batch's step is multiplied by, if the batch says so."""
+    rate = part_of(batch, RATE)
+    return None if rate is None else jnp.asarray(rate)
 
 
 def _count(
@@ -352,7 +360,7 @@ def make_loss_and_grad(
     parallel: Parallel,
     mesh: Mesh | None = None,
     *,
-    seed: int = 0,
+    seed: int | None = 0,
     watch: bool = False,
 ) -> Callable[..., Any]:
     """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
@@ -361,7 +369,7 @@ def make_loss_and_grad(
 
     Args:
       mesh: None builds `parallel.mesh`.
-      seed: of the dropout masks.
+      seed: of the dropout masks; None for no dropout, as in evaluation.
       watch: the carry is then (carry, watched), the gradients (gradients, marks). Watched tells by kind,
         float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers were not finite
         for the first time: `NEVER` - t, or 0. Marks, [rows of the stack, 2, T, B], are not 0 where the
@@ -376,7 +384,7 @@ def make_loss_and_grad(
 
     def loss(params, state, batch, plan):
         params, probes = params if watch else (params, ())
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
         plan = _full_plan(parallel, backward=True) if plan is None else plan
         carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan, probes)
         mean = sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
@@ -412,6 +420,31 @@ def make_eval_step(
         return unroll(state.params, state.frozen, state.carry, batch, None, plan)
 
     return CompiledStep(step, layout, backward=False)
+
+
+def make_adapting_step(
+    task: Task, parallel: Parallel, adaptation: Adaptation, mesh: Mesh
+) -> CompiledStep:
+    """The sums of a batch without dropout, and then a step of gradient descent on it, compiled for the mesh.
+
+    Returns:
+      (state, batch) -> (state, sums); `opt_state` holds the parameters as they were trained.
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=None)
+
+    def step(state: TrainState, batch: Any, plan: Plan | None):
+        (_, (carry, sums)), grads = value_and_grad(state, batch, plan)
+
+        def move(param, grad, trained):
+            return param - adaptation.rate * grad + adaptation.decay * (trained - param)
+
+        params = jax.tree.map(move, state.params, grads, state.opt_state)
+        params = constrain(params, mesh, state.param_rules)
+        return dataclasses.replace(state, params=params, carry=carry), sums
+
+    return CompiledStep(step, lay_out(task, parallel), backward=True)
 
 
 def batch_sharding(task: Task, parallel: Parallel, mesh: Mesh) -> NamedSharding:

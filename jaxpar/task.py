@@ -90,6 +90,11 @@ class Task:
         """Step -> learning rate; None if there is no one number."""
         return self._optimizer().rate(num_steps) if hasattr(self, "optimizer") else None
 
+    @property
+    def average_after(self) -> int:
+        """As of `OptimizerConfig`."""
+        return getattr(getattr(self, "optimizer", None), "average_after", 0)
+
     def example_batch(self) -> Any:
         """A batch of training on the host; all others have its shapes."""
         batches = self.make_batches("train", 0)

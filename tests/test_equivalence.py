@@ -64,7 +64,11 @@ def make_batch(settings, mesh, seed=0, starts=False, length=None):
     shape = (task.batch_size, length or task.seq_len)
     inputs, targets = rng.integers(0, task.vocab_size, (2, *shape), dtype=np.int32)
     targets[rng.random(shape) < 0.1] = -1
-    return put_batch(Batch(inputs, targets, starts), batch_sharding(task, settings.parallel, mesh))
+    batch = Batch(inputs, targets, starts)
+    if task.windows.mean:
+        targets[:, :3] = -1
+        batch = batch._replace(padding=3, rate=0.5)
+    return put_batch(batch, batch_sharding(task, settings.parallel, mesh))
 
 
 def by_layer(tree, settings):

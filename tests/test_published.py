@@ -12,6 +12,7 @@ from benchmarks.published import penn_treebank
 from jaxpar import OptimizerConfig, TrainConfig
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.windows import Windows
 
 
 def write_wheel(path, splits):
@@ -60,9 +61,10 @@ def test_a_recipe_fits_its_text(recipe):
     optimizer, train = OptimizerConfig(**tables["optimizer"]), TrainConfig(**tables["train"])
     plain = {name: value for name, value in tables.items() if not isinstance(value, dict)}
     how = Regularization(**tables.get("regularization", {}))
-    task = LM(**plain, optimizer=optimizer, regularization=how)
+    windows = Windows(**tables.get("windows", {}))
+    task = LM(**plain, optimizer=optimizer, regularization=how, windows=windows)
     tokens = np.broadcast_to(np.int32(0), penn_treebank.NUM_TOKENS["train"])
-    windows = task.batches_of(tokens, separator=0, seed=0).num_windows
-    assert train.eval_every == windows
-    assert train.num_steps % windows == optimizer.hold_steps % windows == 0
-    assert optimizer.lr_schedule != "exponential" or optimizer.lr_decay_every == windows
+    epoch = task.batches_of(tokens, separator=0, seed=0).num_windows
+    assert train.eval_every == epoch
+    assert train.num_steps % epoch == optimizer.hold_steps % epoch == 0
+    assert optimizer.lr_schedule != "exponential" or optimizer.lr_decay_every == epoch

@@ -24,6 +24,7 @@ ALL = Regularization(
     word_dropout=0.2,
     kernel_dropout=0.5,
     activations=2.0,
+    slowness=1.0,
 )
 SINGLE = {
     "held": Regularization(hold_masks=True),
@@ -32,6 +33,7 @@ SINGLE = {
     "words": Regularization(word_dropout=0.5),
     "kernels": Regularization(kernel_dropout=0.5),
     "activations": Regularization(activations=2.0),
+    "slowness": Regularization(slowness=3.0),
     "all": ALL,
 }
 B, T, H, V = 4, 5, 6, 11
@@ -58,7 +60,7 @@ def mask_of_inputs(key, layer, rate, is_held):
 
 
 def textbook_loss(params, batch, how, key):
-    """The sum of the negative log-likelihoods, and what large activations cost."""
+    """The sum of the negative log-likelihoods, and what large and quick activations cost."""
     num_layers, fold = SMALL.num_layers, jax.random.fold_in
     rates = [SMALL.dropout if r is None else r for r in (how.input_dropout, how.output_dropout)]
     rates = [rates[0], *[SMALL.dropout] * (num_layers - 1), rates[1]]
@@ -72,14 +74,18 @@ def textbook_loss(params, batch, how, key):
         zeros = np.zeros((B, H))
         x = forward((w_x, w_h, b), (zeros, zeros), x * masks[n])[1]
     y = x * masks[-1]
+    changes_TB = np.mean(np.diff(x, axis=0, prepend=x[:1]) ** 2, -1)
     logits = y @ params["head/kernel"] + params["head/bias"]
     counts = targets >= 0
     picked = np.take_along_axis(logits, np.where(counts, targets, 0)[..., None], -1)[..., 0]
     nll = np.log(np.sum(np.exp(logits), -1)) - picked
-    return np.sum(np.where(counts, nll + how.activations * np.mean(y**2, -1), 0))
+    cost = how.activations * np.mean(y**2, -1) + how.slowness * changes_TB
+    return np.sum(np.where(counts, nll + cost, 0))
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n == "slowness" else n for n in SINGLE]
+)
 def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
     how = SINGLE[name]
     task, parallel = dataclasses.replace(SMALL, regularization=how), ONE
@@ -162,6 +168,7 @@ def test_the_masks_of_weights_are_those_of_their_layers(placement):
         ({"kernel_dropout": -0.1}, r"kernel_dropout=-0\.1"),
         ({"input_dropout": 2.0}, r"input_dropout=2\.0"),
         ({"activations": -1.0}, r"activations=-1\.0: must not be negative"),
+        ({"slowness": -1.0}, r"slowness=-1\.0: must not be negative"),
     ],
 )
 def test_impossible_rates_are_refused(options, message):

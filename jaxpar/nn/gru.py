@@ -24,7 +24,7 @@ from jaxpar.nn.hidden import HiddenState
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
 from jaxpar.nn.param import Initializer, gate_kernel, named_param
-from jaxpar.nn.resets import begin_anew
+from jaxpar.nn.resets import begin_anew, initial_of
 
 
 class GRUParams(NamedTuple):
@@ -133,5 +133,5 @@ class GRU(HiddenState):
     def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
         """Dropout, then the layer over a window of time; see `gru_layer`."""
         params = GRUParams(self.w_x[...], self.w_h[...], self.b[...])
-        initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
+        initial = initial_of(self, x_TBH, at)
         return gru_layer(params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)

@@ -19,6 +19,7 @@ from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.hidden import HiddenState
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import Initializer, gate_kernel, named_param
+from jaxpar.nn.resets import initial_of
 from jaxpar.trees import vary_like
 
 
@@ -81,7 +82,7 @@ class LinearRecurrence(HiddenState):
         with jax.named_scope(type(self).__name__.lower()):
             x_TBH = dropout(x_TBH, self.dropout, at)
             factors = self.factors(_gates_of(x_TBH, self.w[...], self.b[...]), x_TBH)
-            initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
+            initial = initial_of(self, x_TBH, at)
             carry, h_TBH = linear_recurrence(*factors, carry, at.resets, initial)
             return carry, h_TBH.astype(x_TBH.dtype)
 

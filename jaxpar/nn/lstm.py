@@ -24,7 +24,7 @@ from jaxpar.axes import BATCH, GATES, HIDDEN
 from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import Initializer, gate_kernel, named_param
-from jaxpar.nn.resets import begin_anew
+from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
@@ -257,7 +257,7 @@ class LSTM(nnx.Module):
         arguments = params, carry, dropout(x_TBH, self.dropout, at)
         if at.resets is None:
             return self.kernel(*arguments)
-        initial = self.initial_carry(x_TBH.shape[1]) if self.learn_initial else None
+        initial = initial_of(self, x_TBH, at) if self.learn_initial else at.initial
         return self.kernel(*arguments, Resets(at.resets, initial))
 
 

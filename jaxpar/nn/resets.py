@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.at import At
+
 
 def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
     """The state before a step: in rows where a sequence begins the initial one.
@@ -21,3 +23,10 @@ def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
         return jnp.where(jnp.expand_dims(is_new_B, range(1, old.ndim)), new.astype(old.dtype), old)
 
     return jax.tree.map(choose, initial, carry)
+
+
+def initial_of(layer: Any, x_TBH: jax.Array, at: At) -> Any:
+    """The state that sequences within the block begin from; None if none does."""
+    if at.resets is None or at.initial is not None:
+        return at.initial
+    return layer.initial_carry(x_TBH.shape[1])

@@ -23,7 +23,7 @@ from jaxpar.nn.dropout import Dropout, dropout
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
 from jaxpar.nn.param import Initializer, gate_kernel, named_param
-from jaxpar.nn.resets import begin_anew
+from jaxpar.nn.resets import begin_anew, initial_of
 
 NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0
 
@@ -122,5 +122,5 @@ class SLSTM(nnx.Module):
     def __call__(self, carry: SLSTMCarry, x_TBH: jax.Array, at: At) -> tuple[SLSTMCarry, jax.Array]:
         """Dropout, then the layer over a window of time; see `slstm_layer`."""
         params = SLSTMParams(self.w_x[...], self.w_h[...], self.b[...])
-        initial = None if at.resets is None else self.initial_carry(x_TBH.shape[1])
+        initial = initial_of(self, x_TBH, at)
         return slstm_layer(params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)

@@ -921,8 +921,8 @@ class _Device:
             if self.pipe.unroll:
                 return read(buffers[place][leaf], slot)
             a = buffers[leaf]
-            start = (slot, place, *[0] * (a.ndim - 2))
-            return lax.dynamic_slice(a, start, (1, 1, *a.shape[2:])).reshape(a.shape[2:])
+            part = lax.dynamic_slice(a, _corner(a, slot, place), (1, 1, *a.shape[2:]))
+            return part.reshape(a.shape[2:])
 
         def of_microbatch(leaf, place, *, from_above: bool):
             """All chunks, one after the other; a shorter batch is filled up with its first, and zeros."""
@@ -988,7 +988,7 @@ class _Device:
             is_cut = K > 1 and a.shape[0] > 1 and not is_whole
             steps = t if is_cut else a.shape[0]
             start = time() if steps != a.shape[0] else 0
-            return lax.dynamic_slice(a, (start, row, *[0] * (a.ndim - 2)), (steps, b, *a.shape[2:]))
+            return lax.dynamic_slice(a, _corner(a, start, row), (steps, b, *a.shape[2:]))
 
         return At(
             layer=0,
@@ -1042,7 +1042,7 @@ class _Device:
 
         def write(a, p):
             start = group * (a.shape[0] // self.plan.num_groups)
-            return lax.dynamic_update_slice(a, p, (start, row, *[0] * (a.ndim - 2)))
+            return lax.dynamic_update_slice(a, p, _corner(a, start, row))
 
         return jax.tree.map(write, carry, part)
 
@@ -1080,6 +1080,11 @@ def _ticks_of(lane: Lane) -> jax.Array:
 def _if(condition: ArrayLike, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:
     """`lax.cond`; without a branch where the condition is known to be true."""
     return run() if condition is True else lax.cond(condition, run, skip)
+
+
+def _corner(a: jax.Array, *starts: ArrayLike) -> list[jax.Array]:
+    """Where a part of an array begins: so in its first dims, at 0 in others; of one type, as XLA asks."""
+    return [jnp.asarray(start, jnp.int32) for start in (*starts, *[0] * (a.ndim - len(starts)))]
 
 
 def read(buffers: Any, slot: ArrayLike) -> Any:

@@ -100,6 +100,12 @@ class ConsoleReport(Report):
         """A line."""
         self._print(f"step {step}  {evaluation.to_text()}")
 
+    def average(self, step: int) -> None:
+        """A line."""
+        self._print(
+            f"step {step}  validation has become worse: parameters are averaged from here on"
+        )
+
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """Says so if the run was stopped."""
         if self._live is not None:

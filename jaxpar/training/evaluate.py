@@ -7,17 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch, starts_of
 from jaxpar.model import Sums
 from jaxpar.parallel import Parallel
-from jaxpar.state import TrainState
-from jaxpar.step import batch_sharding, make_eval_step
+from jaxpar.state import TrainState, abstract_state, averaged
+from jaxpar.step import batch_sharding, make_adapting_step, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
+from jaxpar.training.settings import Adaptation
 
-_make_step = functools.lru_cache(maxsize=4)(make_eval_step)  # compiled once for all splits
+# Compiled once for all splits.
+_make_step = functools.lru_cache(maxsize=4)(make_eval_step)
+_make_adapting_step = functools.lru_cache(maxsize=4)(make_adapting_step)
+AS_IT_IS = Adaptation()
 
 
 def evaluate(
@@ -27,18 +32,21 @@ def evaluate(
     split: str,
     mesh: Mesh,
     before_batch: Callable[[], None] = lambda: None,
+    adaptation: Adaptation = AS_IT_IS,
 ) -> Evaluation:
     """Loss and metrics on a split.
 
     Args:
       task, parallel: those that the state was made with.
-      state: its parameters are evaluated; it stays as it is.
+      state: its parameters, or their mean if the optimizer takes it, are evaluated; it stays as it is.
       split: "valid" or "test", or another one that the task knows.
       before_batch: is called before each; it may raise.
+      adaptation: how the parameters go on with each batch, once it is counted.
     Raises:
       ValueError: its batches have other sizes than those of training, or nothing in it counts.
     """
-    sums = sum_batches(task, parallel, state, task.make_batches(split), mesh, before_batch)
+    state, batches = averaged(state, mesh), task.make_batches(split)
+    sums = sum_batches(task, parallel, state, batches, mesh, before_batch, adaptation)
     if not sums.weight > 0:
         raise ValueError(
             f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
@@ -54,6 +62,7 @@ def sum_batches(
     batches: Batches,
     mesh: Mesh,
     before_batch: Callable[[], None] = lambda: None,
+    adaptation: Adaptation = AS_IT_IS,
 ) -> Sums:
     """The sums of all batches of an epoch, as Python numbers; arguments as of `evaluate`.
 
@@ -61,7 +70,11 @@ def sum_batches(
       ValueError: batches have other sizes than those of training, or go on with state that is not theirs.
     """
     checked, sums = CheckedBatches(task, batches), list[Sums]()
-    sharding, step = batch_sharding(task, parallel, mesh), _make_step(task, parallel, mesh)
+    sharding = batch_sharding(task, parallel, mesh)
+    adapts, step = adaptation != AS_IT_IS, _make_step(task, parallel, mesh)
+    if adapts:
+        step = _make_adapting_step(task, parallel, adaptation, mesh)
+        state = dataclasses.replace(state, opt_state=state.params)
     for window in range(checked.num_windows):
         before_batch()
         batch = place_batch(checked, window, sharding)
@@ -70,13 +83,40 @@ def sum_batches(
                 "the first batch says starts=False: it would go on with the carried state of training; let "
                 "it say True"
             )
-        carry, window_sums = step.run(state, batch)
-        state = dataclasses.replace(state, carry=carry)
+        after, window_sums = step.run(state, batch)
+        state = after if adapts else dataclasses.replace(state, carry=after)
         sums.append(window_sums)  # stays on the device
         do_not_run_ahead(mesh, window_sums)
     if not sums:
         raise ValueError("there are no batches to evaluate; give more rows, or smaller batches")
     return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
+
+
+def in_batches(
+    task: Task, parallel: Parallel, state: TrainState, mesh: Mesh, **sizes: int
+) -> tuple[Task, Parallel, TrainState]:
+    """A task, its layout and its state, to be evaluated in batches of other sizes.
+
+    Args:
+      sizes: of the task's fields, such as batch_size=1.
+    Raises:
+      ValueError: the task has no such field, or the size does not fit.
+    """
+    known = {field.name for field in dataclasses.fields(task)}
+    for name, size in sizes.items():
+        if name not in known:
+            raise ValueError(f"task {task.name} has no {name}; leave {name}={size} out")
+    task = dataclasses.replace(task, **sizes)
+    if parallel.mesh.stage == 1:  # the layers lie where they are, however a batch is cut
+        pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
+        parallel = dataclasses.replace(parallel, pipeline=pipeline)
+    carry = abstract_state(task, parallel, mesh).carry
+
+    def zeros():
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), carry)
+
+    where = jax.tree.map(lambda leaf: leaf.sharding, carry)
+    return task, parallel, dataclasses.replace(state, carry=jax.jit(zeros, out_shardings=where)())
 
 
 def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:

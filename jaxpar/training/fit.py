@@ -24,11 +24,11 @@ from jaxpar.state import TrainState, abstract_state, audit, check_room, init_sta
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
-from jaxpar.training.evaluate import CheckedBatches, evaluate
+from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder, newest_run_folder, next_run_folder
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +121,11 @@ def fit(
     settings = Settings(task, parallel, train)
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
     check_room(target, mesh)
+    if task.average_after and not train.eval_every:
+        raise ValueError(
+            f"average_after={task.average_after} goes by validations, and eval_every=0 has none before the "
+            f"end; set eval_every to an epoch's steps, or average_after=0"
+        )
     abstract_by_layer(target, task, parallel)  # can it be stored?
     texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
     batches = CheckedBatches(task, task.make_batches("train", train.seed))
@@ -212,19 +217,31 @@ def begin_run(
 
 
 def evaluate_run(
-    folder: RunFolder, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
+    folder: RunFolder,
+    mesh: MeshConfig = ONE_DEVICE,
+    *,
+    best: bool = False,
+    adaptation: Adaptation = AS_IT_IS,
+    **sizes: int,
 ) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
     Args:
       best: the state with the lowest validation loss, not the newest.
+      adaptation: for dynamic evaluation; each split begins with the parameters of the run.
+      sizes: fields of the task that shall be others than in training, such as batch_size=1.
     Raises:
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or data that cannot be read.
     """
     (task, parallel, _), devices, state = folder.restore(mesh, best=best)
     folder.check_data(task)
-    return [evaluate(task, parallel, state, split, devices) for split in ("valid", "test")]
+    if sizes:
+        task, parallel, state = in_batches(task, parallel, state, devices, **sizes)
+    return [
+        evaluate(task, parallel, state, split, devices, adaptation=adaptation)
+        for split in ("valid", "test")
+    ]
 
 
 def _check_holds_no_run(folder: RunFolder) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxpar.batches import Batches, place_batch
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.hosts.stopping import Stop, Stopped
+from jaxpar.optimizer import Averaged, begin_average
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.task import Task
@@ -52,6 +53,7 @@ class Run:
         self.rate = self.task.learning_rate(self.config.num_steps)
         self.first_loss: float | None = None
         self.warned = False
+        self.valid_losses: dict[int, float] = {}
         self.started = time.perf_counter()
 
     def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
@@ -67,9 +69,11 @@ class Run:
         step_once = make_train_step(*self.settings, self.mesh)
         if jax.process_index() == 0:
             self.folder.rewind_metrics(step)
-        validated = self.folder.valid_losses()
-        if config.keep_best:  # a line after this step may still be there, for another process
-            self.checkpoints.losses |= {s: loss for s, loss in validated.items() if s <= step}
+        # A line after this step may still be there, for another process.
+        validated = {s: loss for s, loss in self.folder.valid_losses().items() if s <= step}
+        self.valid_losses |= validated
+        if config.keep_best:
+            self.checkpoints.losses |= validated
         lines = self.folder.metrics()
         self.first_loss = next((line["loss"] for line in lines if line["split"] == "train"), None)
         self.report.begin(step, config.num_steps, self.folder.path)
@@ -77,7 +81,9 @@ class Run:
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with Stop() as stop, tracer:
-            if self._validates(step) and step not in validated:
+            if self._validates(step) and step in validated:
+                self._begin_average(step)  # the run was to end here
+            elif self._validates(step):
                 self._validate(step, stop)  # which a signal has ended
             while step < config.num_steps and not stop.now():
                 tracer.before_step()
@@ -178,10 +184,20 @@ class Run:
     def _validate(self, step: int, stop: Stop) -> bool:
         """Evaluates valid; False if a signal ended that: a resumed run does it before its first step."""
         try:
-            self.evaluate(step, "valid", stop.check)
+            loss = self.evaluate(step, "valid", stop.check).loss
         except Stopped:
             return False
+        self.valid_losses[step] = loss
+        self._begin_average(step)
         return True
+
+    def _begin_average(self, step: int) -> None:
+        """Begins to average parameters, if the validation of this step says so and it is to be."""
+        opt_state = self.state.opt_state
+        waits = isinstance(opt_state, Averaged) and int(opt_state.steps) < 0
+        if waits and is_worse(self.valid_losses, self.task.average_after):
+            self.state = dataclasses.replace(self.state, opt_state=begin_average(opt_state))
+            self.report.average(step)
 
     def evaluate(
         self, step: int, split: str, before_batch: Callable[[], None] = lambda: None
@@ -288,6 +304,16 @@ class Run:
     def _write(self, line: dict[str, object]) -> None:
         if jax.process_index() == 0:
             self.folder.append_metrics(line)
+
+
+def is_worse(losses: Mapping[int, float], patience: int) -> bool:
+    """Whether the last of some losses is above the lowest of all but the `patience` before it.
+
+    Args:
+      losses: by step.
+    """
+    *before, last = (losses[step] for step in sorted(losses))
+    return any(last > loss for loss in before[: max(len(before) - patience, 0)])
 
 
 def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:

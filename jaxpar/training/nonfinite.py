@@ -25,7 +25,7 @@ from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
-from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad
+from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad, rate_of
 from jaxpar.training.by_layer import array_of, kind_of
 from jaxpar.training.settings import Settings
 
@@ -114,7 +114,8 @@ def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
         norm, new = optax.tree.norm(grads), {}
         if parallel.update != "host":
             scale = clip_scale(norm, train.clip_norm)
-            after, _ = next_state(optimizer, state.params, grads, state.opt_state, scale)
+            rate = rate_of(batch)
+            after, _ = next_state(optimizer, state.params, grads, state.opt_state, scale, rate)
             new = _bad_arrays(after)
         return loss, watched, marks, *bad, norm, new
 

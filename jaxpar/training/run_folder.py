@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from jaxpar.config_file import read_config, to_toml
 from jaxpar.files import whole_file
 from jaxpar.mesh import MeshConfig, num_simulated
-from jaxpar.state import TrainState
+from jaxpar.state import TrainState, averaged
 from jaxpar.task import Task, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints
 from jaxpar.training.checksums import digest
@@ -206,10 +206,10 @@ class RunFolder:
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
     ) -> tuple[Settings, Mesh, TrainState]:
-        """The run's settings for this mesh, the mesh, and a state there.
+        """The run's settings for this mesh, the mesh, and a state there, to be looked at and used.
 
         The mesh need not be the one that the run had; with another number of stages the layers are
-        placed anew.
+        placed anew. Its parameters are their mean, where the optimizer takes it.
 
         Args:
           best: the state with the lowest validation loss that has been kept and is whole, not the newest.
@@ -226,7 +226,7 @@ class RunFolder:
         checkpoints = self.checkpoints(settings)
         if best:
             checkpoints.losses |= self.valid_losses()
-        return settings, devices, checkpoints.restore(devices, best=best)
+        return settings, devices, averaged(checkpoints.restore(devices, best=best), devices)
 
     def check_data(self, task: Task) -> None:
         """Nothing, if a task's data and files are those that the run began with.

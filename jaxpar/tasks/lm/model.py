@@ -32,6 +32,8 @@ from jaxpar.tasks.lm.regularization import (
     square_of,
 )
 from jaxpar.tasks.lm.streams import IGNORE, Batch
+from jaxpar.tasks.lm.windows import Outputs
+from jaxpar.trees import vary_like
 
 NLL = "nll"  # a metric: the loss without penalties
 
@@ -67,7 +69,8 @@ class LanguageModel(nnx.Module):
           init_range: the table and all kernels are drawn evenly within plus and minus this; 0 draws them by
             their widths.
           dtype: of activations and matmul inputs.
-          layer: makes one, as `nn.LSTM` does.
+          layer: makes one, as `nn.LSTM` does; of a class of `windows.in_window` where
+            `regularization.slowness` is not 0.
           max_logits: how many are computed at once; see `linear_cross_entropy`.
         """
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
@@ -121,38 +124,43 @@ class LanguageModel(nnx.Module):
         return model
 
     @jax.named_scope("embedding")
-    def first(self, batch: Batch, at: At) -> jax.Array:
+    def first(self, batch: Batch, at: At) -> Any:
         """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
         tokens = jnp.asarray(batch.inputs_BT)
         x_TBE = self._drop_words(self.embedding(tokens), tokens, at)
-        return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
+        x_TBH = extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
+        if self.regularization.slowness == 0.0:
+            return x_TBH
+        return Outputs(x_TBH, vary_like(jnp.zeros(x_TBH.shape[:2], jnp.float32), x_TBH))
 
-    def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Batch, at: At) -> nnx.State:
+    def add_first_gradient(self, grads: Any, dx: Any, batch: Batch, at: At) -> nnx.State:
         """The gradients with those of the rows that `first` took, added in place."""
         table = grads["embedding"]["table"]
-        dx_TBE = dx_TBH[..., : table.shape[1]].astype(table.dtype)
+        dx_TBE = _split(dx)[0][..., : table.shape[1]].astype(table.dtype)
         dx_TBE = self._drop_words(dx_TBE, jnp.asarray(batch.inputs_BT), at)
         table = table.replace(table[...].at[batch.inputs_BT].add(dx_TBE))
         return nnx.State({**grads, "embedding": {"table": table}})
 
-    def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
+    def last(self, y: Any, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
         kernel_HV, bias_V = self._head()
+        y_TBH, change_TB = _split(y)
         y_TBH = dropout(y_TBH, self.dropout, at)
         targets_TB = jnp.asarray(batch.targets_BT)
         sums = linear_cross_entropy(
             y_TBH, kernel_HV, bias_V, targets_TB, max_logits=self.max_logits
         )
-        return self._penalize(sums, y_TBH, targets_TB, at)
+        return self._penalize(sums, y_TBH, change_TB, targets_TB, at)
 
-    def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
+    def last_part(self, y: Any, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
         kernel_HV, bias_V = self._head(manual_axis=STAGE)
+        y_TBH, change_TB = _split(y)
         y_TBH = dropout(y_TBH, self.dropout, at)
         logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
         targets_TB = jnp.asarray(batch.targets_BT)
         sums = cross_entropy(logits_TBV, targets_TB, manual_axis=STAGE)
-        return self._penalize(sums, y_TBH, targets_TB, at, manual_axis=STAGE)
+        return self._penalize(sums, y_TBH, change_TB, targets_TB, at, manual_axis=STAGE)
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
@@ -175,8 +183,8 @@ class LanguageModel(nnx.Module):
         resets_TB = None if resets_BT is None else resets_BT.T
         batch = Batch(tokens_BT.T, tokens_BT.T, starts=False, resets=resets_TB)
         at = At(layer=0, time=0, row=0, batch=batch)
-        carry, y_TBH = self.layers(carry, self.first(batch, at), at)
-        return carry, self.logits(y_TBH)
+        carry, y = self.layers(carry, self.first(batch, at), at)
+        return carry, self.logits(_split(y)[0])
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
@@ -192,21 +200,27 @@ class LanguageModel(nnx.Module):
         self,
         sums: Sums,
         y_TBH: jax.Array,
+        change_TB: jax.Array | None,
         targets_TB: jax.Array,
         at: At,
         manual_axis: str | None = None,
     ) -> Sums:
-        """The sums with what large activations cost in training; `nll` is without it."""
-        weight = self.regularization.activations
-        if weight == 0.0:
+        """The sums with what large and quick activations cost in training; `nll` is without it."""
+        how = self.regularization
+        if how.activations == how.slowness == 0.0:
             return sums
         metrics = {NLL: sums.loss}
         if at.key is None:
             return sums._replace(metrics=metrics)
-        square = square_of(y_TBH, targets_TB != IGNORE)
+        cost_TB = jnp.zeros(targets_TB.shape, jnp.float32)
+        if how.activations > 0.0:
+            cost_TB += how.activations * square_of(y_TBH)
+        if change_TB is not None:
+            cost_TB += how.slowness * change_TB
+        cost = jnp.sum(jnp.where(targets_TB != IGNORE, cost_TB, 0.0))
         if manual_axis is not None:  # all devices of the axis have all of y
-            square = lax.pmean(square, manual_axis)
-        return sums._replace(loss=sums.loss + weight * square, metrics=metrics)
+            cost = lax.pmean(cost, manual_axis)
+        return sums._replace(loss=sums.loss + cost, metrics=metrics)
 
     def _head(self, manual_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
         """Kernel [H, V] and bias [V], or this device's part of them, without probability for padding."""
@@ -217,3 +231,8 @@ class LanguageModel(nnx.Module):
         if self.num_words < self.vocab_size:
             bias_V = without_padding(bias_V, self.num_words, manual_axis=manual_axis)
         return kernel_HV, bias_V
+
+
+def _split(y: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Outputs of the last layer [T, B, H], and how much they change [T, B], if that is told."""
+    return y if isinstance(y, Outputs) else (y, None)

@@ -27,6 +27,8 @@ class Regularization:
       word_dropout: rate at which words lose their whole embedding, all places of a word in a batch at once.
       kernel_dropout: rate on the weights of the recurrent kernels (DropConnect).
       activations: weight of the mean square of what goes into the head, in the loss of training.
+      slowness: weight of the mean square of how much the last layer's outputs, without dropout, change from
+        one step of a window to the next.
     """
 
     input_dropout: float | None = None
@@ -35,13 +37,16 @@ class Regularization:
     word_dropout: float = 0.0
     kernel_dropout: float = 0.0
     activations: float = 0.0
+    slowness: float = 0.0
 
     def __post_init__(self):
         check_fields(self)
         for name in ("input_dropout", "output_dropout", "word_dropout", "kernel_dropout"):
             if getattr(self, name) is not None:
                 require_rate(self, name)
-        require(self.activations >= 0, f"activations={self.activations}: must not be negative")
+        for name in ("activations", "slowness"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must not be negative")
 
     def of_layers(self, rate: float) -> float | Dropout:
         """Dropout of the layers' inputs, of which `rate` is that between layers."""
@@ -77,7 +82,6 @@ def drop_kernels(
     return jax.vmap(drop)(kernel, jnp.asarray(layer_of_row, jnp.int32))
 
 
-def square_of(y_TBH: jax.Array, counts_TB: jax.Array) -> jax.Array:
-    """The mean square over H of what goes into the head, summed over the places that count; float32."""
-    squares_TB = jnp.mean(jnp.square(y_TBH.astype(jnp.float32)), axis=-1)
-    return jnp.sum(jnp.where(counts_TB, squares_TB, 0.0))
+def square_of(y_TBH: jax.Array) -> jax.Array:
+    """The mean square over H, float32 [T, B]."""
+    return jnp.mean(jnp.square(y_TBH.astype(jnp.float32)), axis=-1)

@@ -34,6 +34,7 @@ from jaxpar.tasks.lm.model import NLL, LanguageModel
 from jaxpar.tasks.lm.packed import PackedSentences
 from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
+from jaxpar.tasks.lm.windows import Windows, in_window
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
@@ -80,7 +81,7 @@ class LM(Task):
       num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or
         with a vocab_size all of its rows.
       dropout: rate on the embedding, between layers and before the head.
-      regularization: masks that are held over time, dropped words and weights, a penalty on activations.
+      regularization: masks that are held over time, dropped words and weights, penalties on activations.
       layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
       forget_bias: initial bias of the forget gates, of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
@@ -94,6 +95,7 @@ class LM(Task):
       max_vocab: how many of the most frequent tokens are kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
+      windows: lengths of windows that are drawn, up to seq_len.
       num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
         most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
       bucket_multiple: lengths of buckets are multiples of it. A pipeline needs whole chunks.
@@ -125,6 +127,7 @@ class LM(Task):
     max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
     batch_size: int = dataclasses.field(default=16, metadata=_FREE)
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
+    windows: Windows = dataclasses.field(default=Windows(), metadata=_FREE)
     num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
     bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
     packed: bool = dataclasses.field(default=False, metadata=_FREE)
@@ -182,6 +185,24 @@ class LM(Task):
             f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
             f"leave packed out",
         )
+        self._check_windows()
+
+    def _check_windows(self) -> None:
+        mean = self.windows.mean
+        require(
+            mean <= self.seq_len,
+            f"windows.mean={mean} is more than seq_len={self.seq_len}, the longest window; use "
+            f"seq_len={round(mean + 2 * self.windows.spread)}",
+        )
+        require(
+            not (mean and self.reads_lines),
+            f"windows.mean={mean}: lengths are drawn where the text is one long stream, here its lines are "
+            f"read; use windows.mean=0, or num_buckets=0 and no packed",
+        )
+        require(
+            not (mean and self.kernel == "cudnn"),
+            f"windows.mean={mean}: cuDNN's LSTM cannot begin within a window; use kernel='scan'",
+        )
 
     @property
     def variable_length(self) -> bool:
@@ -219,6 +240,8 @@ class LM(Task):
         """What makes a layer."""
         lstm = LAYERS["cudnn" if self.kernel == "cudnn" else "scan"]
         kind = lstm if self.layer == "lstm" else OTHER_LAYERS[self.layer]
+        if self.windows.mean or self.regularization.slowness:
+            kind = in_window(kind)
         own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
         return functools.partial(kind, **own)
 
@@ -245,7 +268,7 @@ class LM(Task):
           ValueError: the text is too short, or has no lines.
         """
         if not self.reads_lines:
-            return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
+            return TokenStreams(tokens, self.batch_size, self.seq_len, seed, self.windows)
         sentences = Sentences.split(tokens, separator)
         if self.packed:
             return PackedSentences(sentences, self.batch_size, self.seq_len, seed)
@@ -262,7 +285,8 @@ class LM(Task):
         """Random tokens: no text is read for it."""
         high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
-        return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
+        batch = Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
+        return batch._replace(padding=0, rate=1.0) if self.windows.mean else batch
 
     def read_text(self) -> Corpus:
         """The corpus, whose words the vocabulary must have room for.
@@ -333,7 +357,8 @@ class LM(Task):
             self.seq_len // parallel.num_chunks,
             parallel.microbatch_rows(self.batch_size),
         )
-        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows, self.packed)
+        resets = self.packed or self.windows.mean > 0
+        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows, resets)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
@@ -377,6 +402,8 @@ class LM(Task):
             lines += [("batch", f"{batch}, lines packed"), ("packing", packed.to_text())]
         else:
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
+        if self.windows.mean:
+            lines[-1] = ("batch", f"{batch} or less, {self.windows.mean} in the mean")
         known = vars(self).get(_KNOWN)
         if known and known.kernel:
             lines += [("kernel", f"{known.kernel.name}; {known.kernel.reason}")]

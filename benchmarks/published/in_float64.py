@@ -1,0 +1,32 @@
+"""The language model with float64 in the place of float32, to tell rounding from mistakes.
+
+    python -m jaxpar train benchmarks/published/in_float64.py:LM ...
+
+Two runs that drift apart because rounding grows stay together here; those that compute something else do not.
+It is for this alone: all of jaxpar computes in float64 once the file is loaded.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.tasks import lm
+
+NAMES: Any = jnp
+
+jax.config.update("jax_enable_x64", True)
+NAMES.float32 = jnp.float64
+
+
+@dataclasses.dataclass(frozen=True)
+class LM(lm.LM):
+    """As `train lm`."""
+
+    def make_model(self, rngs: nnx.Rngs) -> Any:
+        """The model, its activations in float64."""
+        model = super().make_model(rngs)
+        model.dtype = "float64"
+        return model

@@ -1,0 +1,165 @@
+"""The mean of the parameters: of which steps, wherever it lies, and when it begins."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from test_equivalence import MODEL, by_layer, make_batch, make_settings
+
+from jaxpar import OptimizerConfig, TrainConfig
+from jaxpar.mesh import MeshConfig
+from jaxpar.optimizer import begin_average
+from jaxpar.parallel import Parallel
+from jaxpar.state import audit, averaged, init_state
+from jaxpar.step import make_train_step
+from jaxpar.tasks.lm import LM
+from jaxpar.training.fit import evaluate_run, fit
+from jaxpar.training.loop import is_worse
+from jaxpar.training.report import Report
+from jaxpar.training.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+AVERAGING = OptimizerConfig(
+    name="sgd", learning_rate=0.5, lr_schedule="constant", warmup_steps=0, average_after=1
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [
+        ((2, 2, 2), {"update": "sharded"}),
+        full((2, 1, 1), {"update": "host"}),
+        slow((2, 2, 2), {"fsdp": True}),
+        slow((1, 1, 1), {}),
+    ],
+)
+@pytest.mark.parametrize("weight_decay", [0.01])
+def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay):
+    optimizer = dataclasses.replace(AVERAGING, weight_decay=weight_decay)
+    task = dataclasses.replace(MODEL, num_layers=2, optimizer=optimizer)
+    settings = make_settings(mesh, (2, 2), task, layout=layout)
+    devices = settings.parallel.mesh.build()
+    state, history = init_state(task, settings.parallel, devices), []
+    step = make_train_step(*settings, devices)
+    for number in range(5):
+        if number == 2:
+            opt_state = begin_average(state.opt_state)
+            state = dataclasses.replace(state, opt_state=opt_state)
+        state, _ = step(state, make_batch(settings, devices, number, number == 0))
+        history.append(by_layer(state.params, settings))
+        found = averaged(state, devices)
+        audit(found)
+        means = by_layer(found.params, settings)
+        begun = history[2:] or history[-1:]
+        for name, mean in means.items():
+            expected = np.mean([np.float64(params[name]) for params in begun], axis=0)
+            np.testing.assert_allclose(mean, expected, rtol=1e-5, atol=1e-7)
+            if number < 3:
+                np.testing.assert_array_equal(mean, history[-1][name])
+    assert int(state.opt_state.steps) == 3
+    assert step.num_programs == 1
+
+
+def test_decay_of_sgd_is_that_of_a_penalty():
+    plain, decaying = (
+        dataclasses.replace(AVERAGING, average_after=0, weight_decay=decay).make(10)
+        for decay in (0.0, 0.1)
+    )
+    params, grads = np.float32([1.0, -2.0]), np.float32([0.5, 0.25])
+    update, _ = decaying.update(grads, decaying.init(params), params)
+    expected, _ = plain.update(grads + np.float32(0.1) * params, plain.init(params), params)
+    np.testing.assert_allclose(update, expected, rtol=1e-6)
+
+
+def paper(losses, patience):
+    """As the paper's repository has it."""
+    best = []
+    for loss in losses:
+        if len(best) > patience and loss > min(best[:-patience]):
+            return True
+        best.append(loss)
+    return False
+
+
+@pytest.mark.parametrize("patience", [1, 2, 5])
+def test_the_mean_begins_when_the_paper_begins_it(patience):
+    rng = np.random.default_rng(patience)
+    for _ in range(50):
+        losses = rng.integers(0, 12, 9).tolist()
+        begun = [is_worse(dict(enumerate(losses[:n])), patience) for n in range(1, len(losses) + 1)]
+        assert any(begun) == paper(losses, patience), losses
+
+
+# ---- a run ----
+
+
+class Began(Report):
+    def __init__(self):
+        self.steps = []
+
+    def average(self, step):
+        self.steps.append(step)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Few words without any order, of which nothing but their number can be learned."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 600), ("valid", 120), ("test", 60)):
+        (folder / f"{split}.txt").write_text(" ".join(rng.choice(list("abcdef"), count)) + "\n")
+    return str(folder)
+
+
+def run(text, folder, num_steps=16, parallel=None, **options):
+    task = LM(
+        2, 8, 8, dropout=0.2, corpus=text, batch_size=4, seq_len=4,
+        optimizer=dataclasses.replace(AVERAGING, learning_rate=3.0),
+    )  # fmt: skip
+    train = TrainConfig(
+        num_steps=num_steps, eval_every=2, checkpoint_every=0, log_every=4, out_dir=str(folder)
+    )
+    report = Began()
+    parallel = parallel or Parallel(MeshConfig(devices=(0,)))
+    return fit(task, parallel, train, report=report, **options), report.steps
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    return run(text, tmp_path_factory.mktemp("runs") / "whole")
+
+
+def test_a_run_evaluates_the_mean(whole):
+    result, began = whole
+    assert len(began) == 1
+    assert 2 < began[0] < 10
+    assert int(result.state.opt_state.steps) == 16 - began[0]
+    again = {part.split: part.loss for part in evaluate_run(RunFolder(result.out_dir))}
+    for split, found in result.evaluations.items():
+        np.testing.assert_allclose(again[split], found.loss, rtol=1e-6)
+
+
+# Where the mean begins, and in the middle of it.
+@pytest.mark.parametrize("later", [0, full(1)])
+def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
+    result, (began,) = whole
+    stop = began + later
+    run(text, tmp_path, num_steps=stop)
+    parallel = Parallel(MeshConfig(2, 1, 1, devices=(0, 1)), update="host")
+    part, _ = run(text, tmp_path, parallel=parallel, resume=True)
+    np.testing.assert_allclose(part.losses, result.losses[stop:], rtol=1e-5)
+    assert int(part.state.opt_state.steps) == 16 - began
+    for split, found in result.evaluations.items():
+        np.testing.assert_allclose(part.evaluations[split].loss, found.loss, rtol=1e-5)
+
+
+def test_a_run_without_validations_is_refused(text, tmp_path):
+    task = LM(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=AVERAGING)
+    with pytest.raises(ValueError, match="average_after=1 goes by validations, and eval_every=0"):
+        fit(task, "dp2pp2tp2", TrainConfig(num_steps=4, out_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,178 @@
+"""Windows of drawn lengths: what is in them, and that a late one is a short one, on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from test_equivalence import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
+
+from jaxpar.mesh import MeshConfig
+from jaxpar.parallel import Parallel
+from jaxpar.state import init_state
+from jaxpar.step import make_loss_and_grad, make_train_step
+from jaxpar.tasks.lm import LM, Batch, TokenStreams
+from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.windows import Windows
+
+full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+PENALTIES = Regularization(activations=2.0, slowness=1.0)
+
+
+def stream(num_tokens, seed=0, rows=3, seq_len=20, mean=12, **windows):
+    return TokenStreams(np.arange(num_tokens), rows, seq_len, seed, Windows(mean, **windows))
+
+
+# ---- what is drawn ----
+
+
+def test_windows_follow_each_other_and_nothing_counts_before_their_text():
+    text = stream(2000)
+    next_B = None
+    for number in range(text.num_windows):
+        batch = text.batch(number)
+        length = text.seq_len - batch.padding
+        assert 5 <= length <= 20
+        assert batch.rate == length / 12
+        assert batch.starts == (number == 0)
+        inputs, targets = batch.inputs_BT[:, -length:], batch.targets_BT[:, -length:]
+        np.testing.assert_array_equal(targets, (inputs + 1) % 2000)
+        np.testing.assert_array_equal(np.diff(inputs) % 2000, 1)
+        if next_B is not None:
+            np.testing.assert_array_equal(inputs[:, 0], next_B)
+        next_B = targets[:, -1]
+        assert (batch.targets_BT[:, : batch.padding] == -1).all()
+        part = text.batch(number, slice(1, 3))
+        np.testing.assert_array_equal(part.inputs_BT, batch.inputs_BT[1:])
+        assert part.padding == batch.padding
+
+
+def test_lengths_are_those_of_the_paper():
+    windows = Windows(70, spread=5.0, short=0.05)
+    drawn = windows.draw(np.random.default_rng(0), 20_000, 90)
+    is_short = drawn < 52
+    np.testing.assert_allclose(is_short.mean(), 0.05, atol=0.006)
+    np.testing.assert_allclose(drawn[~is_short].mean(), 69.5, atol=0.3)  # cut to whole numbers
+    np.testing.assert_allclose(drawn[~is_short].std(), 5, atol=0.2)
+    np.testing.assert_allclose(drawn.mean(), windows.expected(90), rtol=0.01)
+
+
+def test_lengths_are_drawn_from_seed_and_epoch():
+    def paddings(seed, epoch=0):
+        text = stream(2000, seed)
+        return [text.batch(epoch * text.num_windows + n).padding for n in range(text.num_windows)]
+
+    assert paddings(0) == paddings(0)
+    assert len({tuple(paddings(*of)) for of in ((0, 0), (1, 0), (0, 1))}) == 3
+
+
+def test_evaluation_has_windows_of_one_length():
+    text, plain = (TokenStreams(np.arange(100), 3, 8, None, Windows(mean)) for mean in (6, 0))
+    assert text.num_windows == plain.num_windows
+    for number in range(text.num_windows):
+        batch, expected = text.batch(number), plain.batch(number)
+        np.testing.assert_array_equal(batch.inputs_BT, expected.inputs_BT)
+        np.testing.assert_array_equal(batch.targets_BT, expected.targets_BT)
+        assert batch.padding == 0
+
+
+# ---- a late window is a short one ----
+
+SHORT = LM(3, 6, 6, 11, dropout=0.0, batch_size=4, seq_len=5, regularization=PENALTIES)
+LATE = dataclasses.replace(SHORT, seq_len=9, windows=Windows(mean=7))
+
+
+def loss_and_grads(task, batch):
+    parallel = Parallel(MeshConfig(devices=(0,)))
+    mesh = parallel.mesh.build()
+    state = init_state(task, parallel, mesh)
+    state = dataclasses.replace(state, carry=nonzero_carry(state))
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    (loss, (carry, sums)), grads = run(state, batch)
+    settings = make_settings(task=task)
+    return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)
+
+
+@pytest.mark.parametrize(
+    "layer", ["lstm", full("gru"), full("mingru"), slow("rglru"), slow("slstm")]
+)
+@pytest.mark.parametrize("starts", [False, full(True)])
+def test_a_late_window_is_a_short_one(layer, starts):
+    tokens = np.random.default_rng(0).integers(0, 11, (4, 6), dtype=np.int32)
+    short = Batch(tokens[:, :-1], tokens[:, 1:], starts)
+    inputs, targets = (
+        np.pad(a, ((0, 0), (4, 0)), constant_values=fill)
+        for a, fill in zip(short[:2], (3, -1), strict=True)
+    )
+    late = Batch(inputs, targets, starts, padding=4, rate=1.0)
+    expected = loss_and_grads(dataclasses.replace(SHORT, layer=layer), short)
+    actual = loss_and_grads(dataclasses.replace(LATE, layer=layer), late)
+    for own, others in zip(actual, expected, strict=True):
+        for name in others:
+            np.testing.assert_allclose(own[name], others[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+# A chunk of padding, and one with some.
+DRAWN = dataclasses.replace(MODEL, windows=Windows(mean=6), regularization=PENALTIES)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("mesh", "units", "options"),
+    [
+        ((2, 2, 2), (2, 4), {}),
+        full((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
+        full((8, 1, 1), (1, 1), {}),
+        slow((1, 4, 2), (2, 4), {"zero_bubble": "microbatch"}),
+        slow((4, 2, 1), (2, 2), {"head": "last", "zero_bubble": "off"}),
+    ],
+)
+def test_late_windows_are_the_same_on_every_mesh(mesh, units, options):
+    assert_same_as_plain(make_settings(mesh, units, DRAWN, **options))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("layer", [full("gru"), slow("slstm"), slow("rglru")])
+def test_late_windows_of_other_layers_are_the_same_on_every_mesh(layer):
+    task = dataclasses.replace(DRAWN, layer=layer)
+    assert_same_as_plain(make_settings((2, 2, 2), (2, 4), task))
+
+
+@pytest.mark.parametrize("update", ["replicated", full("host")])
+def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
+    task = dataclasses.replace(LATE, optimizer=MODEL.optimizer)
+    parallel = Parallel(MeshConfig(devices=(0,)), update=update)
+    mesh = parallel.mesh.build()
+    step = make_train_step(task, parallel, mesh=mesh)
+    tokens = np.random.default_rng(0).integers(0, 11, (4, 10), dtype=np.int32)
+
+    def moved(padding, rate):
+        state = init_state(task, parallel, mesh)
+        before = jax.tree.map(np.asarray, state.params)
+        batch = Batch(tokens[:, :-1], tokens[:, 1:].copy(), True, None, padding, rate)
+        batch.targets_BT[:, :padding] = -1
+        after = step(state, batch)[0].params
+        return jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a) - b, after, before))
+
+    for whole, half in zip(moved(2, 1.0), moved(2, 0.5), strict=True):
+        np.testing.assert_allclose(half, whole / 2, atol=1e-7)
+    assert np.any(moved(0, 1.0)[0] != moved(2, 1.0)[0])
+    assert step.num_programs == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Windows(mean=3), "mean=3: windows have 5 steps or more"),
+        (lambda: Windows(mean=9, spread=-1.0), r"spread=-1\.0"),
+        (lambda: Windows(mean=9, short=1.0), r"short=1\.0"),
+        (lambda: LM(seq_len=32, windows=Windows(33)), r"windows\.mean=33 is more than seq_len=32"),
+        (lambda: LM(packed=True, windows=Windows(30)), "its lines are read"),
+        (lambda: LM(kernel="cudnn", windows=Windows(30)), "cuDNN's LSTM cannot begin within"),
+    ],
+)
+def test_impossible_windows_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
