@@ -384,24 +384,33 @@ class Outer:
             jax.tree.unflatten(self._frozen_structure, frozen),
         )
 
-    def model(
-        self, numbers: Sequence[int], values: Any, frozen_numbers: Sequence[int], frozen: Any
-    ) -> Any:
-        """The model with some of its leaves, all others shapes."""
-        return self.merge(
-            _replaced(self.leaves, numbers, values),
-            _replaced(self.frozen_leaves, frozen_numbers, frozen),
-        )
+    def run_first(self, leaves: Any, frozen: Any, at: At) -> Any:
+        """`first` of the model with the leaves that it uses."""
+        at = at._replace(layer=len(self.layout.kind_of) + 1)
+        return self._before(leaves, frozen).first(at.batch, at)
 
-    def as_state(self, numbers: Sequence[int], values: Any) -> nnx.State:
-        """Values of some trained leaves as a state of these alone."""
-        state = jax.tree.unflatten(self._structure, _replaced(self.leaves, numbers, values))
+    def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
+        """The gradients of these leaves, with what the model adds to them by itself."""
+        state = jax.tree.unflatten(self._structure, _replaced(self.leaves, self.first, grads))
         flat = list(nnx.to_flat_state(state))
-        return nnx.from_flat_state([flat[number] for number in numbers])
+        own = nnx.from_flat_state([flat[number] for number in self.first])
+        added = self._before(leaves, frozen).add_first_gradient(own, dx, at.batch, at)
+        return tuple(jax.tree.leaves(added))
 
-    def from_state(self, state: nnx.State) -> tuple[Any, ...]:
-        """The other way round."""
-        return tuple(jax.tree.leaves(state))
+    def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
+        """`last` of the model with the leaves that it uses; or `last_part`."""
+        at = at._replace(layer=len(self.layout.kind_of))
+        model = self.merge(
+            _replaced(self.leaves, self.last, leaves),
+            _replaced(self.frozen_leaves, self.last_frozen, frozen),
+        )
+        return (model.last_part if is_part else model.last)(y, at.batch, at)
+
+    def _before(self, leaves: Any, frozen: Any) -> Any:
+        return self.merge(
+            _replaced(self.leaves, self.first, leaves),
+            _replaced(self.frozen_leaves, self.first_frozen, frozen),
+        )
 
 
 @functools.lru_cache(maxsize=256)
