@@ -277,6 +277,10 @@ class StepShape:
         places = self.sizes[STAGE] * self.parallel.num_groups
         return tuple(rows // places for rows in self.rows)
 
+    def weights_of(self, kind: int) -> int:
+        """Numbers of a layer's parameters."""
+        return sum(math.prod(array.shape[1:]) for array in self.params if array.kind == kind)
+
     @property
     def tensor(self) -> int:
         """Devices that a layer is split over."""
