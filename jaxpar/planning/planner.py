@@ -135,7 +135,7 @@ class Ranking(Tables):
         """See `Tables`."""
         yield (
             f"{self.num_devices} devices of {self.hardware.name}; {self.num_configs:,} configs, "
-            f"the best of each mesh, and what its time goes to:\n"
+            f"the best of each mesh:\n"
         )
         columns = ("layers", "head", "bubble", "ticks", "sending", "update")
         table = make_table("config", ">step", *(f">{name}" for name in columns), ">memory")
@@ -205,7 +205,7 @@ def plan(
             if saved is None:
                 continue
             try:
-                costs.append(predict_step(task, saved, train, hardware))
+                costs.append(predict_step(task, saved, train, hardware, quick=True))
             except ValueError as error:
                 refused = refused or error
                 break
@@ -333,7 +333,8 @@ def place(
         for most in range(-(-num_layers // places), num_layers - places + 2)
     ]
     for placement in sorted(placements, key=tick):
-        cost = predict_step(task, _change(given, placement=placement), train, hardware)
+        placed = _change(given, placement=placement)
+        cost = predict_step(task, placed, train, hardware, quick=True)
         if cost.memory_bytes <= hardware.memory_bytes:
             return placement
     return placements[0]
@@ -359,7 +360,8 @@ def check_fits(
         if fit_alone.intersection(names) or len(fields) < len(parts):
             continue  # one is enough, or they are two of a kind
         try:
-            other = predict_step(task, _change(cost.parallel, **fields), train, hardware)
+            changed = _change(cost.parallel, **fields)
+            other = predict_step(task, changed, train, hardware, quick=True)
         except ValueError:
             continue
         tried.append((" and ".join(names), other))

@@ -85,7 +85,8 @@ class Unit:
             own = ((function,), (params,), (frozen,), (carry,), x, at)
             made.append(SplitLayers(*own, has_empty_slots=False, splits=self.splits))
 
-        jax.eval_shape(trace, params, frozen, carry, self.x, self.block)
+        # Where they lie is left out: inside a `shard_map` that is said in other words.
+        jax.eval_shape(trace, *jax.tree.map(shape_of, (params, frozen, carry, self.x, self.block)))
         return made[0]
 
     # ---- the pieces: functions of what they change in place (), and of other arrays ----
@@ -323,27 +324,18 @@ def _corners(model: ModelShapes, splits: bool) -> list[Facts] | None:
     steps, fifth = (_STEPS, _FIFTH) if has_time else ((None,), (None, _FIFTH[1]))
     try:
         known = [measure_facts(model, t, b, splits) for t in steps for b in _ROWS]
-        checked = measure_facts(model, *fifth, splits)
-        expected = _between(known, *fifth)
+        checked, expected = measure_facts(model, *fifth, splits), _between(known, *fifth)
     except (TypeError, ValueError):  # a model for its own number of time steps alone
         return None
-    exact, live = (
-        [
-            np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(part(f))])
-            for f in (checked, expected)
-        ]
-        for part in (_without_live, _most_alive)
-    )
+
+    def numbers(facts: Facts) -> tuple[list[float], list[float]]:
+        amounts = [facts.amounts[key] for key in sorted(facts.amounts)]
+        rest = facts._replace(amounts={n: each[:3] for n, each in enumerate(amounts)})
+        return jax.tree.leaves(rest), [max(each.live) for each in amounts]
+
+    exact, live = zip(numbers(checked), numbers(expected), strict=True)
     # What is alive is a sum of the larger of two numbers, here and there.
     return known if np.allclose(*exact, rtol=1e-9) and np.allclose(*live, rtol=0.02) else None
-
-
-def _without_live(facts: Facts) -> Any:
-    return facts._replace(amounts={key: each[:3] for key, each in facts.amounts.items()})
-
-
-def _most_alive(facts: Facts) -> list[float]:
-    return [max(facts.amounts[key].live) for key in sorted(facts.amounts)]
 
 
 def _between(known: Sequence[Facts], t: int | None, b: int) -> Facts:
@@ -379,18 +371,28 @@ def is_split(step: StepShape) -> Split:
 def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
     t = model.layout.num_steps and min(model.layout.num_steps, _STEPS[1])
     unit = Unit(model, t, _ROWS[0], splits=splits, mesh=simulated_mesh(MeshConfig(tensor=n)))
-    x, saved = list[bool](), list[tuple[bool, ...]]()
+    x, saved = list[bool](), list[list[bool]]()
     for kind, layers in enumerate(unit.layers):
         function, shapes = unit.spread(unit.pieces(kind, 2)[FORWARD])
         compiled = jax.jit(function).lower(*shapes).compile()
-        _, (_, y, (kept,)) = compiled.output_shardings
-        cut = [
-            [not each.is_fully_replicated for each in jax.tree.leaves(part)] for part in (y, kept)
-        ]
-        x += cut[0]
-        room = len(layers.saved[0]) - len(kept)
-        saved.append((*cut[1], *[any(cut[1])] * room))
-    return Split(any(x), tuple(saved))
+        _, (_, *outputs) = compiled.output_shardings
+        y, kept = (
+            [not where.is_fully_replicated for where in jax.tree.leaves(part)] for part in outputs
+        )
+        x += y
+        saved.append([*kept, *[any(kept)] * (len(layers.saved[0]) - len(kept))])
+    # What is kept of a layer's input lies as it comes, whatever the layer makes of it.
+    like_x = {leaf.shape for leaf in jax.tree.leaves(unit.x) if any(x)}
+    return Split(
+        any(x),
+        tuple(
+            tuple(
+                is_cut or leaf.shape in like_x
+                for is_cut, leaf in zip(cut, layers.saved[0], strict=True)
+            )
+            for cut, layers in zip(saved, unit.layers, strict=True)
+        ),
+    )
 
 
 def _bytes(leaf: Any) -> float:
