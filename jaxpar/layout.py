@@ -22,7 +22,7 @@ from jaxpar.model import NO_SLOTS, Stack, checked_sums, values
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
-from jaxpar.sharding import PARAM_SHAPE, Layout, is_variable, off_stages, split_over_data
+from jaxpar.sharding import PARAM_SHAPE, Layout, Rules, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
 from jaxpar.trees import shape_of, zeros
 from jaxpar.work import count_flops, used_inputs
@@ -73,14 +73,8 @@ class ModelLayout:
         self.head = self._choose_head(plain)
         rules = task.rules
         is_last = parallel.mesh.stage > 1 and self.head == "last"
-        self.rules = off_stages(rules) if is_last else rules
-        self.param_rules = split_over_data(self.rules) if parallel.fsdp else self.rules
-        splits_update = parallel.fsdp or parallel.update != "replicated"
-        self.opt_rules = split_over_data(self.rules) if splits_update else self.rules
-        # Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
-        self.carry_rules = (
-            self.rules if parallel.has_equal_shares else self.rules.replace({BATCH: None})
-        )
+        found = rules_of(rules, parallel, head_is_last=is_last)
+        self.rules, self.param_rules, self.opt_rules, self.carry_rules = found
         self.divides_by_hand = self.rules.axes_of(BATCH) == (DATA,)
         if not self.divides_by_hand and parallel.runs_in_units:
             raise ValueError(
@@ -202,18 +196,29 @@ class ModelLayout:
                     f"placed on stages; use stage=1, and data and tensor for all devices"
                 )
             return NO_SLOTS
-        if stages == 1:
-            return make_slots((num_layers,), kind_of=self.kind_of)
+        placement = self.placement_on(self.parallel, shares_head=self.head == "sharded")
+        return make_slots(placement, self.parallel.num_groups, self.kind_of)
+
+    def placement_on(self, parallel: Parallel, *, shares_head: bool) -> tuple[int, ...]:
+        """Layers on each stage of any layout, as `placement`.
+
+        Args:
+          shares_head: what follows the layers is not the last stage's alone.
+        Raises:
+          ValueError: the placement that is asked for does not fit.
+        """
+        num_layers, stages = len(self.kind_of), parallel.mesh.stage
+        if stages == 1 or not num_layers:
+            return (num_layers,)
         costs = self.layer_costs
-        placement = resolve_placement(
-            self.parallel.pipeline.placement,
+        return resolve_placement(
+            parallel.pipeline.placement,
             num_layers,
             stages,
-            self.parallel.num_groups,
-            self.last_cost,
+            parallel.num_groups,
+            0.0 if shares_head else self.last_work,
             None if len(set(costs)) == 1 else costs,
         )
-        return make_slots(placement, self.parallel.num_groups, self.kind_of)
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -344,6 +349,26 @@ class ModelLayout:
         return Outer(self, model)
 
 
+def rules_of(
+    rules: Rules, parallel: Parallel, *, head_is_last: bool
+) -> tuple[Rules, Rules, Rules, Rules]:
+    """How parameters lie while a step computes; parameters, optimizer state and carry between steps.
+
+    Args:
+      rules: of the task.
+      head_is_last: there are stages, and what follows the layers is on the last.
+    """
+    rules = off_stages(rules) if head_is_last else rules
+    splits_update = parallel.fsdp or parallel.update != "replicated"
+    return (
+        rules,
+        split_over_data(rules) if parallel.fsdp else rules,
+        split_over_data(rules) if splits_update else rules,
+        # Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
+        rules if parallel.has_equal_shares else rules.replace({BATCH: None}),
+    )
+
+
 class Outer:
     """Variables outside the stack, as flat lists that an engine can take; and the functions that use them.
 
@@ -389,24 +414,33 @@ class Outer:
             jax.tree.unflatten(self._frozen_structure, frozen),
         )
 
-    def model(
-        self, numbers: Sequence[int], values: Any, frozen_numbers: Sequence[int], frozen: Any
-    ) -> Any:
-        """The model with some of its leaves, all others shapes."""
-        return self.merge(
-            _replaced(self.leaves, numbers, values),
-            _replaced(self.frozen_leaves, frozen_numbers, frozen),
-        )
+    def run_first(self, leaves: Any, frozen: Any, at: At) -> Any:
+        """`first` of the model with the leaves that it uses."""
+        at = at._replace(layer=len(self.layout.kind_of) + 1)
+        return self._before(leaves, frozen).first(at.batch, at)
 
-    def as_state(self, numbers: Sequence[int], values: Any) -> nnx.State:
-        """Values of some trained leaves as a state of these alone."""
-        state = jax.tree.unflatten(self._structure, _replaced(self.leaves, numbers, values))
+    def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
+        """The gradients of these leaves, with what the model adds to them by itself."""
+        state = jax.tree.unflatten(self._structure, _replaced(self.leaves, self.first, grads))
         flat = list(nnx.to_flat_state(state))
-        return nnx.from_flat_state([flat[number] for number in numbers])
+        own = nnx.from_flat_state([flat[number] for number in self.first])
+        added = self._before(leaves, frozen).add_first_gradient(own, dx, at.batch, at)
+        return tuple(jax.tree.leaves(added))
 
-    def from_state(self, state: nnx.State) -> tuple[Any, ...]:
-        """The other way round."""
-        return tuple(jax.tree.leaves(state))
+    def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
+        """`last` of the model with the leaves that it uses; or `last_part`."""
+        at = at._replace(layer=len(self.layout.kind_of))
+        model = self.merge(
+            _replaced(self.leaves, self.last, leaves),
+            _replaced(self.frozen_leaves, self.last_frozen, frozen),
+        )
+        return checked_sums((model.last_part if is_part else model.last)(y, at.batch, at), model)
+
+    def _before(self, leaves: Any, frozen: Any) -> Any:
+        return self.merge(
+            _replaced(self.leaves, self.first, leaves),
+            _replaced(self.frozen_leaves, self.first_frozen, frozen),
+        )
 
 
 @functools.lru_cache(maxsize=256)

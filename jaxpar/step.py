@@ -697,31 +697,14 @@ def _run_in_units(
         model = model.prepare(mesh.shape)
     outer = layout.outer(model)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
-    num_layers = len(layout.kind_of)
-
-    def first(leaves, frozen, at):
-        at = at._replace(layer=num_layers + 1)
-        return outer.model(outer.first, leaves, outer.first_frozen, frozen).first(at.batch, at)
-
-    def last(leaves, frozen, y, at):
-        at = at._replace(layer=num_layers)
-        model = outer.model(outer.last, leaves, outer.last_frozen, frozen)
-        return checked_sums((model.last_part if sharded else model.last)(y, at.batch, at), model)
-
-    def add_first_gradient(grads, leaves, frozen, at, dx):
-        model = outer.model(outer.first, leaves, outer.first_frozen, frozen)
-        state = outer.as_state(outer.first, grads)
-        state = model.add_first_gradient(state, dx, at.batch, at)
-        return outer.from_state(state)
-
     # If all of `first` is frozen there is no gradient to add to.
     adds_gradient = hasattr(model, "add_first_gradient") and outer.first
     deal, gather = _deal(layout, mesh)
     b = parallel.microbatch_rows(layout.batch_size)
     pipeline = Pipeline(
         layers=layers,
-        first=first,
-        last=last,
+        first=outer.run_first,
+        last=functools.partial(outer.run_last, is_part=sharded),
         mesh=mesh,
         slots=layout.slots,
         chunk_len=layout.num_steps // parallel.num_chunks if layout.num_steps else None,
@@ -733,7 +716,7 @@ def _run_in_units(
         num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         steady_loop=parallel.has_steady_loop(mesh),
-        first_gradient=add_first_gradient if adds_gradient else None,
+        first_gradient=outer.add_first_gradient if adds_gradient else None,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),

@@ -58,7 +58,8 @@ def every_layout(num_devices):
 
 @pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_first_choice_is_the_best_of_all(num_devices):
-    costs = [predict_step(TASK, p, hardware=LAPTOP) for p in every_layout(num_devices)]
+    layouts = every_layout(num_devices)
+    costs = [predict_step(TASK, p, hardware=LAPTOP, quick=True) for p in layouts]
     smallest = min(cost.memory.total for cost in costs)
     for room in (100, 1.5, 1.02):  # all fit, some, and those that save all they can
         hardware = with_memory(LAPTOP, room * smallest)

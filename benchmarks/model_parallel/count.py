@@ -7,6 +7,7 @@ Nothing is run: the programs are compiled for simulated devices, and their colle
 
 import collections
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,17 @@ from jax.sharding import Mesh, NamedSharding
 
 import jaxpar
 from jaxpar import MeshConfig, Rules
-from jaxpar.analysis import Collective, inspect_function, inspect_split, inspect_step
-from jaxpar.axes import TENSOR
+from jaxpar.analysis import Collective, ProgramReport, inspect_function, inspect_step
+from jaxpar.axes import BATCH, DATA, TENSOR
 from jaxpar.sharding import Layout
 from jaxpar.tasks.images import STRATEGIES, Images
 
 BATCH_SIZE, IN_SIZE, OUT_SIZE = 128, 1000, 500
 SPLITS = {"data": "data", "row": "first dim", "column": "second dim"}
+
+# The dim that each cuts: rows of the batch, columns or rows of a kernel [..., in, out].
+IN, OUT = "in", "out"
+CUT = {"data": BATCH, "column": OUT, "row": IN}
 
 # What the post adds up for two devices.
 POST = {
@@ -43,12 +48,57 @@ def make_mesh(num_devices: int) -> Mesh:
     return MeshConfig(tensor=num_devices, devices=tuple(range(num_devices))).build()
 
 
+def inspect_split(
+    layer: nnx.Module,
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    split: str,
+    *,
+    is_first: bool = False,
+) -> ProgramReport:
+    """What the compiled forward and backward pass of a split layer really exchange.
+
+    Args:
+      layer, is_first: as of `jaxpar.analysis.strategy_for`.
+      shape: of the input.
+      mesh: has the axes of `axes.MESH_AXES`; all its devices take a part.
+      split: "data", "column" or "row".
+    """
+    rules = {dim: (DATA, TENSOR) if dim == CUT[split] else None for dim in CUT.values()}
+    layout = Layout(mesh, Rules.make(rules))
+    rows = (BATCH, *[None] * (len(shape) - 1))
+    graphdef, params = nnx.split(layer)
+
+    def place(array: Any, *dims: str | None) -> jax.ShapeDtypeStruct:
+        where = NamedSharding(mesh, layout.rules.spec(dims))
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
+
+    def names(param: Any) -> tuple[str | None, ...]:
+        return (*[None] * (param.ndim - 2), IN, OUT)[-param.ndim :]
+
+    def forward(params, x):
+        x = layout(layout(x, *rows), *rows[:-1], IN)
+        y = layout(nnx.merge(graphdef, params)(x), *rows[:-1], OUT)
+        return layout(y, *rows)
+
+    def run(params, x, dy):
+        y, backward = jax.vjp(forward, params, x)
+        d_params, dx = backward(dy)
+        d_params = jax.tree.map(lambda leaf: layout(leaf, *names(leaf)), d_params)
+        return (y, d_params) if is_first else (y, d_params, dx)
+
+    x = place(jax.ShapeDtypeStruct(shape, jnp.float32), *rows)
+    y: Any = jax.eval_shape(forward, params, x)
+    params = jax.tree.map(lambda leaf: place(leaf, *names(leaf)), params)
+    return inspect_function(run, params, x, place(y, *rows), mesh=mesh)
+
+
 def dense_layer() -> Iterator[Row]:
     """The post's layer, split in each way over 2 and 4 devices."""
     layer = nnx.eval_shape(lambda: nnx.Linear(IN_SIZE, OUT_SIZE, use_bias=False, rngs=nnx.Rngs(0)))
     for num_devices in (2, 4):
         for split, name in SPLITS.items():
-            report = inspect_split(layer, BATCH_SIZE, make_mesh(num_devices), split)
+            report = inspect_split(layer, (BATCH_SIZE, IN_SIZE), make_mesh(num_devices), split)
             for c in report.collectives:
                 shape, count = POST[split, c.phase] if num_devices == 2 else ("", "")
                 post = f"{shape} = {count:,}" if shape else ""

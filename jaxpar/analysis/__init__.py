@@ -13,7 +13,7 @@ from jaxpar.analysis.program import (
     inspect_function,
     inspect_step,
 )
-from jaxpar.analysis.strategy import Advice, SplitCost, inspect_split, strategy_for
+from jaxpar.analysis.strategy import Advice, SplitCost, strategy_for
 
 __all__ = [
     "Advice",
@@ -27,7 +27,6 @@ __all__ = [
     "find_collectives",
     "inspect_compiled",
     "inspect_function",
-    "inspect_split",
     "inspect_step",
     "measure_step",
     "strategy_for",

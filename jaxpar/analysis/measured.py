@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from jaxpar.analysis.hlo import Module
-from jaxpar.analysis.program import settle
+from jaxpar.analysis.program import busy_of, settle
 from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.layout import lay_out
@@ -25,7 +25,7 @@ from jaxpar.parallel import Parallel
 from jaxpar.pictures.chart import Block, Chart, Drawing, Key, Row, round_marks
 from jaxpar.pictures.picture import Tables, make_table, table_html
 from jaxpar.pictures.timeline import FEET, blocks_of, half_times, legend_of, unit_color
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
@@ -236,12 +236,8 @@ def measure_step(
     has_head_S = np.arange(num_stages) >= (
         0 if lay_out(task, parallel).head == "sharded" else num_stages - 1
     )
-    busy = {
-        FORWARD: np.asarray(plan.forward.unit)[0, ticks] >= 0,
-        HEAD: (np.asarray(plan.head)[0, ticks, :1] >= 0) & has_head_S,
-        BACKWARD: np.asarray(plan.backward.unit)[0, ticks] >= 0,
-        **{scope_of_weights(n): unit[0, ticks] >= 0 for n, unit in enumerate(plan.weight_units)},
-    }
+    busy = {part: busy[0, ticks] for part, busy in busy_of(plan).items()}
+    busy[HEAD] = busy[HEAD] & has_head_S
     branches = _find_branches(compiled.as_text())
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(num_stages, -1)
     stages = [device.id for device in by_stage[:, 0]]

@@ -45,6 +45,12 @@ class Memory:
         """What a device must have room for."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
+    def __str__(self) -> str:
+        """Its sum and its parts."""
+        parts = ("arguments", self.arguments), ("new outputs", self.outputs - self.aliased)
+        parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", self.temporary)))
+        return f"{format_bytes(self.total)}: {', '.join(parts)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Total:
@@ -131,10 +137,8 @@ class ProgramReport(Tables):
         facts = Table.grid(padding=(0, 2))
         if self.flops is not None:
             facts.add_row("FLOPs per device", f"{self.flops:,.0f}, the body of every loop once")
-        if m := self.memory:
-            parts = ("arguments", m.arguments), ("new outputs", m.outputs - m.aliased)
-            parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", m.temporary)))
-            facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
+        if self.memory:
+            facts.add_row("memory per device", str(self.memory))
         yield facts
         yield from self.notes
 
@@ -259,14 +263,19 @@ def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
     )
 
 
-def _planned(collective: Collective, plan: Plan, has_steady: bool) -> Collective:
-    """A collective of a loop over ticks with the loop's length, by what of a tick it belongs to."""
-    units = {
-        FORWARD: np.asarray(plan.forward.unit) >= 0,  # [data, ticks, stage]
-        BACKWARD: np.asarray(plan.backward.unit) >= 0,
+def busy_of(plan: Plan) -> dict[str, np.ndarray]:
+    """For every part of a tick where there is something to do, bool [data, ticks, stage] (or 1: the last)."""
+    return {
+        FORWARD: np.asarray(plan.forward.unit) >= 0,
         HEAD: np.asarray(plan.head)[..., :1] >= 0,
+        BACKWARD: np.asarray(plan.backward.unit) >= 0,
         **{scope_of_weights(n): unit >= 0 for n, unit in enumerate(plan.weight_units)},
     }
+
+
+def _planned(collective: Collective, plan: Plan, has_steady: bool) -> Collective:
+    """A collective of a loop over ticks with the loop's length, by what of a tick it belongs to."""
+    units = busy_of(plan)
     scopes = _SCOPE.findall(collective.module)
     part = next((scope for scope in scopes if scope in units), None)
     if part is None or collective.trip_counts[:1] != (None,):

@@ -5,20 +5,11 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from jaxpar.analysis.program import ProgramReport, inspect_function
-from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
+from jaxpar.axes import DATA, STAGE
 from jaxpar.mesh import MeshConfig
-from jaxpar.sharding import Layout, Rules
-
-ALL_DEVICES = (DATA, TENSOR)
-
-# The dim that each split cuts: rows of the batch, columns or rows of a kernel [..., in, out].
-IN, OUT = "in", "out"
-SPLITS = {"data": BATCH, "column": OUT, "row": IN}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,54 +138,6 @@ def strategy_for(
         costs=costs,
         flip_batch=math.ceil(costs[0].total_bytes / min(by_weights)) if by_weights else 1,
     )
-
-
-def inspect_split(
-    layer: nnx.Module,
-    batch: int | tuple[int, ...],
-    mesh: Mesh,
-    split: str,
-    *,
-    is_first: bool = False,
-) -> ProgramReport:
-    """What the compiled forward and backward pass of a split layer really exchange.
-
-    Args:
-      layer, batch, is_first: as of `strategy_for`.
-      mesh: has the axes of `axes.MESH_AXES`; all its devices take a part.
-      split: "data", "column" or "row".
-    Raises:
-      ValueError: as `strategy_for`, or sizes do not divide.
-    """
-    _num_devices(mesh)
-    shape = _input_shape(layer, batch)
-    rules = {dim: ALL_DEVICES if dim == SPLITS[split] else None for dim in SPLITS.values()}
-    layout = Layout(mesh, Rules.make(rules))
-    rows = (BATCH, *[None] * (len(shape) - 1))
-    graphdef, params = nnx.split(layer)
-
-    def place(array: Any, *dims: str | None) -> jax.ShapeDtypeStruct:
-        where = NamedSharding(mesh, layout.rules.spec(dims))
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
-
-    def names(param: Any) -> tuple[str | None, ...]:
-        return (*[None] * (param.ndim - 2), IN, OUT)[-param.ndim :]
-
-    def forward(params, x):
-        x = layout(layout(x, *rows), *rows[:-1], IN)
-        y = layout(nnx.merge(graphdef, params)(x), *rows[:-1], OUT)
-        return layout(y, *rows)
-
-    def run(params, x, dy):
-        y, backward = jax.vjp(forward, params, x)
-        d_params, dx = backward(dy)
-        d_params = jax.tree.map(lambda leaf: layout(leaf, *names(leaf)), d_params)
-        return (y, d_params) if is_first else (y, d_params, dx)
-
-    x = place(jax.ShapeDtypeStruct(shape, jnp.float32), *rows)
-    y: Any = jax.eval_shape(forward, params, x)
-    params = jax.tree.map(lambda leaf: place(leaf, *names(leaf)), params)
-    return inspect_function(run, params, x, place(y, *rows), mesh=mesh)
 
 
 def _input_shape(layer: nnx.Module, batch: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ place of estimates; `python -m jaxpar inspect --compare` shows both, and a few s
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -125,12 +124,10 @@ class Cost(Tables):
             for field in dataclasses.fields(self.memory)
         )
         facts.add_row("FLOPs per device", f"{self.flops:,.0f} in matmuls")
-        if self.report and (m := self.report.memory):
-            parts = ("arguments", m.arguments), ("new outputs", m.outputs - m.aliased)
-            parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", m.temporary)))
-            facts.add_row("memory per device", f"{format_bytes(m.total)}: {', '.join(parts)}")
+        if self.report and self.report.memory:
+            facts.add_row("memory per device", str(self.report.memory))
         facts.add_row("memory, estimated", f"{format_bytes(self.memory.total)}: {memory}")
-        facts.add_row("ticks", f"{self.num_ticks}, bubble {self.bubble:.1%}")
+        facts.add_row("ticks", f"{self.num_ticks}, stages idle in {self.bubble:.1%} of their turns")
         if seconds := self.seconds:
             parts = ", ".join(f"{k} {v * 1e3:.3g}" for k, v in dataclasses.asdict(seconds).items())
             facts.add_row("predicted time", f"{seconds.total * 1e3:.3g} ms: {parts}")
@@ -144,18 +141,26 @@ def predict_step(
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     hardware: Hardware | None = None,
+    *,
+    quick: bool = False,
 ) -> Cost:
     """The cost of a task's training step, for batches of the full length.
+
+    What is sent along `tensor` the compiler decides, and where it divides the batch it decides on all of it:
+    it is asked then, which takes some seconds.
 
     Args:
       task: resolved: nothing of its sizes is left to be found in data.
       parallel, train: with no -1 in the mesh; None takes the task's own.
       hardware: what the time is predicted for; None leaves it out.
+      quick: what is sent along `tensor` is estimated, by a small program; to rank many layouts.
     Raises:
       ValueError: sizes do not fit each other, or the hardware has no number for a dtype.
     """
     step = StepShape(task, parallel, train)
-    traffic = predict_traffic(step)
+    is_asked = not step.model.layout.divides_by_hand or (step.tensor > 1 and not quick)
+    report = report_of(*step.settings) if is_asked else None
+    traffic = predict_traffic(step) if report is None else traffic_of(report)
     schedule = step.schedule if step.parallel.runs_in_units else None
     return Cost(
         settings=step.settings,
@@ -165,7 +170,7 @@ def predict_step(
         num_ticks=step.num_ticks if schedule else 1,
         bubble=schedule.bubble if schedule else 0.0,
         seconds=hardware and _seconds(step, traffic, hardware),
-        report=None if step.model.layout.divides_by_hand else report_of(*step.settings),
+        report=report,
     )
 
 
@@ -185,10 +190,8 @@ def compare(
     Args:
       measured_seconds: of a step of that program, if it ran.
     """
-    compiled: Counter[tuple[str, tuple[str, ...]]] = Counter()
-    for collective in report.collectives:
-        compiled[collective.op, collective.axes] += (collective.count or 0) * collective.bytes
-    return Comparison(cost, report, totals(cost.traffic), dict(compiled), measured_seconds)
+    predicted, compiled = totals(cost.traffic), totals(traffic_of(report))
+    return Comparison(cost, report, predicted, compiled, measured_seconds)
 
 
 def compare_here(
@@ -230,13 +233,6 @@ class Comparison(Tables):
     predicted: dict[tuple[str, tuple[str, ...]], int]
     compiled: dict[tuple[str, tuple[str, ...]], int]
     measured_seconds: float | None = None
-
-    @property
-    def memory_error(self) -> float | None:
-        """Predicted over compiled memory of a device, less 1; None if the compiler does not tell."""
-        if self.report.memory is None:
-            return None
-        return self.cost.memory.total / self.report.memory.total - 1
 
     @property
     def time_error(self) -> float | None:

@@ -18,7 +18,7 @@ from jaxpar.display import format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel, PipelineConfig, short_name
 from jaxpar.pictures.picture import Tables, make_table
-from jaxpar.pipeline.placement import balance, balance_ticks
+from jaxpar.pipeline.placement import balance
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.cost import (
     Cost,
@@ -196,10 +196,7 @@ def plan(
         )
     model = shapes_of(task, train.num_steps)
     hardware = find_machine(hardware) if isinstance(hardware, str) else hardware
-    found: list[Cost] = []
-    smallest: Cost | None = None
-    num_configs, refused = 0, None
-    room = hardware.memory_bytes * (_SLACK if num_compiled else 1)
+    costs, refused = list[Cost](), None
     for cut in _cuts_of(model, given, num_devices):
         if tensor is not None and cut.mesh.tensor not in tensor:
             continue
@@ -208,59 +205,44 @@ def plan(
             if saved is None:
                 continue
             try:
-                cost = predict_step(task, saved, train, hardware)
+                costs.append(predict_step(task, saved, train, hardware, quick=True))
             except ValueError as error:
                 refused = refused or error
                 break
-            num_configs += 1
-            if cost.memory_bytes <= room:
-                found.append(cost)
-            elif smallest is None or cost.memory_bytes < smallest.memory_bytes:
-                smallest = cost
-            if cost.memory_bytes <= hardware.memory_bytes and saving is not _SAVINGS[0]:
+            if costs[-1].memory_bytes <= hardware.memory_bytes and saving is not _SAVINGS[0]:
                 break  # what follows is slower
-    if not num_configs:
+    if not costs:
         reason = refused or (
             f"{len(model.layout.kind_of)} layers and batches of {model.batch_size} rows do not split over any"
         )
         raise ValueError(f"no mesh of {num_devices} devices fits: {reason}; use other devices")
-    found.sort(key=lambda cost: _seconds(cost).total)
-    fitting, refused_cost = _compile_best(found, hardware.memory_bytes, num_compiled)
-    if not fitting and refused_cost is not None:
-        smallest = refused_cost
-    return Ranking(hardware, num_devices, tuple(fitting), num_configs, smallest)
+    costs.sort(key=lambda cost: _seconds(cost).total)
+    fitting, too_large = _compile_best(costs, hardware.memory_bytes, num_compiled)
+    too_large.sort(key=lambda cost: (cost.report is None, cost.memory_bytes))
+    return Ranking(hardware, num_devices, tuple(fitting), len(costs), next(iter(too_large), None))
 
 
 def _compile_best(
     costs: list[Cost], memory_bytes: float, count: int
-) -> tuple[list[Cost], Cost | None]:
-    """Costs that fit, by the compiler for the quickest of so many meshes; and the smallest that does not fit.
+) -> tuple[list[Cost], list[Cost]]:
+    """Costs that fit, by the compiler for the quickest of so many meshes; and those that do not.
 
     Args:
       costs: the quickest first.
     """
-    limit, compiled, fitting = (
-        memory_bytes * (_SLACK if count else 1),
-        set[MeshConfig](),
-        list[Cost](),
-    )
-    smallest: Cost | None = None
+    limit = memory_bytes * (_SLACK if count else 1)  # of estimates
+    compiled, fitting, too_large = set[MeshConfig](), list[Cost](), list[Cost]()
     for cost in costs:
-        if cost.report is None and cost.memory.total > limit:
-            continue
-        mesh = cost.parallel.mesh
-        if mesh not in compiled and len(compiled) < count:
+        mesh, is_likely = cost.parallel.mesh, cost.report is not None or cost.memory.total <= limit
+        if is_likely and mesh not in compiled and len(compiled) < count:
             cost = compiled_cost(cost)
-            if cost.memory_bytes > memory_bytes:
-                # Estimates err alike for layouts that are alike.
+            if cost.memory_bytes <= memory_bytes:
+                compiled.add(mesh)
+            else:  # estimates err alike for layouts that are alike
                 limit = min(limit, memory_bytes * cost.memory.total / cost.memory_bytes)
-                if smallest is None or cost.memory_bytes < smallest.memory_bytes:
-                    smallest = cost
-                continue
-            compiled.add(mesh)
-        if cost.memory_bytes <= memory_bytes:
-            fitting.append(cost)
-    return fitting, smallest
+        fits = is_likely and cost.memory_bytes <= memory_bytes
+        (fitting if fits else too_large).append(cost)
+    return fitting, too_large
 
 
 def plan_here(
@@ -303,72 +285,59 @@ def place(
 ) -> tuple[int, ...]:
     """The placement of a task's layers by the time that each takes, or by the memory that stages need.
 
-    Either way no device gets more than fits, as estimated.
-
     Args:
       task, parallel, train: as of `predict_step`.
       hardware: whose times they are; `measure_pieces` makes them those of this machine.
-      by: ticks shall be the shortest, what is before the layers (on the first stage) and after them (on the
-        last) included; or the fullest stage shall need the least memory.
+      by: ticks shall be the shortest of the placements that fit, as estimated (or the most even one, if none
+        does), what is before the layers (on the first stage) and after them (on the last) included; or the
+        fullest stage shall need the least memory.
     Raises:
-      ValueError: no placement fits in the memory, or as of `predict_step`.
+      ValueError: as of `predict_step`.
     """
     if by not in ("time", "memory"):
         raise ValueError(f'by={by!r}: use "time" or "memory"')
     given = Parallel.of(parallel, task.parallel)
+    kind_of = shapes_of(task, (train or task.train).num_steps).layout.kind_of
+    num_layers, places = len(kind_of), given.mesh.stage * given.num_groups
     if given.mesh.stage == 1:
-        return (len(shapes_of(task, (train or task.train).num_steps).layout.kind_of),)
+        return (num_layers,)
     step = StepShape(task, _change(given, placement="balanced"), train)
-    places, kind_of = given.mesh.stage * given.num_groups, step.model.layout.kind_of
-    if len(set(kind_of)) > 1:
-        return _place_kinds(step, places, hardware, by)
-    num_layers = len(kind_of)
-
-    def placed(most: int) -> Parallel:
-        """With so many layers on the first stage, and the others spread evenly."""
-        rest = balance([1.0] * (num_layers - most), places - 1)
-        return _change(given, placement=(most, *rest))
-
-    def fits(most: int) -> bool:
-        cost = predict_step(task, placed(most), train, hardware)
-        return cost.memory_bytes <= hardware.memory_bytes
-
-    most = -(-num_layers // places)  # of an even placement, on the fullest stage
-    while most <= num_layers - places and fits(most + 1):
-        most += 1
-    costs = {"forward": 0.0}  # then the fullest stage alone counts
-    if by == "time":
-        seconds = unit_seconds(step, hardware)
-        costs = {
-            "forward": seconds[FORWARD, 0],
-            "backward": seconds[BACKWARD, 0] + seconds.get((WEIGHTS, 0), 0.0),
-            "first_cost": seconds[FIRST, -1],
-            "head_cost": 0.0 if step.shares_head else seconds[LAST, -1],
-        }
-    return balance_ticks(num_layers, places, max_layers=most, **costs)
-
-
-def _place_kinds(
-    step: StepShape, places: int, hardware: Hardware, by: Literal["time", "memory"]
-) -> tuple[int, ...]:
-    """Of layers of several kinds."""
-    seconds, kind_of = unit_seconds(step, hardware), step.model.layout.kind_of
-    of_kind = [
-        sum(seconds.get((name, kind), 0.0) for name in (FORWARD, BACKWARD, WEIGHTS))
-        for kind in range(len(step.rows))
-    ]
-    weights = [
-        sum(np.prod(a.shape[1:]) for a in step.params if a.kind == kind)
-        for kind in range(len(step.rows))
-    ]
-    kept = facts_of(step.model, step.t, step.b, step.splits_weights).saved
-    live = step.schedule.num_slots + 1
-    in_bytes = [4 * FLOAT * n + live * sum(saved) for n, saved in zip(weights, kept, strict=True)]
     if by == "memory":
-        return balance([float(in_bytes[kind]) for kind in kind_of], places)
-    last_cost = 0.0 if step.shares_head else seconds[LAST, -1]
-    costs = [of_kind[kind] for kind in kind_of]
-    return balance(costs, places, first_cost=seconds[FIRST, -1], last_cost=last_cost)
+        kept = facts_of(step.model, step.t, step.b, step.splits_weights).saved
+        live = step.schedule.num_slots + 1
+        return balance(
+            [4 * FLOAT * step.weights_of(k) + live * sum(kept[k]) for k in kind_of], places
+        )
+    seconds = unit_seconds(step, hardware)
+    first, last = seconds[FIRST, -1], 0.0 if step.shares_head else seconds[LAST, -1]
+    forward, backward = (
+        [sum(seconds.get((name, kind), 0.0) for name in names) for kind in kind_of]
+        for names in ((FORWARD,), (BACKWARD, WEIGHTS))
+    )
+
+    def tick(placement: tuple[int, ...]) -> float:
+        """Seconds: stages meet after its forward part, and after its backward part."""
+        ends = np.cumsum((0, *placement))
+        up, down = (np.diff(np.cumsum((0.0, *costs))[ends]) for costs in (forward, backward))
+        return max(*up[1:-1], up[0] + first, up[-1] + last) + max(down)
+
+    placements = [
+        balance(
+            forward,
+            places,
+            first_cost=first,
+            last_cost=last,
+            layer_bytes=[1.0] * num_layers,
+            max_bytes=most,
+        )
+        for most in range(-(-num_layers // places), num_layers - places + 2)
+    ]
+    for placement in sorted(placements, key=tick):
+        placed = _change(given, placement=placement)
+        cost = predict_step(task, placed, train, hardware, quick=True)
+        if cost.memory_bytes <= hardware.memory_bytes:
+            return placement
+    return placements[0]
 
 
 def check_fits(
@@ -384,23 +353,20 @@ def check_fits(
     cost = compiled_cost(predict_step(task, parallel, train, hardware))
     if cost.memory_bytes <= hardware.memory_bytes:
         return cost
-    tried: list[tuple[str, Cost]] = []
     changes = list(_changes(shapes_of(task, cost.settings.train.num_steps), cost.parallel))
-    pairs = itertools.combinations(changes, 2)
-    fit_alone: set[str] = set()
-    for parts in (*((change,) for change in changes), *pairs):
-        names = {name for name, _ in parts}
-        if names & fit_alone:
-            continue  # one is enough
-        changed = cost.parallel
-        for _, fields in parts:
-            changed = _change(changed, **fields)
+    tried, fit_alone = list[tuple[str, Cost]](), set[str]()
+    for parts in (*zip(changes), *itertools.combinations(changes, 2)):
+        names, fields = [name for name, _ in parts], dict(field for _, field in parts)
+        if fit_alone.intersection(names) or len(fields) < len(parts):
+            continue  # one is enough, or they are two of a kind
         try:
-            tried.append((" and ".join(names), predict_step(task, changed, train, hardware)))
+            changed = _change(cost.parallel, **fields)
+            other = predict_step(task, changed, train, hardware, quick=True)
         except ValueError:
             continue
-        if tried[-1][1].memory_bytes <= hardware.memory_bytes:
-            fit_alone |= names if len(parts) == 1 else set()
+        tried.append((" and ".join(names), other))
+        if len(parts) == 1 and other.memory_bytes <= hardware.memory_bytes:
+            fit_alone.add(*names)
     scale = cost.memory_bytes / cost.memory.total  # of estimates, which err alike
     likely = [
         each for each in tried if each[1].memory_bytes * scale <= hardware.memory_bytes * _SLACK
@@ -512,31 +478,31 @@ _SAVINGS = tuple(
 )
 
 
-def _changes(model: ModelShapes, parallel: Parallel) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Single changes of a layout that may save memory, each with its name on the command line."""
+def _changes(model: ModelShapes, parallel: Parallel) -> Iterator[tuple[str, tuple[str, Any]]]:
+    """Fields of a layout that may save memory, each with its name on the command line."""
     pipeline, mesh = parallel.pipeline, parallel.mesh
     if not pipeline.remat and parallel.runs_in_units:
-        yield "--pipeline.remat", {"remat": True}
+        yield "--pipeline.remat", ("remat", True)
     for M in _cuts(model.batch_size // mesh.data):
         if pipeline.num_microbatches < M:
-            yield f"--pipeline.num-microbatches {M}", {"num_microbatches": M}
+            yield f"--pipeline.num-microbatches {M}", ("num_microbatches", M)
     if mesh.stage > 1:
         for K in _cuts(model.layout.num_steps or 1):
             if pipeline.num_chunks < K:
-                yield f"--pipeline.num-chunks {K}", {"num_chunks": K}
+                yield f"--pipeline.num-chunks {K}", ("num_chunks", K)
         if pipeline.head == "last" and model.can_share_head:
-            yield "--pipeline.head sharded", {"head": "sharded"}
+            yield "--pipeline.head sharded", ("head", "sharded")
         if pipeline.schedule == "gpipe":
-            yield "--pipeline.schedule 1f1b", {"schedule": "1f1b"}
+            yield "--pipeline.schedule 1f1b", ("schedule", "1f1b")
     if mesh.data > 1 and parallel.update == "replicated":
-        yield "--update sharded", {"update": "sharded"}
+        yield "--update sharded", ("update", "sharded")
     if mesh.data > 1 and not parallel.fsdp:
-        yield "--fsdp", {"fsdp": True}
+        yield "--fsdp", ("fsdp", True)
     if parallel.update != "host":
-        yield "--update host", {"update": "host"}
+        yield "--update host", ("update", "host")
     for other in _meshes(mesh.num_devices, mesh.devices):
         if other != mesh:
-            yield f"--mesh {short_name(other)}", {"mesh": other}
+            yield f"--mesh {short_name(other)}", ("mesh", other)
 
 
 # ---- words ----
@@ -565,7 +531,7 @@ def _words(cost: Cost, hardware: Hardware) -> dict[str, str]:
     return {
         "layers": limit,
         "head": "what is before and after the layers",
-        "bubble": f"stages that wait for each other (bubble {cost.bubble:.0%})",
+        "bubble": f"stages that wait for each other, idle in {cost.bubble:.0%} of their turns",
         "ticks": f"the loop over {cost.num_ticks} ticks itself",
         "sending": "sending" + f", mostly over {' and '.join(axes)}" * bool(axes),
         "update": "the optimizer",

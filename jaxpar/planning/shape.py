@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxpar.axes import BATCH, LAYERS, MESH_AXES, STAGE, TENSOR
-from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.layout import lay_out, rules_of
 from jaxpar.mesh import MeshConfig
-from jaxpar.model import KIND, NO_SLOTS
+from jaxpar.model import KIND
 from jaxpar.parallel import Parallel
-from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
+from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.planning.compiled import simulated_mesh
 from jaxpar.sharding import (
@@ -28,8 +28,6 @@ from jaxpar.sharding import (
     dims_of,
     is_variable,
     named_leaves,
-    off_stages,
-    split_over_data,
 )
 from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
@@ -147,8 +145,9 @@ def shapes_of(task: Task, num_steps: int = 1_000_000) -> ModelShapes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(placement: tuple[int, ...], groups: int, kind_of: tuple[int, ...]) -> Slots:
-    return make_slots(placement, groups, kind_of) if kind_of else NO_SLOTS
+def _rows(placement: tuple[int, ...], groups: int, kind_of: tuple[int, ...]) -> tuple[int, ...]:
+    """For every kind of layers, rows of its stack."""
+    return tuple(map(len, make_slots(placement, groups, kind_of).rows)) if kind_of else ()
 
 
 class StepShape:
@@ -193,21 +192,15 @@ class StepShape:
         ):
             lay_out(model.task, parallel)  # says what is wrong
         self.shares_head = stages > 1 and model.can_share_head and pipeline.head != "last"
-        self.placement = self._placement(layout)
-        groups = parallel.num_groups
-        self.slots = _slots(self.placement, groups, layout.kind_of)
-        self.rows = tuple(map(len, self.slots.rows))
+        self.placement = layout.placement_on(parallel, shares_head=self.shares_head)
+        self.rows = _rows(self.placement, parallel.num_groups, layout.kind_of)
         self.params, self.frozen, self.opt_state, self.carry = (
             tuple(array.of_rows(self.rows) for array in arrays)
             for arrays in (model.params, model.frozen, model.opt_state, model.carry)
         )
         rules = model.task.rules
-        self.rules = off_stages(rules) if stages > 1 and not self.shares_head else rules
-        self.param_rules = split_over_data(self.rules) if parallel.fsdp else self.rules
-        self.splits_update = parallel.fsdp or parallel.update != "replicated"
-        self.opt_rules = split_over_data(self.rules) if self.splits_update else self.rules
-        equal = parallel.has_equal_shares
-        self.carry_rules = self.rules if equal else self.rules.replace({BATCH: None})
+        found = rules_of(rules, parallel, head_is_last=stages > 1 and not self.shares_head)
+        self.rules, self.param_rules, self.opt_rules, self.carry_rules = found
         self.t = layout.num_steps and layout.num_steps // parallel.num_chunks
         self.b = parallel.microbatch_rows(model.batch_size)
         if not layout.divides_by_hand:
@@ -215,22 +208,6 @@ class StepShape:
             self.b = model.batch_size // parts
         for array in (*self.params, *self.frozen):
             self.part(array, self.param_rules)  # raises if it does not split
-
-    def _placement(self, layout: ModelLayout) -> tuple[int, ...]:
-        stages, pipeline = self.sizes[STAGE], self.parallel.pipeline
-        if not layout.kind_of:
-            return (0,)
-        if stages == 1:
-            return (len(layout.kind_of),)
-        costs = layout.layer_costs
-        return resolve_placement(
-            pipeline.placement,
-            len(layout.kind_of),
-            stages,
-            self.parallel.num_groups,
-            0.0 if self.shares_head else layout.last_work,
-            None if len(set(costs)) == 1 else costs,
-        )
 
     def part(self, array: Array, rules: Rules) -> Part:
         """What a device has of an array."""
@@ -276,6 +253,10 @@ class StepShape:
         """For every kind, rows of its stack that a unit goes through on a stage, empty ones included."""
         places = self.sizes[STAGE] * self.parallel.num_groups
         return tuple(rows // places for rows in self.rows)
+
+    def weights_of(self, kind: int) -> int:
+        """Numbers of a layer's parameters."""
+        return sum(math.prod(array.shape[1:]) for array in self.params if array.kind == kind)
 
     @property
     def tensor(self) -> int:

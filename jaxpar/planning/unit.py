@@ -22,12 +22,13 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.at import At, anywhere
 from jaxpar.axes import DATA, STAGE
 from jaxpar.mesh import MeshConfig
+from jaxpar.model import values
 from jaxpar.pipeline.layers import SlotArrays, SplitLayers, pick
-from jaxpar.pipeline.split import SplitLayer
+from jaxpar.pipeline.split import Layer
 from jaxpar.planning.compiled import simulated_mesh
 from jaxpar.planning.shape import ONE, ModelShapes, StepShape, least_factor
 from jaxpar.sharding import Layout, Rules, dims_of, is_variable
-from jaxpar.trees import add, shape_of, zeros
+from jaxpar.trees import add, shape_of
 from jaxpar.work import Amount, amount, collectives_of
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
@@ -39,7 +40,7 @@ class Unit:
 
     Attributes:
       block, x: shapes of a unit's part of the batch, and of what goes from layer to layer.
-      kinds: each kind of layer in its parts.
+      layers: of each kind, in their parts.
     """
 
     def __init__(
@@ -69,13 +70,24 @@ class Unit:
         self.outer = layout.outer(self.outer_model)
         self.block = jax.tree.map(self._cut, layout.batch)
         self.key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        self.functions = layout.layer_functions()
         self.x: Any = jax.tree.map(shape_of, jax.eval_shape(self._first, *self._of_first()))
-        at = self._at(self.block, self.key)._replace(key=jax.random.key(0))
-        self.kinds = [
-            SplitLayer(function, _row(p), _row(f), _row(c), self.x, at, splits=splits)
-            for function, p, f, c in zip(self.functions, *self._of_layers(1), strict=True)
+        self.layers = [
+            self._layers_of(function, *trees)
+            for function, *trees in zip(layout.layer_functions(), *self._of_layers(1), strict=True)
         ]
+
+    def _layers_of(self, function: Layer, params: Any, frozen: Any, carry: Any) -> SplitLayers:
+        """Layers of a kind, forward and backward apart."""
+        made = list[SplitLayers]()
+
+        def trace(params, frozen, carry, x, block):
+            at = self._at(block, jax.random.key_data(jax.random.key(0)))
+            own = ((function,), (params,), (frozen,), (carry,), x, at)
+            made.append(SplitLayers(*own, has_empty_slots=False, splits=self.splits))
+
+        # Where they lie is left out: inside a `shard_map` that is said in other words.
+        jax.eval_shape(trace, *jax.tree.map(shape_of, (params, frozen, carry, self.x, self.block)))
+        return made[0]
 
     # ---- the pieces: functions of what they change in place (), and of other arrays ----
 
@@ -87,101 +99,63 @@ class Unit:
           rows: layers of the kind.
         """
         if kind is None:
-            leaves, frozen, block, key = self._of_first()
+            leaves, *rest = self._of_first()
             first: dict[str, tuple[Any, ...]] = {
-                FIRST: (lambda _, *args: ((), self._first(*args)), (), leaves, frozen, block, key)
+                FIRST: (lambda _, *args: ((), self._first(*args)), (), leaves, *rest)
             }
             if leaves:
-                first[FIRST_GRADIENT] = (self._first_gradient, leaves, *self._of_first(), self.x)
+                first[FIRST_GRADIENT] = (self._first_gradient, leaves, leaves, *rest, self.x)
             return {**first, LAST: (self._last, *self._of_last())}
         params, frozen, carry = ((trees[kind],) for trees in self._of_layers(rows))
-        split, where = self.kinds[kind], (self.block, self.key)
-        stacked = functools.partial(_stacked, rows)
-        saved = [[stacked(leaf) for leaf in split.saved]]
-        later = [[stacked(leaf) for leaf in split.later]]
-        layers = functools.partial(self._layers, kind, rows)
+        layers, split = self.layers[kind], self.layers[kind].kinds[0]
+        saved, later = (
+            [[jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype) for leaf in leaves]]
+            for leaves in (split.saved, split.later)
+        )
+
+        def slots() -> SlotArrays:
+            order = jnp.arange(rows)
+            return SlotArrays(order, jnp.zeros_like(order), order)
 
         def forward(_, params, frozen, carry, x, block, key):
-            made, slots, at = layers(params, frozen, block, key)
-            return (), made.forward(params, frozen, carry, x, at, slots)
+            return (), layers.forward(params, frozen, carry, x, self._at(block, key), slots())
 
-        def backward(grads, params, frozen, saved, d_carry, dy, block, key):
-            made, slots, _ = layers(params, frozen, block, key)
-            made.kinds = [split]  # by which the shapes of what is saved are
+        def backward(grads, params, frozen, saved, d_carry, dy):
             prepared = tuple(zip(params, frozen, strict=True))
             own = ((),) if split.has_weights else grads
-            own, *rest = made.backward(prepared, saved, d_carry, dy, own, slots)
+            own, *rest = layers.backward(prepared, saved, d_carry, dy, own, slots())
             return grads if split.has_weights else own, rest
 
-        def weights(grads, params, frozen, saved, later, block, key):
-            made, slots, _ = layers(params, frozen, block, key)
-            made.kinds = made._weights = [split]
-
+        def weights(grads, params, frozen, saved, later):
             def kept(place):
                 needed = [pick(saved[0][n], place) for n in split.needed]
                 return needed, [pick(leaf, place) for leaf in later[0]]
 
-            prepared = (params[0], frozen[0])
-            return (made.weights(0, prepared, kept, grads[0], slots.layer, (0, rows)),), ()
+            own = (params[0], frozen[0]), kept, grads[0], slots().layer, (0, rows)
+            return (layers.weights(0, *own),), ()
 
-        grads = params
         pieces = {
-            FORWARD: (forward, (), params, frozen, carry, self.x, *where),
-            BACKWARD: (backward, grads, params, frozen, saved, carry, self.x, *where),
+            FORWARD: (forward, (), params, frozen, carry, self.x, self.block, self.key),
+            BACKWARD: (backward, params, params, frozen, saved, carry, self.x),
         }
         if split.has_weights:
-            pieces[WEIGHTS] = (weights, grads, params, frozen, saved, later, *where)
+            pieces[WEIGHTS] = (weights, params, params, frozen, saved, later)
         return pieces
 
-    def forward_of_all(self, params: Any, frozen: Any, carry: Any, x: Any, block: Any, key: Any):
-        """Layers of all kinds, one of each, or two if there is one kind; arguments as `all_layers`."""
-        is_one_kind = len(self.kinds) == 1
-        order = jnp.arange(2 if is_one_kind else len(self.kinds))
-        kinds, places = order, jnp.zeros_like(order)
-        if is_one_kind:
-            kinds, places = places, kinds
-        at, slots = self._at(block, key), SlotArrays(order, kinds, places)
-        made = SplitLayers(
-            self.functions, params, frozen, carry, x, at, has_empty_slots=False, splits=self.splits
-        )
-        return made.forward(params, frozen, carry, x, at, slots)
-
-    def all_layers(self) -> tuple[Any, ...]:
-        """Shapes of what `forward_of_all` takes."""
-        trees = self._of_layers(2 if len(self.kinds) == 1 else 1)
-        return (*(tuple(tree) for tree in trees), self.x, self.block, self.key)
-
-    def _layers(self, kind: int, rows: int, params: Any, frozen: Any, block: Any, key: Any):
-        """Those of a kind, in slots, and where they are."""
-        at, order = self._at(block, key), jnp.arange(rows)
-        carry = (zeros(self._of_layers(rows)[2][kind]),)
-        made = SplitLayers(
-            self.functions[kind : kind + 1],
-            *(params, frozen, carry, zeros(self.x), at),
-            has_empty_slots=False,
-            splits=self.splits,
-        )
-        return made, SlotArrays(order, jnp.zeros_like(order), order), at
-
     def _first(self, leaves: Any, frozen: Any, block: Any, key: Any) -> Any:
-        model = self.outer.model(self.outer.first, leaves, self.outer.first_frozen, frozen)
-        return model.first(block, self._at(block, key))
+        return self.outer.run_first(leaves, frozen, self._at(block, key))
 
     def _first_gradient(self, grads: Any, leaves: Any, frozen: Any, block: Any, key: Any, dx: Any):
-        outer, at = self.outer, self._at(block, key)
-        model = outer.model(outer.first, leaves, outer.first_frozen, frozen)
-        if hasattr(model, "add_first_gradient"):
-            state = model.add_first_gradient(outer.as_state(outer.first, grads), dx, block, at)
-            return outer.from_state(state), ()
+        if hasattr(self.outer_model, "add_first_gradient"):
+            at = self._at(block, key)
+            return self.outer.add_first_gradient(grads, leaves, frozen, at, dx), ()
         _, vjp = jax.vjp(lambda leaves: self._first(leaves, frozen, block, key), leaves)
         return add(grads, vjp(dx)[0]), ()
 
     def _last(self, grads: Any, leaves: Any, frozen: Any, y: Any, block: Any, key: Any):
-        outer, at = self.outer, self._at(block, key)
-
         def loss(leaves, y):
-            model = outer.model(outer.last, leaves, outer.last_frozen, frozen)
-            sums = (model.last_part if self.shares_head else model.last)(y, block, at)
+            at = self._at(block, key)
+            sums = self.outer.run_last(leaves, frozen, y, at, is_part=self.shares_head)
             return jax.tree.leaves(sums)[0], sums
 
         (_, sums), (parts, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(leaves, y)
@@ -208,24 +182,16 @@ class Unit:
         """Parameters, frozen ones and carry of every kind, in stacks of so many rows."""
         layout = self.model.layout
 
-        def stacks(trees):
+        def stacks(trees, *dims):
             def placed(variable):
-                return self._placed(variable, (rows, *variable.shape[1:]))
+                return self._placed(variable, (rows, *dims, *variable.shape[1 + len(dims) :]))
 
             return [jax.tree.map(placed, tree, is_leaf=is_variable) for tree in trees]
 
-        carries = [
-            jax.tree.map(
-                lambda v: self._placed(v, (rows, self.b, *v.shape[2:])).get_value(),
-                tree,
-                is_leaf=is_variable,
-            )
-            for tree in self.model.carry_trees
-        ]
         return (
             stacks(layout.of_layers(layout.params)),
             stacks(layout.of_layers(layout.frozen)),
-            carries,
+            [values(tree) for tree in stacks(self.model.carry_trees, self.b)],
         )
 
     def _placed(self, variable: Any, shape: tuple[int, ...]) -> Any:
@@ -247,10 +213,9 @@ class Unit:
 
     def _at(self, block: Any, key: Any) -> At:
         zero = jnp.int32(0)
-        is_shape = isinstance(key, jax.ShapeDtypeStruct)
         return At(
             *(zero, zero, zero),
-            None if is_shape else jax.random.wrap_key_data(key),
+            jax.random.wrap_key_data(key),
             block,
             Layout(self.mesh, self.rules, (DATA, STAGE)) if self.mesh.size > 1 else anywhere,
             self.model.layout.time_major,
@@ -320,10 +285,10 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
     unit = Unit(model, t, b, splits=splits)
     amounts = {
         (name, -1 if kind is None else kind): amount(*piece)
-        for kind in (None, *range(len(unit.kinds)))
+        for kind in (None, *range(len(unit.layers)))
         for name, piece in unit.pieces(kind).items()
     }
-    saved = tuple(tuple(map(_bytes, (*kind.saved, *room(kind)))) for kind in unit.kinds)
+    saved = tuple(tuple(map(_bytes, layers.saved[0])) for layers in unit.layers)
     carries = tuple(_bytes_of(tree) for tree in unit._of_layers(1)[2])
     leaves, *rest = unit._of_first()
     first_saved = jax.eval_shape(
@@ -338,12 +303,6 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
         found = collectives_of(function, *shapes)
         sent = {(number, op): size for number, (op, size) in enumerate(found)}
     return Facts(_bytes_of(unit.x), carries, saved, first_bytes, sent, amounts)
-
-
-def room(kind: SplitLayer) -> list[Any]:
-    """Shapes of what B hands to W, beyond the places of what was saved."""
-    pairs = zip(kind.later, kind.places, strict=True)
-    return [leaf for leaf, place in pairs if place >= len(kind.saved)]
 
 
 # Numbers of a unit are sums of products of its steps and rows. Four units of such sizes tell them for all,
@@ -365,27 +324,18 @@ def _corners(model: ModelShapes, splits: bool) -> list[Facts] | None:
     steps, fifth = (_STEPS, _FIFTH) if has_time else ((None,), (None, _FIFTH[1]))
     try:
         known = [measure_facts(model, t, b, splits) for t in steps for b in _ROWS]
-        checked = measure_facts(model, *fifth, splits)
-        expected = _between(known, *fifth)
+        checked, expected = measure_facts(model, *fifth, splits), _between(known, *fifth)
     except (TypeError, ValueError):  # a model for its own number of time steps alone
         return None
-    exact, live = (
-        [
-            np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(part(f))])
-            for f in (checked, expected)
-        ]
-        for part in (_without_live, _most_alive)
-    )
+
+    def numbers(facts: Facts) -> tuple[list[float], list[float]]:
+        amounts = [facts.amounts[key] for key in sorted(facts.amounts)]
+        rest = facts._replace(amounts={n: each[:3] for n, each in enumerate(amounts)})
+        return jax.tree.leaves(rest), [max(each.live) for each in amounts]
+
+    exact, live = zip(numbers(checked), numbers(expected), strict=True)
     # What is alive is a sum of the larger of two numbers, here and there.
     return known if np.allclose(*exact, rtol=1e-9) and np.allclose(*live, rtol=0.02) else None
-
-
-def _without_live(facts: Facts) -> Any:
-    return facts._replace(amounts={key: each[:3] for key, each in facts.amounts.items()})
-
-
-def _most_alive(facts: Facts) -> list[float]:
-    return [max(facts.amounts[key].live) for key in sorted(facts.amounts)]
 
 
 def _between(known: Sequence[Facts], t: int | None, b: int) -> Facts:
@@ -419,28 +369,30 @@ def is_split(step: StepShape) -> Split:
 
 @functools.lru_cache(maxsize=64)
 def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
-    layout = model.layout
-    if not layout.kinds:
-        return Split(False, ())
-    t = layout.num_steps and min(layout.num_steps, _STEPS[1])
+    t = model.layout.num_steps and min(model.layout.num_steps, _STEPS[1])
     unit = Unit(model, t, _ROWS[0], splits=splits, mesh=simulated_mesh(MeshConfig(tensor=n)))
-    compiled = jax.jit(unit.forward_of_all).lower(*unit.all_layers()).compile()
-    _, y, saved = compiled.output_shardings
-    cut = [tuple(not where.is_fully_replicated for where in leaves) for leaves in saved]
-    more = [
-        (*known, *[any(known)] * len(room(kind)))
-        for kind, known in zip(unit.kinds, cut, strict=True)
-    ]
-    return Split(any(not where.is_fully_replicated for where in jax.tree.leaves(y)), tuple(more))
-
-
-def _row(stacked: Any) -> Any:
-    """Shapes of one row."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
-
-
-def _stacked(rows: int, leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype)
+    x, saved = list[bool](), list[list[bool]]()
+    for kind, layers in enumerate(unit.layers):
+        function, shapes = unit.spread(unit.pieces(kind, 2)[FORWARD])
+        compiled = jax.jit(function).lower(*shapes).compile()
+        _, (_, *outputs) = compiled.output_shardings
+        y, kept = (
+            [not where.is_fully_replicated for where in jax.tree.leaves(part)] for part in outputs
+        )
+        x += y
+        saved.append([*kept, *[any(kept)] * (len(layers.saved[0]) - len(kept))])
+    # What is kept of a layer's input lies as it comes, whatever the layer makes of it.
+    like_x = {leaf.shape for leaf in jax.tree.leaves(unit.x) if any(x)}
+    return Split(
+        any(x),
+        tuple(
+            tuple(
+                is_cut or leaf.shape in like_x
+                for is_cut, leaf in zip(cut, layers.saved[0], strict=True)
+            )
+            for cut, layers in zip(saved, unit.layers, strict=True)
+        ),
+    )
 
 
 def _bytes(leaf: Any) -> float:
