@@ -133,7 +133,7 @@ def init_state(
 @functools.lru_cache(maxsize=64)
 def _initializer(
     task: Task, parallel: Parallel, mesh: Mesh, num_steps: int
-) -> tuple[TrainState, Callable[[np.ndarray], TrainState]]:
+) -> tuple[TrainState, Callable[[Any], TrainState]]:
     """The abstract state, and what makes its values of a key's data: one program for all seeds.
 
     Without the optimizer's state where that is kept on the host.
@@ -144,7 +144,7 @@ def _initializer(
     )
     made = dataclasses.replace(target, opt_state=()) if parallel.update == "host" else target
 
-    def make(key_data: np.ndarray) -> TrainState:
+    def make(key_data: jax.Array) -> TrainState:
         state = _initial_state(layout, jax.random.wrap_key_data(key_data), num_steps)
         return state if made is target else dataclasses.replace(state, opt_state=())
 
