@@ -117,6 +117,11 @@ class _Sender:
             x /= step.tensor
         yield from self.send("collective-permute", (STAGE,), x, ticks, "activations, one stage up")
         yield from self.send("collective-permute", (STAGE,), x, ticks, "cotangents, one stage down")
+        if self.parallel.pipeline.remat and self.parallel.num_segments == 1:
+            # The compiler splits over the stages what it is told of each tick: units that run forward again.
+            numbers, what = 4 * ticks, "units of the schedule"
+            yield from self.send("collective-permute", (STAGE,), numbers, 2, what)
+            yield from self.send("all-reduce", (STAGE,), 2 * numbers, 1, what)
         if step.shares_head:
             as_float = x / step.model.x_itemsize * FLOAT
             yield from self.send(
