@@ -656,7 +656,7 @@ def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
             jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
             for tree in (params, frozen, carry)
         )
-        after, x = _run_kind(layout.unroll, layers[kind], own, x, at, numbers)
+        after, x = run_kind(layout.unroll, layers[kind], own, x, at, numbers)
         carry[kind] = jax.tree.map(
             lambda a, part, rows=rows: part if len(part) == len(a) else a.at[rows].set(part),
             carry[kind],
@@ -665,7 +665,7 @@ def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
     return tuple(carry), x
 
 
-def _run_kind(unroll: int, layer, stacked: tuple[Any, Any, Any], x, at: At, numbers: range):
+def run_kind(unroll: int, layer, stacked: tuple[Any, Any, Any], x, at: At, numbers: range):
     """Neighbours of one kind; `stacked` are parameters, frozen ones and carry."""
     if len(numbers) <= unroll:
         afters = []

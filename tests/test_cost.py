@@ -27,12 +27,13 @@ from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
 from jaxpar.planning.pieces import works_of
 from jaxpar.planning.shape import StepShape, shapes_of
 from jaxpar.planning.traffic import predict_traffic, totals, traffic_of
-from jaxpar.planning.unit import _corners, facts_of, measure_facts
+from jaxpar.planning.unit import BACKWARD, BOTH, FORWARD, Unit, _corners, facts_of, measure_facts
 from jaxpar.state import abstract_state
 from jaxpar.task import find_task
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.work import amount
 
 # Of an estimate before anything is compiled; the compiler packs buffers in a way of its own.
 MEMORY_ERROR = 0.15
@@ -202,8 +203,8 @@ def test_units_of_all_sizes_follow_from_a_few(name):
     told, traced = (function(model, t, b, True) for function in (facts_of, measure_facts))
     for left, right in ((told.x, traced.x), (told.carry, traced.carry), (told.saved, traced.saved)):
         np.testing.assert_allclose(*map(jax.tree.leaves, (left, right)), rtol=1e-9)
-    for key, amount in traced.amounts.items():
-        assert told.amounts[key].flops == pytest.approx(amount.flops, rel=1e-9)
+    for key, own in traced.amounts.items():
+        assert told.amounts[key].flops == pytest.approx(own.flops, rel=1e-9)
 
 
 @pytest.mark.full
@@ -346,19 +347,19 @@ def test_a_machine_is_measured_once(own_cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "cut"),
     [
-        (2, 2, 2),
-        pytest.param((8, 1, 1), marks=pytest.mark.full),
-        pytest.param((4, 2, 1), marks=pytest.mark.full),
+        ((2, 2, 2), (1, 2)),
+        pytest.param((8, 1, 1), (1, 1), marks=pytest.mark.full),
+        pytest.param((4, 2, 1), (1, 2), marks=pytest.mark.full),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("update", ["sharded", pytest.param("host", marks=pytest.mark.full)])
-def test_every_piece_of_a_step_is_measured_once(mesh, update, own_cache, monkeypatch):
+def test_every_piece_of_a_step_is_measured_once(mesh, cut, update, own_cache, monkeypatch):
     monkeypatch.setattr(calibration._Bench, "part", 0.0)
     task = LM(2, 16, 16, vocab_size=384, batch_size=8, seq_len=4, optimizer=SGD)
-    step = StepShape(*make_settings(mesh, (1, 2), task, layout={"update": update}))
+    step = StepShape(*make_settings(mesh, cut, task, layout={"update": update}))
     machine = dataclasses.replace(MACHINES["laptop-cpu"], samples=())
     known = measure_pieces(machine, [step])
     works = works_of(step)
@@ -371,6 +372,17 @@ def test_every_piece_of_a_step_is_measured_once(mesh, update, own_cache, monkeyp
     sent = [predict_step(*step.settings, each).seconds.sending for each in (machine, known)]
     has_exchanges = step.tensor > 1 or update == "sharded"
     assert sent[1] < sent[0] if has_exchanges else sent[1] == sent[0]
+
+
+@pytest.mark.parametrize("name", ["lm", "mixed"])
+def test_layers_of_a_step_at_once_are_one_piece(name):
+    step = StepShape(task_of(name), "dp1")
+    works, unit = works_of(step), Unit(step.model, step.t, step.b, splits=False)
+    assert not {FORWARD, BACKWARD} & {piece for piece, _ in works}
+    for kind, rows in enumerate(step.unit_rows):
+        flops = amount(*unit.at_once(kind, rows)).flops
+        assert flops == pytest.approx(rows * works[BOTH, kind].flops)
+    assert predict_step(task_of(name), "dp1", hardware=MACHINES["h100"]).seconds.layers > 0
 
 
 def test_pieces_of_other_models_are_others():

@@ -2,9 +2,11 @@
 
     python -m benchmarks.planner.measure                    # seven models, an hour on two quiet cores
     python -m benchmarks.planner.measure small gru          # some of them
+    python -m benchmarks.planner.measure small --log a.json # goes on where it was stopped
     python -m benchmarks.planner.measure --times small gru  # predicted against measured, for dp1, dp2, pp2
 
-Every config that fits runs a few steps, one config after the other. The planner's choice and the quickest
+Every config runs a few steps, one config after the other, but for those that are predicted to take more than
+twice as long as the choice. The planner's choice and the quickest
 of the others then take turns, so that whatever slows the machine for a while slows all of them. With --times
 the pieces of a step are measured anew, in turns with the step itself.
 """
@@ -12,6 +14,7 @@ the pieces of a step are measured anew, in turns with the step itself.
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 from pathlib import Path
 
@@ -56,19 +59,33 @@ MODELS = {
     "transformer": example("transformer.py:Characters", width=128),
 }
 FINALISTS, ROUNDS, STEPS = 5, 15, 4
+HOPELESS = 2.0  # times as long as the choice, as predicted
 TIMED = (("dp1", 1, 1), ("dp2", 1, 1), ("pp2", 4, 1))  # mesh, M, K
 UPDATES = ("replicated", "sharded", "host")
 
 
-def measure_all(name: str, ranking: Ranking) -> dict[Cost, float]:
-    """Seconds of a step of every config that fits, the least of a few."""
+def measure_all(name: str, ranking: Ranking, log: Path) -> dict[Cost, float]:
+    """Seconds of a step of every config that is not hopeless, the least of a few.
+
+    Args:
+      log: of a line for each; what is in it is not measured again.
+    """
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    known = {line["config"]: line["measured"] for line in lines if line["model"] == name}
     measured = {}
     for cost in ranking.costs:
-        [seconds] = take_turns([make_stepper(*cost.settings)], 2 * STEPS)
-        measured[cost] = min(seconds)
-        assert cost.seconds is not None
-        line = {"model": name, "config": describe(cost.parallel), "measured": measured[cost]}
-        print(json.dumps({**line, "predicted": cost.seconds.total}), flush=True)
+        config = describe(cost.parallel)
+        assert cost.seconds
+        assert ranking.best.seconds
+        if cost.seconds.total > HOPELESS * ranking.best.seconds.total:
+            continue
+        if config not in known:
+            [seconds] = take_turns([make_stepper(*cost.settings)], 2 * STEPS)
+            known[config] = min(seconds)
+            line = {"model": name, "config": config, "measured": known[config]}
+            with log.open("a") as file:
+                print(json.dumps({**line, "predicted": cost.seconds.total}), file=file, flush=True)
+        measured[cost] = known[config]
     return measured
 
 
@@ -133,6 +150,7 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--times", action="store_true", help="predicted against measured")
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="of every config")
     options = parser.parse_args()
     names = options.models
     jaxpar.simulate_devices(2)
@@ -143,7 +161,7 @@ def main() -> None:
     for name in names:
         ranking = plan_here(MODELS[name], train=TRAIN)
         print(f"{name}\n{ranking}\n", flush=True)
-        rows.append(compete(name, ranking, measure_all(name, ranking)))
+        rows.append(compete(name, ranking, measure_all(name, ranking, options.log)))
     print(
         "| model | configs | planner's choice | ms | the quickest other | ms | times as long (quartiles) "
         "| predicted: median error |\n|---|---:|---|---:|---|---:|---:|---:|"

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 from typing import Literal, NamedTuple, get_args
 
@@ -124,13 +125,13 @@ class Schedule(Shown):
         """M K. Each unit runs V times on every stage, once per group."""
         return self.num_microbatches * self.num_chunks
 
-    @property
+    @functools.cached_property
     def num_ticks(self) -> int:
         """Ticks until the last unit is done: the loop's length. `padded` arrays have more rows."""
         busy_T = np.any([work.busy_TS.any(axis=1) for work in self.lanes], axis=0)
         return int(np.flatnonzero(busy_T)[-1]) + 1
 
-    @property
+    @functools.cached_property
     def bubble(self) -> float:
         """Share of stage-time with nothing to do, where F costs 1, and B and W 1 each, or 2 as a whole.
 

@@ -34,7 +34,7 @@ from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
 from jaxpar.planning.pieces import UPDATE, works_of
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.traffic import FLOAT
-from jaxpar.planning.unit import LAST, Unit
+from jaxpar.planning.unit import BOTH, LAST, Unit
 from jaxpar.sharding import constrain, shardings
 from jaxpar.state import abstract_state
 from jaxpar.timing import quickest
@@ -210,8 +210,9 @@ class _Bench:
             rules=step.rules,
             shares_head=shares,
         )
-        own = unit.pieces(kind, step.unit_rows[kind]) if kind >= 0 else unit.pieces()
-        run, shapes = unit.spread(own[name])
+        rows = step.unit_rows[kind] if kind >= 0 else 0
+        own = unit.pieces(kind, rows) if kind >= 0 else unit.pieces()
+        run, shapes = unit.spread(unit.at_once(kind, rows) if name == BOTH else own[name])
         compiled = jax.jit(run, donate_argnums=0).lower(*shapes).compile()
         values = [unit.real_block() if tree is unit.block else _fill(tree) for tree in shapes]
         changed, *args = jax.tree.map(jax.device_put, tuple(values), compiled.input_shardings[0])

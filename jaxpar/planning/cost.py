@@ -26,7 +26,7 @@ from jaxpar.planning.pieces import UPDATE, copy_of_kept, works_of
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
 from jaxpar.planning.traffic import PARAMETER, Traffic, predict_traffic, totals, traffic_of
-from jaxpar.planning.unit import BACKWARD, FIRST, FIRST_GRADIENT, FORWARD, LAST, WEIGHTS
+from jaxpar.planning.unit import BACKWARD, BOTH, FIRST, FIRST_GRADIENT, FORWARD, LAST, WEIGHTS
 from jaxpar.task import Task
 from jaxpar.timing import quickest
 from jaxpar.training.settings import Settings, TrainConfig
@@ -55,7 +55,7 @@ class Seconds:
     @property
     def total(self) -> float:
         """Of the step."""
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,6 +286,7 @@ def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[st
         )
 
     costs = {"F": of_layers(FORWARD), "B": of_layers(BACKWARD), "W": of_layers(WEIGHTS)}
+    costs["both"] = of_layers(BOTH)
     if step.parallel.runs_in_units and step.parallel.pipeline.remat:
         costs["B"] = costs["B"] + costs["F"]
     first, gradient, head = (np.zeros(shape) for _ in range(3))
@@ -333,7 +334,7 @@ def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) ->
 
 
 def _at_once(costs: dict[str, np.ndarray]) -> dict[str, float]:
-    layers = float(sum(costs[name].sum() for name in "FBW"))
+    layers = float(sum(costs[name].sum() for name in ("F", "B", "W", "both")))
     head = float(sum(costs[name].sum() for name in ("first", "gradient", "head")))
     return {"layers": layers, "head": head, "bubble": 0.0}
 

@@ -45,7 +45,7 @@ class MemoryCost:
     @property
     def total(self) -> int:
         """What a device must have room for."""
-        return sum(dataclasses.astuple(self))
+        return sum(vars(self).values())
 
 
 def estimate_memory(step: StepShape) -> MemoryCost:

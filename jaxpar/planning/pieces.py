@@ -9,11 +9,12 @@ import jax
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.planning.hardware import Work
 from jaxpar.planning.shape import Array, ModelShapes, StepShape, part_of
-from jaxpar.planning.unit import BACKWARD, FORWARD, facts_of
+from jaxpar.planning.unit import BACKWARD, BOTH, FORWARD, facts_of
 
 UPDATE = "update"
 
 
+@functools.lru_cache(maxsize=8)  # a prediction asks three times
 def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
     """A device's part of every piece: of a layer over a unit, of what is around the layers, the update.
 
@@ -24,16 +25,19 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
     params = [array for array in step.params if array.kind is None]
     works = {}
     for (name, kind), amount in facts.amounts.items():
+        at_once = kind >= 0 and not step.parallel.runs_in_units
+        name = BOTH if at_once else name
         own = [array for array in step.params if array.kind == kind] if kind >= 0 else params
         part = _part_of_work(step, own)
         rows = step.unit_rows[kind] if kind >= 0 else 1
         parts = step.tensor * (step.sizes[STAGE] if kind < 0 and step.shares_head else 1)
+        known = works.get((name, kind), Work("", (), 0, 0))
         works[name, kind] = Work(
             kind=f"{name} {step.model.layout.kinds[kind] if kind >= 0 else ''} {_family(step.model)}",
             sizes=(step.t or 1, max(step.b, 1), parts, max(rows, 1)),
-            flops=amount.flops * part,
-            bytes=max(amount.bytes * part, 1.0),
-            turns=round(amount.turns),
+            flops=known.flops + amount.flops * part,
+            bytes=known.bytes + max(amount.bytes * part, 1.0),
+            turns=known.turns + round(amount.turns),
         )
     works[UPDATE, -1] = _update(step)
     return works

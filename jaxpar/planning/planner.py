@@ -516,7 +516,7 @@ def _seconds(cost: Cost) -> Seconds:
 def _words(cost: Cost, hardware: Hardware) -> dict[str, str]:
     """What each part of `Seconds` is spent on."""
     step = StepShape(*cost.settings)
-    works = {key: work for key, work in works_of(step).items() if key[0] == FORWARD}
+    works = {key: work for key, work in works_of(step).items() if key[1] >= 0}
     longest = max(works.values(), key=hardware.seconds, default=None)
     limit = {
         "flops": "the matmuls of the layers",

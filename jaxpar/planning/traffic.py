@@ -168,7 +168,7 @@ class _Sender:
 def _along_tensor(step: StepShape) -> Iterator[Traffic]:
     """What the compiler sends in a program of the same kind, for as many and as large units as here."""
     small = _small_step(step)
-    report, in_units = report_of(*small.settings), step.parallel.runs_in_units
+    report, in_units = report_of(*small.settings, memory=False), step.parallel.runs_in_units
     layers, own_layers = (
         sum(each.unit_rows) * each.parallel.num_groups or 1 for each in (step, small)
     )

@@ -1,10 +1,12 @@
 """The pieces of a model's work on a unit, as functions: to be counted, compiled, and measured.
 
     forward, backward, weights   of the layers of a kind on a stage; W where it is apart
+    forward and backward         of all layers of a kind, where a step is one whole
     first, first gradient        before the layers
     last                         after them, with its gradients
 
-They are the engine's own (`pipeline.layers.SplitLayers`), with gradients added to those so far.
+They are the engine's own (`pipeline.layers.SplitLayers`), with gradients added to those so far, and, of a
+step that is one whole, that step's (`step.run_kind`).
 
 Legend: t time steps (None if the model has no time), b rows, n devices that layers are split over.
 """
@@ -28,10 +30,12 @@ from jaxpar.pipeline.split import Layer
 from jaxpar.planning.compiled import simulated_mesh
 from jaxpar.planning.shape import ONE, ModelShapes, StepShape, least_factor
 from jaxpar.sharding import Layout, Rules, dims_of, is_variable
+from jaxpar.step import run_kind
 from jaxpar.trees import add, shape_of
 from jaxpar.work import Amount, amount, collectives_of
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
+BOTH = "forward and backward"
 FIRST, FIRST_GRADIENT, LAST = "first", "first gradient", "last"
 
 
@@ -141,6 +145,22 @@ class Unit:
         if split.has_weights:
             pieces[WEIGHTS] = (weights, params, params, frozen, saved, later)
         return pieces
+
+    def at_once(self, kind: int, rows: int) -> tuple[Any, ...]:
+        """`BOTH`, likewise."""
+        params, frozen, carry = (trees[kind] for trees in self._of_layers(rows))
+        function = self.model.layout.layer_functions()[kind]
+
+        def both(_, params, frozen, carry, x, dy, block, key):
+            def run(params, x):
+                own, at = (params, frozen, carry), self._at(block, key)
+                unroll = self.model.layout.unroll
+                return run_kind(unroll, function, own, x, at, range(rows))[::-1]
+
+            y, vjp, after = jax.vjp(run, params, x, has_aux=True)
+            return (), (y, after, vjp(dy))
+
+        return both, (), params, frozen, carry, self.x, self.x, self.block, self.key
 
     def _first(self, leaves: Any, frozen: Any, block: Any, key: Any) -> Any:
         return self.outer.run_first(leaves, frozen, self._at(block, key))
