@@ -21,8 +21,8 @@ class Recurrent(nnx.Module):
     (`nn.hoisting`): of whatever the cell computes by itself, as those of Flax and one's own of `nnx.Linear`,
     `einsum`, `@` and arithmetic do. What a cell does with a weight inside a loop or branch of its own, in
     `jax.checkpoint`, or in a function with a backward pass of its own (`jax.custom_vjp`, such as
-    `jaxpar.nn.Linear`), stays in the time loop: just as right, as slow as `lax.scan`, and zero-bubble
-    schedules find no W apart.
+    `jaxpar.nn.Linear`: here `nnx.Linear` is the quick one), stays in the time loop: just as right, as slow as
+    `lax.scan`, and zero-bubble schedules find no W apart.
     """
 
     def __init__(self, cell: Any):
