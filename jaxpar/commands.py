@@ -383,7 +383,7 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Export(Options):
-    """Writes the weights of a language model as safetensors, with the names and layout of PyTorch."""
+    """Writes the weights of a language model of LSTM or GRU layers as safetensors, as PyTorch has them."""
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
@@ -394,7 +394,7 @@ class Export(Options):
     output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
     """The file, such as model.safetensors."""
     num_biases: int = 2
-    """Of each LSTM layer: 2 as in torch.nn.LSTM, the second all zero, or 1."""
+    """Of each layer: 2 as in torch.nn.GRU and LSTM; an LSTM's second is all zero, and 1 leaves it out."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -432,8 +432,9 @@ class Import(Options):
     """The file, which has the sizes of the model."""
     vocabulary: Annotated[str | None, arg(metavar="FILE")] = None
     """The model's words, one per line, or a run's vocabulary.json, if the file does not have them."""
-    names: tuple[str, str, str] = ("embedding", "lstm", "head")
-    """What the file calls the embedding, the LSTM and the linear layer after it."""
+    names: tuple[str, str, str] | None = None
+    """What the file calls the embedding, the LSTM or GRU, and the linear layer after it; without it,
+    embedding, lstm or gru, and head."""
     overwrite: Switch = False
     """Remove the run that is in the folder."""
     mesh: MeshConfig = ONE_DEVICE

@@ -113,19 +113,9 @@ class CompiledStep:
             )
 
     def _check_program(self, arguments: Any) -> None:
-        """Raises if a unit's work holds an exchange that all stages must take part in: it would never end."""
         sizes = self._layout.parallel.mesh.sizes
-        if sizes[STAGE] == 1 or sizes[TENSOR] == 1:
-            return
-        program = self._jitted.lower(*arguments).compile()  # the call finds it compiled
-        if found := _PERMUTE_OF_A_UNIT.search(program.as_text() or ""):
-            where = _STRUCTURE.sub("", found[1])
-            raise ValueError(
-                f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's "
-                f"work, at {where}; all stages would have to take part in that, and wait forever. An array "
-                f"is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut (such as "
-                f"gates or heads) a dim of its own, as in [input, gates, hidden], or use tensor=1 or stage=1"
-            )
+        if sizes[STAGE] > 1 and sizes[TENSOR] > 1:
+            check_program(self._jitted.lower(*arguments).compile())  # the call finds it compiled
 
     def lower(self, state: Any, batch: Any) -> Any:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
@@ -355,6 +345,22 @@ def _count(
     return dataclasses.replace(state, step=step, skipped=skipped, carry=carry), applies
 
 
+def check_program(program: jax.stages.Compiled) -> None:
+    """Says whether a compiled step of stages would end; steps do so by themselves before they run first.
+
+    Raises:
+      ValueError: a unit's work holds an exchange that all stages must take part in: it would wait forever.
+    """
+    if found := _PERMUTE_OF_A_UNIT.search(program.as_text() or ""):
+        where = _STRUCTURE.sub("", found[1])
+        raise ValueError(
+            f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's "
+            f"work, at {where}; all stages would have to take part in that, and wait forever. An array "
+            f"is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut (such as "
+            f"gates or heads) a dim of its own, as in [input, gates, hidden], or use tensor=1 or stage=1"
+        )
+
+
 def make_loss_and_grad(
     task: Task,
     parallel: Parallel,
@@ -365,7 +371,8 @@ def make_loss_and_grad(
 ) -> Callable[..., Any]:
     """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
-    The state's step numbers the dropout masks; without a plan the batch has the full length.
+    The state's step numbers the dropout masks; without a plan the batch has the full length. On a mesh with
+    stages and tensor parallelism, `check_program` tells of a program of layers of one's own whether it ends.
 
     Args:
       mesh: None builds `parallel.mesh`.

@@ -1,5 +1,7 @@
 """`hoisted_scan` is `lax.scan`, its weight gradients taken out of the loop: for cells of any kind."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from jaxpar.analysis import inspect_function
 from jaxpar.at import At
 from jaxpar.nn import Recurrent, hoisted_scan
 from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
+from jaxpar.nn.rooms import scan_in_place
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import RULES, shardings
 
@@ -185,6 +188,35 @@ def test_gradients_of_weights_are_taken_after_the_loop(name):
     assert split.has_weights == (name != "stays")
     first_dims = {leaf.shape[0] for leaf in split.saved}
     assert first_dims <= {T, B}, "what is saved is no weight"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_writes_over_what_it_has_read(reverse):
+    """Two of four outputs where one input was, one where another was: memory that is not asked for."""
+    T = 64
+
+    def step(h, xs):
+        h = jnp.tanh(h + xs[0][:, 0] * xs[0][:, 1] - xs[1])
+        late = h @ jnp.eye(W) + xs[0][:, 1]  # what was read is read once more, after a product
+        return late, [jnp.sin(h), h * xs[1], h[:, :4], xs[1] - h]
+
+    def run(spent, *seeds):
+        xs = [jnp.sin(a) for a in seeds]
+        scan = functools.partial(scan_in_place, divisible={0, 1}, reverse=reverse)
+        return scan(step, jnp.zeros((B, W)), xs, spent=spent)
+
+    rng = np.random.default_rng(0)
+    seeds = [
+        jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((T, B, 2, W), (T, B, W))
+    ]
+    programs = [jax.jit(run, static_argnums=0).lower(n, *seeds).compile() for n in ((), (0, 1))]
+    (after, ys, parts), expected = programs[1](*seeds), programs[0](*seeds)
+    assert parts == {0: 0, 1: 1}
+    assert ys[0].shape == (T, B, 2, W)
+    found = after, [ys[0][:, :, 0], ys[1][:, :, 1], *ys[2:]]
+    jax.tree.map(assert_close, found, expected[:2])
+    more, less = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    assert more - less >= seeds[0].nbytes
 
 
 def named_gru(rngs):

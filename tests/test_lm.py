@@ -18,7 +18,6 @@ from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
-from jaxpar.tasks.lm.weights import import_weights
 from jaxpar.training.evaluate import evaluate
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
@@ -76,17 +75,13 @@ def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_what_other_layers_than_lstm_cannot_do_is_refused(tmp_path):
+def test_what_other_layers_than_lstm_cannot_do_is_refused():
     with pytest.raises(ValueError, match=r"kernel='cudnn' cannot run layer='gru': .*kernel='scan'"):
         dataclasses.replace(TASK, layer="gru", kernel="cudnn")
     with pytest.raises(ValueError, match=r"forget_bias=0\.5: layer='rglru' has no forget gate"):
         dataclasses.replace(TASK, layer="rglru", forget_bias=0.5)
     task = dataclasses.replace(TASK, layer="gru", kernel="auto")
     assert task.resolve(ONE, ONE.mesh.build()).kernel == "scan"
-    with pytest.raises(
-        ValueError, match=r"files of weights hold an LSTM, .* layer='gru'; use layer"
-    ):
-        import_weights(tmp_path / "model.safetensors", tmp_path / "run", task)
 
 
 # ---- padding words ----

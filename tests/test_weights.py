@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ import safetensors.numpy
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import lay_out
+from jaxpar.nn.gru import GRUParams, gru_layer
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
-from jaxpar.tasks.lm.weights import export_weights, import_weights, read_weights
+from jaxpar.tasks.lm.weights import _from_torch, export_weights, import_weights, read_weights
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder
 
@@ -36,6 +38,7 @@ TASK = LM(
 TASKS = {
     "narrow": TASK,
     "tied": dataclasses.replace(TASK, num_layers=2, embed_size=8, tie_embedding=True),
+    "gru": dataclasses.replace(TASK, num_layers=2, layer="gru"),
 }
 
 
@@ -63,12 +66,13 @@ def make_train(out_dir):
     return TrainConfig(num_steps=3, log_every=3, out_dir=str(out_dir))
 
 
-def new_task(text):
-    return LM(batch_size=8, seq_len=4, corpus=str(text), optimizer=RATE)
+def new_task(text, layer="lstm"):
+    return LM(batch_size=8, seq_len=4, corpus=str(text), optimizer=RATE, layer=layer)
 
 
-def import_to(path, run_dir, text, **options):
-    return import_weights(path, run_dir, new_task(text), ONE, make_train("elsewhere"), **options)
+def import_to(path, run_dir, text, layer="lstm", **options):
+    train = make_train("elsewhere")
+    return import_weights(path, run_dir, new_task(text, layer), ONE, train, **options)
 
 
 def logits_of(run_dir, tokens_BT):
@@ -79,23 +83,31 @@ def logits_of(run_dir, tokens_BT):
 
 
 def torch_logits(tensors, tokens_BT, names=("embedding", "lstm", "head")):
-    """By the formulas in the documentation of torch.nn.LSTM, in float64."""
-    embedding, lstm, head = names
+    """By the formulas in the documentation of torch.nn.LSTM and torch.nn.GRU, in float64."""
+    embedding, recurrent, head = names
 
     def sigmoid(x):
         return 1 / (1 + np.exp(-x))
 
     x_BTI = np.asarray(tensors[f"{embedding}.weight"], np.float64)[tokens_BT]
     layer = 0
-    while f"{lstm}.weight_ih_l{layer}" in tensors:
-        w_ih, w_hh = (np.asarray(tensors[f"{lstm}.weight_{n}_l{layer}"]) for n in ("ih", "hh"))
-        bias = sum(tensors.get(f"{lstm}.bias_{n}_l{layer}", np.zeros(1)) for n in ("ih", "hh"))
+    while f"{recurrent}.weight_ih_l{layer}" in tensors:
+        w_ih, w_hh, b_ih, b_hh = (
+            np.asarray(tensors.get(f"{recurrent}.{name}_l{layer}", np.zeros(1)), np.float64)
+            for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
         h = c = np.zeros((x_BTI.shape[0], w_hh.shape[1]))
         outputs = []
         for x in x_BTI.swapaxes(0, 1):
-            i, f, g, o = np.split(x @ w_ih.T + h @ w_hh.T + bias, 4, axis=1)
-            c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
-            h = sigmoid(o) * np.tanh(c)
+            of_x, of_h = x @ w_ih.T + b_ih, h @ w_hh.T + b_hh
+            if len(w_hh) == 3 * w_hh.shape[1]:
+                (r_x, z_x, n_x), (r_h, z_h, n_h) = (np.split(a, 3, axis=1) for a in (of_x, of_h))
+                z = sigmoid(z_x + z_h)
+                h = (1 - z) * np.tanh(n_x + sigmoid(r_x + r_h) * n_h) + z * h
+            else:
+                i, f, g, o = np.split(of_x + of_h, 4, axis=1)
+                c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+                h = sigmoid(o) * np.tanh(c)
             outputs.append(h)
         x_BTI, layer = np.stack(outputs, axis=1), layer + 1
     return x_BTI @ tensors[f"{head}.weight"].T + tensors.get(f"{head}.bias", 0.0)
@@ -122,11 +134,17 @@ def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
     tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
     assert all(tensor.dtype == np.float32 for tensor in tensors.values())
     tokens = tokens_of(run)
-    assert_close(logits_of(run.out_dir, tokens), torch_logits(tensors, tokens))
+    names = "embedding", run.task.layer, "head"
+    assert_close(logits_of(run.out_dir, tokens), torch_logits(tensors, tokens, names))
 
 
 @pytest.mark.parametrize("num_biases", [1, 2])
 def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
+    kind = run.task.layer
+    if (kind, num_biases) == ("gru", 1):
+        with pytest.raises(ValueError, match="num_biases=1: a GRU has a bias of its own"):
+            export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=1)
+        return
     export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=num_biases)
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     task = run.task
@@ -134,17 +152,18 @@ def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
     assert V == task.num_words < task.vocab_size == VOCAB_MULTIPLE
     expected = {"embedding.weight": (V, E), "head.weight": (V, H), "head.bias": (V,)}
     for layer in range(L):
-        expected[f"lstm.weight_ih_l{layer}"] = (4 * H, H if layer else E)
-        expected[f"lstm.weight_hh_l{layer}"] = (4 * H, H)
+        rows = {"lstm": 4, "gru": 3}[kind] * H
+        expected[f"{kind}.weight_ih_l{layer}"] = (rows, H if layer else E)
+        expected[f"{kind}.weight_hh_l{layer}"] = (rows, H)
         for name in ("ih", "hh")[:num_biases]:
-            expected[f"lstm.bias_{name}_l{layer}"] = (4 * H,)
+            expected[f"{kind}.bias_{name}_l{layer}"] = (rows,)
     assert {name: tensor.shape for name, tensor in tensors.items()} == expected
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.law
 def test_imported_weights_are_the_exported_ones(run, text, tmp_path):
-    import_to(run.out_dir / "model.safetensors", tmp_path / "run", text)
+    import_to(run.out_dir / "model.safetensors", tmp_path / "run", text, run.task.layer)
     tokens = tokens_of(run)
     np.testing.assert_array_equal(
         logits_of(tmp_path / "run", tokens), logits_of(run.out_dir, tokens)
@@ -152,7 +171,7 @@ def test_imported_weights_are_the_exported_ones(run, text, tmp_path):
     assert evaluate_run(RunFolder(tmp_path / "run")) == list(run.evaluations.values())
     sizes = {name: getattr(run.task, name) for name in SIZES}
     settings = RunFolder(tmp_path / "run").settings()
-    assert settings.task == dataclasses.replace(new_task(text), **sizes)
+    assert settings.task == dataclasses.replace(new_task(text, run.task.layer), **sizes)
     assert settings.train == make_train(tmp_path / "run")
 
 
@@ -194,6 +213,30 @@ def save(path, tensors, words=None):
 
 
 WORDS = ["<eos>", "a", "cat", "dog", "mat", "on", "ran", "sat", "the", "to", "<unk>", "zebra"]
+
+
+def test_layers_that_torch_does_not_have_are_refused(text, tmp_path):
+    with pytest.raises(ValueError, match=r"this task has layer='rglru': use layer='lstm' or 'gru'"):
+        import_to(tmp_path / "model.safetensors", tmp_path / "run", text, "rglru")
+
+
+def test_a_gru_of_torch_gives_its_outputs_in_a_language_model():
+    """The stored one, whose biases are all drawn, beside what PyTorch made of it."""
+    with np.load(Path(__file__).with_name("torch_gru.npz")) as file:
+        stored = dict(file)
+    own = {name.removeprefix("weights/"): a for name, a in stored.items() if "weights/" in name}
+    tensors = {f"gru.{name}": a for name, a in own.items()}
+    H = stored["x"].shape[-1]
+    tensors |= {"embedding.weight": np.ones((2, H), np.float32), "head.weight": np.eye(2, H)}
+    weights = _from_torch(tensors, "gru", ("embedding", "gru", "head"), None)
+    params = [
+        GRUParams(*(weights.arrays[f"layers/gru/{name}"][layer] for name in ("w_x", "w_h", "b")))
+        for layer in range(weights.num_layers)
+    ]
+    y = jnp.asarray(stored["x"])
+    for own, h_0 in zip(params, stored["h_0"], strict=True):
+        _, y = gru_layer(own, jnp.asarray(h_0), y)
+    assert_close(np.asarray(y), stored["y"])
 
 
 @pytest.mark.parametrize("num_biases", [0, 1, 2])
@@ -252,7 +295,7 @@ FILES = {
     ),
     "a GRU": (
         lambda t: {n: a[:24] if "_l" in n else a for n, a in t.items()},
-        r"lstm\.weight_ih_l0 is 24 x 6 of float32, to fit the others it must be 32 x 6",
+        r"weight_hh_l0 is 24 x 8, that of 3 gates: the layers are layer='gru', .* use --layer gru",
     ),
     "whole numbers": (
         lambda t: t | {"head.bias": t["head.bias"].astype(np.int32)},
@@ -339,16 +382,16 @@ def test_other_numbers_of_biases_are_refused(run, tmp_path):
 TORCH_SIDE = """
 import json, sys, torch
 from safetensors.torch import load_file, save_file
-path, tokens, logits, sizes = sys.argv[1:]
+path, tokens, logits, kind, sizes = sys.argv[1:]
 V, E, H, L = map(int, sizes.split(","))
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(V, E)
-        self.lstm = torch.nn.LSTM(E, H, L, batch_first=True)
+        self.add_module(kind, getattr(torch.nn, kind.upper())(E, H, L, batch_first=True))
         self.head = torch.nn.Linear(H, V)
     def forward(self, tokens):
-        return self.head(self.lstm(self.embedding(tokens))[0])
+        return self.head(getattr(self, kind)(self.embedding(tokens))[0])
 torch.manual_seed(0)
 model = Model()
 if path.endswith("drawn.safetensors"):
@@ -374,9 +417,8 @@ def run_torch(python, path, tokens, folder, task):
     sizes = task.num_words, task.embed_size, task.hidden_size, task.num_layers
     save(folder / "tokens.safetensors", {"tokens": tokens.astype(np.int64)})
     arguments = [str(folder / name) for name in ("tokens.safetensors", "logits.safetensors")]
-    subprocess.run(
-        [python, "-c", TORCH_SIDE, str(path), *arguments, ",".join(map(str, sizes))], check=True
-    )
+    arguments += [task.layer, ",".join(map(str, sizes))]
+    subprocess.run([python, "-c", TORCH_SIDE, str(path), *arguments], check=True)
     return safetensors.numpy.load_file(folder / "logits.safetensors")["logits"]
 
 
@@ -387,21 +429,23 @@ def test_torch_gives_the_same_logits(torch_python, run, tmp_path):
     assert_close(run_torch(torch_python, path, tokens, tmp_path, run.task), expected)
 
 
-def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path):
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_model_of_torch_gives_its_logits_here(torch_python, text, tmp_path, kind):
     (tmp_path / "words.txt").write_text("\n".join(WORDS))
     path, run_dir, vocabulary = (
         tmp_path / name for name in ("drawn.safetensors", "run", "words.txt")
     )
-    task = dataclasses.replace(TASK, num_words=12)
+    task = dataclasses.replace(TASK, num_words=12, layer=kind)
     tokens = np.random.default_rng(1).integers(11, size=(4, 9))
     expected = run_torch(torch_python, path, tokens, tmp_path, task)
-    import_to(path, run_dir, text, vocabulary=vocabulary)
+    import_to(path, run_dir, text, kind, vocabulary=vocabulary)
     ours = words_in(run_dir)
     actual = logits_of(run_dir, np.array([ours.index(word) for word in WORDS[:11]])[tokens])
     order = [[*ours, "zebra"].index(word) for word in WORDS]
     assert_close(actual[..., order], expected)
 
 
+@pytest.mark.parametrize("run", ["narrow", "tied"], indirect=True)
 def test_the_class_of_the_page_gives_the_same_logits(torch_python, run, tmp_path):
     page = (Path(__file__).parent.parent / "docs" / "pytorch.md").read_text()
     [block] = re.findall(r"(?s)^```python\n(.*?)^```", page, re.MULTILINE)

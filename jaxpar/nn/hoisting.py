@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
+from jaxpar.nn.rooms import scan_in_place
 from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
-from jaxpar.nn.tape import Tape
+from jaxpar.nn.tape import Source, Tape
 from jaxpar.trees import add, vary_like
 
 
@@ -222,38 +223,56 @@ def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[
         return jax.vjp(run, [*carry], floats, live, taps(program.late), has_aux=True)
 
     first = [*carry, *(a[0] for a in (*xs, *crossing))]
-    n = program.num_carry
+    n, num_outs = program.num_carry, len(program.outs) - program.num_carry
     tape = Tape(late, first, fixed.leaves, free=range(n, len(first)), busy=range(n))
 
     def step(carry, inputs):
         outs, kept = tape.run([*carry, *inputs], fixed.leaves)
-        return outs[:n], (outs[n:], kept)
+        return outs[:n], [*outs[n:], *kept]
 
-    after, (ys, kept) = lax.scan(step, carry, [*xs, *crossing])
+    # What crosses into the loop is read by nothing else, but for backward passes that take it.
+    spent = {*range(len(xs), len(xs) + len(crossing))}
+    spent -= {source.number - n for source in tape.used if source.of == "argument"}
+    spent -= {len(xs) + source.number for source in early_tape.used if source.of == "result"}
+    after, ys, parts = scan_in_place(
+        step,
+        carry,
+        [*xs, *crossing],
+        spent=spent,
+        divisible={num_outs + number for number in tape.kept_for_vjp},
+    )
+    ys, kept = ys[:num_outs], ys[num_outs:]
+    parts = {Source("kept", number - num_outs): part for number, part in parts.items()}
     values = [
         *early_tape.values(xs, crossing, early_kept),
         *tape.values([None] * n + [*xs, *crossing], [None] * n + [*ys], kept),
     ]
     once = {id(value): value for value in values}
-    places = _Static([[*once].index(id(value)) for value in values])
-    return (after, ys), (given, [*once.values()], places, early_tape, tape)
+    places = [[*once].index(id(value)) for value in values]
+    return (after, ys), (given, [*once.values()], _Static((places, parts)), early_tape, tape)
 
 
 def _backward(program: StepProgram, saved: Any, cotangents: Any):
     """Gradients of what is given, of the carry before the first step, and of the inputs."""
-    given, once, places, early_tape, tape = saved
+    given, once, static, early_tape, tape = saved
     d_after, d_ys = cotangents
-    fixed, found = _Fixed(program, given), [once[place] for place in places.value]
+    places, parts = static.value
+    fixed, found = _Fixed(program, given), [once[place] for place in places]
     num_early = len(early_tape.used)
     early_values = early_tape.by_source(found[:num_early], fixed.leaves)
     values = tape.by_source(found[num_early:], fixed.leaves)
     looped = [source for source in tape.sources if source.of != "fixed"]
+    arrays = {id(values[source]): values[source] for source in looped}
+    afterwards = {id(a) for a in (*early_values.values(), *jax.tree.leaves(tape.wanted(values)))}
+    spent = {len(d_ys) + n for n, number in enumerate(arrays) if number not in afterwards}
     numbers: list[int] = []
 
     def step(carry, inputs):
         d_carry, d_live = carry
-        dy, here = inputs
-        here = values | _env(looped, here)
+        dy, read = inputs[: len(d_ys)], _env([*arrays], inputs[len(d_ys) :])
+        here = {source: read[id(values[source])] for source in looped}
+        here |= {source: here[source][:, part] for source, part in parts.items() if source in here}
+        here = values | here
         d_carry, d_floats, d_live_here, d_taps = tape.vjp(here)([*d_carry, *dy])
         # What is added up, such as a product and a bias, has one cotangent.
         leaves = jax.tree.leaves((d_floats, d_taps))
@@ -262,8 +281,8 @@ def _backward(program: StepProgram, saved: Any, cotangents: Any):
         return (d_carry, add(d_live, d_live_here)), [*unique.values()]
 
     start = (d_after, [jnp.zeros_like(fixed.env[v]) for v in program.live])
-    inputs = d_ys, [values[source] for source in looped]
-    (d_carry, d_live), found = lax.scan(step, start, inputs, reverse=True)
+    inputs = [*d_ys, *arrays.values()]
+    (d_carry, d_live), found, _ = scan_in_place(step, start, inputs, spent=spent, reverse=True)
     found = [found[number] for number in numbers]
     d_env = _env(program.late_floats, found[: len(program.late_floats)])
     late_dz = found[len(program.late_floats) :]

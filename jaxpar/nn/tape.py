@@ -17,7 +17,7 @@ from jaxpar.jaxprs import equations_for, program_of, reads_of
 _CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims",
     "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary",
-    "reshape", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
+    "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
 
 
@@ -35,6 +35,7 @@ class Tape:
     Attributes:
       sources: where the values are that the backward pass takes.
       used: where those are that it or what follows takes, apart from what is fixed.
+      kept_for_vjp: numbers of those that are kept for the backward pass alone.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Tape:
                 there.setdefault(v, Source("result", n))
         self.kept = _choose(jaxpr, self._leaves, self._extra, there)
         there |= {v: Source("kept", n) for n, v in enumerate(self.kept)}
+        self.kept_for_vjp = {n for n, v in enumerate(self.kept) if v not in {*self._extra}}
         self._there = there
         needed = equations_for(jaxpr.eqns, self._leaves, {*there})
         self._reads = [v for v in reads_of(needed, self._leaves) if v in there]

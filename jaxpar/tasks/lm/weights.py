@@ -1,16 +1,17 @@
 """Weights in and out: safetensors files with the names and the layout of PyTorch.
 
-Legend of the dim suffixes: V vocabulary, E embedding, H hidden, 4 the gates i f g o, L layers.
+Legend of the dim suffixes: V vocabulary, E embedding, H hidden, G gates (i f g o, or r z n), L layers.
 
     embedding.weight      [V, E]
-    lstm.weight_ih_l{k}   [4H, E], and [4H, H] for k > 0
-    lstm.weight_hh_l{k}   [4H, H]
-    lstm.bias_ih_l{k}     [4H]     the bias is the sum of the two
-    lstm.bias_hh_l{k}     [4H]
+    lstm.weight_ih_l{k}   [GH, E], and [GH, H] for k > 0
+    lstm.weight_hh_l{k}   [GH, H]
+    lstm.bias_ih_l{k}     [GH]     the bias is the sum of the two, but for n of a GRU
+    lstm.bias_hh_l{k}     [GH]
     head.weight           [V, H]
     head.bias             [V]
 
-So does `torch.nn.Module` name them if it has an Embedding, an LSTM and a Linear of these names.
+So does `torch.nn.Module` name them if it has an Embedding, an LSTM and a Linear of these names; or a GRU
+by the name `gru`.
 The words of the vocabulary, in the order of their ids, are in the file's metadata, and a hash of all that the
 file says. V is the number of words: what pads the vocabulary is left out, and comes back when it is read.
 """
@@ -22,7 +23,6 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors
@@ -42,8 +42,9 @@ from jaxpar.training.settings import Settings, TrainConfig
 
 # In the metadata of a file: a JSON list, and the hash of it and of the tensors.
 WORDS, SHA256 = "words", "jaxpar_sha256"
-NAMES = ("embedding", "lstm", "head")
 
+# Layers that PyTorch has, too: how many gates, and how many biases of the state apart, the last rows of ours.
+_GATES = {"lstm": (4, 0), "gru": (3, 1)}
 
 # Parameters of which a dim is the vocabulary.
 _VOCAB_DIMS = {"embedding/table": 0, "head_bias": 0, "head/kernel": 1, "head/bias": 0}
@@ -81,20 +82,26 @@ def export_weights(
 
     Args:
       run_dir: the folder that `fit` wrote.
-      num_biases: 2 for `torch.nn.LSTM`, the second all zero; 1 leaves the second out.
+      num_biases: 2 for `torch.nn.GRU` and `torch.nn.LSTM`, its second all zero; 1 leaves that one out.
       mesh: what the state is read on.
       best: the state with the lowest validation loss, not the newest.
     Returns:
       the task of the run.
     Raises:
-      ValueError: `num_biases` is neither, the layers are no LSTM, the run is of another task, or the model
-        does not fit the mesh.
+      ValueError: `num_biases` is neither, or 1 for a GRU; the layers are neither LSTM nor GRU, the run is of
+        another task, or the model does not fit the mesh.
       OSError: no run, no checkpoint in it, or the file cannot be written.
     """
     if num_biases not in (1, 2):
         raise ValueError(f"num_biases={num_biases}: use 2, as torch.nn.LSTM has, or 1")
     folder, vocabulary = open_run(run_dir)
-    _check_layer(folder.settings().task)
+    task = folder.settings().task
+    assert isinstance(task, LM)
+    _check_layer(task.layer)
+    if task.layer == "gru" and num_biases == 1:
+        raise ValueError(
+            "num_biases=1: a GRU has a bias of its own for the state; use 2, as torch.nn.GRU has"
+        )
     (task, parallel, _), _, state = folder.restore(mesh, best=best)
     assert isinstance(task, LM)
     arrays = {
@@ -118,7 +125,7 @@ def import_weights(
     train: TrainConfig | None = None,
     *,
     vocabulary: str | PathLike[str] | None = None,
-    names: tuple[str, str, str] = NAMES,
+    names: tuple[str, str, str] | None = None,
     overwrite: bool = False,
 ) -> LM:
     """Begins a run with the weights of a file: its folder with a checkpoint at step 0.
@@ -130,22 +137,23 @@ def import_weights(
     Args:
       run_dir: holds no run yet.
       task: its `corpus` is the text that the model is to be used on; its sizes of the model are not read,
-        they are those of the weights.
+        they are those of the weights; its `layer` says whether they are an LSTM or a GRU.
       parallel, train: None are the task's own.
-      names: what the file calls the embedding, the LSTM and the head.
+      names: what the file calls the embedding, the LSTM or GRU, and the head; None is "embedding", "lstm" or
+        "gru", "head".
       vocabulary: of the model, for a file without words: a run's vocabulary.json, or a text of one
         word a line in the order of the ids.
       overwrite: remove the run that `run_dir` holds.
     Returns:
       the task of the run.
     Raises:
-      ValueError: the file holds another model, the task's layers are no LSTM, or the corpus has words that
-        the model has not.
+      ValueError: the file holds another model, the task's layers are neither LSTM nor GRU, or the corpus has
+        words that the model has not.
       OSError: a file cannot be read, or `run_dir` holds a run already (FileExistsError).
     """
-    _check_layer(task)
+    _check_layer(task.layer)
     folder = choose_folder(str(run_dir), resume=False, overwrite=overwrite)
-    weights = read_weights(path, names)
+    weights = read_weights(path, names, layer=task.layer)
     words = weights.words if vocabulary is None else _read_words(Path(vocabulary).expanduser())
     if words is None:
         raise ValueError(
@@ -175,11 +183,11 @@ def import_weights(
     return task
 
 
-def _check_layer(task: Any) -> None:
-    if task.layer != "lstm":
+def _check_layer(layer: str) -> None:
+    if layer not in _GATES:
         raise ValueError(
-            f"files of weights hold an LSTM, this task has layer={task.layer!r}; use layer='lstm', or "
-            f"jaxpar.load_run and, for a GRU, jaxpar.nn.GRUParams.to_torch and from_torch"
+            f"files of weights hold an LSTM or a GRU, the layers that PyTorch has, too; this task has "
+            f"layer={layer!r}: use layer='lstm' or 'gru', or take its parameters from jaxpar.load_run"
         )
 
 
@@ -190,9 +198,10 @@ def to_torch(
 
     Args:
       arrays: as in `Weights`.
-      num_biases: of each LSTM layer, 1 or 2.
+      num_biases: of each recurrent layer, 1 or 2.
     """
-    H = task.hidden_size
+    H, kind = task.hidden_size, task.layer
+    G, num_apart = _GATES[kind]
     arrays = {
         name: np.take(array, np.arange(task.num_words or array.shape[dim]), axis=dim)
         if (dim := _VOCAB_DIMS.get(name)) is not None
@@ -203,32 +212,40 @@ def to_torch(
         head = arrays["embedding/table"], arrays["head_bias"]
     else:
         head = arrays["head/kernel"].T, arrays["head/bias"]
-    w_x, w_h, b = (arrays[f"layers/lstm/{name}"] for name in ("w_x", "w_h", "b"))
+    w_x, w_h, b = (arrays[f"layers/{kind}/{name}"] for name in ("w_x", "w_h", "b"))
     tensors = {"embedding.weight": arrays["embedding/table"]}
     for layer in range(task.num_layers):
         # The input of the first layer is zero-extended to H: the rows beyond E meet nothing but zeros.
         num_inputs = H if layer else task.embed_size
-        w_x_I4H, w_h_H4H = w_x[layer, :num_inputs], w_h[layer]
-        biases = {
-            f"lstm.bias_ih_l{layer}": b[layer].reshape(4 * H),
-            f"lstm.bias_hh_l{layer}": np.zeros(4 * H, np.float32),
+        bias_hh_GH = np.zeros((G, H), np.float32)
+        bias_hh_GH[G - num_apart :] = b[layer, G:]
+        own = {
+            "weight_ih": w_x[layer, :num_inputs].reshape(num_inputs, G * H).T,
+            "weight_hh": w_h[layer].reshape(H, G * H).T,
+            "bias_ih": b[layer, :G].ravel(),
+            "bias_hh": bias_hh_GH.ravel(),
         }
-        tensors |= {
-            f"lstm.weight_ih_l{layer}": w_x_I4H.reshape(num_inputs, 4 * H).T,
-            f"lstm.weight_hh_l{layer}": w_h_H4H.reshape(H, 4 * H).T,
-            **dict(list(biases.items())[:num_biases]),
-        }
+        if num_biases == 1:
+            del own["bias_hh"]
+        tensors |= {f"{kind}.{name}_l{layer}": tensor for name, tensor in own.items()}
     tensors |= {"head.weight": head[0], "head.bias": head[1]}
     # safetensors writes the memory of an array as it lies.
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
-def read_weights(path: str | PathLike[str], names: tuple[str, str, str] = NAMES) -> Weights:
+def read_weights(
+    path: str | PathLike[str],
+    names: tuple[str, str, str] | None = None,
+    layer: str = "lstm",
+) -> Weights:
     """The weights of a safetensors file, their sizes, and its words.
 
-    A head without a bias, and an LSTM without biases, has zeros; a head that is missing, or equals
-    the embedding, is tied to it.
+    A head without a bias, and a layer without biases, has zeros; a head that is missing, or equals the
+    embedding, is tied to it.
 
+    Args:
+      names: as of `import_weights`.
+      layer: "lstm" or "gru".
     Raises:
       OSError: the file cannot be read.
       ValueError: it is no such file, or holds another model; the message names the tensor.
@@ -249,7 +266,9 @@ def read_weights(path: str | PathLike[str], names: tuple[str, str, str] = NAMES)
             f"changed it, have it leave {SHA256} out of the metadata"
         )
     try:
-        return _from_torch(tensors, names, None if words is None else _parse_words(words))
+        names = ("embedding", layer, "head") if names is None else names
+        words = None if words is None else _parse_words(words)
+        return _from_torch(tensors, layer, names, words)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -274,15 +293,19 @@ def _parse_words(text: str) -> Sequence[str]:
 
 
 def _from_torch(
-    tensors: dict[str, np.ndarray], names: tuple[str, str, str], words: Sequence[str] | None
+    tensors: dict[str, np.ndarray],
+    kind: str,
+    names: tuple[str, str, str],
+    words: Sequence[str] | None,
 ) -> Weights:
-    left, (embedding, lstm, head) = dict(tensors), names
+    left, (embedding, recurrent, head) = dict(tensors), names
+    G, num_apart = _GATES[kind]
 
     def take(name: str, *shape: int | None) -> np.ndarray:
         if name not in left:
             raise ValueError(
                 f"there is no tensor {name}; the file has {', '.join(sorted(tensors))}. "
-                f"If embedding, LSTM and head have other names, give the three with --names"
+                f"If embedding, {kind.upper()} and head have other names, give the three with --names"
             )
         tensor = left.pop(name)
         fits = len(shape) == tensor.ndim and all(
@@ -298,21 +321,31 @@ def _from_torch(
 
     table_VE = take(f"{embedding}.weight", None, None)
     V, E = table_VE.shape
-    pattern = re.compile(re.escape(lstm) + r"\.weight_hh_l\d+")
+    pattern = re.compile(re.escape(recurrent) + r"\.weight_hh_l\d+")
     L = sum(1 for name in tensors if pattern.fullmatch(name))
-    first = take(f"{lstm}.weight_hh_l0", None, None)
-    left[f"{lstm}.weight_hh_l0"], H = first, first.shape[1]
-    w_x, w_h, b = np.zeros((L, H, 4, H)), np.zeros((L, H, 4, H)), np.zeros((L, 4, H))
+    first = take(f"{recurrent}.weight_hh_l0", None, None)
+    left[f"{recurrent}.weight_hh_l0"], H = first, first.shape[1]
+    for other, (num_gates, _) in _GATES.items():
+        if other != kind and len(first) == num_gates * H:
+            raise ValueError(
+                f"{recurrent}.weight_hh_l0 is {len(first)} x {H}, that of {num_gates} gates: the layers are "
+                f"layer={other!r}, the task has layer={kind!r}; use --layer {other}"
+            )
+    w_x, w_h, b = np.zeros((L, H, G, H)), np.zeros((L, H, G, H)), np.zeros((L, G + num_apart, H))
     for layer in range(L):
         inputs = H if layer else E
-        weight_ih = take(f"{lstm}.weight_ih_l{layer}", 4 * H, inputs)
-        weight_hh = take(f"{lstm}.weight_hh_l{layer}", 4 * H, H)
+        weight_ih = take(f"{recurrent}.weight_ih_l{layer}", G * H, inputs)
+        weight_hh = take(f"{recurrent}.weight_hh_l{layer}", G * H, H)
         if inputs <= H:  # else the task refuses it
-            w_x[layer, :inputs] = weight_ih.T.reshape(inputs, 4, H)
-        w_h[layer] = weight_hh.T.reshape(H, 4, H)
-        for bias in (f"{lstm}.bias_ih_l{layer}", f"{lstm}.bias_hh_l{layer}"):
+            w_x[layer, :inputs] = weight_ih.T.reshape(inputs, G, H)
+        w_h[layer] = weight_hh.T.reshape(H, G, H)
+        for name, rows in (
+            ("ih", [*range(G)]),
+            ("hh", [*range(G - num_apart), *range(G, len(b[0]))]),
+        ):
+            bias = f"{recurrent}.bias_{name}_l{layer}"
             if bias in left:
-                b[layer] += take(bias, 4 * H).reshape(4, H)
+                b[layer, rows] += take(bias, G * H).reshape(G, H)
 
     bias = f"{head}.bias"
     head_bias = take(bias, V) if bias in left else np.zeros(V)
@@ -320,11 +353,11 @@ def _from_torch(
     head_VH = take(weight, V, H) if weight in left or E != H else table_VE
     if left:
         raise ValueError(
-            f"there is no place for {', '.join(sorted(left))} in an embedding, an LSTM of one "
-            f"direction without projections, and a linear head"
+            f"there is no place for {', '.join(sorted(left))} in an embedding, layers of one direction "
+            f"without projections ({kind}), and a linear head"
         )
     tied = np.array_equal(head_VH, table_VE)
-    layers = {"layers/lstm/w_x": w_x, "layers/lstm/w_h": w_h, "layers/lstm/b": b}
+    layers = {f"layers/{kind}/w_x": w_x, f"layers/{kind}/w_h": w_h, f"layers/{kind}/b": b}
     arrays = {"embedding/table": table_VE, **layers}
     if tied:
         arrays |= {"head_bias": head_bias}
