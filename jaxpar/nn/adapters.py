@@ -20,8 +20,8 @@ class Recurrent(nnx.Module):
     Gradients of its weights are taken after the loop, and products of inputs and weights before it
     (`nn.hoisting`), for Flax's cells and for your own, made of `nnx.Linear`, `einsum`, `@` and arithmetic.
     What a cell does with a weight inside a loop or branch, in `jax.checkpoint`, or in a function with its own
-    backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`: use `nnx.Linear`), stays in the time loop: equally correct, but
-    as slow as `lax.scan`, and zero-bubble schedules find no separate W.
+    backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`: use `nnx.Linear`), stays in the time loop:
+    equally correct, but as slow as `lax.scan`, and zero-bubble schedules find no separate W.
     """
 
     def __init__(self, cell: Any):
