@@ -43,7 +43,7 @@ from jaxpar.planning.shape import StepShape
 from jaxpar.task import Task, spec_of
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sample import sample
-from jaxpar.tasks.lm.weights import export_weights, import_weights
+from jaxpar.tasks.lm.weights import NAMES, export_weights, import_weights
 from jaxpar.training.console import ConsoleReport, evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
@@ -432,9 +432,8 @@ class Import(Options):
     """The file, which has the sizes of the model."""
     vocabulary: Annotated[str | None, arg(metavar="FILE")] = None
     """The model's words, one per line, or a run's vocabulary.json, if the file does not have them."""
-    names: tuple[str, str, str] | None = None
-    """What the file calls the embedding, the LSTM or GRU, and the linear layer after it; without it,
-    embedding, lstm or gru, and head."""
+    names: tuple[str, str, str] = NAMES
+    """What the file calls the embedding, the LSTM or GRU ("auto": lstm or gru), and the linear layer after."""
     overwrite: Switch = False
     """Remove the run that is in the folder."""
     mesh: MeshConfig = ONE_DEVICE

@@ -368,9 +368,7 @@ def check_fits(
         if len(parts) == 1 and other.memory_bytes <= hardware.memory_bytes:
             fit_alone.add(*names)
     scale = cost.memory_bytes / cost.memory.total  # of estimates, which err alike
-    likely = [
-        each for each in tried if each[1].memory_bytes * scale <= hardware.memory_bytes * _SLACK
-    ]
+    likely = [each for each in tried if each[1].memory_bytes * scale <= hardware.memory_bytes]
     likely.sort(key=lambda each: _seconds(each[1]).total)
     found: list[str] = []
     for what, other in likely[:_MOST_TRIED]:

@@ -43,6 +43,9 @@ from jaxpar.training.settings import Settings, TrainConfig
 # In the metadata of a file: a JSON list, and the hash of it and of the tensors.
 WORDS, SHA256 = "words", "jaxpar_sha256"
 
+# The modules of a file, if nobody says otherwise; the layers are "lstm" or "gru".
+NAMES = "embedding", "auto", "head"
+
 # Layers that PyTorch has, too: how many gates, and how many biases of the state apart, the last rows of ours.
 _GATES = {"lstm": (4, 0), "gru": (3, 1)}
 
@@ -125,7 +128,7 @@ def import_weights(
     train: TrainConfig | None = None,
     *,
     vocabulary: str | PathLike[str] | None = None,
-    names: tuple[str, str, str] | None = None,
+    names: tuple[str, str, str] = NAMES,
     overwrite: bool = False,
 ) -> LM:
     """Begins a run with the weights of a file: its folder with a checkpoint at step 0.
@@ -139,8 +142,7 @@ def import_weights(
       task: its `corpus` is the text that the model is to be used on; its sizes of the model are not read,
         they are those of the weights; its `layer` says whether they are an LSTM or a GRU.
       parallel, train: None are the task's own.
-      names: what the file calls the embedding, the LSTM or GRU, and the head; None is "embedding", "lstm" or
-        "gru", "head".
+      names: what the file calls the embedding, the LSTM or GRU ("auto": "lstm" or "gru"), and the head.
       vocabulary: of the model, for a file without words: a run's vocabulary.json, or a text of one
         word a line in the order of the ids.
       overwrite: remove the run that `run_dir` holds.
@@ -235,7 +237,7 @@ def to_torch(
 
 def read_weights(
     path: str | PathLike[str],
-    names: tuple[str, str, str] | None = None,
+    names: tuple[str, str, str] = NAMES,
     layer: str = "lstm",
 ) -> Weights:
     """The weights of a safetensors file, their sizes, and its words.
@@ -266,7 +268,8 @@ def read_weights(
             f"changed it, have it leave {SHA256} out of the metadata"
         )
     try:
-        names = ("embedding", layer, "head") if names is None else names
+        embedding, recurrent, head = names
+        names = embedding, layer if recurrent == "auto" else recurrent, head
         words = None if words is None else _parse_words(words)
         return _from_torch(tensors, layer, names, words)
     except ValueError as error:
