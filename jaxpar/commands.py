@@ -433,7 +433,7 @@ class Import(Options):
     vocabulary: Annotated[str | None, arg(metavar="FILE")] = None
     """The model's words, one per line, or a run's vocabulary.json, if the file does not have them."""
     names: tuple[str, str, str] = NAMES
-    """What the file calls the embedding, the LSTM or GRU ("auto": lstm or gru), and the linear layer after."""
+    """What the file calls the embedding, the LSTM or GRU ("auto": lstm or gru), and the head."""
     overwrite: Switch = False
     """Remove the run that is in the folder."""
     mesh: MeshConfig = ONE_DEVICE
