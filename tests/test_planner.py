@@ -17,7 +17,16 @@ from jaxpar.__main__ import main
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel, PipelineConfig
-from jaxpar.planning import MACHINES, calibration, check_fits, place, plan, plan_here, predict_step
+from jaxpar.planning import (
+    MACHINES,
+    calibration,
+    check_fits,
+    place,
+    plan,
+    plan_here,
+    planner,
+    predict_step,
+)
 from jaxpar.planning.hardware import Link
 from jaxpar.planning.planner import describe
 from jaxpar.tasks.lm import LM
@@ -154,6 +163,16 @@ def test_a_config_that_nothing_makes_fit_is_refused():
     settings = make_settings((1, 2, 1), (1, 4), TASK)
     with pytest.raises(ValueError, match=r"none was found that makes it fit, the least is .* MB"):
         check_fits(*settings, with_memory(LAPTOP, 1e5))
+
+
+@pytest.mark.full
+def test_what_needs_least_is_proposed_where_nothing_else_is_found(monkeypatch):
+    monkeypatch.setattr(planner, "_MOST_TRIED", 0)
+    settings = make_settings((1, 2, 1), (1, 4), TASK)
+    hardware = with_memory(LAPTOP, 0.8 * check_fits(*settings, LAPTOP).memory_bytes)
+    with pytest.raises(ValueError, match=r"laptop-cpu has [\d.]+ MB; use --\S") as refused:
+        check_fits(*settings, hardware)
+    assert ", or " not in str(refused.value)
 
 
 def test_what_does_not_fit_by_the_compiler_falls_out():

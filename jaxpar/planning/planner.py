@@ -7,7 +7,7 @@ compiled, and dropped if they do not fit by the compiler's own number. What save
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -370,21 +370,21 @@ def check_fits(
     scale = cost.memory_bytes / cost.memory.total  # of estimates, which err alike
     likely = [each for each in tried if each[1].memory_bytes * scale <= hardware.memory_bytes]
     likely.sort(key=lambda each: _seconds(each[1]).total)
-    found: list[str] = []
-    for what, other in likely[:_MOST_TRIED]:
-        other = compiled_cost(other)
-        if other.memory_bytes <= hardware.memory_bytes:
-            seconds = format_seconds(_seconds(other).total)
-            found.append(f"{what} ({other.memory_text}, {seconds} a step)")
-        if len(found) == 3:
-            break
+    smallest = sorted(tried, key=lambda each: each[1].memory_bytes)[:1]
+
+    def fitting(changes: Sequence[tuple[str, Cost]]) -> Iterator[str]:
+        for what, other in changes:
+            other = compiled_cost(other)
+            if other.memory_bytes <= hardware.memory_bytes:
+                yield f"{what} ({other.memory_text}, {format_seconds(_seconds(other).total)} a step)"
+
+    found = [*itertools.islice(fitting(likely[:_MOST_TRIED]), 3)] or [*fitting(smallest)]
     message = (
         f"a step needs {cost.memory_text} on a device, {hardware.name} has "
         f"{format_bytes(hardware.memory_bytes)}; "
     )
     if not found:
-        _, least = min(tried, key=lambda each: each[1].memory_bytes, default=("", cost))
-        least = compiled_cost(least)
+        least = compiled_cost(smallest[0][1]) if smallest else cost
         raise ValueError(
             message
             + f"of two changes none was found that makes it fit, the least is {least.memory_text}; "

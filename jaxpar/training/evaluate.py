@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch, starts_of
@@ -18,6 +17,7 @@ from jaxpar.step import batch_sharding, make_adapting_step, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
 from jaxpar.training.settings import Adaptation
+from jaxpar.trees import zeros
 
 # Compiled once for all splits.
 _make_step = functools.lru_cache(maxsize=4)(make_eval_step)
@@ -71,10 +71,12 @@ def sum_batches(
     """
     checked, sums = CheckedBatches(task, batches), list[Sums]()
     sharding = batch_sharding(task, parallel, mesh)
-    adapts, step = adaptation != AS_IT_IS, _make_step(task, parallel, mesh)
+    adapts = adaptation != AS_IT_IS
     if adapts:
         step = _make_adapting_step(task, parallel, adaptation, mesh)
         state = dataclasses.replace(state, opt_state=state.params)
+    else:
+        step = _make_step(task, parallel, mesh)
     for window in range(checked.num_windows):
         before_batch()
         batch = place_batch(checked, window, sharding)
@@ -111,12 +113,9 @@ def in_batches(
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
     carry = abstract_state(task, parallel, mesh).carry
-
-    def zeros():
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), carry)
-
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
-    return task, parallel, dataclasses.replace(state, carry=jax.jit(zeros, out_shardings=where)())
+    make = jax.jit(lambda: zeros(carry), out_shardings=where)
+    return task, parallel, dataclasses.replace(state, carry=make())
 
 
 def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:

@@ -23,9 +23,7 @@ from jaxpar.fields import check_fields, require, require_rate
 from jaxpar.tasks.lm.regularization import square_of
 from jaxpar.trees import vary_like
 
-PADDING = (
-    "padding"  # the field of a batch that says how many steps of the window are before its text
-)
+PADDING = "padding"  # the field of a batch: how many steps of the window are before its text
 LEAST = 5  # steps of a window
 
 
