@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        print(f"error: {text}{place}; --debug shows how it came to that", file=sys.stderr)
+        print(f"error: {text}{place}; --debug shows the traceback", file=sys.stderr)
         return leave_processes(2, text)
 
 
@@ -205,7 +205,7 @@ def _settings(words: list[str], spec: str | None, given: "_Given") -> Settings:
         if given.resume and given.out_dir is None and settings.train.out_dir != str(folder):
             raise ValueError(
                 f"{given.config} says out_dir={settings.train.out_dir!r}, the latest run is {folder}; say "
-                f"which one is to go on, such as --train.out-dir {folder}"
+                f"which one to continue, such as --train.out-dir {folder}"
             )
     if settings is None:
         what = " ".join(words)
@@ -263,7 +263,7 @@ def _refuse_layout(arguments: list[str]) -> None:
         if re.match(r"--(mesh|pipeline|shares|fsdp|update)\b", argument):
             raise ValueError(
                 f"plan looks for the mesh and the pipeline itself; leave {argument} out and say how many "
-                f"devices there are (--devices 8), or ask of one mesh: inspect TASK --mesh dp2 --compare"
+                f"devices there are (--devices 8), or ask about one mesh: inspect TASK --mesh dp2 --compare"
             )
 
 

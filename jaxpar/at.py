@@ -14,11 +14,11 @@ def anywhere(x: Any, *_dims: str | None) -> Any:
 
 
 class At(NamedTuple):
-    """What `first`, a layer and `last` are told of the block that they are given.
+    """What `first`, a layer and `last` know of the block that they are given.
 
     Attributes:
-      layer: its number in the stack; int32. In `last` it is the number of layers, in `first` one more: every
-        place has dropout masks of its own.
+      layer: its number in the stack; int32. In `last` it is the number of layers, in `first` one more, so
+        that every place has dropout masks of its own.
       time: of the block's first time step, within the window; int32.
       row: of its first row, within the global batch; int32.
       key: of this training step, for dropout; None in evaluation.

@@ -1,7 +1,7 @@
 """Names: the axes of the mesh, and the dims of jaxpar's own layers. No string literals of these elsewhere.
 
-An *axis* belongs to the mesh, a *dim* to an array. `sharding.Rules` maps the one to the other; which dims
-exist, its table says: yours may have others.
+An *axis* belongs to the mesh, a *dim* to an array. `sharding.Rules` maps the one to the other; its table
+says which dims exist, and yours may have others.
 """
 
 # Mesh axes, outermost first: `data` may cross hosts, `tensor` stays inside one.

@@ -1,7 +1,7 @@
 """Batches: pytrees of arrays, a function of the seed and the step, and how they get onto a mesh.
 
-Nothing is kept between batches, so a resumed run goes on with the batch that it would have had, and every
-process reads its own rows only. Dims: N rows in all, B batch rows, T time steps.
+Nothing is kept between batches, so a resumed run continues with the batch that it would have had, and every
+process reads only its own rows. Dims: N rows in all, B batch rows, T time steps.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Batches(Protocol):
         """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
 
         Returns:
-          a pytree of NumPy arrays [rows, ...] and scalars. A field or key `starts` tells whether carried
+          a pytree of NumPy arrays [rows, ...] and scalars. A field or key `starts` says whether carried
           state begins anew; without it, it does so with every batch.
         """
         ...
@@ -102,7 +102,7 @@ def put_batch(batch: Any, sharding: NamedSharding) -> Any:
 
 
 def check_rows(batch_size: int, sharding: NamedSharding) -> None:
-    """Nothing, if the sharding divides the rows of a batch.
+    """Checks that the sharding divides the rows of a batch.
 
     Raises:
       ValueError: it does not; the message names sizes that work.
@@ -121,9 +121,9 @@ def check_rows(batch_size: int, sharding: NamedSharding) -> None:
 class ArrayBatches:
     """Rows of arrays in memory, in batches.
 
-    With a seed, for training: every epoch has another order, drawn from (seed, epoch), and all batches
+    With a seed, for training: every epoch has a different order, drawn from (seed, epoch), and all batches
     are full; rows that do not fill one are left to other epochs. Without a seed, for evaluation: plain order,
-    every row once, the last batch filled with copies of row 0 whose weight is 0.
+    every row once, the last batch padded with copies of row 0 whose weight is 0.
 
     Args:
       arrays: [N, ...] each.
@@ -166,9 +166,9 @@ class SeriesBatches:
     """One long series in windows, for models that carry their state from window to window.
 
     The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
-    stream. With a seed, for training: every epoch begins at another place, drawn from (seed, epoch), wraps
-    around at the end of the series, and all windows are full. Without one, for evaluation: every step counts
-    once, in plain order; the ends of streams are filled with places whose weight is 0.
+    stream. With a seed, for training: every epoch begins at a different place, drawn from (seed, epoch),
+    wraps around at the end of the series, and all windows are full. Without one, for evaluation: every step
+    counts once, in plain order; the ends of streams are padded with places whose weight is 0.
 
     Args:
       arrays: [steps, ...] each, such as inputs and targets of every step.
@@ -231,12 +231,14 @@ def _common_length(arrays: Mapping[str, np.ndarray]) -> int:
             raise ValueError(f"arrays[{name!r}]={array!r} has no rows; give an array of rows")
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) != 1:
-        raise ValueError(f"arrays of {lengths} rows; give one or more, all with as many rows")
+        raise ValueError(
+            f"arrays of {lengths} rows; give one or more, all with the same number of rows"
+        )
     return next(iter(lengths.values()))
 
 
 def check_counts(**counts: int) -> None:
-    """Nothing, if all are whole numbers of 1 or more.
+    """Checks that all are whole numbers of 1 or more.
 
     Raises:
       ValueError: names the first that is not.

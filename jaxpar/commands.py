@@ -75,19 +75,19 @@ class Command(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What every command takes that computes."""
+    """Options of every command that computes."""
 
     simulate: int | None = None
     """Use this many simulated devices on the CPU."""
     compile_cache: bool = True
     """Keep compiled programs in ~/.cache/jaxpar (JAX 0.11 or newer), or in JAX_COMPILATION_CACHE_DIR."""
     debug: Switch = False
-    """Print the traceback of an error, not its message alone."""
+    """Print the traceback of an error, not just its message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskOptions(Options):
-    """What a command takes that is about a task."""
+    """Options of commands that are about a task."""
 
     config_file: Annotated[str | None, arg(name="config", metavar="FILE.toml")] = None
     """A file of settings; options given here override it."""
@@ -98,7 +98,7 @@ class TaskOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions(TaskOptions):
-    """What a command takes that is about a task on a mesh."""
+    """Options of commands that are about a task on a mesh."""
 
     devices: tuple[int, ...] | None = None
     """Numbers of the devices to use; by default all of them."""
@@ -131,11 +131,11 @@ class Train(RunOptions):
     overwrite: Switch = False
     """Remove the run that is in --train.out-dir."""
     elastic: Switch = False
-    """If the mesh does not fit the available devices, take another one; runs continue with what is left."""
+    """If the mesh does not fit the available devices, take another one; so runs continue with those left."""
     balance: Literal["work", "time", "memory"] = "work"
     """What a balanced placement evens out: FLOPs, time as measured here, or memory."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
-    """Memory of a device, such as 16GB: a layout that needs more, by the compiler, is refused."""
+    """Memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is refused."""
     profile: Switch = False
     """Write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev."""
 
@@ -199,17 +199,17 @@ class Train(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Plan(TaskOptions):
-    """Prints which mesh and pipeline are the quickest for a task, by the cost model, and why.
+    """Prints which mesh and pipeline are the fastest for a task, by the cost model, and why.
 
-    Every mesh is considered, and the best of three are compiled; the devices need not be there.
+    Every mesh is considered, and the three best are compiled; the devices need not be there.
     """
 
     devices: int | None = None
-    """How many there are; by default as many as JAX has."""
+    """Number of devices; by default as many as JAX has."""
     machine: str = "here"
-    """What they are: here (measured once), h100, h200, a100, tpu-v5e, laptop-cpu, or a file."""
+    """What the devices are: here (measured once), h100, h200, a100, tpu-v5e, laptop-cpu, or a file."""
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
-    """Memory of a device, such as 16GB, in place of what the machine says."""
+    """Memory of a device, such as 16GB, instead of the machine's own."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -244,15 +244,15 @@ class Evaluate(Options):
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: Switch = False
-    """Of the state with the lowest validation loss, not the newest."""
+    """Use the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
     batch_size: int | None = None
-    """Rows that the data are read in, if not as in training: 1 reads a text as one stream."""
+    """Rows of a batch, if not as in training: 1 reads a text as one stream."""
     seq_len: int | None = None
     """Time steps of a window, if not as in training."""
     adaptation: Adaptation = Adaptation()
-    """Dynamic evaluation: after each window, when it is counted, a step of gradient descent."""
+    """Dynamic evaluation: after each window has been counted, a step of gradient descent on it."""
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -280,20 +280,20 @@ class Evaluate(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Sample(Options):
-    """Prints a text by a trained language model."""
+    """Prints text by a trained language model."""
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: Switch = False
-    """Of the state with the lowest validation loss, not the newest."""
+    """Use the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2tp2."""
     prompt: str = ""
-    """Words that the text begins with; all of them in the vocabulary of the run."""
+    """Words that the text begins with, all of them in the run's vocabulary."""
     length: int = 50
     """Tokens to add."""
     temperature: float = 0.8
-    """Below 1 prefers likelier words; 0 takes the likeliest every time."""
+    """Below 1 prefers likelier words; 0 always takes the likeliest."""
     seed: int = 0
     """The same seed gives the same text."""
 
@@ -344,7 +344,7 @@ class Plot(RunOptions):
     """Draws a picture of a task's step, into a file or the terminal.
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
-    when in a step that is run, beside its schedule; "bubble", against microbatches and chunks of time;
+    when in a real step, beside its schedule; "bubble", against microbatches and chunks of time;
     "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
     """
 
@@ -388,7 +388,7 @@ class Export(Options):
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: Switch = False
-    """Of the state with the lowest validation loss, not the newest."""
+    """Use the state with the lowest validation loss, not the newest."""
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2tp2."""
     output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
@@ -484,7 +484,7 @@ class Launch:
     min_processes: int = 1
     """With fewer than this an elastic run waits for its next start."""
     debug: Switch = False
-    """Print the traceback of an error, not its message alone."""
+    """Print the traceback of an error, not just its message."""
 
     def run(self) -> int:
         """The exit code: 0, or that of the first process that failed."""
@@ -507,7 +507,7 @@ class Doctor:
     """Looks at versions, devices, memory and the network, and says what is wrong with them."""
 
     debug: Switch = False
-    """Print the traceback of an error, not its message alone."""
+    """Print the traceback of an error, not just its message."""
 
     def run(self) -> int:
         """The exit code: 1 if there is an error, else 0."""
@@ -551,7 +551,7 @@ def _check_room(task: Task, num_devices: int, num_bytes: float | None) -> None:
 def _say_what_takes_long() -> None:
     if jax.process_index() == 0:
         print(
-            "measuring how quick this machine is at what was not measured yet (a minute the first time) ...",
+            "measuring this machine where it was not measured before (a minute the first time) ...",
             file=sys.stderr,
             flush=True,
         )

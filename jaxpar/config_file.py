@@ -49,7 +49,7 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
 
     Raises:
       OSError: the file, or that of the task, cannot be read.
-      ValueError: it is no TOML, names no task and there is no base, a key does not exist (the message
+      ValueError: it is not TOML, names no task and there is no base, a key does not exist (the message
         gives its full path and the nearest), or a value has the wrong type or is out of range.
     """
     path = Path(path).expanduser()
@@ -65,7 +65,7 @@ def read_simulated(path: str | os.PathLike[str]) -> int | None:
     """The number of simulated devices that a file of settings asks for; None if it does not.
 
     Raises:
-      OSError, ValueError: the file cannot be read, or this is no number of devices.
+      OSError, ValueError: the file cannot be read, or does not have a number of devices there.
     """
     number = _read(Path(path).expanduser()).get(SIMULATE)
     if number is not None and (type(number) is not int or number < 1):
@@ -105,7 +105,7 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
             if value != again:
                 raise ValueError(
                     f"{field.name}={value!r} would be read back from a TOML file as {again!r}; TOML has no "
-                    f"null, and does not tell types: use another value, or another default"
+                    f"null, and does not keep types: use another value, or another default"
                 )
     return text
 

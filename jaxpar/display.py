@@ -15,7 +15,7 @@ WIDTH = 100  # of what goes into a file or pipe
 
 @functools.singledispatch
 def show(thing: Any) -> Any:
-    """A picture of a mesh, a sharded array, parameters, a schedule or a report on a program.
+    """A picture of a mesh, a sharded array, parameters, a schedule or a program report.
 
     A notebook shows it as HTML, `rich.print` in colour, `print` as text; `to_page()` is a file of HTML.
 
@@ -23,7 +23,7 @@ def show(thing: Any) -> Any:
       thing: a `MeshConfig` or `Mesh`; an array, also an abstract one, or a Flax variable; a `TrainState`, an
         `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`; a `MeasuredStep`.
     Raises:
-      ValueError: there is no picture of such a thing.
+      ValueError: there is no picture of such an object.
     """
     raise ValueError(
         f"there is no picture of type {type(thing).__name__}; give a mesh, an array, a state or module of "
@@ -45,7 +45,7 @@ class Shown:
 
 
 class FittingTable(Table):
-    """A table that splits no word: where there is no room for its columns, every row is a paragraph.
+    """A table that does not break words: where there is no room for its columns, every row is a paragraph.
 
     A column whose name begins with > is of numbers.
     """

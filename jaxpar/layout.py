@@ -603,7 +603,7 @@ def _check_floats(what: str, tree: Any) -> None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
-                f"numbers: what is not belongs in the batch, which every layer sees (at.batch)"
+                f"numbers; anything else belongs in the batch, which every layer sees (at.batch)"
             )
 
 
@@ -617,7 +617,7 @@ def _check_same(what: str, found: Any, as_what: str, wanted: Any) -> None:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
                 f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
-                f"they must be the same, for all layers of a stack hand on the same arrays"
+                f"they must be the same, since layers of a stack pass the same arrays on"
             )
 
 

@@ -183,20 +183,20 @@ class MeshConfig(Shown):
 def simulate_devices(num_devices: int) -> None:
     """Makes JAX show this machine's CPU as `num_devices` devices, and use no others.
 
-    They share the machine's cores: they prove correctness, bytes and memory, not speed. Works after
-    `import jax`, until the first use of a device starts JAX's backend. On Linux this process keeps memory
-    that is freed, for the next step: steps are up to 1.2 times as fast for it. SciPy's LAPACK, which draws
-    orthogonal kernels, takes one thread, unless `OPENBLAS_NUM_THREADS` says otherwise.
+    They share the machine's cores: they show correctness, bytes and memory, not speed. This works after
+    `import jax`, until the first use of a device starts JAX's backend. On Linux this process keeps freed
+    memory for the next step, which makes steps up to 1.2 times as fast. SciPy's LAPACK, which draws
+    orthogonal kernels, uses one thread, unless `OPENBLAS_NUM_THREADS` says otherwise.
 
     Raises:
-      ValueError: `num_devices` is not positive, or more than one process can be.
+      ValueError: `num_devices` is not positive, or more than one process can simulate.
       RuntimeError: the backend has started with other devices.
     """
     require_instance("num_devices", num_devices, int, "a whole number")
     if not 1 <= num_devices <= MAX_SIMULATED:
         raise ValueError(
-            f"simulate_devices({num_devices}): use 1 to {MAX_SIMULATED}; what a step costs on more devices, "
-            f"planning.predict_step (python -m jaxpar plan) tells without simulating them"
+            f"simulate_devices({num_devices}): use 1 to {MAX_SIMULATED}; what a step costs on more devices "
+            f"is predicted without simulating them by python -m jaxpar plan (planning.predict_step)"
         )
     _keep_freed_memory()
     # Every device calls it; their threads would wait for each other, spinning: ten times as long on 2 cores.
@@ -216,16 +216,16 @@ def simulate_devices(num_devices: int) -> None:
 
 
 def num_simulated() -> int | None:
-    """How many devices this process simulates, alone; None if it does not."""
+    """How many devices this process simulates, if it is the only one; None if it simulates none."""
     number = jax.config.values["jax_num_cpu_devices"]
     is_cpu = jax.devices()[0].platform == "cpu"
     return number if is_cpu and number > 0 and jax.process_count() == 1 else None
 
 
 def release_freed_memory() -> None:
-    """Gives back, on Linux, what this process has freed and keeps: to be done before steps, not between.
+    """Returns freed memory that this process keeps to the system (Linux): for use before steps, not between.
 
-    What setting up leaves behind lies in pieces, of which a step's one block of memory could use none.
+    Setup leaves memory behind in pieces, none of which a step's one block could use.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "malloc_trim"):
@@ -235,9 +235,9 @@ def release_freed_memory() -> None:
 def _keep_freed_memory() -> None:
     """Lets glibc give what one step frees to the next.
 
-    By itself it returns large blocks to the system, and gets them back as pages to be zeroed, a sixth of
-    the time of a step. Settings of the user's own are left alone. It works for threads to come: JAX's are
-    started with its backend. The numbers are those of mallopt(3).
+    By default it returns large blocks to the system and gets them back as pages to be zeroed, which takes a
+    sixth of a step's time. The user's own settings are left alone. It affects threads started later: JAX's
+    start with its backend. The numbers are those of mallopt(3).
     """
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in (
         os.environ.get("GLIBC_TUNABLES", "")

@@ -50,7 +50,7 @@ def checked_sums(sums: Any, model: Any) -> Sums:
     """What `last` of a model returned; counts and plain numbers as float32.
 
     Raises:
-      ValueError: it is no `Sums`, or has something that is no single number.
+      ValueError: it is not a `Sums`, or has something that is not a single number.
     """
     name = type(model).__name__
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
@@ -150,10 +150,10 @@ class Stack(nnx.Module):
         Args:
           makers: a function for every layer, such as `[lambda rngs: GRU(64, rngs=rngs)] * 8`. Layers of one
             function are drawn at once, however many they are.
-          unroll: without stages, so many layers of a kind or fewer are written out one by one, which is
-            quicker by some percent and takes some memory; more are a loop over one.
+          unroll: without stages, this many layers of a kind or fewer are unrolled, which is some percent
+            faster and takes some memory; more are a loop over one.
         Raises:
-          ValueError: what is given makes no layers, or a layer has variables that its calls would change.
+          ValueError: the makers make no layers, or a layer has variables that its calls would change.
         """
         use = "a list of functions that make a layer, such as [lambda rngs: GRU(64, rngs=rngs)] * 8"
         require_instance("makers", makers, Sequence, use)
@@ -189,8 +189,7 @@ class Stack(nnx.Module):
     def place(self, slots: Slots) -> None:
         """Draws the layers again, now in these slots; each has the same values as before.
 
-        To be called once, in the function that made the stack: the earlier values cost nothing under
-        `jax.jit`.
+        Call it once, in the function that made the stack: under `jax.jit` the earlier values cost nothing.
 
         Raises:
           ValueError: the slots are not those of these layers.
@@ -210,7 +209,7 @@ class Stack(nnx.Module):
         self._source = None
 
     def initial_carry(self, rows: int) -> dict[str, Any]:
-        """The state of all layers at the start: by kind, variables [rows of the stack, rows, ...]."""
+        """The initial state of all layers: by kind, variables [rows of the stack, rows, ...]."""
         return {
             name: _initial_carry(getattr(self, name), name, num_rows, rows)
             for name, num_rows in zip(self.kinds, map(len, self.slots.rows), strict=True)

@@ -55,10 +55,10 @@ class OptimizerConfig:
     """An optimizer of optax and its learning rate, as options of a task.
 
     Attributes:
-      name: in optax.
+      name: as in optax.
       learning_rate: its peak.
-      lr_schedule: by its name in optax. "linear" and "cosine" fall to zero at the last step; "exponential"
-        multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
+      lr_schedule: its course after the warm-up. "linear" and "cosine" fall to zero at the last step;
+        "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
       warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
       hold_steps: steps at the peak after the warm-up, before the rate falls.
       lr_decay, lr_decay_every: of "exponential".
@@ -99,10 +99,10 @@ class OptimizerConfig:
         return f"{self.name}, learning rate {self.learning_rate:g} ({self.lr_schedule})"
 
     def make(self, num_steps: int) -> optax.GradientTransformation:
-        """The optimizer, for a run of so many steps; gradients are clipped before it.
+        """The optimizer for a run of `num_steps` steps; gradients are clipped before it.
 
         Returns:
-          one that is `Safe`, unless the learning rate is beyond all that is of use.
+          one that is `Safe`, unless the learning rate is far beyond any useful one.
         Raises:
           ValueError: the warm-up is longer than the run.
         """
@@ -122,7 +122,7 @@ class OptimizerConfig:
         return Safe(*made) if is_safe else made
 
     def rate(self, num_steps: int) -> optax.Schedule:
-        """Step -> learning rate, in a run of so many steps.
+        """Step -> learning rate, in a run of `num_steps` steps.
 
         Raises:
           ValueError: the warm-up is longer than the run.

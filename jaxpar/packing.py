@@ -1,8 +1,8 @@
 """Sequences of any length packed into the rows of batches, so that little is padding.
 
-A row is a stream of windows of T steps. What is not longer than a window lies in one, several in a row where
-they fit; what is longer begins a window and goes on in the next ones of its row, from the state that is
-carried between them. With T=4, two rows and sequences of 6, 3, 2, 1 and 1 steps:
+A row is a stream of windows of T steps. A sequence no longer than a window lies in one window, several in
+a row where they fit; a longer one begins a window and continues in the next ones of its row, from the state
+that is carried between them. With T=4, two rows and sequences of 6, 3, 2, 1 and 1 steps:
 
     row 0    a a a a|a a c c         resets are where a letter is seen for the first time
     row 1    b b b d|e _ _ _         _ is padding
@@ -44,8 +44,8 @@ class Packing:
 
     Attributes:
       num_windows: batches in an epoch.
-      num_sequences: in an epoch; those of no step are left out.
-      num_long: sequences that go on in other windows.
+      num_sequences: in an epoch; empty ones are left out.
+      num_long: sequences that continue in further windows.
       padding: the share of an epoch's positions that is padding.
     """
 
@@ -138,10 +138,10 @@ class Packing:
 
 
 class PackedBatches:
-    """Sequences of any length, packed into rows, for models that begin anew where `at.resets` says so.
+    """Sequences of any length, packed into rows, for models that start afresh where `at.resets` says so.
 
-    With a seed, for training: which sequences lie together, where and when is drawn from (seed, epoch).
-    Without one, for evaluation, it is not. Every epoch has every sequence once; see `Packing`.
+    With a seed, for training, which sequences lie together, where and when is drawn from (seed, epoch);
+    without one, for evaluation, the order is plain. Every epoch has every sequence once; see `Packing`.
 
     Attributes:
       packing: where they lie.
@@ -165,7 +165,7 @@ class PackedBatches:
           seq_len: T, the steps of a window.
           seed: None for evaluation.
         Raises:
-          ValueError: a number is out of range, or arrays have not as many steps as the sequences.
+          ValueError: a number is out of range, or the arrays do not have as many steps as the sequences.
         """
         lengths_S = np.asarray(lengths)
         if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer):

@@ -27,29 +27,30 @@ class PipelineConfig:
     Attributes:
       schedule: what runs when; see `schedule.make_schedule`.
       num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`), which run one after
-        the other on every data-parallel group, their gradients added up: without stages, gradient
-        accumulation.
+        the other on every data-parallel group, with their gradients added up: gradient accumulation,
+        where there are no stages.
       num_chunks: K, slices of the time dim; the state of layers stays on their stage between chunks.
       num_groups: groups of layers on each stage, for "interleaved".
       zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them:
-        one by one ("unit"), or once for all chunks of a microbatch ("microbatch"); see
-        `schedule.make_schedule`. With remat they stay, since what W needs is more than remat keeps. "auto"
-        is "unit", which takes no more memory, where the schedule allows it.
+        unit by unit ("unit"), or once for all chunks of a microbatch ("microbatch"); see
+        `schedule.make_schedule`. With remat they stay, since W needs more than remat keeps. "auto" is
+        "unit", which takes no more memory, where the schedule allows it.
       placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
         ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
         (the model must have a method `last_part`); "auto" is "sharded" where the model has one.
-      unroll: write the layers of a stage out one by one, with their weights laid out for it once a step:
-        quicker where chunks are short, for more memory and a larger program. Only for layers of one kind,
+      unroll: unroll the layers of a stage, with their weights laid out for it once a step: faster where
+        chunks are short, at the price of more memory and a larger program. Only for layers of one kind,
         without groups.
       steady_loop: run the ticks in which no stage is idle in a loop of their own, without branches and of a
-        length that the compiler knows: for devices that wait for the host at each branch and turn, as GPUs
-        do. It makes the program larger. "auto": on devices that are not CPUs.
+        length that the compiler knows: for devices that wait for the host at each branch and iteration, as
+        GPUs do. It makes the program larger. "auto": on devices that are not CPUs.
       remat: keep inputs instead of residuals, and rerun each forward before its backward.
       remat_keeps: where these inputs (and the carries before each chunk) are kept: on the "device"; in the
         memory of the "host" (on CPUs it is the same); or not at all. "carries" cuts the window into about
         sqrt(K) segments of chunks and keeps the carries before each: the segments run forward once for these
-        carries, and then one by one, the last first, forward and backward with all residuals of one segment.
+        carries, and then again one by one, the last first, forward and backward, with the residuals of one
+        segment at a time.
     """
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
@@ -122,7 +123,7 @@ class Parallel:
 
     @classmethod
     def of(cls, parallel: "Parallel | MeshConfig | str | None", default: "Parallel") -> "Parallel":
-        """What was given: a mesh, the shape of one in words, or nothing for the default.
+        """The layout that was given as a mesh, as the shape of one, or as None for the default.
 
         Raises:
           ValueError: it is something else.
@@ -149,7 +150,7 @@ class Parallel:
 
     @property
     def runs_in_units(self) -> bool:
-        """Whether a step runs unit by unit on a schedule; else it is one whole."""
+        """Whether a step runs unit by unit on a schedule; if not, it runs as a whole."""
         return (
             self.mesh.stage > 1
             or self.pipeline.num_microbatches > 1
@@ -174,7 +175,7 @@ class Parallel:
 
     @property
     def zero_bubble(self) -> ZeroBubble:
-        """Where the gradients of weights go; with their backwards without stages, and with remat."""
+        """How the weight gradients are scheduled; "off" without stages, and with remat."""
         pipeline = self.pipeline
         if self.mesh.stage == 1 or pipeline.remat or pipeline.schedule == "gpipe":
             return "off"
@@ -186,7 +187,7 @@ class Parallel:
         return choice == "on" or (choice == "auto" and mesh.devices.flat[0].platform != "cpu")
 
     def microbatch_rows(self, batch_size: int) -> int:
-        """Rows of a microbatch, of a batch of so many."""
+        """Rows of a microbatch, given those of a batch."""
         return batch_size // (sum(self.group_shares) * self.pipeline.num_microbatches)
 
     def resolve(self, num_available: int | None = None) -> Self:
@@ -194,7 +195,7 @@ class Parallel:
         return dataclasses.replace(self, mesh=self.mesh.resolve(num_available))
 
     def on_mesh(self, mesh: MeshConfig) -> Self:
-        """The same on another mesh, without what was chosen for the number of stages or groups it had."""
+        """The same on another mesh, without what was chosen for the old number of stages or groups."""
         pipeline, shares = self.pipeline, self.shares
         if mesh.stage != self.mesh.stage:
             pipeline = dataclasses.replace(pipeline, placement="balanced")
@@ -203,7 +204,7 @@ class Parallel:
         return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares)
 
     def check(self, batch_size: int, num_steps: int | None) -> None:
-        """Nothing, if batches divide as the layout asks for.
+        """Checks that batches divide as the layout requires.
 
         Args:
           batch_size: rows of a batch.
@@ -238,7 +239,7 @@ class Parallel:
 
 
 def num_segments(num_chunks: int) -> int:
-    """The divisor of a number of chunks that is nearest to its square root, itself left out."""
+    """The divisor of a number of chunks nearest to its square root, other than the number itself."""
     divisors = [n for n in range(1, num_chunks) if num_chunks % n == 0] or [1]
     return min(divisors, key=lambda n: abs(n - num_chunks**0.5))
 
@@ -251,7 +252,7 @@ def short_name(mesh: MeshConfig) -> str:
 
 
 def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
-    """Nothing, if the product of the divisors divides `size`.
+    """Checks that the product of the divisors divides `size`.
 
     Raises:
       ValueError: names all of them, and the nearest sizes that work.

@@ -41,7 +41,7 @@ class Rules:
 
     Attributes:
       table: the rules.
-      over: an axis that splits one dim more of every array: the first that divides, so that what devices
+      over: an axis that splits one more dim of every array: the first that divides, so that what devices
         gather lies in few pieces.
 
     Raises:
@@ -182,8 +182,8 @@ class Layout:
     and a row-parallel one takes it split:
 
         y = layout(up(layout(x, BATCH, None)), BATCH, UNITS)  # stays split over its last dim
-        layout(y, BATCH, None)                                # is gathered
-        layout(down(y), BATCH, None)                          # goes on, and the results are added
+        layout(y, BATCH, None)                                # gathers it
+        layout(down(y), BATCH, None)                          # uses it split, and adds up the results
 
     Lay out both what enters a split layer and what leaves it: where either is left open, the compiler may
     choose to gather the weights.
@@ -196,10 +196,10 @@ class Layout:
     def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
         """`x`, laid out by the names of its dims, inside or outside a traced function.
 
-        Inside a `shard_map` x is a part already along its `manual` axes, and laid out over the others.
+        Inside a `shard_map`, x is already a part along its `manual` axes, and is laid out over the others.
 
         Raises:
-          ValueError: as many names as dims are not given, or a dim does not divide by its axes.
+          ValueError: the number of names is not that of dims, or a dim does not divide by its axes.
         """
         if len(dims) != x.ndim:
             raise ValueError(
@@ -281,7 +281,7 @@ def check_split(
 def misplaced(
     tree: Any, mesh: Mesh | None, rules: Rules, memory_kind: str | None = None
 ) -> list[str]:
-    """One line for every annotated array whose real sharding is not the one that its names ask for.
+    """One line for every annotated array whose actual sharding is not the one that its names ask for.
 
     Args:
       mesh: where the arrays should lie; None if no array lies on any.

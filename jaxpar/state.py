@@ -33,7 +33,7 @@ class TrainState(Shown):
 
     Attributes:
       step: int32 scalar, steps taken.
-      skipped: int32 scalar, how many of them were passed over, because their loss, gradient or update was not
+      skipped: int32 scalar, how many of them were skipped because their loss, gradient or update was not
         finite. One more than the settings allow halts the state: it stays as it was before that step.
       params: `nnx.State` of what is trained; variables carry the names of their dims.
       frozen: `nnx.State` of all other variables of the model.
@@ -65,7 +65,7 @@ def abstract_state(
       num_steps: of the run, as the optimizer is made for.
     Raises:
       ValueError: a size does not split over its axes (see `sharding.check_sizes`), the mesh is not of the
-        sizes of `parallel`, or the optimizer's state is none that can be laid out.
+        sizes of `parallel`, or the optimizer's state cannot be laid out.
     """
     mesh = parallel.mesh.build() if mesh is None else mesh
     if dict(mesh.shape) != parallel.mesh.sizes:
@@ -109,12 +109,12 @@ def init_state(
     The values depend on the seed and the model's sizes, not on the mesh.
 
     Args:
-      task: resolved: nothing of it is left to be found in data.
+      task: resolved: nothing in it is left for the data to determine.
       parallel: the layout on devices, or its mesh, or the shape of that; None is the task's own.
       mesh: None builds `parallel.mesh`.
       num_steps: of the run, as the optimizer is made for.
     Raises:
-      ValueError: sizes do not fit the mesh, or not its memory, before anything is traced for it.
+      ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
     """
     check_task(task)
     parallel = Parallel.of(parallel, task.parallel)
@@ -152,12 +152,12 @@ def _initializer(
 
 
 def check_room(state: TrainState, mesh: Mesh) -> None:
-    """Nothing, if the devices of this process have the memory for an abstract state alone.
+    """Checks that the devices of this process have the memory for an abstract state, leaving out the step's.
 
     A step needs more; `train --memory` and the planner know how much.
 
     Raises:
-      ValueError: they have not.
+      ValueError: they do not.
     """
     devices = mesh.local_devices
     here = sum(
@@ -182,14 +182,14 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
 
 
 def release(state: TrainState, allowed_skips: int) -> TrainState:
-    """The state, no longer halted: what the settings do not allow to be skipped is not counted."""
+    """The state, no longer halted: the step that the settings do not allow to be skipped is not counted."""
     skipped = min(int(state.skipped), allowed_skips)
     skipped = jax.device_put(np.int32(skipped), state.skipped.sharding)
     return dataclasses.replace(state, skipped=skipped)
 
 
 def averaged(state: TrainState, mesh: Mesh) -> TrainState:
-    """The state with the mean of the parameters in their place, if its optimizer keeps one."""
+    """The state with the mean of the parameters instead of them, if its optimizer keeps one."""
     if not isinstance(state.opt_state, Averaged):
         return state
     mean = state.opt_state.mean
@@ -199,12 +199,12 @@ def averaged(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def audit(state: TrainState) -> None:
-    """Compares the declared and the real sharding of parameters, optimizer state and carry.
+    """Compares the declared and the actual sharding of parameters, optimizer state and carry.
 
-    All are to lie on one mesh, the one that most arrays of the state lie on.
+    All must lie on one mesh, the one that most arrays of the state lie on.
 
     Raises:
-      ValueError: naming each array that is annotated but not so sharded.
+      ValueError: names each annotated array that is sharded otherwise.
     """
     require_instance("state", state, TrainState, "what init_state or a step returns")
     layouts = [leaf.sharding for leaf in jax.tree.leaves(state)]

@@ -93,7 +93,7 @@ class CompiledStep:
         return self.run(state, batch)
 
     def run(self, state: TrainState, batch: Any) -> Any:
-        """The same, without a look at the values of the batch."""
+        """The same, without checking the values of the batch."""
         arguments = (state, *self._planned(batch))
         if not self.num_programs:
             self._check_program(arguments)
@@ -251,8 +251,8 @@ def make_train_step(
     Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
 
     A loss, gradient or update that is not finite changes no parameter: the step is skipped, or, where the
-    settings do not allow that, the state is halted. No later step changes it then, so that one may look at
-    the metrics from time to time; `state.release` lets it go on.
+    settings do not allow that, the state is halted. No later step changes it then, so it is enough to look at
+    the metrics from time to time; `state.release` lets it continue.
 
     Args:
       task, parallel: as given to `init_state`.
@@ -316,7 +316,7 @@ def make_train_step(
 
 
 def rate_of(batch: Any) -> jax.Array | None:
-    """What the learning rate of a batch's step is multiplied by, if the batch says so."""
+    """The factor that a batch gives for the learning rate of its step, if it has one."""
     rate = part_of(batch, RATE)
     return None if rate is None else jnp.asarray(rate)
 
@@ -346,10 +346,10 @@ def _count(
 
 
 def check_program(program: jax.stages.Compiled) -> None:
-    """Says whether a compiled step of stages would end; steps do so by themselves before they run first.
+    """Checks that a compiled step of stages would terminate; steps do so themselves before their first run.
 
     Raises:
-      ValueError: a unit's work holds an exchange that all stages must take part in: it would wait forever.
+      ValueError: a unit's work contains an exchange that all stages must take part in: it would wait forever.
     """
     if found := _PERMUTE_OF_A_UNIT.search(program.as_text() or ""):
         where = _STRUCTURE.sub("", found[1])
@@ -372,7 +372,7 @@ def make_loss_and_grad(
     """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
     The state's step numbers the dropout masks; without a plan the batch has the full length. On a mesh with
-    stages and tensor parallelism, `check_program` tells of a program of layers of one's own whether it ends.
+    stages and tensor parallelism, use `check_program` on the program of your own layers: would it terminate?
 
     Args:
       mesh: None builds `parallel.mesh`.

@@ -39,8 +39,8 @@ class Task:
 
     Attributes:
       unit: what `Sums.weight` counts, in the plural: "tokens".
-      frozen: a filter of NNX for parameters that are not trained: they have no gradient, no buffer and no
-        state of the optimizer.
+      frozen: an NNX filter for parameters that are not trained: they have no gradient, no buffer and no
+        optimizer state.
       train, parallel: the settings that its runs have by default.
     """
 
@@ -54,7 +54,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """What a person calls it: the class."""
+        """What people call it: the name of the class."""
         return type(self).__name__
 
     @property
@@ -83,11 +83,11 @@ class Task:
         )
 
     def make_optimizer(self, num_steps: int) -> optax.GradientTransformation:
-        """The optimizer of a run of so many steps; gradients are clipped before it (`train.clip_norm`)."""
+        """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
         return self._optimizer().make(num_steps)
 
     def learning_rate(self, num_steps: int) -> optax.Schedule | None:
-        """Step -> learning rate; None if there is no one number."""
+        """Step -> learning rate; None if there is no single number."""
         return self._optimizer().rate(num_steps) if hasattr(self, "optimizer") else None
 
     @property
@@ -107,7 +107,7 @@ class Task:
         return batches.batch(0)
 
     def resolve(self, parallel: Parallel, mesh: Mesh) -> "Task":
-        """The task with what data and devices say filled in."""
+        """The task with what the data and devices determine filled in."""
         return self
 
     def portable(self) -> "Task":
@@ -118,7 +118,7 @@ class Task:
         """Raises a ValueError if the task cannot run on this layout."""
 
     def check_batch(self, batch: Any) -> None:
-        """Raises a ValueError for values that would give a wrong number without a word."""
+        """Raises a ValueError for values that would silently give a wrong number."""
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
         """What is reported, by name.
@@ -134,7 +134,7 @@ class Task:
         return {}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Lines for the table before a run: (what, in words); by default what batches tell (`to_text`)."""
+        """Lines for the table before a run: (what, in words); by default those of packed batches."""
         batches = self.make_batches("train", 0)
         return [("batches", batches.to_text())] if isinstance(batches, PackedBatches) else []
 
@@ -156,7 +156,7 @@ class Task:
 
 
 def check_task(task: Any) -> None:
-    """Raises a ValueError for what is no task."""
+    """Raises a ValueError for what is not a task."""
     use = "a task, such as jaxpar.lm.LM(), or an object of your own class that derives from jaxpar.Task"
     require_instance("task", task, Task, use)
 

@@ -19,7 +19,7 @@ def zeros(shapes: Any) -> Any:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Of an array, a number or what stands for one, in the dtype that JAX gives it; not where it lies."""
+    """The shape of an array, a number or what stands for one, in the dtype that JAX gives it; unsharded."""
     dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
     dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)

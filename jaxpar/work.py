@@ -1,4 +1,4 @@
-"""How much a function computes and holds, of which of its inputs, and by what: read from its jaxpr."""
+"""What a function computes and keeps alive, from which inputs, by which operations: read from its jaxpr."""
 
 import math
 from collections import Counter
@@ -42,9 +42,9 @@ class Amount(NamedTuple):
 
     Attributes:
       flops: as of `count_flops`.
-      bytes: moved between device and memory at least: what matrix products and convolutions read and write,
-        and what else is written down. Loops by their length.
-      turns: of loops, all that follow each other.
+      bytes: the least that is moved between device and memory: what matrix products and convolutions read and
+        write, and what else is materialized. Loops by their length.
+      turns: iterations of loops, of all that follow each other.
       live: bytes of what is alive besides arguments, at every operation, loops' insides included.
     """
 

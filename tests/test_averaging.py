@@ -160,6 +160,8 @@ def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
 
 def test_a_run_without_validations_is_refused(text, tmp_path):
     task = LM(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=AVERAGING)
-    with pytest.raises(ValueError, match="average_after=1 goes by validations, and eval_every=0"):
+    with pytest.raises(
+        ValueError, match="average_after=1 depends on validations, and eval_every=0"
+    ):
         fit(task, "dp2pp2tp2", TrainConfig(num_steps=4, out_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

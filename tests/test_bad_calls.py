@@ -135,7 +135,7 @@ CALLS = {
     "batches of nothing": (lambda m: ArrayBatches({}, 2), "give one or more"),
     "batches of a number": (lambda m: ArrayBatches({"x": 3}, 2), r"arrays\['x'\]=3 has no rows"),
     "batches of different rows": (
-        lambda m: ArrayBatches({"x": np.zeros(3), "y": np.zeros(4)}, 2), "'x': 3, 'y': 4.*all with as many",
+        lambda m: ArrayBatches({"x": np.zeros(3), "y": np.zeros(4)}, 2), "'x': 3, 'y': 4.*all with the same",
     ),
     "a text for the rows of a batch": (
         lambda m: ArrayBatches({"x": np.zeros(3)}, "2"), r"batch_size='2' \(str\): use a whole number",

@@ -573,9 +573,7 @@ RUNS = {
 }  # fmt: skip
 
 # What may be said before.
-SLOW = (
-    "measuring how quick this machine is at what was not measured yet (a minute the first time) ..."
-)
+SLOW = "measuring this machine where it was not measured before (a minute the first time) ..."
 
 MISTAKES = FLAGS | IMAGES | DEVICES | FILES | RUNS
 

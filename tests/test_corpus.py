@@ -248,7 +248,7 @@ def test_decoding_an_unknown_id_names_it(unknown):
     [
         (("a", EOS), "spaces", "no <unk> among the 2 words"),
         (("a",), "spaces", "no <unk> and no <eos>"),
-        ((*SPECIALS, "a", "a"), "spaces", "'a' stands 2 times"),
+        ((*SPECIALS, "a", "a"), "spaces", "'a' is in the vocabulary 2 times"),
         (SPECIALS, "bpe", "tokenizer='bpe' is unknown; use spaces or marks or chars"),
     ],
 )

@@ -131,7 +131,9 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     assert launch.launch(COMMAND, 3, 1, **{"elastic": True, **options}) == code
     assert started == expected
     said = capfd.readouterr().err
-    assert [int(n) for n in re.findall(r"going on with (\d) of 3 processes", said)] == expected[1:]
+    assert [int(n) for n in re.findall(r"continuing with (\d) of 3 processes", said)] == expected[
+        1:
+    ]
     assert ("1 of 3 processes are left, and --min-processes is 2" in said) == (
         case == "too few are left"
     )
@@ -202,7 +204,7 @@ def test_fewer_processes_and_then_more_have_the_losses_of_one_device(text, tmp_p
     said = "".join(read_until(process, r"resumed at step (5|10|15);"))
     assert "error: process 1 of 2 was killed by SIGKILL; the others were ended\n" in said
     assert (
-        "going on with 1 of 2 processes\n[0] mesh        dp2 does not fit 1 devices; dp1 is the"
+        "continuing with 1 of 2 processes\n[0] mesh        dp2 does not fit 1 devices; dp1 is the"
         in said
     )
     read_until(process, r"step +20/")

@@ -304,7 +304,7 @@ def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
     os.kill(children[1], signal.SIGSTOP)
     warning = process.stderr.readline()
     assert re.match(
-        rf"warning: process 1 of 2 hangs: a signal has stopped it \(SIGSTOP\); it goes on after kill -CONT "
+        rf"warning: process 1 of 2 hangs: a signal has stopped it \(SIGSTOP\); it continues after kill -CONT "
         rf"{children[1]}, or",
         warning,
     ), warning + process.stderr.read()

@@ -156,7 +156,7 @@ def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with RunFolder(tmp_path).lock():
-        assert re.search(r"cannot be locked \(No locks available\): see to it", caplog.text)
+        assert re.search(r"cannot be locked \(No locks available\): make sure", caplog.text)
 
 
 # ---- its path ----
@@ -205,9 +205,7 @@ def test_a_file_of_settings_does_not_say_which_run_goes_on(run, tmp_path, monkey
 def test_a_folder_that_is_removed_ends_the_run_with_an_error(text, tmp_path, checkpoint_every):
     folder = tmp_path / "run"
     train = make_train(folder, num_steps=20, log_every=10, checkpoint_every=checkpoint_every)
-    with pytest.raises(
-        FileNotFoundError, match=r"run was removed or replaced while its run went on"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"run was removed or replaced during its run"):
         fit(make_task(text), ONE, train, report=Act(1, lambda: shutil.rmtree(folder)))
     assert not folder.exists()
 

@@ -740,7 +740,7 @@ def test_a_run_of_an_older_version_is_named(tmp_path):
         lambda: fit(Walk(), resume=True, train=make_train(tmp_path)),
     ):
         with pytest.raises(
-            ValueError, match=r"names no task: the run in .* is one of jaxpar 0\.1; go on"
+            ValueError, match=r"names no task: the run in .* is from jaxpar 0\.1; continue"
         ):
             use()
 

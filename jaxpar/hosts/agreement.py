@@ -24,7 +24,7 @@ _LEAVE_SECONDS = 10.0  # that a process which fails has for telling the others
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
-    """In words, what is not the same in all processes, and where it is what; "" if they agree.
+    """In words, what differs between processes, with its value in each; "" if they agree.
 
     Args:
       facts: of each process, by its number; texts by their names.
@@ -56,10 +56,10 @@ def _flatten(facts: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def agree(*facts: Any, remedy: str, last: bool = False) -> None:
-    """Returns when all processes have come here with the same facts; at once in one that is alone.
+    """Returns when all processes have come here with the same facts; at once in a process that runs alone.
 
     Args:
-      facts: tables and dataclasses, whose values are told apart by their `repr`.
+      facts: tables and dataclasses, whose values are compared by their `repr`.
       remedy: what to do if they differ.
       last: from here on a process that fails need not tell the others.
     Raises:
@@ -70,7 +70,7 @@ def agree(*facts: Any, remedy: str, last: bool = False) -> None:
 
 
 def await_agreement() -> None:
-    """Notes that the others will wait for this process in `agree`: if it fails before, they are told."""
+    """Notes that the others will wait for this process in `agree`: if it fails before, it tells them."""
     _state.is_ahead = True
 
 

@@ -42,7 +42,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 30
 
 @dataclasses.dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that run one program, as the environment of one of them tells.
+    """The processes that run one program, as far as the environment of one of them tells.
 
     Attributes:
       launcher: who started them: "hand", "Slurm", "Open MPI" or "Kubernetes".
@@ -67,7 +67,7 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     Args:
       environ: such as `os.environ`.
     Raises:
-      ValueError: settings are incomplete, or no numbers in range.
+      ValueError: settings are incomplete, or not numbers in range.
     """
     address = environ.get(COORDINATOR_ADDRESS)
     if address is not None and not address.rpartition(":")[2].isdecimal():
@@ -115,13 +115,13 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
 
 
 def start_processes() -> ProcessGroup | None:
-    """Joins this process with the others of its group; None if it runs alone, and nothing is done.
+    """Joins this process with the others of its group; None if it runs alone, in which case nothing is done.
 
-    To be called before anything touches a device. `jax.devices()` are those of all processes then.
+    Call it before anything touches a device. `jax.devices()` are then those of all processes.
 
     Raises:
-      ValueError: settings are incomplete, or no numbers in range; processes have not come, or other versions
-        of jaxpar or JAX have.
+      ValueError: settings are incomplete, or not numbers in range; processes are missing, or have other
+        versions of jaxpar or JAX.
       OSError: the coordinator's port is in use.
       RuntimeError: JAX has started already.
     """
@@ -164,7 +164,7 @@ def start_processes() -> ProcessGroup | None:
 
 
 def wait_for_processes(event: str) -> None:
-    """Returns when all processes have come here; at once in one that is alone."""
+    """Returns when all processes have come here; at once in a process that runs alone."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"jaxpar: {event}")
 
@@ -173,7 +173,7 @@ def leave_processes(code: int, reason: str = "it failed") -> int:
     """Ends this process at once if there are others; else gives the exit code back.
 
     For a process that fails: at an ordinary exit JAX waits for the others, and they, in the middle
-    of a step, for this one. When it is gone they fail too. Before the run has begun they are told why.
+    of a step, for this one. When it is gone they fail too. Before the run has begun it tells them why.
     """
     if jax.distributed.is_initialized():
         tell_failure(reason)

@@ -1,8 +1,8 @@
 """What is wrong with this machine's versions, devices, memory and network, and how to fix it.
 
-    Machine (what there is)  -->  checks, one a subject  -->  findings (ok, warning, error)
+    Machine (what there is)  -->  checks, one per subject  -->  findings (ok, warning, error)
 
-A JAX that jaxpar does not run on, or none, ends its import already, with the remedy.
+A JAX that jaxpar does not run on, or a missing one, already ends the import, with the remedy.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _NO_PROXIES = ("no_grpc_proxy", "no_proxy")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the report; what is no `ok` has a remedy."""
+    """One line of the report; whatever is not `ok` has a remedy."""
 
     level: Literal["ok", "warning", "error"]
     subject: str

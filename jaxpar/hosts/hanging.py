@@ -1,10 +1,10 @@
-"""Who hangs: when no step begins any more, processes tell where they are, and who is waited for is named.
+"""Who hangs: when no more steps begin, processes say where they are, and the culprit is named.
 
     process 0    step 41 | step 42 . . . . . . . .     waits in JAX for the others, and names
     process 1    step 41 | reads a batch . . . . .     process 1, which is in read (data.py, line 31)
 
-JAX misses a process that is gone or stopped. One that runs or sleeps in Python forever it does not miss,
-and all wait. A run that goes on pays a look at its own thread twice a second, and sends nothing.
+JAX notices a process that is gone or stopped. It does not notice one that runs or sleeps in Python forever,
+and all wait. A healthy run pays for a look at its own thread twice a second, and sends nothing.
 """
 
 import json
@@ -42,10 +42,10 @@ class HangWatch:
         self._before: dict[str, str] = {}  # what had been told then
 
     def look(self, num_steps: int) -> None:
-        """To be called about twice a second.
+        """Call it about twice a second.
 
         Args:
-          num_steps: that this process has begun; another number than before says that it goes on.
+          num_steps: that this process has begun; a change means that it is making progress.
         """
         now, place = time.monotonic(), self._find_place()
         self._num_looks += 1

@@ -6,14 +6,14 @@ import socket
 
 
 def listen_on(address: str) -> str | None:
-    """The address that process 0 binds to: the one that the others are told, and no other.
+    """The address that process 0 binds to: the one that the others know, and no other.
 
     Whoever reaches the coordinator can take part in the run: it asks for no password.
 
     Args:
       address: host:port, as all processes know it.
     Returns:
-      ip:port; None where that cannot be told here, and all interfaces are needed: the name means this machine
+      ip:port; None where that is not known here, so all interfaces are needed: the name means this machine
       itself here, and something else to the others (127.0.1.1 in Debian's /etc/hosts), or the address is that
       of a gateway.
     """

@@ -3,8 +3,8 @@
     python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
 Each process has simulated devices of its own and reaches the others over the network, as on
-several machines. When one fails, all end, with its exit code; with --elastic those that are left begin again
-where the last checkpoint is. None outlives the launcher by more than 10 s.
+several machines. When one fails, all end, with its exit code; with --elastic the others start again
+from the last checkpoint. None outlives the launcher by more than 10 s.
 """
 
 import contextlib
@@ -49,13 +49,13 @@ def launch(
     """Runs a command in several processes on simulated devices, and waits for them.
 
     Their lines appear as they come, on the same stream, after the number of the process: `[0] `. When nobody
-    reads them any more they are dropped, and the run goes on. SIGINT (Ctrl-C) and SIGTERM go on to all of
-    them, SIGHUP as SIGTERM; a second one ends them at once.
+    reads them any more they are dropped, and the run continues. SIGINT (Ctrl-C) and SIGTERM are passed on to
+    all of them, SIGHUP as SIGTERM; a second one ends them at once.
 
     Args:
       command: arguments of `python -m jaxpar`.
-      elastic: when processes die, start the others again with `train --elastic`, which goes on from the last
-        checkpoint. A number of processes that the run refuses, as no mesh fits, is passed over.
+      elastic: when processes die, start the others again with `train --elastic`, which continues from the
+        last checkpoint. A number of processes that the run refuses, as no mesh fits it, is skipped.
       min_processes: with fewer the run is not started again.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
@@ -86,23 +86,23 @@ def launch(
             if left < min_processes:
                 _say(
                     f"error: {left} of {num_processes} processes are left, and --min-processes is "
-                    f"{min_processes}; the run goes on with the same command when there are more"
+                    f"{min_processes}; start the same command again when there are more"
                 )
                 return end.code
-            _say(f"going on with {left} of {num_processes} processes")
+            _say(f"continuing with {left} of {num_processes} processes")
 
 
 def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:
     """The command for processes that come and go, at every start of the run.
 
     Raises:
-      ValueError: it does not train, it names no folder to go on in, it would remove what is there, or the
-        least number is out of range.
+      ValueError: it does not train, names no folder to continue in, or would remove what is there; or the
+        minimum is out of range.
     """
     options = options_of(command)
     if not command or command[0] != "train" or not options.get(_OUT_DIR):
         raise ValueError(
-            f"--elastic goes on with a run in its folder; write train and {_OUT_DIR} FOLDER after --"
+            f"--elastic continues a run in its folder; write train and {_OUT_DIR} FOLDER after --"
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(

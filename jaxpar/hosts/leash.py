@@ -2,7 +2,7 @@
 
     python leash.py FD arguments...
 
-FD is the end to read of a pipe that the launcher holds the other end of and never writes to: it closes when
+FD is the reading end of a pipe whose other end the launcher holds and never writes to: it closes when
 the launcher dies, killed or not. A thread then asks this process to stop with its state saved, and a process
 beside it makes sure of the end: no thread runs in one that is stopped, or about to exit, or whose lock of
 Python's is held. A file of its own without JAX: the watch begins before the imports do.

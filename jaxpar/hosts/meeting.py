@@ -1,6 +1,6 @@
 """Processes meet before JAX joins them: who has come, who is missing, and whether their programs agree.
 
-JAX tells neither: a process that waits in vain is aborted after minutes. So process 0 listens on the
+JAX reports neither: a process that waits in vain is aborted after minutes. So process 0 listens on the
 coordinator's port until JAX's own service takes it over. Every other process sends a line of JSON, its number
 and its facts, and gets one back: the verdict.
 """
@@ -59,7 +59,7 @@ def meet(
       seconds: after which those that have not come are missing.
       bind_address: that process 0 listens on, as JAX takes it; None is all that it has.
     Raises:
-      ValueError: processes are missing, too many or differ; in all that have come.
+      ValueError: processes are missing, too many, or differ; raised in all that have come.
       OSError: process 0 cannot listen there.
     """
     if process_id == 0:

@@ -1,7 +1,7 @@
 """Scripts that start several processes of `python -m jaxpar` on a cluster: for Slurm, and for Kubernetes.
 
 One script serves the first start of a run and every other: after the time limit, a preemption, a node that
-failed. It names the run's folder, and `train` goes on with what it finds there.
+failed. It names the run's folder, and `train` continues with what it finds there.
 """
 
 import itertools
@@ -28,7 +28,7 @@ def slurm_script(
     platform: Platform = "gpu",
     min_processes: int | None = None,
 ) -> str:
-    """A script for `sbatch`: one process a node, which has the node for itself.
+    """A script for `sbatch`: one process per node, which has the node to itself.
 
     When `train` was stopped by SIGTERM, which Slurm sends some time before the limit, the script asks for
     its job to be requeued. `scancel` ends the script as well, and the job stays cancelled.
@@ -36,9 +36,9 @@ def slurm_script(
     Args:
       platform: of the devices: "gpu", or "cpu", whose devices share the cores of their node.
       min_processes: for an elastic command: the job runs on as many nodes as Slurm has for it, not fewer than
-        these, and is requeued after any failure that another start may mend.
+        these, and is requeued after any failure that another start may fix.
     Raises:
-      ValueError: as `launch`, or what is asked for would not go on when it is started again.
+      ValueError: as `launch`, or the command would not continue its run when it is started again.
     """
     check_command(command, num_processes, devices_per_process)
     if platform == "gpu":
@@ -92,10 +92,10 @@ exit $code"""
 def jobset_manifest(
     command: Sequence[str], num_processes: int, devices_per_process: int, platform: Platform = "gpu"
 ) -> str:
-    """A Kubernetes JobSet for `kubectl create -f`: one process a pod, each with its own devices.
+    """A Kubernetes JobSet for `kubectl create -f`: one process per pod, each with its own devices.
 
-    When a pod fails, is evicted or stopped, all are started again. A mistake of the user's (exit code 2) or
-    a number that is not finite (3) would be met again, and ends them.
+    When a pod fails, is evicted or stopped, all are started again. A user's mistake (exit code 2) or a number
+    that is not finite (3) would occur again, and ends them.
 
     Args:
       platform: as of `slurm_script`.
@@ -204,7 +204,7 @@ def options_of(command: Sequence[str]) -> dict[str, str]:
 
 
 def how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
-    """What is to be added to a command, so that it begins a run or goes on with it.
+    """What to add to a command, so that it begins a run or continues it.
 
     Args:
       out_dir: for a run that has no folder of its own.

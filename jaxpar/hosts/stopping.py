@@ -28,9 +28,9 @@ class Stopped(Exception):  # noqa: N818
 
 
 class Stop:
-    """Whether to stop: to be asked before every piece of work, while it is open as a context manager.
+    """Whether to stop: ask before every piece of work, while it is open as a context manager.
 
-    The first signal is gathered; a second one acts as ever. With several processes all of them open it, and
+    The first signal is noted; a second one acts as usual. With several processes, all of them open it and
     ask equally often.
 
     Attributes:

@@ -12,16 +12,16 @@ from jaxpar.nn.resets import begin_anew
 
 
 class Recurrent(nnx.Module):
-    """A layer of any cell of Flax: `Recurrent(nnx.GRUCell(64, 64, rngs=rngs))`.
+    """A layer made of any Flax cell: `Recurrent(nnx.GRUCell(64, 64, rngs=rngs))`.
 
     The cell (a `flax.nnx.RNNCellBase`) is run over the time steps of its inputs [T, B, W], in a loop. Its
-    outputs must be as wide as its inputs. Where a sequence begins, it starts from its initial carry.
+    outputs must be as wide as its inputs. Where a sequence begins, the cell starts from its initial carry.
 
     Gradients of its weights are taken after the loop, and products of inputs and weights before it
     (`nn.hoisting`), for Flax's cells and for your own, made of `nnx.Linear`, `einsum`, `@` and arithmetic.
-    What a cell does with a weight inside a loop or branch, in `jax.checkpoint`, or in a function with its own
-    backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`: use `nnx.Linear`), stays in the time loop:
-    equally correct, but as slow as `lax.scan`, and zero-bubble schedules find no separate W.
+    Whatever a cell does with a weight inside a loop or branch, in `jax.checkpoint`, or in a function with its
+    own backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`: use `nnx.Linear`), stays in the time
+    loop: equally correct, but as slow as `lax.scan`, and zero-bubble schedules find no separate W.
     """
 
     def __init__(self, cell: Any):
@@ -44,7 +44,7 @@ class Recurrent(nnx.Module):
 
 
 class Stateless(nnx.Module):
-    """A layer of any module `x -> y` whose y is as x: `Stateless(nnx.Linear(64, 64, rngs=rngs))`."""
+    """A layer made of any module `x -> y` with y shaped as x: `Stateless(nnx.Linear(64, 64, rngs=rngs))`."""
 
     def __init__(self, module: Any):
         self.module = module
@@ -55,7 +55,7 @@ class Stateless(nnx.Module):
 
 
 class Residual(nnx.Module):
-    """A layer of any module `x -> y`, added to its inputs: `x + module(x)`."""
+    """A layer made of any module `x -> y`, added to its inputs: `x + module(x)`."""
 
     def __init__(self, module: Any):
         self.module = module

@@ -21,7 +21,7 @@ class Bidirectional(nnx.Module):
     time is not cut into chunks.
 
     Attributes:
-      first, second: layers of equal inputs.
+      first, second: layers that take the same inputs.
     """
 
     whole_window: ClassVar[bool] = True
@@ -30,8 +30,8 @@ class Bidirectional(nnx.Module):
         """Takes the layers.
 
         Args:
-          merge: makes one output of the two; what comes out must be as the inputs are. The default adds; two
-            layers of outputs half as wide may be put side by side.
+          merge: makes one output of the two, of the shape of the inputs. The default adds them; two layers
+            with outputs half as wide may be concatenated.
         """
         self.first, self.second, self.merge = first, second, merge
 
@@ -57,7 +57,7 @@ def _flip(tree: Any) -> Any:
 
 
 def _reversed(at: At) -> At:
-    """Of the window read from its end: a sequence begins with what was its last step."""
+    """`at` of the window read from its end: a sequence begins with what was its last step."""
     batch = jax.tree.map(lambda a: a[::-1] if jnp.ndim(a) > 1 else a, at.batch)
     if at.resets is not None:
         ends = jnp.concatenate([at.resets[1:], jnp.zeros_like(at.resets[:1])])

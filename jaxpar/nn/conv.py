@@ -11,8 +11,8 @@ from jaxpar.nn.param import named_param
 class Conv(nnx.Conv):
     """Flax's convolution, its kernel [*window, in, out] and bias [out] with named dims.
 
-    A rule for the last dim splits what it computes (column-parallel), one for the dim before it splits what
-    it takes (row-parallel). A rule for the batch of its images alone leaves the kernel whole.
+    A rule for the last dim splits its outputs (column-parallel), one for the dim before it splits its inputs
+    (row-parallel). A rule for the batch of images alone leaves the kernel whole.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Conv(nnx.Conv):
           dims: the names of the kernel's dims.
           options: those of `nnx.Conv`, such as strides and padding.
         Raises:
-          ValueError: as many names as dims are not given.
+          ValueError: the number of names is not that of the kernel's dims.
         """
         super().__init__(in_size, out_size, kernel_size, rngs=rngs, **options)
         self.kernel = named_param(self.kernel[...], dims)

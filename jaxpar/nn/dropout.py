@@ -9,12 +9,12 @@ from jaxpar.at import At
 
 
 class Dropout(NamedTuple):
-    """How elements are dropped, where a rate alone does not say it.
+    """How elements are dropped, where a rate alone does not say enough.
 
     Attributes:
       rate: the probability of each.
-      first: that in layer 0.
-      is_held: with one mask for all time steps of a window (Gal and Ghahramani 2016, arXiv:1512.05287).
+      first: the same in layer 0.
+      is_held: use one mask for all time steps of a window (Gal and Ghahramani 2016, arXiv:1512.05287).
     """
 
     rate: float
@@ -25,15 +25,16 @@ class Dropout(NamedTuple):
 def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> jax.Array:
     """Zeroes each element with a probability and scales the others by 1 / (1 - probability).
 
-    The mask of an element is a function of (key, number, layer, time, row, place in the rest) alone, without
-    time if masks are held: any mesh, microbatching or chunking of time draws the same one (Srivastava et al.
-    2014; for recurrent networks, on the connections between layers only, Zaremba et al. 2014).
+    The mask of an element is a function of (key, number, layer, time, row, position in the other dims) alone,
+    without time if masks are held: any mesh, microbatching or chunking of time draws the same one
+    (Srivastava et al. 2014; for recurrent networks, on the connections between layers only, Zaremba et al.
+    2014).
 
     Args:
-      x: [T, B, ...], or [B, ...] of a model that is not `time_major`.
+      x: [T, B, ...], or [B, ...] in a model that is not `time_major`.
       how: the probability, or a `Dropout`.
       at: of `x`; without a key, in evaluation, x is returned as it is.
-      number: tells several dropouts of one layer apart.
+      number: distinguishes several dropouts of one layer.
     Raises:
       ValueError: the rows of `x` are not where `at` says.
     """

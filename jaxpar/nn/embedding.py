@@ -11,7 +11,7 @@ UNIT_VARIANCE = uniform(3**0.5)
 
 
 class Embedding(nnx.Module):
-    """A table of one vector a token, [tokens, embed]."""
+    """A table with one vector per token, [tokens, embed]; its dims may be split by the rules."""
 
     def __init__(
         self,

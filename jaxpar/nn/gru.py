@@ -6,7 +6,7 @@ Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z 
     n_t = tanh(W_xn x_t + b_n + r_t * (W_hn h_{t-1} + b_hn))
     h_t = (1 - z_t) * n_t + z_t * h_{t-1}
 
-(Cho et al. 2014, with the reset gate after the product, as `torch.nn.GRU` and cuDNN have it.)
+(Cho et al. 2014, with the reset gate applied after the product, as in `torch.nn.GRU` and cuDNN.)
 """
 
 from collections.abc import Mapping
@@ -36,10 +36,10 @@ class GRUParams(NamedTuple):
 
     @classmethod
     def from_torch(cls, tensors: Mapping[str, np.ndarray], layer: int = 0) -> Self:
-        """Those of one layer and direction of a `torch.nn.GRU`, by its `state_dict` as arrays.
+        """The weights of one layer and direction of a `torch.nn.GRU`, from its `state_dict` as NumPy arrays.
 
         Raises:
-          ValueError: a tensor of it is missing.
+          ValueError: one of its tensors is missing.
         """
         names = [f"{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         if missing := [name for name in names if name not in tensors]:
@@ -55,7 +55,7 @@ class GRUParams(NamedTuple):
         return cls(*map(jnp.asarray, (w_x, w_h, b_4H)))
 
     def to_torch(self, layer: int = 0) -> dict[str, np.ndarray]:
-        """The other way round; where PyTorch has two biases that are added, the second is zero."""
+        """The other way round, as a `state_dict`; where PyTorch adds two biases, the second is zero."""
         w_x, w_h, b = (np.asarray(a) for a in self)
         H, zeros = w_h.shape[0], np.zeros_like(b[:2])
         tensors = {
@@ -80,7 +80,7 @@ def gru_layer(
 
     Args:
       carry: h before the first step, [B, H] float32.
-      resets_TB: where a sequence begins, from `initial_BH` (None: zeros); None is nowhere.
+      resets_TB: where a sequence begins, from the state `initial_BH` (None: zeros); None means nowhere.
     Returns:
       h after the last step, and the outputs h_TBH in the dtype of x.
     """
@@ -107,7 +107,7 @@ class GRU(HiddenState):
 
     Attributes:
       w_x, w_h: [H, 3, H].
-      b: [4, H], the last of them of n's product with the state.
+      b: [4, H]; the last row belongs to n's product with the state.
     """
 
     def __init__(

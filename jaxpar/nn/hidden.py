@@ -1,4 +1,4 @@
-"""What layers share whose state is h, one vector for each row."""
+"""What layers have in common whose state is h, one vector per row."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from jaxpar.axes import BATCH, HIDDEN
 
 
 class HiddenState(nnx.Module):
-    """A layer with the state h.
+    """A layer whose state is h.
 
     Attributes:
       carry_dims: of its state.
@@ -21,5 +21,5 @@ class HiddenState(nnx.Module):
     width: int
 
     def initial_carry(self, rows: int) -> jax.Array:
-        """Zeros, [rows, H]; a layer of your own may have another, such as a parameter."""
+        """Zeros, [rows, H]; a layer of your own may return something else, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)

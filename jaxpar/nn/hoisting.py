@@ -28,11 +28,12 @@ def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]
     """`lax.scan` of `step(params, carry, x) -> (carry, y)`; differentiable once, in reverse.
 
     Args:
-      params: what the step takes every time, its weights. What it closes over counts as such, too.
+      params: the weights, which the step takes every time. What it closes over counts as weights, too.
     Returns:
       the carry after the last step, and the outputs.
     Raises:
-      ValueError: a step returns another kind of carry than it takes, or numbers that are not floating-point.
+      ValueError: a step returns a carry of another structure, shape or dtype than it takes, or numbers that
+        are not floating-point.
     """
     # A gradient has the type of what it is of: over which axes parts are added is told before.
     params, carry, xs = vary_like((params, carry, xs), (params, carry, xs))

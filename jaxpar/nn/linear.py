@@ -16,8 +16,8 @@ class Linear(nnx.Module):
     """`y = x W + b`, W of shape [in, out], drawn by `init`; None draws it with variance 1 / in_size.
 
     How it is split follows from the names of its dims and the rules. A rule for the second dim makes it
-    column-parallel: it takes x whole, and every device computes columns of y. One for the first makes it
-    row-parallel: it takes x split over its last dim, and the devices' results are added. A column-parallel
+    column-parallel: it takes x whole, and every device computes some columns of y. A rule for the first makes
+    it row-parallel: it takes x split over its last dim, and the devices' results are added. A column-parallel
     layer and a row-parallel one after it need nothing between them. `sharding.Layout` says whether an
     output is gathered or stays split.
     """
@@ -59,12 +59,12 @@ def dot_general(
     preferred_element_type: Any = None,
     **kwargs: Any,
 ) -> jax.Array:
-    """`lax.dot_general` for Flax's layers: on CPU kernels get their gradients two to three times as fast.
+    """`lax.dot_general` for Flax's layers, with gradients of kernels two to three times as fast on CPU.
 
         nnx.Linear(256, 1024, dot_general=jaxpar.nn.dot_general, rngs=rngs)
 
-    What is no product of x's last dims with a kernel's first is left to `lax.dot_general`. Not for
-    forward-mode autodiff.
+    Anything but a product of x's last dims with a kernel's first is left to `lax.dot_general`. It does not
+    support forward-mode autodiff.
     """
     (of_x, of_kernel), batch = dimension_numbers
     count = len(of_kernel)

@@ -81,7 +81,7 @@ def lstm_forward(
     Args:
       params: of one layer; H may be sharded over `tensor`.
       carry: (h, c) before the first step, [B, H] float32.
-      resets: None if no sequence begins within the window.
+      resets: where sequences begin; None if none begins within the window.
     Returns:
       (h, c) after the last step, the outputs h_TBH in the dtype of x, and the residuals.
     """
@@ -204,7 +204,7 @@ class LSTM(nnx.Module):
     """One LSTM layer.
 
     Attributes:
-      kernel: what computes it, called as `lstm_layer`.
+      kernel: the function that computes it, with the signature of `lstm_layer`.
       carry_dims: of its state.
       h_0, c_0: [H], the initial state, if it is learned.
       w_x, w_h: [H, 4, H]; an input narrower than H is zero-extended by the caller (`extend`).
@@ -225,14 +225,14 @@ class LSTM(nnx.Module):
         dropout: float | Dropout = 0.0,
         learn_initial: bool = False,
     ):
-        """Draws the kernels; biases are 0 but for the forget gate's.
+        """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
           dropout: of the inputs; see `nn.dropout`.
-          learn_initial: learn the state that sequences begin from; else it is zeros.
+          learn_initial: learn the state that sequences begin with; otherwise it is zeros.
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
         self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
@@ -243,7 +243,7 @@ class LSTM(nnx.Module):
             self.c_0 = named_param(jnp.zeros(width), (HIDDEN,))
 
     def initial_carry(self, rows: int) -> LSTMCarry:
-        """Zeros, or what is learned, [rows, H]."""
+        """(h, c) of zeros or as learned, [rows, H] each."""
         if self.learn_initial:
             row = LSTMCarry(self.h_0[...], self.c_0[...])
             return jax.tree.map(lambda a: jnp.broadcast_to(a, (rows, self.width)), row)

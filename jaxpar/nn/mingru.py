@@ -2,7 +2,7 @@
 
     z_t = sigmoid(W_z x_t + b_z)      n_t = W_n x_t + b_n      h_t = (1 - z_t) * h_{t-1} + z_t * n_t
 
-(Feng et al. 2024, "Were RNNs All We Needed?", arXiv:2410.01201, section 3.1.) Gates see the inputs alone.
+(Feng et al. 2024, "Were RNNs All We Needed?", arXiv:2410.01201, section 3.1.) Gates see only the inputs.
 
 Legend of the dim suffixes: T time, B batch, I input, H hidden, 2 z and n.
 """

@@ -1,4 +1,4 @@
-"""Parameters with named dims, and the initial values they are born with."""
+"""Parameters with named dims, and their initial values."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +17,7 @@ def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
     The names mean nothing to a device until rules map them to mesh axes (`sharding.Rules`).
 
     Raises:
-      ValueError: as many names as dims are not given.
+      ValueError: the number of names is not that of the array's dims.
     """
     if len(dims) != value.ndim:
         raise ValueError(
@@ -37,10 +37,10 @@ def gate_kernel(
 
 
 def uniform(scale: float) -> Initializer:
-    """Values drawn evenly from [-scale, scale)."""
+    """A uniform initializer, from [-scale, scale)."""
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -scale, scale)
 
 
 def lecun_uniform(fan_in: int) -> Initializer:
-    """Values drawn evenly with variance 1 / fan_in (LeCun et al. 1998, "Efficient BackProp", 4.6)."""
+    """A uniform initializer with variance 1 / fan_in (LeCun et al. 1998, "Efficient BackProp", 4.6)."""
     return uniform((3 / fan_in) ** 0.5)

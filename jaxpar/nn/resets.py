@@ -9,10 +9,10 @@ from jaxpar.at import At
 
 
 def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
-    """The state before a step: in rows where a sequence begins the initial one.
+    """The state before a step: the initial one in rows where a sequence begins.
 
     Args:
-      is_new_B: None is nowhere.
+      is_new_B: where one begins, bool; None means nowhere.
       initial: as the carry, arrays [B, ...]; None is zeros.
     """
     if is_new_B is None:
@@ -26,7 +26,7 @@ def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
 
 
 def initial_of(layer: Any, x_TBH: jax.Array, at: At) -> Any:
-    """The state that sequences within the block begin from; None if none does."""
+    """The state that sequences within the block begin with; None if none begins there."""
     if at.resets is None or at.initial is not None:
         return at.initial
     return layer.initial_carry(x_TBH.shape[1])

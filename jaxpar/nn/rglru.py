@@ -3,7 +3,7 @@
     r_t = sigmoid(W_r x_t + b_r)      i_t = sigmoid(W_i x_t + b_i)      a_t = exp(-8 softplus(L) r_t)
     h_t = a_t * h_{t-1} + sqrt(1 - a_t^2) * i_t * x_t
 
-(De et al. 2024, arXiv:2402.19427, section 2.4.) A unit sees the others through its gates alone: Griffin has
+(De et al. 2024, arXiv:2402.19427, section 2.4.) A unit sees the others only through its gates: Griffin has
 linear layers around it.
 
 Legend of the dim suffixes: T time, B batch, H hidden, 2 the gates r i.

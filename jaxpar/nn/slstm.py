@@ -57,7 +57,7 @@ def slstm_layer(
     The dtype of `x_TBI` is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
 
     Args:
-      resets_TB: where a sequence begins, from `initial`; None is nowhere.
+      resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
     Returns:
       the state after the last step, and the outputs h_TBH in the dtype of x.
     """
@@ -101,7 +101,7 @@ class SLSTM(nnx.Module):
         forget_bias: float = 1.0,
         dropout: float | Dropout = 0.0,
     ):
-        """Draws the kernels; biases are 0 but for the forget gate's.
+        """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
           width: H, of inputs, state and outputs.
@@ -114,7 +114,7 @@ class SLSTM(nnx.Module):
         self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
 
     def initial_carry(self, rows: int) -> SLSTMCarry:
-        """Zeros that nothing has entered, [rows, H]."""
+        """The state that nothing has entered yet, [rows, H] each."""
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return SLSTMCarry(zeros, zeros, zeros, zeros + NOTHING)
 

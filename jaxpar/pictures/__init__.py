@@ -1,6 +1,6 @@
 """Pictures, in notebooks, terminals and files: meshes, shards, parameters, schedules, measured steps, runs.
 
-`display.show` finds the picture of a thing by its type; figures and the animation are made by `plot`.
+`display.show` finds the picture of an object by its type; figures and the animation are made by `plot`.
 """
 
 from jaxpar.pictures.grid import Grid

@@ -217,7 +217,7 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     axes.set_xlim(0, 1.1 * max(left) or 1)
     axes.invert_yaxis()
     unit = ("B", "kB", "MB", "GB", "TB")[power]
-    axes.set_xlabel(f"{what} ({unit})" + f"\ntoo little to be seen: {unseen}" * bool(unseen))
+    axes.set_xlabel(f"{what} ({unit})" + f"\ntoo small to be seen: {unseen}" * bool(unseen))
     _legend_below(figure, *axes.get_legend_handles_labels())
     return figure
 

@@ -131,7 +131,9 @@ class Timeline(Drawing):
             spans = [(0.0, first), (first + gap, end)]
         live = ", ".join(map(str, s.live_units))
         return Chart(
-            title=f"{s.title}: bubble {s.bubble:.1%}",
+            title=f"{s.title}: bubble {s.bubble:.1%}"
+            + f"; {left_out} of {s.num_ticks} ticks left out where the rows are cut"
+            * bool(left_out),
             rows=[
                 Row(f"stage {stage}", stage, spans, [b for b in blocks if b.stage == stage])
                 for stage in range(s.num_stages)

@@ -4,14 +4,14 @@
       forward       x from the stage below (at first: from the batch) -> layers -> y, residuals
       head          y of the last stage -> loss, dy
       backward      dy from the stage above (at last: from the head), residuals -> layers -> dx
-      weights       what is left of backwards, where the schedule takes it out of them; also before the head
+      weights       W, what is left of backward units where the schedule splits it off; also before the head
       exchange      y goes up, dx goes down: two ppermutes
 
-With `remat` a unit's input and carry are all that is kept: its forward is run again before its backward, and
-the head waits for that.
+With `remat` a unit's input and carry are all that is kept: its forward pass is recomputed before its backward
+pass, and the head waits for that.
 
 The schedule is data: the loop looks up what this stage does at this tick, and in which slots things
-lie, and it runs as many ticks as it is told. So one program serves any number of microbatches and
+lie, and it runs as many ticks as the plan says. So one program serves any number of microbatches and
 chunks that its slots hold. The state of a layer and its cotangent stay on their stage between the
 chunks of a sequence; activations [t, b, ...] are all that crosses a link.
 
@@ -91,11 +91,11 @@ class Pipeline:
       head: "last" runs `last` on the last stage only; with "sharded" every stage runs it on its part of
         the parameters, and `last` combines the parts by collectives over `stage`.
       last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
-      remat: keep a unit's input and state instead of its residuals, and run it again before its backward.
+      remat: keep a unit's input and state instead of its residuals, and recompute it before its backward.
       keeps_on_host: keep them in the memory of the host.
       num_segments: G, of a window, each of as many chunks as the plan says.
-      unroll: write the layers of a stage out one by one, each with weights of its own that are laid out for
-        the backward pass once a step; else they are a loop. For layers of one kind, in one group.
+      unroll: unroll the layers of a stage, each with weights of its own that are laid out for the backward
+        pass once a step; otherwise they are a loop. For layers of one kind, in one group.
       steady_loop: run the steady ticks of a full batch (`Plan.steady`) in a loop of their own, of a length
         that the compiler knows and without a branch around F, B and W. What one stage has alone, `first` and
         a head on the last stage, keeps its branch.
@@ -156,14 +156,14 @@ class Pipeline:
             chunks, and scalars, whole for every unit. Without a `chunk_len`, leaves [B, ...]. The units of
             data-parallel group d are cut from its own part of B; what no unit covers is not computed.
           plan: what runs when.
-          frozen: as `params`, of which no gradient is wanted.
+          frozen: as `params`, for which no gradient is wanted.
           key: of this step's dropout, for `At`.
         Returns:
           the sums; the carry after the window; and what the loop counted while it ran: units that each stage
           did as forward, as W beside it, as backward, as W after it, int32 [data, ticks, 4, stage].
         Raises:
-          ValueError: plan, mesh, slots, chunks, rows and shapes do not fit each other; or a gradient is asked
-            for, and the plan has no backward pass.
+          ValueError: plan, mesh, slots, chunks, rows and shapes do not fit together; or a gradient is asked
+            for and the plan has no backward pass.
         """
         frozen = frozen or self.nothing_frozen
         carry = lax.stop_gradient(carry)
@@ -200,10 +200,10 @@ class Pipeline:
         frozen: PipelineParams | None = None,
         key: jax.Array | None = None,
     ) -> tuple[Any, Any, jax.Array]:
-        """`sums` without gradients of its own: autodiff takes the loop apart, and keeps every residual.
+        """`sums` without its own gradients: autodiff differentiates the loop and keeps every residual.
 
-        The GPipe schedule, as one gets it for nothing: an oracle for tests, and what benchmarks compare
-        with. Arguments as of `sums`; the plan is one without a backward pass, its values known.
+        This is the GPipe schedule as autodiff gives it for free: an oracle for tests, and a baseline for
+        benchmarks. Arguments as of `sums`; the plan has no backward pass, and concrete values.
         """
         frozen = frozen or self.nothing_frozen
         self._check(params, frozen, carry, batch, plan)
@@ -276,7 +276,7 @@ class Pipeline:
         return P(None, DATA) if self.rows_dim and jnp.ndim(leaf) > 1 else P(DATA)
 
     def _check(self, params, frozen, carry, batch, plan: Plan) -> None:
-        """Raises where sizes do not fit; otherwise they would give another number without a word."""
+        """Raises where sizes do not fit, which would silently give another number."""
         data, stages = self.mesh.shape[DATA], self.mesh.shape[STAGE]
         of_plan = plan.forward.unit.shape[0], plan.forward.unit.shape[2]
         if of_plan != (data, stages):

@@ -52,9 +52,9 @@ def run_layers(
     Args:
       layers: a function for every kind.
       params, frozen, carry: a tree for every kind, every leaf stacked, [r, ...]. Layers of one kind may be
-        written out one by one: parameters and frozen ones are then lists of trees, one for each row.
+        unrolled: parameters and frozen ones are then lists of trees, one for each row.
       at: of x; its layer is ignored.
-      has_empty_slots: False promises that there is none; an empty one costs no compute.
+      has_empty_slots: False promises that there are none; an empty slot costs no compute.
     Returns:
       the carry after the window, stacked likewise, and the output of the last layer.
     """
@@ -124,7 +124,7 @@ class SplitLayers:
         """Traces every kind once, to learn what it saves; arguments as of `run_layers`.
 
         Args:
-          splits: take W, the gradients of weights, out of `backward`, for every kind that has it apart.
+          splits: take W, the gradients of weights, out of `backward`, for every kind where it is separable.
           whole: x and at of all blocks that one W is for, one after the other in time, and how many they are;
             None runs it for each.
         Raises:
@@ -226,7 +226,7 @@ class SplitLayers:
         grads: Sequence[Any],
         slots: SlotArrays,
     ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
-        """The vector-Jacobian product of `forward`; without the kinds whose W is apart, of its inputs.
+        """The vector-Jacobian product of `forward`; for kinds whose W is separate, that of inputs only.
 
         Args:
           prepared: of layers that are written out what `prepare` gives; else for every kind its parameters,
@@ -234,7 +234,7 @@ class SplitLayers:
           saved: what `forward` returned, for the same parameters.
           d_carry: cotangent of the carry after the window.
           dy: cotangent of the output.
-          grads: gradients so far, to which those of the parameters are added; () for a kind whose W is apart.
+          grads: gradients so far, to which those of the parameters are added; () where W is separate.
         Returns:
           the gradients, the cotangent of the carry before the window, that of x, and for every kind what W
           needs, as `saved`.

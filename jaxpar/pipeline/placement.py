@@ -31,13 +31,13 @@ def balance(
     Args:
       costs: of each layer, in any unit: multiply-adds, or measured seconds.
       num_stages: each gets one layer or more.
-      first_cost, last_cost: what the first and the last stage have to do besides, such as an embedding and a
-        head, in the same unit.
-      layer_bytes: memory that each layer takes; None does not look at memory.
+      first_cost, last_cost: what the first and the last stage have to do in addition, such as an embedding
+        and a head, in the same unit.
+      layer_bytes: memory that each layer takes; None ignores memory.
       max_bytes: that the layers of one stage may take.
     Raises:
-      ValueError: there are fewer layers than stages, a cost is negative or no number, or no placement keeps
-        to `max_bytes`.
+      ValueError: there are fewer layers than stages, a cost is negative or not a number, or no placement
+        stays within `max_bytes`.
     """
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
@@ -86,14 +86,14 @@ def balance_ticks(
     """The placement of equal layers whose ticks are the shortest.
 
     Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
-    backward part. So a tick takes what the slowest needs for the one and the slowest for the other
-    (`tick_cost`): where a head takes layers off its stage, the others must not go back much longer for it.
-    Optimal: `balance` for every number of layers on the fullest stage.
+    backward part. So a tick takes as long as the slowest stage of the one part and the slowest of the other
+    (`tick_cost`): where a head takes layers off its stage, the others' backward parts must not become much
+    longer for it. Optimal: `balance` for every number of layers on the fullest stage.
 
     Args:
       num_stages: each gets one layer or more.
       forward, backward: of a layer, in any unit.
-      first_cost, head_cost: what the first and the last stage have to do besides, in the forward part.
+      first_cost, head_cost: what the first and the last stage have to do in addition, in the forward part.
       max_layers: of a stage; None for no limit.
     Raises:
       ValueError: as of `balance`.
@@ -121,7 +121,7 @@ def tick_cost(
     first_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> float:
-    """Of a tick in which every stage has a unit to do each way; arguments as of `balance_ticks`."""
+    """The cost of a tick in which every stage has a unit each way; arguments as of `balance_ticks`."""
     forwards = [forward * layers for layers in placement]
     forwards[0] += first_cost
     forwards[-1] += head_cost

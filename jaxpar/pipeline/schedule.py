@@ -11,10 +11,10 @@ A tick has three parts, in this order, the same on every stage:
     3. exchange   activations go up the ring (s to s + 1 mod S), cotangents down (s to s - 1 mod S);
                   both lie in a buffer until the tick, at least one later, that reads them
 
-A zero-bubble schedule (arXiv:2401.10241) takes a backward unit apart: B, the cotangents of its input and
-state, in its place as before, for others wait for it; and W, the gradients of its weights, for which nobody
-waits. W goes where stages would wait: in the place of a forward that a stage does not have, or after the
-backward; until then its slot is kept.
+A zero-bubble schedule (arXiv:2401.10241) splits a backward unit: B, the cotangents of its input and
+state, stays in its place, since others wait for it; W, the gradients of its weights, is what nobody waits
+for. W goes where stages would wait: where a stage has no forward unit, or after the backward; until then its
+slot is kept.
 
 Every schedule here is one picture and its mirror image. Forward units enter stage 0 in some order
 and move up one stage per tick; backward units enter stage S - 1 in some order and move down:
@@ -133,29 +133,29 @@ class Schedule(Shown):
 
     @functools.cached_property
     def bubble(self) -> float:
-        """Share of stage-time with nothing to do, where F costs 1, and B and W 1 each, or 2 as a whole.
+        """Idle share of stage-time, where F costs 1, and B and W cost 1 each, or 2 as a whole.
 
         (S-1) / (MK + S-1) for gpipe and 1f1b (arXiv:1811.06965, section 2.3, with MK for M), and
         (S-1) / (VMK + S-1) for interleaved with MK >= S (arXiv:2104.04473, section 2.2, which
-        divides by the work instead of the whole). With W apart (S-1) / (3VMK + S-1), where MK is large
+        divides by the work instead of the total). With separate W (S-1) / (3VMK + S-1), where MK is large
         enough, and 2(S-1) / (3MK + 2(S-1)) for 1f1b with one W a microbatch.
         """
         return self.bubble_at(*self.unit_costs)
 
     @property
     def unit_costs(self) -> tuple[float, float, float]:
-        """Of F, B and W where nothing is known: three matmuls of a size, of which a whole backward is two."""
+        """Costs of F, B and W where nothing is known: equal matmuls, two for a whole backward unit."""
         return (1.0, 1.0, 1.0) if self.weights else (1.0, 2.0, 0.0)
 
     def bubble_at(self, forward: float, backward: float, weights: float = 0.0) -> float:
-        """Share of stage-time with nothing to do, given what units cost.
+        """Idle share of stage-time, given what units cost.
 
         Stages run in lockstep: each half of a tick, before and after the head, lasts as long as the busiest
         stage has work in it.
 
         Args:
           backward: of a backward unit, whole or without W, as the schedule has it.
-          weights: of a unit's W, if it is apart.
+          weights: of a unit's W, if it is separate.
         """
         half_T2S = self.work_at(forward, backward, weights)
         elapsed = half_T2S.max(axis=2).sum() * self.num_stages
@@ -184,8 +184,8 @@ class Schedule(Shown):
             interleaved   min(VM, VS + S-1-2s)      for K = 1 and M a multiple of S
 
         K because a sequence goes back in reverse order (arXiv:2406.03488); 2(S-1-s), where
-        arXiv:2006.09503 has S-1-s, because a lockstep tick holds a forward and a backward unit. With W of a
-        unit apart, no stage holds more than the fullest does without; with W of a microbatch all hold
+        arXiv:2006.09503 has S-1-s, because a lockstep tick holds a forward and a backward unit. With W split
+        off per unit, no stage holds more than the fullest does without; with W per microbatch all hold
         min(MK, 2K-1 + 2(S-1)) in 1f1b, and less on later stages only where M is small.
         """
         if not self.num_slots:
@@ -275,7 +275,7 @@ class Schedule(Shown):
 
     @property
     def title(self) -> str:
-        """The kind, and zb if W is apart."""
+        """The kind, and zb if W is separate."""
         return (
             self.kind
             + {"off": "", "unit": "+zb", "microbatch": "+zb(microbatch)"}[self.zero_bubble]
@@ -316,7 +316,7 @@ def make_schedule(
       zero_bubble: takes W, the gradients of weights, out of the backward units of 1f1b and interleaved:
         "unit" puts each where stages would wait (`_place_weights`), in no more slots than without;
         "microbatch" runs it once for all chunks of a microbatch, on all stages in the tick in which the
-        first of them runs its last B. That takes more slots, and goes through the gradients K times less.
+        first of them runs its last B. That takes more slots, but goes over the gradients only 1/K as often.
     Raises:
       ValueError: unknown kind, a count below 1, a number of groups or a zero_bubble that the kind does not
         have.
@@ -438,7 +438,7 @@ def _place_weights(
     the end. Where the room does not do, the second half of a tick is made longer by one W, for all stages:
     as late as possible, for what comes late serves the demands of later ticks as well. (Demands are sums over
     intervals of ticks: taking them in the order of their ends, with the latest ticks first, is optimal.)
-    Waiting units go in the order of their backwards.
+    Waiting units run in the order of their backward units.
     """
     num_ticks = int(backward_PU.max()) + 1
     stage_P = np.arange(len(forward_PU)) % num_stages

@@ -1,8 +1,8 @@
 """A layer in three parts: forward, backward of its inputs (B), backward of its weights (W).
 
-Autodiff gives one function back. Its jaxpr is cut once: what the cotangents of inputs and carry need is B,
-what is left, which only the gradients of weights need, is W. What crosses from the one to the other (of an
-LSTM: x, h_{t-1} and dz) is what W has to wait with; most of it was saved for B anyway.
+Autodiff gives one backward function. Its jaxpr is cut once: what the cotangents of inputs and carry need is
+B; the rest, which only the gradients of weights need, is W. What crosses from the one to the other (for an
+LSTM: x, h_{t-1} and dz) must be kept until W runs; most of it was saved for B anyway.
 """
 
 import functools
@@ -27,12 +27,12 @@ class SplitLayer:
 
     Attributes:
       saved: shapes and dtypes of what forward saves for backward; no weights are among it.
-      has_weights: whether W is apart. It is not where that was not asked for, where its part of the program
-        would be a loop, or where gradients of weights come out of what B needs (such as a scan that adds them
-        up): then B gives them at once.
+      has_weights: whether W is separate. It is not where that was not asked for, where its part of the
+        program would be a loop, or where gradients of weights come out of what B needs (such as a scan that
+        adds them up): then B gives them at once.
       needed: numbers of the saved that W needs.
-      later: shapes and dtypes of what B hands to W besides; `places` are where it lies among the saved, each
-        in the place of one that W does not need and of the same shape, or beyond them.
+      later: shapes and dtypes of what B hands to W in addition; `places` say where it lies among the saved,
+        each replacing one of the same shape that W does not need, or after them.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ def make_plan(
     Args:
       schedules: one for every data-parallel group. They may differ in the number of microbatches.
       capacity: the largest schedule that the compiled program shall hold; None takes the largest here.
-      steady_len: of the compiled program, that of its full batches; None takes as many ticks as there are.
+      steady_len: steady ticks of the compiled program's full batches; None takes as many as there are.
     Raises:
       ValueError: the schedules differ in more than microbatches, or do not fit the capacity.
     """
@@ -132,7 +132,7 @@ def make_plan(
 
 
 def make_idle(plan: Plan, num_ticks: int) -> Plan:
-    """A plan for the same program: so many ticks, as far as it has rows, in which no stage has a unit."""
+    """A plan for the same program: `num_ticks` ticks (as far as it has rows) in which no stage has a unit."""
 
     def idle(lane: Lane) -> Lane:
         return Lane(*(np.full_like(a, -1) for a in lane))._replace(group=lane.group)

@@ -1,4 +1,4 @@
-"""A state without its mesh: arrays by name, stacked layers in their order. As it is stored, and compared.
+"""A state without its mesh: arrays by name, stacked layers in order, as it is stored and compared.
 
     slots of (1, 2)             by layer            slots of (3,)
     0  -  |  1  2       -->     0  1  2     -->     0  1  2
@@ -32,12 +32,12 @@ Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty o
 def by_layer(state: TrainState, task: Task, parallel: Parallel) -> dict[str, jax.Array]:
     """The arrays of a state as they are stored: by name, stacked layers in the order of the layers.
 
-    They stay sharded; where layers change their places, over another dim than that of the layers.
+    They stay sharded; where layers change places, over another dim than that of the layers.
 
     Args:
       task, parallel: those that the state was made with.
     Raises:
-      ValueError: the state has other rows than the placement.
+      ValueError: the rows of the state are not those of the placement.
     """
     rows_of, arrays = _rows_of_kinds(task, parallel), {}
     for name, leaf in named_leaves(state, "/"):

@@ -4,8 +4,8 @@ A checkpoint does not know the mesh that wrote it: it holds the arrays of `by_la
 each array where the mesh of the new run wants it.
 
 Masks of dropout and batches are functions of the seed and the step, so these two are the random state
-and the place in the data. A checkpoint gets its name when all of it is written, and tells the size and the
-checksum of every file in it: one that is not what was written is recognised and passed over.
+and the place in the data. A checkpoint gets its name when all of it is written, and holds the size and the
+checksum of every file in it: one that is not as it was written is recognised and skipped.
 
     60/checksums.json      the files with their checksums, and its own; process 0 reads what all have written
     60/_CHECKPOINT_METADATA, state/...      by Orbax
@@ -134,7 +134,7 @@ class Checkpoints:
 
     @property
     def is_empty(self) -> bool:
-        """No checkpoint has been written to the end, whole or damaged since."""
+        """Whether no checkpoint, intact or damaged since, was ever written completely."""
         return not self._examine()
 
     def latest_step(self) -> int | None:
@@ -162,8 +162,8 @@ class Checkpoints:
           step: None takes the latest; or with `best` that with the lowest of `losses`.
         Raises:
           FileNotFoundError: there is no such checkpoint that is whole.
-          ValueError: it holds another task, other files, another optimizer or carried state of other rows;
-            or sizes do not fit the mesh.
+          ValueError: it holds another task, other files, another optimizer, or carried state with a different
+            number of rows; or sizes do not fit the mesh.
         """
         from orbax.checkpoint import v1 as orbax
 

@@ -1,6 +1,6 @@
 """Checksums of a folder's files, which show that a bit of them has changed.
 
-XXH3 of every 64 MiB, 128 bits. It is there against damage, not against forgery. On one core it reads
+XXH3 of every 64 MiB, 128 bits. It guards against damage, not against forgery. On one core it reads
 27 GB/s, CRC-32 of zlib 7 GB/s, SHA-256 of OpenSSL 2 GB/s (`benchmarks/checkpoints`).
 """
 

@@ -1,4 +1,4 @@
-"""A run in a terminal: tables before it begins and when it has ended, a line of progress between."""
+"""A run in a terminal: tables before it begins and after it ends, progress lines in between."""
 
 import datetime
 import signal

@@ -38,12 +38,12 @@ def evaluate(
 
     Args:
       task, parallel: those that the state was made with.
-      state: its parameters, or their mean if the optimizer takes it, are evaluated; it stays as it is.
+      state: its parameters, or their mean if the optimizer keeps one, are evaluated; it is not changed.
       split: "valid" or "test", or another one that the task knows.
-      before_batch: is called before each; it may raise.
-      adaptation: how the parameters go on with each batch, once it is counted.
+      before_batch: called before each batch; it may raise.
+      adaptation: how the parameters are updated after each batch, once it is counted.
     Raises:
-      ValueError: its batches have other sizes than those of training, or nothing in it counts.
+      ValueError: its batches differ in size from those of training, or nothing in it counts.
     """
     state, batches = averaged(state, mesh), task.make_batches(split)
     sums = sum_batches(task, parallel, state, batches, mesh, before_batch, adaptation)
@@ -67,7 +67,7 @@ def sum_batches(
     """The sums of all batches of an epoch, as Python numbers; arguments as of `evaluate`.
 
     Raises:
-      ValueError: batches have other sizes than those of training, or go on with state that is not theirs.
+      ValueError: batches differ in size from those of training, or the first continues a state not its own.
     """
     checked, sums = CheckedBatches(task, batches), list[Sums]()
     sharding = batch_sharding(task, parallel, mesh)
@@ -82,8 +82,8 @@ def sum_batches(
         batch = place_batch(checked, window, sharding)
         if not window and not starts_of(batch):
             raise ValueError(
-                "the first batch says starts=False: it would go on with the carried state of training; let "
-                "it say True"
+                "the first batch says starts=False: it would continue with the carried state of training; "
+                "let it say True"
             )
         after, window_sums = step.run(state, batch)
         state = after if adapts else dataclasses.replace(state, carry=after)
@@ -125,7 +125,7 @@ def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
 
 
 class CheckedBatches:
-    """The batches of a task, each looked at by the task before it goes on a mesh."""
+    """The batches of a task, each checked by the task before it goes onto a mesh."""
 
     def __init__(self, task: Task, batches: Batches):
         self._task, self._batches = task, batches
@@ -148,7 +148,7 @@ class CheckedBatches:
 
 
 def do_not_run_ahead(mesh: Mesh, outputs: Any) -> None:
-    """Waits for a step on simulated devices; elsewhere the host goes on and queues the next one.
+    """Waits for a step on simulated devices; elsewhere the host continues and queues the next one.
 
     The CPU devices of a process share a pool of threads. With several steps in their queues, XLA can
     give its threads to devices that wait in a collective for one that then gets none, and abort.

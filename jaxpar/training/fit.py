@@ -1,4 +1,4 @@
-"""From a task to a trained state, in a folder; what can be refused is refused before it is touched."""
+"""From a task to a trained state, in a folder; mistakes are refused before it is touched."""
 
 import contextlib
 import dataclasses
@@ -40,8 +40,8 @@ class FitResult:
     """What `fit` leaves behind, besides the files in `out_dir`.
 
     Attributes:
-      losses: of each step taken here; of one that was skipped it may not be finite.
-      first_step: the steps that had been taken before; 0 unless resumed.
+      losses: of each step taken here; that of a skipped step may not be finite.
+      first_step: the number of steps taken before; 0 unless resumed.
       state: after the last step, on `mesh`.
       task, parallel, train: as they were used, with what was left open filled in.
       evaluations: of valid and test, by the split's name; empty if the run was stopped.
@@ -78,24 +78,26 @@ def fit(
     """Trains a model as the task says, and evaluates it.
 
     SIGINT (Ctrl-C, or a notebook's stop button) and SIGTERM end the run after the step that is
-    under way; the state is saved, and a resumed run goes on with the same losses as if nothing had
+    under way; the state is saved, and a resumed run continues with the same losses as if nothing had
     happened. A second signal ends it at once.
 
     Args:
-      task: what is left open in it, such as sizes that the data tell, is filled in.
+      task: what it leaves open, such as sizes that follow from the data, is filled in.
       parallel: the layout on devices, or its mesh, or the shape of that such as "dp2pp2tp2"; None is the
         task's own.
       train: None is the task's own; `out_dir=None` takes the next free folder of runs/0001, runs/0002...
-      resume: go on from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
+      resume: continue from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
         run), or from the start if there is none yet; the mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
-      report: what is told while it runs, e.g. `ConsoleReport()`; None is silent.
+      report: receives what happens while it runs, e.g. `ConsoleReport()`; None is silent.
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh, or the data have changed since the run began.
-      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not let it be skipped,
-        or no more of them. The state before its step has been saved: a resumed run meets the same batch.
+      ValueError: sizes do not fit each other or the mesh, a split has no batches of the task's sizes, or the
+        data have changed since the run began.
+      FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow the step to
+        be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
+        same batch.
       OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
         a run already (FileExistsError), or another process trains there (BlockingIOError).
     """
@@ -125,8 +127,8 @@ def fit(
     check_room(target, mesh)
     if task.average_after and not train.eval_every:
         raise ValueError(
-            f"average_after={task.average_after} goes by validations, and eval_every=0 has none before the "
-            f"end; set eval_every to an epoch's steps, or average_after=0"
+            f"average_after={task.average_after} depends on validations, and eval_every=0 has none before "
+            f"the end; set eval_every to an epoch's steps, or average_after=0"
         )
     abstract_by_layer(target, task, parallel)  # can it be stored?
     texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
@@ -195,12 +197,12 @@ def begin_run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Iterator[tuple[RunFolder, Settings]]:
-    """Makes the folder of a run, or goes on in it, and keeps others out; the settings with its path.
+    """Makes the folder of a run, or continues in it, and keeps others out; the settings with its path.
 
     Args:
       folder: None takes the next number.
       asked: the task as it was given, before it was resolved; see `RunFolder.start`.
-      resume: go on with the run that is there.
+      resume: continue the run that is there.
       overwrite: remove the run that is there.
     Raises:
       OSError: the folder cannot be written, or is in use.
@@ -232,7 +234,7 @@ def evaluate_run(
     Args:
       best: the state with the lowest validation loss, not the newest.
       adaptation: for dynamic evaluation; each split begins with the parameters of the run.
-      sizes: fields of the task that shall be others than in training, such as batch_size=1.
+      sizes: fields of the task that shall differ from training, such as batch_size=1.
     Raises:
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or data that cannot be read.
@@ -256,7 +258,7 @@ def _check_holds_no_run(folder: RunFolder) -> None:
 
 
 def _check_evaluations(task: Task, parallel: Parallel) -> None:
-    """Raises for a split that would end the run where it is evaluated, after all steps maybe."""
+    """Raises for a split whose evaluation would fail, perhaps after all steps have been taken."""
     layout = lay_out(task, parallel)
     for split in ("valid", "test"):
         try:

@@ -26,7 +26,7 @@ class LoadedRun:
 
     Attributes:
       folder: of the run.
-      task, parallel, train: its settings; the task with what was left open filled in.
+      task, parallel, train: its settings; what the task left open is filled in.
       state: parameters, optimizer state, and the steps taken.
     """
 
@@ -47,7 +47,7 @@ class LoadedRun:
 
     @property
     def params(self) -> nnx.State:
-        """The parameters, by their names; `jaxpar.show(run.params)` draws them."""
+        """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
         return self.state.params
 
     @functools.cached_property
@@ -79,7 +79,7 @@ def load_run(
 
     Args:
       run_dir: the folder that `fit` wrote, such as runs/0001.
-      mesh: where the state shall lie; it need not be that of the run.
+      mesh: where the state is to lie; it need not be that of the run.
       best: the state with the lowest validation loss, not the newest.
     Raises:
       ValueError: the model does not fit the mesh, or a file is damaged.

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class FolderLock:
-    """A folder that nobody else writes in meanwhile; use it as a context manager, in all processes.
+    """A folder that nobody else writes to meanwhile; use it as a context manager, in all processes.
 
     Process 0 holds it for all of them.
 
@@ -75,7 +75,7 @@ class FolderLock:
           FileNotFoundError: it was removed, or another one has its place.
         """
         if self._file is not None and not self._is_there(self._file):
-            raise FileNotFoundError(f"{self._folder} was removed or replaced while its run went on")
+            raise FileNotFoundError(f"{self._folder} was removed or replaced during its run")
 
     def _take(self) -> None:
         while self._file is None:
@@ -113,7 +113,7 @@ class FolderLock:
                 os.close(file)
                 raise self._failure(error) from error
             _log.warning(
-                "%s cannot be locked (%s): see to it that no other run uses it",
+                "%s cannot be locked (%s): make sure that no other run uses it",
                 self._folder,
                 error.strerror,
             )

@@ -1,4 +1,4 @@
-"""The loop: steps, with what is written and told of them, until the last one or a signal."""
+"""The loop: steps, with what is written and reported of them, until the last one or a signal."""
 
 import dataclasses
 import signal
@@ -31,7 +31,7 @@ EXPLODED = 10.0
 
 
 class Run:
-    """A run while it goes on: its state, and all who are told of it."""
+    """A run in progress: its state, and everything that records or reports it."""
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class Run:
         self.warned = True
         self.report.warning(
             f"the loss of step {step} is {loss:.4g}, {loss / self.first_loss:.0f} times that of the first "
-            f"step: the run has gone astray; begin again, or go on from an earlier checkpoint, with a lower "
+            f"step: the run has diverged; begin again, or go on from an earlier checkpoint, with a lower "
             f"learning rate or a smaller --train.clip-norm (now {self.config.clip_norm:g}; 0 is none)"
         )
 

@@ -126,7 +126,7 @@ class Evaluation:
 
 
 class Report:
-    """Is told what a run does, and says nothing. Derive from it to say something."""
+    """Hears what a run does, and says nothing. Derive from it to say something."""
 
     def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
         """Before anything is compiled; `state` is abstract."""

@@ -61,7 +61,7 @@ class TrainConfig:
 
     @property
     def allowed_skips(self) -> int:
-        """Steps that may be passed over."""
+        """Steps that may be skipped."""
         return self.max_skipped if self.nonfinite == "skip" else 0
 
 
@@ -90,7 +90,7 @@ class Adaptation:
 
 
 class Settings(NamedTuple):
-    """All that a run is made from: what is learned, on which devices, and how it goes on."""
+    """All that a run is made from: what is learned, on which devices, and how it proceeds."""
 
     task: Task
     parallel: Parallel

@@ -20,7 +20,7 @@ def load_digits() -> dict[str, dict[str, np.ndarray]]:
     Returns:
       images float32 [N, 8, 8, 1], from 0 to 1, and labels int32 [N].
     Raises:
-      ValueError: the package that has them is missing.
+      ValueError: scikit-learn, which has them, is not installed.
     """
     try:
         from sklearn import datasets

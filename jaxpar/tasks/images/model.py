@@ -34,8 +34,8 @@ Batch = Mapping[str, jax.Array]
 class HybridConvNet(nnx.Module):
     """Convolutions and poolings, then dense layers: a small AlexNet (Krizhevsky et al. 2012).
 
-    Its dims have names enough for "one weird trick" (arXiv:1404.5997), and for what it is compared with,
-    to be nothing but tables of rules: see `task.STRATEGIES`.
+    Its dims have enough names that "one weird trick" (arXiv:1404.5997), and what it is compared with, are
+    nothing but tables of rules: see `task.STRATEGIES`.
 
         images [B, H, W, C]   conv, conv, pool ...   features [B, F]   dense     dense   logits
         batch                 batch, channels        dense_batch, features  -> units -> features ...
@@ -92,7 +92,7 @@ class HybridConvNet(nnx.Module):
         return x_BHWC.transpose(0, 3, 1, 2).reshape(x_BHWC.shape[0], -1)
 
     def last(self, x_BF: jax.Array, batch: Batch, at: At) -> Sums:
-        """Negative log-likelihood of the labels, and how many images are told right."""
+        """Negative log-likelihood of the labels, and how many images are classified correctly."""
         logits_BV = self.classify(x_BF, at)
         with jax.named_scope("loss"):
             labels_B, weight_B = (at.layout(batch[key], DENSE_BATCH) for key in (LABEL, WEIGHT))
@@ -123,7 +123,7 @@ class HybridConvNet(nnx.Module):
 
 
 def num_features(channels: Sequence[int], image_shape: Sequence[int]) -> int:
-    """What the convolutions hand to the dense layers for each image."""
+    """The number of features that the convolutions hand to the dense layers per image."""
     height, width, _ = image_shape
     num_poolings = len(channels) // 2
     return (height >> num_poolings) * (width >> num_poolings) * channels[-1]

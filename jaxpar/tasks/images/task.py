@@ -60,7 +60,7 @@ class Images(Task):
         "hybrid-gather" has an all-gather there. See `STRATEGIES`.
       image_shape: height, width and colours of an image.
       num_classes: how many classes there are.
-      dataset: "digits", the 1,797 of 8x8 pixels that come with scikit-learn (the extra `images`).
+      dataset: "digits", the 1,797 images of 8x8 pixels that come with scikit-learn (the extra `images`).
       batch_size: images of a batch.
       optimizer: and its learning rate.
     """
@@ -135,7 +135,7 @@ class Images(Task):
         return ArrayBatches(arrays, self.batch_size, seed)
 
     def example_batch(self) -> dict[str, np.ndarray]:
-        """Black images: none is read for it."""
+        """Black images: no data are read for it."""
         B = self.batch_size
         return {
             IMAGE: np.zeros((B, *self.image_shape), np.float32),
@@ -162,7 +162,7 @@ class Images(Task):
             check_divides("batch_size", self.batch_size, parts)
 
     def check_batch(self, batch: Mapping[str, Any]) -> None:
-        """Raises a ValueError for a label that is none of the classes."""
+        """Raises a ValueError for a label that is not one of the classes."""
         labels = np.asarray(batch[LABEL])
         if bad := [int(i) for i in np.flatnonzero((labels < 0) | (labels >= self.num_classes))[:1]]:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Batches of sentences: those of about one length stand together, so that little is padding.
+"""Batches of sentences: those of similar length go together, so that little is padding.
 
 Each bucket pads its sentences to its own length, its edge. A sentence begins with the separator
 before it and ends with its own. Buckets of 3 and 5 steps, batches of 2 rows (evaluation; `_` is
@@ -34,7 +34,7 @@ class Sentences(NamedTuple):
     Attributes:
       tokens: integers [tokens], 0 or more.
       starts_S: where each sentence begins.
-      lengths_S: the time steps that it takes: its tokens but one, for the last is only a target.
+      lengths_S: the time steps that it takes: one fewer than its tokens, since the last is only a target.
     """
 
     tokens: np.ndarray
@@ -53,7 +53,7 @@ class Sentences(NamedTuple):
           separator: the token that ends a line, e.g. the id of `<eos>`.
 
         Raises:
-          ValueError: the tokens are not text, or the separator is not among them.
+          ValueError: the tokens are not token ids, or the separator is not among them.
         """
         tokens = np.asarray(tokens)
         check_text(tokens)
@@ -71,7 +71,7 @@ class Sentences(NamedTuple):
         """Sentences from a list of integer arrays [tokens of the sentence].
 
         Raises:
-          ValueError: the list is empty, or an array is no text.
+          ValueError: the list is empty, or an array is not token ids.
         """
         if not len(sentences):
             raise ValueError("a list of 0 sentences has no batch; give one or more")
@@ -95,7 +95,7 @@ def choose_edges(
       multiple: of which every edge is one, e.g. `seq_len // num_chunks` of a pipeline.
       max_len: the longest edge allowed.
       batch_size: B of the batches, over all processes. A bucket's last batch costs its missing rows
-        too, so big batches of few sentences want few buckets; 1 leaves this out.
+        too, so big batches of few sentences call for few buckets; 1 ignores this.
 
     Returns:
       increasing edges; the last is max_len, or what the longest sentence needs if that is less.
@@ -149,15 +149,15 @@ class BucketedSentences:
 
     Every epoch holds every sentence exactly once. A batch is of one bucket, and as long as its edge.
     The rows that a bucket's sentences do not fill are padding, spread over the bucket's batches: none
-    is left with one sentence alone while others are full.
+    is left with a single sentence while others are full.
 
-    With a seed, for training: sentences are shuffled within their bucket, and batches over all
-    buckets, from (seed, epoch). Without one, for evaluation: short buckets first, each in the order
+    With a seed, for training: sentences are shuffled within their bucket, and batches across all
+    buckets, by (seed, epoch). Without one, for evaluation: short buckets first, each in the order
     of the text.
 
     A sentence longer than the last edge is cut into pieces of that length and a rest. Each piece
     begins with the last token of the one before, so that no target is lost, but is read without
-    what came before. A sentence without a target (fewer than 2 tokens) is left out.
+    the state of what came before. A sentence without a target (fewer than 2 tokens) is left out.
 
     Args:
       sentences: from `Sentences.split` or `Sentences.join`.

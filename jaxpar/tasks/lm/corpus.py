@@ -77,7 +77,7 @@ class Vocabulary:
     """The words of a language model; the id of a word is its place.
 
     Attributes:
-      words: all different, `<unk>` and `<eos>` among them.
+      words: all distinct, `<unk>` and `<eos>` among them.
       tokenizer: how `encode` cuts a text: "spaces" between words, as in PTB's files; "marks",
         lower case and punctuation apart; "chars"; "subword", as `pieces` says.
       pieces: of "subword", what the package tokenizers writes of its tokenizer, JSON; "" for the others.
@@ -101,7 +101,7 @@ class Vocabulary:
             raise ValueError(f"no {' and no '.join(missing)} among the {len(self)} words; add it")
         if len(self._ids) < len(self):
             word, count = Counter(self.words).most_common(1)[0]
-            raise ValueError(f"{word!r} stands {count} times in the vocabulary; a word has one id")
+            raise ValueError(f"{word!r} is in the vocabulary {count} times; a word has one id")
 
     def __len__(self) -> int:
         return len(self.words)
@@ -115,7 +115,7 @@ class Vocabulary:
         """The tokenizer of "subword".
 
         Raises:
-          ValueError: the package is not there.
+          ValueError: the package is not installed.
         """
         return _tokenizers().Tokenizer.from_str(self.pieces)
 
@@ -141,7 +141,7 @@ class Vocabulary:
         return np.fromiter((get(word, unk) for word in words), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids, words apart by spaces, `<eos>` as a newline.
+        """The text of token ids, with spaces between words and `<eos>` as a newline.
 
         In characters `<unk>` is U+FFFD. Ids of an encoded text, decoded and encoded, come back.
 
@@ -483,7 +483,7 @@ def _user_texts(name: str) -> dict[str, str]:
     lines = list(io.StringIO(_read_text(path)))
     if len(lines) < 3:
         raise ValueError(
-            f"{path} is too short: {len(lines)} lines do not split in train, valid and test; give "
+            f"{path} is too short: {len(lines)} lines do not split into train, valid and test; give "
             f"3 or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}"
         )
     held_out = max(1, len(lines) // 20)

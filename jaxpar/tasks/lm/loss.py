@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that may be split, and that of a linear head, a few time steps at once.
+"""Cross-entropy over a vocabulary that may be split, and that of a linear head, a few time steps at a time.
 
 Legend: T time, B batch, H hidden, V vocabulary (or this device's part of it).
 """
@@ -28,7 +28,7 @@ NO_WORD = -1e30
 def without_padding(
     bias_V: jax.Array, num_words: int, *, manual_axis: str | None = None
 ) -> jax.Array:
-    """A head's bias that takes all probability from the ids that are no words.
+    """A head's bias that removes all probability from the ids that are not words.
 
     Args:
       num_words: ids from here on are padding.
@@ -64,7 +64,7 @@ def _nll(manual_axis: str | None, logits_TBV, targets_TB) -> jax.Array:
 
 
 def _nll_fwd(manual_axis: str | None, logits_TBV, targets_TB):
-    """The sum, and what its gradient is made of: there is one `exp` for each logit."""
+    """The sum, and what its gradient is made of: one `exp` per logit serves both."""
     max_TB = jnp.max(logits_TBV, axis=-1)
     target_TB = _pick(logits_TBV, targets_TB, manual_axis)
     if manual_axis is not None:
@@ -80,7 +80,7 @@ def _nll_fwd(manual_axis: str | None, logits_TBV, targets_TB):
 
 
 def _nll_bwd(manual_axis: str | None, saved, d_nll: jax.Array):
-    """Probabilities less the targets."""
+    """Probabilities minus the one-hot targets."""
     exp_TBV, sum_TB, targets_TB = saved
     d_nll_TB = jnp.where(targets_TB != IGNORE, d_nll, 0.0)
     ids_V = _ids(exp_TBV, manual_axis).astype(targets_TB.dtype)
@@ -102,14 +102,15 @@ def linear_cross_entropy(
 ) -> Sums:
     """`cross_entropy(y @ kernel + bias, targets)` that never holds the logits of all time steps.
 
-    A scan computes the logits of a few steps and, where gradients are wanted, what they add to them, while
-    they are in the cache. There is no second forward pass: the gradients of a sum scale with its cotangent.
+    A scan computes the logits of a few steps and, where gradients are wanted, their contribution to them,
+    while they are in the cache. There is no second forward pass: the gradients of a sum scale with its
+    cotangent.
 
     Args:
       y_TBH: the matmuls run in its dtype.
       kernel_HV, bias_V: float32; V may be split by the compiler.
       targets_TB: int32.
-      max_logits: how many are computed at once; but those of `MIN_ROWS` rows, if they are more.
+      max_logits: how many are computed at once; at least those of `MIN_ROWS` rows.
     """
     (T, B), V = targets_TB.shape, kernel_HV.shape[1]
     num_chunks = min(-(-T * B // max(max_logits // V, MIN_ROWS)), T)

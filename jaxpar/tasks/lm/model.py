@@ -65,9 +65,9 @@ class LanguageModel(nnx.Module):
           vocab_size: V, rows of the table.
           num_words: ids from here on are padding, and get no probability; None if there are none.
           dropout: rate on the embedding, between layers and before the head.
-          regularization: more of this kind.
-          init_range: the table and all kernels are drawn evenly within plus and minus this; 0 draws them by
-            their widths.
+          regularization: more regularization.
+          init_range: the table and all kernels are drawn uniformly within plus and minus this; 0 draws them
+            by their widths.
           dtype: of activations and matmul inputs.
           layer: makes one, as `nn.LSTM` does; of a class of `windows.in_window` where
             `regularization.slowness` is not 0.
@@ -102,8 +102,8 @@ class LanguageModel(nnx.Module):
     def prepare(self, sizes: Mapping[str, int]) -> "LanguageModel":
         """The model, its table zero-extended to the width of the layers where `tensor` splits it.
 
-        Its parts move between devices to become as wide. For a unit that must not be done: not all devices
-        take part in it.
+        Extending moves its parts between devices, which must not be done within a unit: not all devices take
+        part in one.
         """
         if sizes[TENSOR] == 1 or self.embedding.table.shape[1] == self.hidden_size:
             return self
@@ -113,7 +113,7 @@ class LanguageModel(nnx.Module):
         return model
 
     def draw(self, key: jax.Array) -> "LanguageModel":
-        """The model with weights of its recurrent kernels dropped."""
+        """The model with some weights of its recurrent kernels dropped."""
         rate = self.regularization.kernel_dropout
         if rate == 0.0:
             return self
@@ -164,7 +164,7 @@ class LanguageModel(nnx.Module):
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
-        """[..., H] -> float32 [..., V]; those of ids that are no words are hugely negative."""
+        """[..., H] -> float32 [..., V]; those of ids that are not words are hugely negative."""
         kernel_HV, bias_V = self._head()
         return matmul(y, kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
 
@@ -176,7 +176,7 @@ class LanguageModel(nnx.Module):
         Args:
           tokens_BT: int32.
           carry: as `layers.initial_carry` gives it.
-          resets_BT: where lines begin anew, before that token; None if nowhere.
+          resets_BT: where lines begin, before that token; None if nowhere.
         Returns:
           the state after the window, and float32 logits [T, B, V].
         """
@@ -205,7 +205,7 @@ class LanguageModel(nnx.Module):
         at: At,
         manual_axis: str | None = None,
     ) -> Sums:
-        """The sums with what large and quick activations cost in training; `nll` is without it."""
+        """The sums with the penalty on large and quickly changing activations; the metric `nll` is without it."""
         how = self.regularization
         if how.activations == how.slowness == 0.0:
             return sums

@@ -1,4 +1,4 @@
-"""Batches of sentences packed into rows, several to a row; long ones go on in the next window."""
+"""Batches of sentences packed into rows, several to a row; long ones continue in the next window."""
 
 import numpy as np
 

@@ -1,7 +1,7 @@
-"""What keeps a language model from learning its text by heart (Merity et al. 2017, arXiv:1708.02182).
+"""Regularization of language models (Merity et al. 2017, arXiv:1708.02182).
 
-All masks are functions of the seed, the step and of what they drop, whatever the mesh and the schedule; in
-evaluation there are none.
+All masks are functions of the seed, the step and what they drop, whatever the mesh and the schedule; there
+are none in evaluation.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ WORDS, KERNELS = 2**30, 2**30 + 1  # tell the keys of masks from those of layers
 
 @dataclasses.dataclass(frozen=True)
 class Regularization:
-    """Options of a language model, beside its `dropout`.
+    """Options of a language model, in addition to its `dropout`.
 
     Attributes:
       input_dropout: rate on the embedded inputs; None takes `dropout`.
       output_dropout: rate before the head; None takes `dropout`.
-      hold_masks: a mask of dropout is the same for all time steps of a window.
-      word_dropout: rate at which words lose their whole embedding, all places of a word in a batch at once.
+      hold_masks: use the same dropout mask for all time steps of a window.
+      word_dropout: rate at which words lose their whole embedding, at all their places in a batch at once.
       kernel_dropout: rate on the weights of the recurrent kernels (DropConnect).
       activations: weight of the mean square of what goes into the head, in the loss of training.
       slowness: weight of the mean square of how much the last layer's outputs, without dropout, change from
@@ -62,7 +62,7 @@ class Regularization:
 
 
 def scale_of_words(rate: float, num_words: int, at: At) -> jax.Array | None:
-    """What the embedding of each word is multiplied by, float32 [num_words]; None if it stays as it is."""
+    """The factor of each word's embedding, float32 [num_words]; None if all stay as they are."""
     if rate == 0.0 or at.key is None:
         return None
     is_kept = jax.random.bernoulli(jax.random.fold_in(at.key, WORDS), 1.0 - rate, (num_words,))

@@ -27,7 +27,7 @@ def sample(
     mesh: MeshConfig = ONE_DEVICE,
     best: bool = False,
 ) -> str:
-    """A text that begins with the prompt and goes on as the model of a run would.
+    """A text that begins with the prompt and continues as the model of a run would.
 
     Args:
       run_dir: the folder that `fit` wrote.
@@ -35,7 +35,7 @@ def sample(
       length: tokens to add.
       temperature: logits are divided by it; 0 takes the likeliest token every time.
       seed: the same seed gives the same text.
-      best: of the state with the lowest validation loss, not the newest.
+      best: use the state with the lowest validation loss, not the newest.
     Raises:
       ValueError: a word is outside the vocabulary, or a number is out of range.
       FileNotFoundError: no run, or no checkpoint in it.
@@ -99,7 +99,7 @@ def sample_tokens(
       task, parallel: those that the state was made with.
       prompt: token ids [tokens], at least one.
       num_words: ids from here on are never drawn.
-      separator: the token from which the model reads a line that begins anew; None if there is none.
+      separator: the token after which the model starts a line afresh; None if there is none.
     Raises:
       ValueError: a token is outside the vocabulary, or a number is out of range.
     """

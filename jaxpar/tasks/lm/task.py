@@ -49,7 +49,7 @@ _FREE = {"free": True}  # may change between two runs of one state
 
 
 def padded(num_words: int) -> int:
-    """Rows of an embedding for so many words."""
+    """Rows of an embedding for a number of words."""
     return -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
@@ -77,28 +77,29 @@ class LM(Task):
       num_layers: recurrent layers.
       hidden_size: units of each layer.
       embed_size: width of the token embedding; at most hidden_size.
-      vocab_size: rows of the embedding; None takes what the corpus needs, and some padding.
-      num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or
-        with a vocab_size all of its rows.
+      vocab_size: rows of the embedding; None takes what the corpus needs, plus some padding.
+      num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or,
+        if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
       regularization: masks that are held over time, dropped words and weights, penalties on activations.
       layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
-      forget_bias: initial bias of the forget gates, of an LSTM or sLSTM.
+      forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
-      kernel: what runs LSTM layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
-        without `tensor`; "auto" is the faster one by measurement.
+      kernel: what runs LSTM layers: "scan" is jaxpar's own and runs anywhere; "cudnn" is NVIDIA's, for
+        float32 without `tensor`; "auto" is the faster one by measurement.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
       level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
         (pip install 'jaxpar[subword]').
       max_vocab: how many of the most frequent tokens are kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
-      windows: lengths of windows that are drawn, up to seq_len.
-      num_buckets: 0 reads the text as one long stream. More reads its lines, each from the zero state, in at
-        most so many buckets of like lengths up to seq_len; see `buckets.BucketedSentences`.
-      bucket_multiple: lengths of buckets are multiples of it. A pipeline needs whole chunks.
+      windows: random lengths of windows, up to seq_len.
+      num_buckets: 0 reads the text as one long stream. A larger number reads its lines, each from the zero
+        state, in at most that many buckets of similar lengths up to seq_len; see
+        `buckets.BucketedSentences`.
+      bucket_multiple: of which the lengths of buckets are multiples. A pipeline needs whole chunks.
       packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
         ones continue in the next window. See `packing.Packing`.
       optimizer: and its learning rate.

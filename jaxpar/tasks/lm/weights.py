@@ -139,8 +139,8 @@ def import_weights(
 
     Args:
       run_dir: holds no run yet.
-      task: its `corpus` is the text that the model is to be used on; its sizes of the model are not read,
-        they are those of the weights; its `layer` says whether they are an LSTM or a GRU.
+      task: its `corpus` is the text that the model is to be used on; its model sizes are ignored, those of
+        the weights are used; its `layer` says whether they are an LSTM or a GRU.
       parallel, train: None are the task's own.
       names: what the file calls the embedding, the LSTM or GRU ("auto": "lstm" or "gru"), and the head.
       vocabulary: of the model, for a file without words: a run's vocabulary.json, or a text of one
@@ -150,7 +150,7 @@ def import_weights(
       the task of the run.
     Raises:
       ValueError: the file holds another model, the task's layers are neither LSTM nor GRU, or the corpus has
-        words that the model has not.
+        words that the model does not have.
       OSError: a file cannot be read, or `run_dir` holds a run already (FileExistsError).
     """
     _check_layer(task.layer)
@@ -160,7 +160,7 @@ def import_weights(
     if words is None:
         raise ValueError(
             f"{path} does not contain the words of its vocabulary; give them with --vocabulary: a "
-            f"run's vocabulary.json, or a text of one word a line in the order of the ids"
+            f"run's vocabulary.json, or a text with one word per line in the order of the ids"
         )
     own = load_corpus(task.corpus, task.level, task.max_vocab).vocabulary
     arrays = _in_order_of(own, weights, words)
@@ -250,7 +250,7 @@ def read_weights(
       layer: "lstm" or "gru".
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is no such file, or holds another model; the message names the tensor.
+      ValueError: it is not such a file, or holds another model; the message names the tensor.
     """
     path = Path(path).expanduser()
     try:
@@ -308,7 +308,7 @@ def _from_torch(
         if name not in left:
             raise ValueError(
                 f"there is no tensor {name}; the file has {', '.join(sorted(tensors))}. "
-                f"If embedding, {kind.upper()} and head have other names, give the three with --names"
+                f"If embedding, {kind.upper()} and head have other names, give all three with --names"
             )
         tensor = left.pop(name)
         fits = len(shape) == tensor.ndim and all(

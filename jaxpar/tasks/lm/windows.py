@@ -1,4 +1,4 @@
-"""Windows of a text whose lengths are drawn (Merity et al. 2017, arXiv:1708.02182), and layers in them.
+"""Windows of random lengths of a text (Merity et al. 2017, arXiv:1708.02182), and layers in them.
 
 All windows of a run are arrays of one length, the longest: one program. Shorter ones begin late:
 
@@ -32,8 +32,8 @@ class Windows:
     """Lengths of the windows of training; the learning rate of a step is multiplied by length / mean.
 
     Attributes:
-      mean: of the normal distribution that lengths are drawn from, in steps; 0: all are `seq_len` steps long.
-        Lengths are from 5 to `seq_len`.
+      mean: of the normal distribution that lengths are drawn from, in steps; with 0 all are `seq_len` steps
+        long. Lengths are from 5 to `seq_len`.
       spread: its standard deviation.
       short: the share of windows for which half the mean is taken.
     """
@@ -52,11 +52,11 @@ class Windows:
         require_rate(self, "short")
 
     def expected(self, seq_len: int) -> float:
-        """The mean length, but for what is cut off at the ends."""
+        """The mean length, ignoring what is cut off at the ends."""
         return self.mean * (1 - self.short / 2) if self.mean else seq_len
 
     def draw(self, rng: np.random.Generator, count: int, seq_len: int) -> np.ndarray:
-        """The lengths of so many windows, integers [count]."""
+        """The lengths of `count` windows, integers [count]."""
         if not self.mean:
             return np.full(count, seq_len)
         means = np.where(rng.random(count) < self.short, self.mean / 2, self.mean)
@@ -64,7 +64,7 @@ class Windows:
         return np.clip(lengths, LEAST, seq_len)
 
     def rate(self, length: int) -> float:
-        """What the learning rate is multiplied by in a window of this length."""
+        """The factor of the learning rate in a window of this length."""
         return length / self.mean if self.mean else 1.0
 
 
@@ -82,7 +82,7 @@ class Outputs(NamedTuple):
 
 @functools.cache
 def in_window(layer: type) -> Any:
-    """A class of layers that begins late where the batch says so, and tells its change where it is asked.
+    """A class of layers that begins late where the batch says so, and reports its change if asked.
 
     Args:
       layer: a class; the first array of its carry is its last output, and it begins from `at.initial`.
