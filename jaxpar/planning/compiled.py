@@ -53,4 +53,4 @@ def report_of(
       ValueError: sizes do not fit the mesh.
     """
     mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else _QUICKEST
-    return inspect_step(task.portable(), parallel, train, mesh, options=options)
+    return inspect_step(task, parallel, train, mesh, options=options)
