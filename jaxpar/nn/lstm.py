@@ -233,11 +233,13 @@ class LSTM(nnx.Module):
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
         self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
-        self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
+        self.b = named_param(
+            jnp.zeros((4, width), jnp.float32).at[1].set(forget_bias), (GATES, HIDDEN)
+        )
 
         if learn_initial:
-            self.h_0 = named_param(jnp.zeros(width), (HIDDEN,))
-            self.c_0 = named_param(jnp.zeros(width), (HIDDEN,))
+            self.h_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
+            self.c_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
 
     def initial_carry(self, rows: int) -> LSTMCarry:
         """Zeros, or what is learned, [rows, H]."""
