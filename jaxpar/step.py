@@ -608,24 +608,16 @@ def _run_at_once(
     """The whole batch and window as one block on every data-parallel group."""
 
     def run(params, probes, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
-        model = layout.merge(params, frozen)
-        block = _to_block(layout, batch)
         at = At(
             layer=jnp.int32(0),
             time=jnp.int32(0),
             row=jnp.int32(first_row),
             key=key,
-            batch=block,
+            batch=_to_block(layout, batch),
             layout=at_layout,
             time_major=layout.time_major,
         )
-        with jax.named_scope("first"):
-            x = model.first(block, at._replace(layer=len(layout.kind_of) + 1))
-        own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
-        carry, y = _run_stack(layout, layers, *own, carry, x, at)
-        with jax.named_scope("head"):
-            sums = model.last(y, block, at._replace(layer=len(layout.kind_of)))
-            return carry, checked_sums(sums, model)
+        return run_block(layout, layers, params, probes, frozen, carry, at)
 
     if mesh.shape[DATA] == 1 or not layout.divides_by_hand:
         return run(params, probes, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
@@ -650,6 +642,18 @@ def _run_at_once(
         in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
         out_specs=(P(None, DATA), P()),
     )(params, probes, frozen, carry, batch, key)
+
+
+def run_block(layout: ModelLayout, layers, params, probes, frozen, carry, at: At):
+    """All of a model on a block of rows and time steps: the carry, and the sums."""
+    model = layout.merge(params, frozen)
+    with jax.named_scope("first"):
+        x = model.first(at.batch, at._replace(layer=len(layout.kind_of) + 1))
+    own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
+    carry, y = _run_stack(layout, layers, *own, carry, x, at)
+    with jax.named_scope("head"):
+        sums = model.last(y, at.batch, at._replace(layer=len(layout.kind_of)))
+        return carry, checked_sums(sums, model)
 
 
 def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
