@@ -193,10 +193,11 @@ def locate_task(spec: str) -> Found:
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         near = difflib.get_close_matches(spec, TASKS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? Use" if near else "use"
+        if Path(spec, "config.toml").is_file():
+            hint = f"{spec} is the folder of a run, whose settings --config {spec}/config.toml gives; use"
         raise ValueError(
-            f"there is no task {spec!r}; {hint}Use {', '.join(TASKS)}, or one of yours as "
-            f"path/to/file.py:Name"
+            f"there is no task {spec!r}; {hint} {', '.join(TASKS)}, or one of yours as path/to/file.py:Name"
         )
     path = Path(file).expanduser()
     try:
