@@ -42,12 +42,14 @@ class Task:
       frozen: an NNX filter for parameters that are not trained: they have no gradient, no buffer and no
         optimizer state.
       train, parallel: the settings that its runs have by default.
+      retired: fields that it once had; files of settings may still name them, and nothing comes of it.
     """
 
     unit: ClassVar[str] = "rows"
     frozen: ClassVar[Any] = nnx.Nothing()
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
+    retired: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         check_fields(self)
@@ -108,10 +110,6 @@ class Task:
 
     def resolve(self, parallel: Parallel, mesh: Mesh) -> "Task":
         """The task with what the data and devices determine filled in."""
-        return self
-
-    def portable(self) -> "Task":
-        """The task as it runs on any device, to look at a state that others have trained."""
         return self
 
     def check(self, parallel: Parallel, mesh: Mesh) -> None:

@@ -147,11 +147,6 @@ FLAGS = {
         "tie_embedding needs embed_size=4 equal to hidden_size=8; set",
     ),
     "unknown dtype": (train("--dtype", "float16"), "dtype.*float32.*bfloat16"),
-    "unknown kernel": (train("--kernel", "cuda"), "kernel.*scan.*cudnn.*auto"),
-    "cudnn without a GPU": (
-        train("--kernel", "cudnn"),
-        r"kernel='cudnn' cannot run: it needs GPUs of NVIDIA, the mesh has cpu \(cpu\); use kernel='scan'",
-    ),
     "hidden by tensor": (
         train("--mesh", "tp8", "--hidden-size", "12"),
         "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",

@@ -221,7 +221,7 @@ class RunFolder:
         settings = self.settings()
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
-        task = settings.task.portable().resolve(parallel, devices)
+        task = settings.task.resolve(parallel, devices)
         task.check(parallel, devices)
         settings = settings._replace(task=task, parallel=parallel)
         checkpoints = self.checkpoints(settings)
