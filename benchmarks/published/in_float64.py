@@ -1,4 +1,4 @@
-"""The language model with float64 in the place of float32, to tell rounding from mistakes.
+"""The language model in float64 instead of float32, to tell rounding from mistakes.
 
     python -m jaxpar train benchmarks/published/in_float64.py:LM ...
 
