@@ -608,24 +608,16 @@ def _run_at_once(
     """The whole batch and window as one block on every data-parallel group."""
 
     def run(params, probes, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
-        model = layout.merge(params, frozen)
-        block = _to_block(layout, batch)
         at = At(
             layer=jnp.int32(0),
             time=jnp.int32(0),
             row=jnp.int32(first_row),
             key=key,
-            batch=block,
+            batch=_to_block(layout, batch),
             layout=at_layout,
             time_major=layout.time_major,
         )
-        with jax.named_scope("first"):
-            x = model.first(block, at._replace(layer=len(layout.kind_of) + 1))
-        own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
-        carry, y = _run_stack(layout, layers, *own, carry, x, at)
-        with jax.named_scope("head"):
-            sums = model.last(y, block, at._replace(layer=len(layout.kind_of)))
-            return carry, checked_sums(sums, model)
+        return run_block(layout, layers, params, probes, frozen, carry, at)
 
     if mesh.shape[DATA] == 1 or not layout.divides_by_hand:
         return run(params, probes, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
@@ -650,6 +642,18 @@ def _run_at_once(
         in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
         out_specs=(P(None, DATA), P()),
     )(params, probes, frozen, carry, batch, key)
+
+
+def run_block(layout: ModelLayout, layers, params, probes, frozen, carry, at: At):
+    """All of a model on a block of rows and time steps: the carry, and the sums."""
+    model = layout.merge(params, frozen)
+    with jax.named_scope("first"):
+        x = model.first(at.batch, at._replace(layer=len(layout.kind_of) + 1))
+    own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
+    carry, y = _run_stack(layout, layers, *own, carry, x, at)
+    with jax.named_scope("head"):
+        sums = model.last(y, at.batch, at._replace(layer=len(layout.kind_of)))
+        return carry, checked_sums(sums, model)
 
 
 def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
@@ -722,7 +726,6 @@ def _run_in_units(
         keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
         num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
-        steady_loop=parallel.has_steady_loop(mesh),
         first_gradient=outer.add_first_gradient if adds_gradient else None,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
@@ -809,9 +812,7 @@ def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
 
     full_length = parallel.num_chunks // parallel.num_segments
     any_length = range(1, full_length + 1) if parallel.num_segments == 1 else [full_length]
-    shares, steady_len = parallel.group_shares, None
+    shares = parallel.group_shares
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
-    if num_chunks < full_length:
-        steady_len = _plan(parallel, full_length, backward).steady_len
     schedules = [schedule(share, num_chunks) for share in shares]
-    return make_plan(schedules, capacity, steady_len)
+    return make_plan(schedules, capacity)

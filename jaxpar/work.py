@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,21 +20,36 @@ _COLLECTIVES = {
     "reduce_scatter": "reduce-scatter", "ppermute": "collective-permute",
 }  # fmt: skip
 
-# Those whose results are never written down where one other operation alone reads them: the compiler makes
-# one of both.
+# What the compiler makes one of with an operation that reads it: such a result is not written down.
 _FUSED = frozenset(
     {
         "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
         "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota",
         "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
-        "pcast", "pow", "pvary", "random_bits", "random_unwrap", "random_wrap", "real", "rem", "reshape",
-        "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-        "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh",
-        "threefry2x32", "transpose", "xor",
+        "pow", "random_bits", "random_unwrap", "random_wrap", "real", "rem", "reshape", "round", "rsqrt",
+        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "slice",
+        "split", "sqrt", "square", "squeeze", "sub", "tanh", "threefry2x32", "transpose", "xor",
     }
 )  # fmt: skip
-# Results that lie where an operand lay.
-_IN_PLACE = ("dynamic_update_slice", "scatter", "scatter-add", "optimization_barrier")
+# Of these, those that are done once, however many read them; the others are done for each anew.
+_EXPENSIVE = frozenset(
+    {
+        "cos", "div", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "random_bits", "rem",
+        "rsqrt", "sin", "sqrt", "tanh", "threefry2x32",
+    }
+)  # fmt: skip
+# Results that are the operands, as far as memory goes.
+_SAME = frozenset(
+    {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"}
+)
+# Results that lie where the first operand lay.
+_IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
+_CALLS = frozenset(
+    {
+        "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit",
+        "remat2", "shard_map",
+    }
+)  # fmt: skip
 
 
 class Amount(NamedTuple):
@@ -45,7 +60,7 @@ class Amount(NamedTuple):
       bytes: moved between device and memory at least: what matrix products and convolutions read and write,
         and what else is written down. Loops by their length.
       turns: of loops, all that follow each other.
-      live: bytes of what is alive besides arguments, at every operation, loops' insides included.
+      live: bytes of what is alive besides arguments, at every operation.
     """
 
     flops: float
@@ -63,7 +78,7 @@ def count_flops(function: Callable[..., Any], *args: Any) -> float:
     Args:
       args: arrays or their shapes.
     """
-    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
+    return _flops(_Program(jax.make_jaxpr(function)(*args).jaxpr))
 
 
 def amount(function: Callable[..., Any], *args: Any) -> Amount:
@@ -72,8 +87,10 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
     Args:
       args: arrays or their shapes.
     """
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    return Amount(_flops(jaxpr), _moved(jaxpr), _turns(jaxpr), tuple(_live(jaxpr)) or (0.0,))
+    program = _Program(jax.make_jaxpr(function)(*args).jaxpr)
+    return Amount(
+        _flops(program), _moved(program), _turns(program), tuple(_live(program)) or (0.0,)
+    )
 
 
 def collectives_of(function: Callable[..., Any], *args: Any) -> Iterator[tuple[str, float]]:
@@ -92,6 +109,22 @@ def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
 def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
     """The names of operations that mix the numbers of an array: sums, matrix products, sorts."""
     return _reductions(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def constant_results(function: Callable[..., Any], *args: Any) -> list[bool]:
+    """For each array among the results of a function whether it is the same whatever the arguments are."""
+    return _constants(_Program(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def _constants(program: "_Program") -> list[bool]:
+    changing = {*program.given}
+    for operation in program.operations:
+        if not changing.isdisjoint(operation.reads):
+            changing.update(operation.makes)
+            if operation.name == "scan":
+                own = zip(operation.makes, _constants(operation.parts[0]), strict=True)
+                changing -= {n for n, same in own if same} & {*operation.stacked}
+    return [n not in changing for n in program.results]
 
 
 def _reductions(jaxpr: Any) -> set[str]:
@@ -116,30 +149,6 @@ def _inner(equation: Any) -> list[Any]:
     ]
 
 
-def _flops(jaxpr: Any) -> float:
-    return sum(map(_flops_of, jaxpr.eqns))
-
-
-def _flops_of(equation: Any) -> float:
-    name, params = equation.primitive.name, equation.params
-    shapes = [v.aval.shape for v in equation.invars]
-    if name == "dot_general":
-        contracted = params["dimension_numbers"][0][0]
-        return (
-            2.0
-            * math.prod(equation.outvars[0].aval.shape)
-            * math.prod(shapes[0][dim] for dim in contracted)
-        )
-    if name == "conv_general_dilated":
-        kernel = shapes[1]
-        out = kernel[params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(out, 1)
-    counts = [_flops(part) for part in _inner(equation)]
-    if name == "cond":
-        return max(counts, default=0.0)
-    return sum(counts) * (params["length"] if name == "scan" else 1)
-
-
 def _collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, float]]:
     for equation in jaxpr.eqns:
         if (op := _COLLECTIVES.get(equation.primitive.name)) is not None:
@@ -150,81 +159,225 @@ def _collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, float]]:
             yield from _collectives(part, times * length)
 
 
-def _moved(jaxpr: Any) -> float:
-    return sum(
-        _moved_by(eqn, inside) for eqn, inside in zip(jaxpr.eqns, _inside(jaxpr), strict=True)
-    )
+class _Operation(NamedTuple):
+    """An equation: the numbers of what it reads (None: a constant) and makes, and its loop or branches."""
 
+    equation: Any
+    reads: list[int | None]
+    makes: list[int]
+    parts: list["_Program"]
 
-def _moved_by(equation: Any, results: Sequence[float]) -> float:
-    name, params = equation.primitive.name, equation.params
-    read = sum(_bytes(v) for v in equation.invars)
-    if name in ("dot_general", "conv_general_dilated"):
-        return read + sum(results)
-    if name in ("dynamic_update_slice", "scatter", "scatter-add"):
-        return 2.0 * _bytes(equation.invars[1 if name == "dynamic_update_slice" else 2])
-    counts = [_moved(part) for part in _inner(equation)]
-    if not counts:
-        return 2.0 * sum(results)
-    if name == "cond":
-        return max(counts)
-    return sum(counts) * (params["length"] if name == "scan" else 1)
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
 
+    @property
+    def turns(self) -> int:
+        """Of its loop; those that data decide on count as one."""
+        return self.equation.params["length"] if self.name == "scan" else 1
 
-def _turns(jaxpr: Any) -> float:
-    turns = 0.0
-    for equation in jaxpr.eqns:
-        inner = [_turns(part) for part in _inner(equation)]
-        length = equation.params["length"] if equation.primitive.name == "scan" else 1
-        turns += length * max(sum(inner), 1.0) if equation.primitive.name == "scan" else sum(inner)
-    return turns
-
-
-def _live(jaxpr: Any) -> list[float]:
-    """Bytes alive at every operation, without the arguments of the jaxpr."""
-    given = {*jaxpr.invars, *jaxpr.constvars}
-    last = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.invars if isinstance(v, core.Var)}
-    last |= {v: len(jaxpr.eqns) for v in jaxpr.outvars if isinstance(v, core.Var)}
-    sizes, alive, found = dict[Any, float](), 0.0, list[float]()
-    for number, (equation, results) in enumerate(zip(jaxpr.eqns, _inside(jaxpr), strict=True)):
-        ends = {v for v in equation.invars if isinstance(v, core.Var) and last[v] == number}
-        dying = sum(sizes.get(v, 0.0) for v in ends)
-        made = 0.0
-        for v, size in zip(equation.outvars, results, strict=True):
-            sizes[v] = size
-            made += size
-        name = equation.primitive.name
-        reuses = name in _FUSED or name in _IN_PLACE or name in ("scan", "while", "cond")
-        inner = [max(_live(part), default=0.0) for part in _inner(equation)]
-        if name in ("pjit", "jit", "closed_call", "custom_vjp_call", "custom_jvp_call", "remat2"):
-            inner = [max(most - made, 0.0) for most in inner]  # its results are made inside
-        room = made - min(dying, made) if reuses else made
-        if name in _IN_PLACE and not ends - given:
-            room = made if any(v in given for v in equation.invars[:1]) else room
-        found.append(alive + room + max(inner, default=0.0))
-        alive += made - dying
-        for v in equation.outvars:
-            if v not in last:
-                alive -= sizes.pop(v, 0.0)
-    return found
-
-
-def _inside(jaxpr: Any) -> list[list[float]]:
-    """For each operation the bytes of its results that are written down."""
-    reads = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, core.Var))
-    reads.update(v for v in jaxpr.outvars if isinstance(v, core.Var))
-    kept = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
-    for equation in jaxpr.eqns:  # what anything else than a fused operation reads
-        name = equation.primitive.name
-        if name not in _FUSED and not name.startswith("reduce_"):
-            kept.update(v for v in equation.invars if isinstance(v, core.Var))
-    return [
-        [
-            0.0 if eqn.primitive.name in _FUSED and v not in kept and reads[v] <= 1 else _bytes(v)
-            for v in eqn.outvars
+    @property
+    def stacked(self) -> list[int]:
+        """Of what it makes that which a loop stacks up; the others are its carry."""
+        if self.name != "scan":
+            return []
+        [body], wholes = _inner(self.equation), self.equation.outvars
+        return [
+            n
+            for n, v, one in zip(self.makes, wholes, body.outvars, strict=True)
+            if _has_more(v, one)
         ]
-        for eqn in jaxpr.eqns
-    ]
+
+    @property
+    def initial(self) -> list[int | None]:
+        """Of what it reads the initial carry of a loop."""
+        count = len(self.makes) - len(self.stacked)
+        if self.name == "while":
+            return self.reads[len(self.reads) - count :]
+        [body], wholes = _inner(self.equation), self.equation.invars
+        pairs = zip(self.reads, wholes, body.invars, strict=True)
+        whole = [n for n, v, one in pairs if not _has_more(v, one)]  # constants, and the carry
+        return whole[len(whole) - count :]
+
+    def of_parts(self, count: Callable[["_Program"], float]) -> float:
+        """A number of what is inside: of a loop's condition and body, or the most of any branch."""
+        counts = [count(part) for part in self.parts]
+        return max(counts, default=0.0) if self.name == "cond" else sum(counts)
+
+
+class _Program:
+    """A jaxpr with its calls written out, as a compiler runs it that makes one of many operations.
+
+    Attributes:
+      sizes: bytes of each array; `given` those that are arguments.
+      operations: in their order; `results` the numbers of what is handed back (None: a constant).
+      written: arrays that are written down.
+      sources: for each array those that are read to have it: itself, or what it is made of.
+      last: the number of the last operation that reads an array; of results what is beyond them.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.sizes, self.operations = list[float](), list[_Operation]()
+        self._held = set[int]()  # what anything else than a fused operation reads
+        arguments = (*jaxpr.constvars, *jaxpr.invars)
+        numbers = [*map(self._number, arguments)]
+        self.given = {*numbers}
+        self.results = self._add(jaxpr, dict(zip(arguments, numbers, strict=True)))
+        results = {n for n in self.results if n is not None}
+        self.written = self._find_written(results)
+        self.sources = [{n} for n in range(len(self.sizes))]
+        self.last = dict[int, int]()
+        for number, operation in enumerate(self.operations):
+            sources = self.read_by(operation)
+            if not self.written.isdisjoint(operation.makes):
+                self.last |= dict.fromkeys(sources, number)
+            for n in {*operation.makes} - self.written:
+                self.sources[n] = sources
+        for result in results:
+            self.last |= dict.fromkeys(self.sources[result], len(self.operations))
+
+    def _number(self, v: Any) -> int:
+        self.sizes.append(_bytes(v))
+        return len(self.sizes) - 1
+
+    def _add(self, jaxpr: Any, numbers: dict[Any, int | None]) -> list[int | None]:
+        """Takes up what a jaxpr does with arrays of these numbers; those of its results."""
+
+        def numbers_of(variables):
+            return [numbers.get(v) if isinstance(v, core.Var) else None for v in variables]
+
+        for equation in jaxpr.eqns:
+            name, reads = equation.primitive.name, numbers_of(equation.invars)
+            if name in _CALLS:
+                called = _inner(equation)[0]
+                makes = self._add(called, dict(zip(called.invars, reads, strict=True)))
+            elif name in _SAME:
+                self._held |= {n for n in reads if n is not None}
+                makes = reads
+            else:
+                makes = [*map(self._number, equation.outvars)]
+                parts = (
+                    [*map(_Program, _inner(equation))] if name in ("scan", "while", "cond") else []
+                )
+                self.operations.append(_Operation(equation, reads, makes, parts))
+            numbers.update(zip(equation.outvars, makes, strict=True))
+        return numbers_of(jaxpr.outvars)
+
+    def _find_written(self, results: set[int]) -> set[int]:
+        held, readers = self._held | results, Counter[int]()
+        for operation in self.operations:
+            reads = {n for n in operation.reads if n is not None}
+            readers.update(reads)
+            if operation.name not in _FUSED and not operation.name.startswith("reduce_"):
+                held |= reads
+        return {
+            n
+            for operation in self.operations
+            for n in operation.makes
+            if n in held
+            or operation.name not in _FUSED
+            or (operation.name in _EXPENSIVE and readers[n] > 1)
+        }
+
+    def read_by(self, operation: _Operation) -> set[int]:
+        """The arrays that are there for it."""
+        return set[int]().union(*(self.sources[n] for n in operation.reads if n is not None))
+
+    def made_by(self, operation: _Operation) -> float:
+        """Bytes that it writes down."""
+        return sum(self.sizes[n] for n in operation.makes if n in self.written)
+
+
+def _flops(program: _Program) -> float:
+    return sum(map(_flops_of, program.operations))
+
+
+def _flops_of(operation: _Operation) -> float:
+    equation, params = operation.equation, operation.equation.params
+    shapes = [v.aval.shape for v in equation.invars]
+    if operation.name == "dot_general":
+        contracted = params["dimension_numbers"][0][0]
+        return (
+            2.0
+            * math.prod(equation.outvars[0].aval.shape)
+            * math.prod(shapes[0][dim] for dim in contracted)
+        )
+    if operation.name == "conv_general_dilated":
+        kernel = shapes[1]
+        out = kernel[params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) / max(out, 1)
+    return operation.turns * operation.of_parts(_flops)
+
+
+def _moved(program: _Program) -> float:
+    return sum(_moved_by(operation, program.made_by(operation)) for operation in program.operations)
+
+
+def _moved_by(operation: _Operation, made: float) -> float:
+    name, operands = operation.name, operation.equation.invars
+    if operation.parts:
+        return operation.turns * operation.of_parts(_moved)
+    if name in ("dot_general", "conv_general_dilated"):
+        return made + sum(map(_bytes, operands))
+    if name in _IN_PLACE:
+        return 2.0 * _bytes(operands[1 if name == "dynamic_update_slice" else 2])
+    return 2.0 * made
+
+
+def _turns(program: _Program) -> float:
+    return sum(_turns_of(operation) for operation in program.operations)
+
+
+def _turns_of(operation: _Operation) -> float:
+    inner = operation.of_parts(_turns)
+    return operation.turns * max(inner, 1.0) if operation.name == "scan" else inner
+
+
+def _live(program: _Program) -> Iterator[float]:
+    """Bytes alive at every operation, without what is given."""
+    sizes, last = program.sizes, program.last
+    # The room for what loops stack up is zeroed before anything else.
+    stacked = {n for operation in program.operations for n in operation.stacked}
+    alive = sum(sizes[n] for n in stacked)
+    for number, operation in enumerate(program.operations):
+        made = {*operation.makes} & program.written - stacked
+        ends = {n for n in program.read_by(operation) - program.given if last.get(n) == number}
+        new, lent = (
+            sum(sizes[n] for n in each) for each in (made, _lent(program, operation) & ends)
+        )
+        yield alive + new - min(new, lent) + _within(operation, new)
+        unread = {n for n in made if n not in last}
+        alive += new - sum(sizes[n] for n in ends | unread)
+
+
+def _lent(program: _Program, operation: _Operation) -> set[int]:
+    """The arrays in whose room an operation can write, if nobody reads them afterwards."""
+    name = operation.name
+    if name in _FUSED or name == "cond":
+        return program.read_by(operation)
+    if name in ("scan", "while"):
+        lent = operation.initial
+    else:
+        lent = operation.reads[:1] if name in _IN_PLACE else []
+    return {n for n in lent if n is not None}
+
+
+def _within(operation: _Operation, made: float) -> float:
+    """What an operation needs while it runs, besides its operands and results."""
+    inner = max((max(_live(part), default=0.0) for part in operation.parts), default=0.0)
+    if operation.name == "cond":  # its results are made inside
+        return max(inner - made, 0.0)
+    if operation.name == "select_and_scatter_add":
+        # XLA looks for the places of the largest by numbers of each dim, and writes there.
+        windows, whole = (math.prod(v.aval.shape) for v in operation.equation.invars[:2])
+        dims = len(operation.equation.invars[1].aval.shape)
+        return 4.0 * (dims * whole + (dims + 1) * windows)
+    return inner
+
+
+def _has_more(whole: Any, one: Any) -> bool:
+    """Whether one of two arrays has a dim more."""
+    return len(whole.aval.shape) > len(one.aval.shape)
 
 
 def _bytes(v: Any) -> float:

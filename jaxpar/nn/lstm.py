@@ -204,15 +204,12 @@ class LSTM(nnx.Module):
     """One LSTM layer.
 
     Attributes:
-      kernel: what computes it, called as `lstm_layer`.
       carry_dims: of its state.
       h_0, c_0: [H], the initial state, if it is learned.
       w_x, w_h: [H, 4, H]; an input narrower than H is zero-extended by the caller (`extend`).
       b: [4, H].
     """
 
-    kernel = staticmethod(lstm_layer)
-    kind_name: ClassVar[str] = "lstm"  # whatever computes it
     carry_dims: ClassVar[Any] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
     def __init__(
@@ -258,9 +255,9 @@ class LSTM(nnx.Module):
         params = LSTMParams(self.w_x[...], self.w_h[...], self.b[...])
         arguments = params, carry, dropout(x_TBH, self.dropout, at)
         if at.resets is None:
-            return self.kernel(*arguments)
+            return lstm_layer(*arguments)
         initial = initial_of(self, x_TBH, at) if self.learn_initial else at.initial
-        return self.kernel(*arguments, Resets(at.resets, initial))
+        return lstm_layer(*arguments, Resets(at.resets, initial))
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

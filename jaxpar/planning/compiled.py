@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 from jaxlib import xla_client
@@ -33,10 +34,19 @@ def _devices(count: int) -> list[Any]:
     return xla_client.make_cpu_client(num_devices=count).devices()
 
 
-# Without what makes code fast it is compiled in half the time, and the report is the same. Without what loops
-# are written by it takes a third of that, and memory is another in the last digits.
+# Without what makes code fast it is compiled in half the time, and the report is the same.
 _QUICK = {"xla_backend_optimization_level": 0}
-_QUICKEST = {**_QUICK, "xla_cpu_use_fusion_emitters": False}
+
+
+@functools.lru_cache
+def _quickest() -> dict[str, Any]:
+    """Without what loops are written by: a third of that, and memory is another in the last digits."""
+    options = {**_QUICK, "xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0).lower().compile(options)
+    except jax.errors.JaxRuntimeError:  # this version of XLA has no such choice
+        return _QUICK
+    return options
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,5 +62,5 @@ def report_of(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else _QUICKEST
-    return inspect_step(task.portable(), parallel, train, mesh, options=options)
+    mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else _quickest()
+    return inspect_step(task, parallel, train, mesh, options=options)

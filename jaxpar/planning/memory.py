@@ -10,13 +10,15 @@ Legend: t time steps of a chunk, b rows of a microbatch.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
+import numpy as np
 
-from jaxpar.axes import BATCH, STAGE
+from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.traffic import FLOAT
-from jaxpar.planning.unit import FORWARD, LAST, Facts, facts_of, is_split
+from jaxpar.planning.unit import BACKWARD, FORWARD, LAST, WEIGHTS, Facts, facts_of, is_split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +52,17 @@ class MemoryCost:
 
 def estimate_memory(step: StepShape) -> MemoryCost:
     """Of a training step, on one device."""
-    parallel, facts = step.parallel, facts_of(step.model, step.t, step.b, step.splits_weights)
-    on_host = parallel.update == "host"
-    activations, kept = kept_bytes(step)
+    on_host, in_units = step.parallel.update == "host", step.parallel.runs_in_units
     gradients = sum(step.part(array, step.rules).elements for array in step.params) * FLOAT
+    activations, working = _of_units(step) if in_units else (_of_whole(step), 0.0)
+    computed = sum(step.part(a, step.rules).elements * a.itemsize for a in step.params)
+    gathered = computed - step.bytes_of(step.params, step.param_rules)
+    # Afterwards gradients are summed and clipped, and what was kept is gone.
+    after = gradients - activations
     carried = step.bytes_of(step.carry, step.carry_rules)
+    results = 2 * step.bytes_of(step.params, step.opt_rules) + carried if on_host else 0
+    if on_host and in_units and step.sizes[DATA] == 1:
+        results -= gradients  # what is handed back unsummed lies where it was added up
     return MemoryCost(
         parameters=step.bytes_of((*step.params, *step.frozen), step.param_rules),
         optimizer=0 if on_host else step.bytes_of(step.opt_state, step.opt_rules),
@@ -62,58 +70,69 @@ def estimate_memory(step: StepShape) -> MemoryCost:
         batch=_batch_bytes(step),
         gradients=gradients,
         activations=round(activations),
-        working=round(_working_bytes(step, facts, kept, gradients, activations)),
-        results=2 * step.bytes_of(step.params, step.opt_rules) + carried if on_host else 0,
+        working=round(max(working + gathered, after)),
+        results=results,
     )
 
 
-def kept_bytes(step: StepShape) -> tuple[float, float]:
-    """What a device keeps of all units under way, and of one unit."""
-    model, parallel = step.model, step.parallel
-    facts = facts_of(model, step.t, step.b, step.splits_weights)
-    n, x, layers = step.tensor, facts.x, list(facts.saved)
-    if n > 1:
-        split = is_split(step)
-        x /= n if split.x else 1
-        layers = [
-            [size / (n if cut else 1) for size, cut in zip(*each, strict=True)]
-            for each in zip(facts.saved, split.saved, strict=True)
-        ]
-    of_unit = sum(rows * sum(saved) for rows, saved in zip(step.unit_rows, layers, strict=True))
-    if not parallel.runs_in_units:
-        return of_unit + facts.first_saved, 0.0
-    schedule = step.schedule
+def _of_whole(step: StepShape) -> float:
+    """What a step that is one whole has at its fullest moment, besides gradients."""
+    facts = facts_of(step.model, step.t, step.b, splits=False)
+    most = max(facts.whole) - FLOAT * sum(math.prod(array.shape) for array in step.params)
+    whole, own = (_saved(step, each) for each in (facts.saved, _split_saved(step, facts)))
+    return max(most, 0.0) * (own / whole if whole else 1.0)
+
+
+def _saved(step: StepShape, saved: Sequence[Sequence[float]]) -> float:
+    """What all layers of a stage keep of a unit."""
+    return sum(rows * sum(sizes) for rows, sizes in zip(step.unit_rows, saved, strict=True))
+
+
+def _split_saved(step: StepShape, facts: Facts) -> Sequence[Sequence[float]]:
+    """Bytes on a device of each array that a layer keeps, for every kind."""
+    if step.tensor == 1 or not facts.saved:
+        return facts.saved
+    return [
+        [size / (step.tensor if cut else 1) for size, cut in zip(*each, strict=True)]
+        for each in zip(facts.saved, is_split(step).saved, strict=True)
+    ]
+
+
+def _of_units(step: StepShape) -> tuple[float, float]:
+    """What is kept of all units under way; and what one needs besides, without what it can be lent."""
+    facts = facts_of(step.model, step.t, step.b, step.splits_weights)
+    n, x, schedule, pipeline = step.tensor, facts.x, step.schedule, step.parallel.pipeline
+    if n > 1 and is_split(step).x:
+        x /= n
+    of_unit = kept = _saved(step, _split_saved(step, facts))
     carried = sum(rows * size for rows, size in zip(step.unit_rows, facts.carry, strict=True)) / n
-    kept = of_unit  # of all units of a segment
-    if parallel.pipeline.remat and parallel.num_segments == 1:
+    if pipeline.remat and step.parallel.num_segments == 1:
         # The input of the stage and the state before it.
-        kept = x + carried if parallel.pipeline.remat_keeps == "device" else 0.0
+        kept = x + carried if pipeline.remat_keeps == "device" else 0.0
     waiting = schedule.num_forward_buffers + schedule.num_backward_buffers + 2
-    total = (schedule.num_slots + 1) * (kept + x) + waiting * x + parallel.num_groups * carried
-    return total, of_unit
-
-
-def _working_bytes(
-    step: StepShape, facts: Facts, kept: float, gradients: int, activations: float
-) -> float:
-    """At the fullest moment, beside what is kept; and without what its room can be lent from."""
-    n, live = step.tensor, {key: max(each.live) for key, each in facts.amounts.items()}
-    pieces = {key: most / n for key, most in live.items()}
+    activations = (
+        (schedule.num_slots + 1) * (kept + x) + waiting * x + step.parallel.num_groups * carried
+    )
+    pieces = {key: max(each.live) / n for key, each in facts.amounts.items()}
+    # Nobody splits constants, and loops over several kinds copy what they stack up.
+    constants = min(len(step.rows), 2) * float(np.dot(step.unit_rows, facts.constants))
+    gradients = [
+        sum(step.part(a, step.rules).elements for a in step.params if a.kind == kind) * FLOAT
+        for kind in range(len(step.rows))
+    ]
     if step.shares_head:
         pieces[LAST, -1] /= step.sizes[STAGE]
     for (name, kind), most in pieces.items():
         if name == FORWARD:  # what it keeps is there once for each layer, and once where it is made
-            most = max(most - sum(facts.saved[kind]) / n, 0.0)
-        waits = name == LAST and step.parallel.pipeline.remat  # for the second forward
+            most = max(most - sum(facts.saved[kind]) / n, 0.0) + constants
+        if name == (WEIGHTS if (WEIGHTS, kind) in pieces else BACKWARD):
+            # A branch for each kind adds to its own gradients, and copies those of the others.
+            most += sum(gradients) - gradients[kind]
+        waits = name == LAST and pipeline.remat  # for the second forward
         if kind >= 0 or waits:
             # Read from its slot into an array of its own, unless one layer is all there is.
-            pieces[name, kind] = most + kept if sum(step.unit_rows) > 1 else max(most, kept)
-    computed = sum(step.part(a, step.rules).elements * a.itemsize for a in step.params)
-    gathered = computed - step.bytes_of(step.params, step.param_rules)
-    inside = max(pieces.values()) + gathered
-    # Afterwards gradients are summed and clipped, and what was kept is gone.
-    after = gradients - activations
-    return max(inside, after)
+            pieces[name, kind] = most + of_unit if sum(step.unit_rows) > 1 else max(most, of_unit)
+    return activations, max(pieces.values())
 
 
 def _batch_bytes(step: StepShape) -> int:

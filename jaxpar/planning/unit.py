@@ -30,9 +30,9 @@ from jaxpar.pipeline.split import Layer
 from jaxpar.planning.compiled import simulated_mesh
 from jaxpar.planning.shape import ONE, ModelShapes, StepShape, least_factor
 from jaxpar.sharding import Layout, Rules, dims_of, is_variable
-from jaxpar.step import run_kind
+from jaxpar.step import run_block, run_kind
 from jaxpar.trees import add, shape_of
-from jaxpar.work import Amount, amount, collectives_of
+from jaxpar.work import Amount, amount, collectives_of, constant_results
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 BOTH = "forward and backward"
@@ -74,7 +74,9 @@ class Unit:
         self.outer = layout.outer(self.outer_model)
         self.block = jax.tree.map(self._cut, layout.batch)
         self.key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        self.x: Any = jax.tree.map(shape_of, jax.eval_shape(self._first, *self._of_first()))
+        with jax.set_mesh(self.mesh):
+            x = jax.eval_shape(self._first, *self._of_first())
+        self.x: Any = jax.tree.map(shape_of, x)
         self.layers = [
             self._layers_of(function, *trees)
             for function, *trees in zip(layout.layer_functions(), *self._of_layers(1), strict=True)
@@ -161,6 +163,33 @@ class Unit:
             return (), (y, after, vjp(dy))
 
         return both, (), params, frozen, carry, self.x, self.x, self.block, self.key
+
+    def constants(self, kind: int) -> list[bool]:
+        """For each array that a layer keeps whether it is the same in every unit."""
+        split, leaves = self.layers[kind].kinds[0], self.layers[kind].saved[0]
+        same = constant_results(*self.pieces(kind)[FORWARD])
+        same = same[len(same) - len(split.saved) :] + [False] * (len(leaves) - len(split.saved))
+        return [one and number not in split.places for number, one in enumerate(same)]
+
+    def whole(self) -> tuple[Any, ...]:
+        """All of the model with its gradients, where a step is one whole, likewise; on one device."""
+        layout, layers = self.model.layout, self.model.layout.layer_functions()
+
+        def run(_, params, frozen, carry, block, key):
+            def loss(params):
+                at = self._at(block, key)
+                carry_, sums = run_block(layout, layers, params, (), frozen, carry, at)
+                return sums.loss, (carry_, sums)
+
+            return (), jax.value_and_grad(loss, has_aux=True)(params)
+
+        carry = [
+            jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct((len(a), self.b, *a.shape[2:]), a.dtype), tree
+            )
+            for tree in map(values, self.model.carry_trees)
+        ]
+        return run, (), layout.params, layout.frozen, carry, self.block, self.key
 
     def _first(self, leaves: Any, frozen: Any, block: Any, key: Any) -> Any:
         return self.outer.run_first(leaves, frozen, self._at(block, key))
@@ -285,8 +314,9 @@ class Facts(NamedTuple):
 
     Attributes:
       x: bytes of what goes from layer to layer; carry: of a layer of every kind.
-      saved: for every kind the bytes of each array that a layer keeps for its backward pass.
-      first_saved: bytes of what is kept before the layers, where a step is one whole.
+      saved: for every kind the bytes of each array that a layer keeps for its backward pass, but constants.
+      constants: for every kind the bytes of these: no unit has its own, but a layer hands them on.
+      whole: bytes alive at every operation of a step that is one whole.
       shared_head: bytes of every collective over the stages of a head that they share, by its number and
         operation.
       amounts: of every piece, by (its name, the number of its kind, -1 outside of the layers).
@@ -295,7 +325,8 @@ class Facts(NamedTuple):
     x: float
     carry: tuple[float, ...]
     saved: tuple[tuple[float, ...], ...]
-    first_saved: float
+    constants: tuple[float, ...]
+    whole: tuple[float, ...]
     shared_head: dict[tuple[int, str], float]
     amounts: dict[tuple[str, int], Amount]
 
@@ -308,13 +339,11 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
         for kind in (None, *range(len(unit.layers)))
         for name, piece in unit.pieces(kind).items()
     }
-    saved = tuple(tuple(map(_bytes, layers.saved[0])) for layers in unit.layers)
+    kept = [[*map(_bytes, layers.saved[0])] for layers in unit.layers]
+    same = [unit.constants(kind) for kind in range(len(unit.layers))]
+    constants = tuple(float(np.dot(*each)) for each in zip(kept, same, strict=True))
+    saved = tuple(tuple(np.where(c, 0.0, k).tolist()) for k, c in zip(kept, same, strict=True))
     carries = tuple(_bytes_of(tree) for tree in unit._of_layers(1)[2])
-    leaves, *rest = unit._of_first()
-    first_saved = jax.eval_shape(
-        lambda *args: jax.vjp(lambda x: unit._first(x, *args[1:]), args[0])[1], leaves, *rest
-    )
-    first_bytes = max(_bytes_of(first_saved) - _bytes_of(leaves), 0.0)  # weights are no copies
     sent = {}
     if model.can_share_head:
         mesh = simulated_mesh(MeshConfig(stage=2))
@@ -322,7 +351,8 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
         function, shapes = shared.spread(shared.pieces()[LAST])
         found = collectives_of(function, *shapes)
         sent = {(number, op): size for number, (op, size) in enumerate(found)}
-    return Facts(_bytes_of(unit.x), carries, saved, first_bytes, sent, amounts)
+    whole = amount(*unit.whole()).live
+    return Facts(_bytes_of(unit.x), carries, saved, constants, whole, sent, amounts)
 
 
 # Numbers of a unit are sums of products of its steps and rows. Four units of such sizes tell them for all,
@@ -390,7 +420,7 @@ def is_split(step: StepShape) -> Split:
 @functools.lru_cache(maxsize=64)
 def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
     t = model.layout.num_steps and min(model.layout.num_steps, _STEPS[1])
-    unit = Unit(model, t, _ROWS[0], splits=splits, mesh=simulated_mesh(MeshConfig(tensor=n)))
+    unit = Unit(model, t, n * _ROWS[0], splits=splits, mesh=simulated_mesh(MeshConfig(tensor=n)))
     x, saved = list[bool](), list[list[bool]]()
     for kind, layers in enumerate(unit.layers):
         function, shapes = unit.spread(unit.pieces(kind, 2)[FORWARD])
@@ -401,16 +431,17 @@ def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
         )
         x += y
         saved.append([*kept, *[any(kept)] * (len(layers.saved[0]) - len(kept))])
-    # What is kept of a layer's input lies as it comes, whatever the layer makes of it.
+    # What is like others of its shape lies as they do, constants too, which are split by whoever reads them.
     like_x = {leaf.shape for leaf in jax.tree.leaves(unit.x) if any(x)}
+    cut_like = [
+        like_x | {leaf.shape for leaf, is_cut in zip(layers.saved[0], cut, strict=True) if is_cut}
+        for cut, layers in zip(saved, unit.layers, strict=True)
+    ]
     return Split(
         any(x),
         tuple(
-            tuple(
-                is_cut or leaf.shape in like_x
-                for is_cut, leaf in zip(cut, layers.saved[0], strict=True)
-            )
-            for cut, layers in zip(saved, unit.layers, strict=True)
+            tuple(leaf.shape in shapes for leaf in layers.saved[0])
+            for shapes, layers in zip(cut_like, unit.layers, strict=True)
         ),
     )
 
