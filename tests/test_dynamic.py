@@ -95,7 +95,7 @@ def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", ["dp2pp2tp2", slow("dp8"), slow("pp2dp4")])
+@pytest.mark.parametrize("mesh", ["dp2pp2tp2", slow("dp4tp2"), slow("pp2dp4")])
 def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
     expected = evaluate_run(run, adaptation=ADAPTATION, batch_size=8)
     found = evaluate_run(run, MeshConfig.parse(mesh), adaptation=ADAPTATION, batch_size=8)

@@ -90,12 +90,14 @@ def by_layer(tree, settings):
 def nonzero_carry(state):
     """A carry as a window before might have left it: the same for every layer on every mesh."""
 
-    def fill(variable):
+    def fill(path, variable):
         rows = np.linspace(-0.5, 0.5, int(np.prod(variable.shape[1:])), dtype=np.float32)
+        if "n_BH" in jax.tree_util.keystr(path):  # an sLSTM's sum of weights, which it divides by
+            rows += 1
         value = np.broadcast_to(rows.reshape(variable.shape[1:]), variable.shape)
         return variable.replace(jax.device_put(value, variable.get_value().sharding))
 
-    return jax.tree.map(fill, state.carry, is_leaf=is_variable)
+    return jax.tree.map_with_path(fill, state.carry, is_leaf=is_variable)
 
 
 def loss_and_grads(settings):

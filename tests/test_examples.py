@@ -412,7 +412,7 @@ def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch
     pairs = {text: " ".join(words[word] for word in text.split()) for text in sorted(drawn)}
     module = sys.modules[find_task(f"{FOLDER}/{TRANSLATE}").__module__]
     monkeypatch.setattr(module, "load_pairs", lambda: pairs)
-    options = ["--width", "8", "--batch-size", "8", "--mesh", "dp2pp4", "--max-letters", "20"]
+    options = ["--width", "8", "--batch-size", "8", "--devices", "0", "--max-letters", "20"]
     caches = ["load_letters", "load_sentences"]
     numbers, model = trained(
         TRANSLATE, module, monkeypatch, caches, capsys, tmp_path / "run", *options
@@ -432,17 +432,21 @@ def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch
         ]
         return [letter for letter, _ in collections.Counter(found).most_common()]
 
+    def in_numbers(texts):
+        rows = [[place[letter] for letter in text] for text in texts]
+        return np.array([row + [0] * (21 - len(row)) for row in rows], np.int32).T
+
     for split, rest in (("valid", 8), ("test", 9)):
-        by_network, by_memory = [], []
-        for number, (source, target) in numbered:
-            if number % 10 != rest:
-                continue
-            wanted = f"{target}\n"
-            given, source = ([place[c] for c in text] for text in (f"\n{target}", f"{source}\n"))
-            batch = {"source": jnp.int32(source)[:, None], "given": jnp.int32(given)[:, None]}
-            logits = model.head(outputs(model, batch)["target"])[:, 0]
-            by_network += list(logits.argmax(-1) == jnp.int32([place[c] for c in wanted]))
-            for end, letter in enumerate(wanted, start=1):
+        sources, targets = zip(*(pair for n, pair in numbered if n % 10 == rest), strict=True)
+        source, given, wanted = (
+            in_numbers(form.format(text) for text in texts)
+            for form, texts in (("{}\n", sources), ("\n{}", targets), ("{}\n", targets))
+        )
+        logits = model.head(outputs(model, {"source": source, "given": given})["target"])
+        by_network = (np.argmax(logits, -1) == wanted)[wanted > 0]
+        by_memory = []
+        for target in targets:
+            for end, letter in enumerate(f"{target}\n", start=1):
                 text = f"\n{target}"[max(end - 8, 0) : end]
                 endings = [text[n:] for n in range(len(text) + 1)]
                 by_memory.append(letter == next(filter(None, map(followers, endings)))[0])

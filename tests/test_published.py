@@ -1,9 +1,11 @@
 """The recipes of `benchmarks/published`, and how their text is made."""
 
+import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -12,6 +14,7 @@ from flax import nnx
 
 from benchmarks.published import penn_treebank
 from jaxpar import OptimizerConfig, TrainConfig
+from jaxpar.__main__ import main
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.windows import Windows
@@ -109,3 +112,29 @@ def test_a_recipe_fits_its_text(recipe):
     assert train.eval_every == epoch
     assert train.num_steps % epoch == optimizer.hold_steps % epoch == 0
     assert optimizer.lr_schedule != "exponential" or optimizer.lr_decay_every == epoch
+
+
+def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
+    """As the page has it: epochs of its text, and a folder of its files, whose empty lines count."""
+    page = (penn_treebank.RECIPES / "README.md").read_text().replace("\\\n", "")
+    command = re.search(r"python -m jaxpar (train lm .*awd\.toml --corpus wikitext-2 .*)", page)[1]
+    words = command.split()
+    sizes = {words[n]: words[n + 1] for n in range(2, len(words), 2)}
+    batch_size, num_steps, every = (
+        int(sizes[f"--{name}"]) for name in ("batch-size", "train.num-steps", "train.eval-every")
+    )
+    awd = tomllib.loads((penn_treebank.RECIPES / "awd.toml").read_text())
+    task = LM(batch_size=batch_size, seq_len=awd["seq_len"], windows=Windows(**awd["windows"]))
+    tokens = np.broadcast_to(np.int32(0), 2_088_628)
+    assert task.batches_of(tokens, separator=0, seed=0).num_windows == every
+    assert num_steps == 750 * every
+
+    monkeypatch.chdir(tmp_path)
+    for split, lines in (("train", 900), ("valid", 60), ("test", 60)):
+        (Path("wiki")).mkdir(exist_ok=True)
+        text = " \n = A title = \n \n a <unk> b , c @-@ d . \n" * lines
+        Path(f"wiki/wiki.{split}.tokens").write_text(text)
+    assert len(LM(corpus="wiki").read_text().test) == 60 * 16
+    tiny = "--hidden-size 8 --embed-size 8 --train.num-steps 2 --devices 0 --train.out-dir run --corpus wiki"
+    recipe = ["--config", str(penn_treebank.RECIPES / "awd.toml")]
+    assert main([*words[:2], *recipe, *words[4:], *tiny.split()]) == 0
