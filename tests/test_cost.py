@@ -328,7 +328,7 @@ def laptop_here(own_cache, monkeypatch):
     MACHINES["laptop-cpu"].save(path_here())
     monkeypatch.setattr(cost, "measure_pieces", lambda machine, steps: machine)
     monkeypatch.setattr(planner, "measure_pieces", lambda machine, steps: machine)
-    monkeypatch.setattr(planner, "_NUM_COMPILED", 1)
+    monkeypatch.setattr(planner, "NUM_COMPILED", 1)
 
 
 def test_a_machine_is_measured_once(own_cache, monkeypatch):
