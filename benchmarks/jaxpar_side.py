@@ -1,7 +1,7 @@
 """One side of a comparison: the training step of jaxpar.
 
 python -m benchmarks.jaxpar_side A '{"stage": 2}' '{"num_microbatches": 2, "num_chunks": 4}'
-JAX_PLATFORMS=cuda python -m benchmarks.jaxpar_side C '{"devices": [0]}' '{}' '{"kernel": "cudnn"}'
+JAX_PLATFORMS=cuda python -m benchmarks.jaxpar_side C '{"devices": [0]}' '{}' '{"dtype": "bfloat16"}'
 
 Without JAX_PLATFORMS it runs on simulated devices of the CPU.
 """

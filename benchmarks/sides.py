@@ -132,11 +132,8 @@ def measure(sides: Sequence[Side], *, num_rounds: int, num_steps: int) -> list[M
     """Steps all sides in turn, `num_steps` in a turn."""
     processes: list[list[_Process]] = []
     try:
-        abouts = []
-        for side in sides:
-            processes.append([_Process(side, cores) for cores in side.cores])
-            reports = [process.receive() for process in processes[-1]]
-            abouts.append(reports[0])
+        processes += [[_Process(side, cores) for cores in side.cores] for side in sides]
+        abouts = [[process.receive() for process in mine][0] for mine in processes]  # noqa: RUF015
         seconds: list[list[float]] = [[] for _ in sides]
         for _ in range(num_rounds):
             for mine, own in zip(processes, seconds, strict=True):
@@ -169,7 +166,7 @@ def table(results: Sequence[Measured], tokens: int) -> str:
         cores = len({core for cores in result.side.cores for core in cores})
         losses = ", ".join(f"{loss:.5f}" for loss in result.about["losses"])
         lines.append(
-            f"| {result.side.name} | {cores} | {1e3 * result.median:.0f} | {tokens / result.median:.0f} "
+            f"| {result.side.name} | {cores} | {1e3 * result.median:#.3g} | {tokens / result.median:.0f} "
             f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {losses} |"
         )
     return "\n".join(lines)

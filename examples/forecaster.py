@@ -85,6 +85,7 @@ class Forecaster(nnx.Module):
 # --- The task: its fields are options of the command line.
 
 PPM = 0.5  # what a change of 1 means to the network, in parts per million
+CONTEXT = 52  # weeks before those that are evaluated, which a stream reads first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,34 +116,58 @@ class Forecast(Task):
 
     def make_batches(self, split, seed=None):
         """Windows of the series."""
-        return SeriesBatches(load_series(split), self.batch_size, self.seq_len, seed)
+        sizes, warmup = (self.batch_size, self.seq_len), CONTEXT if seed is None else 0
+        return SeriesBatches(load_series(split), *sizes, seed, warmup=warmup)
 
     def metrics(self, loss, means):
         """What a person reads."""
         return {"loss": loss, "mae (ppm)": PPM * means["mae"]}
 
     def baseline(self, split):
-        """The error of who says that next week is as this week."""
-        series = load_series(split)
-        mae = np.average(abs(series["next"]), weights=series["known"])
-        return {"last value's mae (ppm)": PPM * float(mae)}
+        """The errors of who says that next week is as this week, and of a linear autoregression."""
+        series = {name: a[CONTEXT:] for name, a in load_series(split).items()}
+        errors = {
+            "last value": series["next"],
+            "linear autoregression": series["next"] - autoregress(split),
+        }
+        return {
+            f"{name}'s mae (ppm)": PPM * float(np.average(abs(error), weights=series["known"]))
+            for name, error in errors.items()
+        }
+
+
+def autoregress(split):
+    """The next changes by the last 8 and four waves of the year, linearly, as fits train best: [weeks]."""
+
+    def inputs(series):
+        change, sine, cosine = series["seen"].T
+        last = [np.roll(change, weeks) for weeks in range(8)]
+        angles = np.arctan2(sine, cosine) * np.arange(1, 5)[:, None]
+        return np.stack([*last, *np.sin(angles), *np.cos(angles), np.ones_like(change)], axis=1)
+
+    train = load_series("train")
+    counts = train["known"] > 0
+    counts[:CONTEXT] = False
+    weights, *_ = np.linalg.lstsq(inputs(train)[counts], train["next"][counts])
+    return inputs(load_series(split))[CONTEXT:] @ weights
 
 
 @functools.cache
 def load_series(split):
     """What is seen by a week, the change to the next, and whether that is known: arrays [weeks, ...].
 
-    The first 80 % of the weeks are for train, the next 10 % for valid, the last for test. Weeks without a
-    measurement are interpolated, and do not count.
+    The first 80 % of the weeks are for train, the next 10 % for valid, the last for test; the first `CONTEXT`
+    weeks of valid and test are those before. Weeks without a measurement are interpolated, and do not count.
     """
     from statsmodels.datasets import co2
 
     weeks = co2.load().data["co2"]
     names, ends = ["train", "valid", "test"], np.array([0, 80, 90, 100]) * len(weeks) // 100
-    weeks = weeks.iloc[ends[names.index(split)] : ends[names.index(split) + 1]]
-    season = 2 * np.pi * weeks.index.day_of_year.to_numpy() / 365.25
-    change = np.diff(weeks.interpolate().to_numpy()) / PPM
-    measured = weeks.notna().to_numpy()
+    first, end = ends[names.index(split)], ends[names.index(split) + 1]
+    part = slice(max(first - CONTEXT, 0), end)
+    season = 2 * np.pi * weeks.index.day_of_year.to_numpy()[part] / 365.25
+    change = np.diff(weeks.interpolate().to_numpy()[part]) / PPM
+    measured = weeks.notna().to_numpy()[part]
     seen = np.stack([change[:-1], np.sin(season[1:-1]), np.cos(season[1:-1])], axis=-1)
     return {
         "seen": seen.astype(np.float32),

@@ -103,6 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}{_place_of(error)}", file=sys.stderr)
         return leave_processes(3 if isinstance(error, FloatingPointError) else 2, str(error))
+    except Exception as error:
+        place = _place_of(error)
+        if debug or not place:  # a slip of our own
+            raise
+        where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
+        print(f"error: {text}{place}; --debug shows how it came to that", file=sys.stderr)
+        return leave_processes(2, text)
 
 
 def _check_encoding(argv: list[str]) -> None:
@@ -338,8 +346,10 @@ def _place_of(error: BaseException) -> str:
     """The line of the user's task that an error came through, if any: " (forecast.py, line 3)"."""
     places = [
         f" ({Path(frame.f_code.co_filename).name}, line {line})"
-        for frame, line in traceback.walk_tb(error.__traceback__)
+        for raised in (error.__cause__, error)
+        for frame, line in traceback.walk_tb(raised and raised.__traceback__)
         if str(frame.f_globals.get("__name__")).startswith(FILE_OF_TASK)
+        and frame.f_code.co_filename.endswith(".py")  # what dataclasses write is in no file
     ]
     return places[-1] if places else ""
 

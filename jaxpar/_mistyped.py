@@ -16,6 +16,11 @@ from pathlib import Path
 PROGRAM = "python -m jaxpar"
 
 _COMMANDS = "jaxpar.commands"
+# What options of training are called by other programs.
+_ELSEWHERE = {
+    "lr": "learning-rate", "epochs": "num-steps", "max-steps": "num-steps", "iterations": "num-steps",
+    "gpus": "mesh", "num-gpus": "mesh", "data": "corpus", "output-dir": "out-dir",
+}  # fmt: skip
 _TASK_OPTION = "--config"  # of all commands that are about a task
 _ONE_OPTION = "MeshConfig"  # a dataclass, but read from one text
 # Processes of one program compare their options first, and say which of them has another one.
@@ -62,16 +67,24 @@ def find_mistake(arguments: Sequence[str]) -> str | None:
     for argument in rest:
         option = argument.partition("=")[0]
         if option.startswith("--") and option.replace("_", "-") not in known | of_train:
-            nearest = _nearest(option, known)
+            nearest = _nearest_option(option.replace("_", "-"), known)
             see = f"{nearest} See" if nearest else "see"
             program = " ".join([PROGRAM, name, *kind, *[spec] * (_TASK_OPTION in known)])
             return f"there is no option {option}; {see} {program} --help"
     return None
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, words, n=1)
+def _nearest(word: str, words: Iterable[str], likeness: float = 0.6) -> str:
+    near = difflib.get_close_matches(word, words, n=1, cutoff=likeness)
     return f"did you mean {near[0]}?" if near else ""
+
+
+def _nearest_option(option: str, known: Iterable[str]) -> str:
+    """The option that is meant: by what other programs call it, by whole words of it, or by its letters."""
+    words = _ELSEWHERE.get(option[2:], option[2:]).rpartition(".")[2].split("-")
+    have = [name for name in known if {*words} <= {*re.split(r"[-.]", name)}]
+    near = min(have, key=lambda name: (len(name.rpartition(".")[2]), name), default=None)
+    return f"did you mean {near}?" if near else _nearest(option, known, 0.75)
 
 
 # ---- what the source says ----

@@ -168,13 +168,20 @@ class SeriesBatches:
     The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
     stream. With a seed, for training: every epoch begins at another place, drawn from (seed, epoch), wraps
     around at the end of the series, and all windows are full. Without one, for evaluation: every step counts
-    once, in plain order; the ends of streams are filled with places whose weight is 0.
+    once, in plain order; the ends of streams are filled with places whose weight is 0. There a stream may
+    first read what is before it, so that its state is not that of a beginning:
+
+        warmup=2, batch_size=2     a b c d e f g h
+        row 0                      - - c d e
+        row 1                            - - f g h      -: its weight is 0
 
     Args:
       arrays: [steps, ...] each, such as inputs and targets of every step.
       batch_size: B, the number of streams.
       seq_len: T, the steps of a window.
       seed: None for evaluation.
+      warmup: steps that each stream of an evaluation reads first; the first so many of the series are for
+        that alone.
     Raises:
       ValueError: a number is out of range, arrays differ in their steps, or the series is too short.
     """
@@ -185,34 +192,44 @@ class SeriesBatches:
         batch_size: int,
         seq_len: int,
         seed: int | None = None,
+        *,
+        warmup: int = 0,
     ):
         self.num_steps = _common_length(arrays)
         check_counts(batch_size=batch_size, seq_len=seq_len)
-        least = batch_size * (1 if seed is None else seq_len)
+        require_instance("warmup", warmup, int | np.integer, "a whole number")
+        if warmup < 0 or (warmup and seed is not None):
+            raise ValueError(
+                f"warmup={warmup} with seed={seed}: it is 0 in training, whose streams go on from window to "
+                f"window, and 0 or more without a seed"
+            )
+        least = warmup + batch_size * (1 if seed is None else seq_len)
         if self.num_steps < least:
+            more = f", warmup={warmup}" if warmup else ""
             raise ValueError(
                 f"a series of {self.num_steps} steps is too short for batch_size={batch_size}, "
-                f"seq_len={seq_len}, which need {least}; use smaller ones, or a longer series"
+                f"seq_len={seq_len}{more}, which need {least}; use smaller ones, or a longer series"
             )
-        self.arrays, self.batch_size, self.seq_len, self.seed = (
-            dict(arrays), batch_size, seq_len, seed,
+        self.arrays, self.batch_size, self.seq_len, self.seed, self.warmup = (
+            dict(arrays), batch_size, seq_len, seed, warmup,
         )  # fmt: skip
         # Stream b has the steps from bounds[b] to bounds[b + 1]; lengths differ by one at most.
-        self._bounds = np.arange(batch_size + 1) * self.num_steps // batch_size
+        self._bounds = warmup + np.arange(batch_size + 1) * (self.num_steps - warmup) // batch_size
 
     @property
     def num_windows(self) -> int:
         """Batches in an epoch."""
         if self.seed is None:
-            return math.ceil(math.ceil(self.num_steps / self.batch_size) / self.seq_len)
+            longest = math.ceil((self.num_steps - self.warmup) / self.batch_size)
+            return math.ceil((self.warmup + longest) / self.seq_len)
         return self.num_steps // self.batch_size // self.seq_len
 
     def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
-        """See `Batches`; `weight` float32 [B, T] is 1, or 0 beyond the end of a stream."""
+        """See `Batches`; `weight` float32 [B, T] is 1, or 0 before and beyond a stream."""
         epoch, window = divmod(step, self.num_windows)
-        times = window * self.seq_len + np.arange(self.seq_len)
+        times = window * self.seq_len + np.arange(self.seq_len) - self.warmup
         places_BT = self._bounds[:-1][rows, None] + times
-        inside_BT = places_BT < self._bounds[1:][rows, None]
+        inside_BT = (times >= 0) & (places_BT < self._bounds[1:][rows, None])
         if self.seed is not None:
             inside_BT = np.ones_like(inside_BT)
             places_BT = places_BT + np.random.default_rng([self.seed, epoch]).integers(

@@ -180,7 +180,7 @@ def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
     task, parallel, train = settings
     paths = [*_paths(task), *_paths(parallel), TRAIN, *_paths(train, f"{TRAIN}.")]
     for key, value in tables.items():
-        if key not in paths or "." in key:
+        if (key not in paths or "." in key) and key not in task.retired:
             raise ValueError(_unknown(key, value, paths))
 
     def changed(config: Any) -> Any:
@@ -202,6 +202,8 @@ def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]
     names = [field.name for field in dataclasses.fields(config)]
     changes = {}
     for key, value in values.items():
+        if key in getattr(config, "retired", ()):
+            continue
         if key not in names:
             raise ValueError(_unknown(f"{path}{key}", value, paths))
         now = getattr(config, key)

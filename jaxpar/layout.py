@@ -5,6 +5,7 @@ all is known from shapes. `state` makes the arrays, `step` computes with them.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.batches import STARTS
 from jaxpar.fields import check_takes
-from jaxpar.model import NO_SLOTS, Stack, checked_sums, values
+from jaxpar.model import NO_SLOTS, Stack, checked_sums, in_words, values
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
@@ -45,6 +46,8 @@ class ModelLayout:
       param_rules, opt_rules, carry_rules: how parameters, optimizer state and carry lie between steps.
       graphdef: of the model in its slots.
       params, frozen: `nnx.State`s of shapes: what is trained, and all other variables.
+      x: shapes of what goes through the layers, of a whole batch.
+      num_sums: how many numbers `last` gives.
     """
 
     def __init__(self, task: Task, parallel: Parallel):
@@ -58,8 +61,7 @@ class ModelLayout:
         batch = task.example_batch()
         _check_numbers(task, batch)
         self.batch = jax.tree.map(shape_of, batch)
-        plain = nnx.eval_shape(lambda: self._make(0))
-        _check_model(task, plain)
+        plain = _checked_model(task, lambda: nnx.eval_shape(lambda: self._make(0)))
         self.time_major = bool(getattr(plain, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         parallel.check(self.batch_size, self.num_steps)
@@ -245,11 +247,6 @@ class ModelLayout:
         """Work of what follows the layers, in mean layers."""
         return count_flops(*self._last) / float(np.mean(self.layer_costs))
 
-    @functools.cached_property
-    def num_sums(self) -> int:
-        """How many numbers `last` gives."""
-        return len(jax.tree.leaves(jax.eval_shape(*self._last)))
-
     @property
     def _last(self) -> tuple[Any, ...]:
         """What follows the layers, as a function, and its arguments over a whole batch."""
@@ -276,7 +273,7 @@ class ModelLayout:
         return tuple(whole)
 
     def _check_layers(self, plain: Any) -> None:
-        """Traces `first` and every kind of layer once by itself, so that a mistake has a name."""
+        """Traces `first`, every kind of layer and `last` once by itself, so that a mistake has a name."""
         self._abstract = plain
         self._block = jax.tree.map(self._to_block, self.batch)
 
@@ -316,11 +313,16 @@ class ModelLayout:
             after, y = _named(
                 f"layer {name}", lambda run=run, args=args: jax.eval_shape(run, *args)
             )
-            _check_same(f"layer {name}: its outputs", y, "its inputs", self.x)
+            _check_same(f"layer {name}: its output", y, "its input", self.x)
             _check_same(
                 f"layer {name}: the carry that it returns", after, "the one it takes", carry
             )
             self._layer_traces.append((run, args))
+        last, *args = self._last
+        sums = _named(
+            "last", lambda: jax.eval_shape(lambda *args: checked_sums(last(*args), plain), *args)
+        )
+        self.num_sums = len(jax.tree.leaves(sums))
 
     def _to_block(self, leaf: Any) -> Any:
         """A leaf of the batch as the model sees it, of the whole batch."""
@@ -460,7 +462,13 @@ class _LayerFunction:
         self.name, self.graphdef = name, graphdef
 
     def __call__(self, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
-        return nnx.merge(self.graphdef, params, frozen)(carry, x, at)
+        out = nnx.merge(self.graphdef, params, frozen)(carry, x, at)
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise ValueError(
+                f"layer {self.name} returns {in_words(out)}; let its __call__ return (carry, y), or wrap a "
+                f"module that returns y alone: jaxpar.nn.Stateless(module)"
+            )
+        return out
 
 
 def _At(layout: ModelLayout, batch: Any) -> At:
@@ -511,6 +519,33 @@ def _check_numbers(task: Task, batch: Any) -> None:
             )
 
 
+def _checked_model(task: Task, make: Callable[[], Any]) -> Any:
+    """The model that a function makes, if it is one."""
+    try:
+        model = make()
+    except ValueError as error:
+        held = _HELD.match(str(error))
+        if held is None:
+            raise
+        container, name, owner = held.groups()
+        stack = "self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        use = stack if name == LAYERS_OF_MODEL else f"self.{name} = nnx.List(...), or nnx.Dict(...)"
+        told = ValueError(
+            f"task {task.name}: {owner}.{name} is a plain {container} of modules or arrays; write {use}"
+            + f"; for the layers of a model {stack}" * (use != stack)
+        )
+        raise told.with_traceback(error.__traceback__) from None
+    _check_model(task, model)
+    return model
+
+
+# How Flax begins a page about modules in a plain list: the list, its name, the class that has it.
+_HELD = re.compile(
+    r"Found data on value of type '<class '([\w.]+)'>' assigned to static attribute '(\w+)' "
+    r"of Pytree type '<class '(?:[^']*\.)?(\w+)'>'"
+)
+
+
 def _check_model(task: Task, model: Any) -> None:
     for name, arguments in (("first", ("batch", "at")), ("last", ("y", "batch", "at"))):
         method = getattr(model, name, None)
@@ -548,7 +583,7 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
 
 
 def _named(what: str, trace: Callable[[], Any]) -> Any:
-    """What a trace gives; its errors begin with a name."""
+    """What a trace gives; its errors get a note with a name."""
     try:
         return trace()
     except NameError as error:
@@ -559,7 +594,7 @@ def _named(what: str, trace: Callable[[], Any]) -> Any:
             f"{DATA!r} and {STAGE!r}, and the compiler along the axes of the rules: leave it out"
         ) from error
     except Exception as error:
-        error.add_note(f"jaxpar: this is from {what}, traced by itself")
+        error.add_note(f"in {what} of the model, traced by itself")
         raise
 
 
@@ -575,13 +610,13 @@ def _check_floats(what: str, tree: Any) -> None:
 def _check_same(what: str, found: Any, as_what: str, wanted: Any) -> None:
     if jax.tree.structure(found) != jax.tree.structure(wanted):
         raise ValueError(
-            f"{what} have the structure {jax.tree.structure(found)}, {as_what} "
+            f"{what} has the structure {jax.tree.structure(found)}, {as_what} "
             f"{jax.tree.structure(wanted)}; they must be the same"
         )
     for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             raise ValueError(
-                f"{what}{_place(path)} are {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
+                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
                 f"they must be the same, for all layers of a stack hand on the same arrays"
             )
 

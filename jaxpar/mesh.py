@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
-from jaxpar.display import Shown
+from jaxpar.display import Shown, format_count
 from jaxpar.fields import check_fields, require_instance
 
 MAX_SIMULATED = 1024  # devices, each with a thread of its own
@@ -128,14 +128,17 @@ class MeshConfig(Shown):
                     f"{inferred[0]}=-1 cannot be inferred; use sizes that divide {num_available}"
                 )
             return dataclasses.replace(self, **{inferred[0]: num_available // self.num_devices})
-        if self.num_devices != num_available:
+        wanted = self.num_devices
+        if wanted != num_available:
+            first = f"({'0, 1, ...' if wanted > 1 else '0,'})"
             raise ValueError(
-                f"mesh {self} needs {self.num_devices} devices, there are {num_available}; "
+                f"mesh {self} needs {format_count(wanted, 'device')}, there "
+                f"{'is' if num_available == 1 else 'are'} {num_available}; "
                 + (
-                    f"name {self.num_devices} of them with devices=(0, 1, ...), or set one size to -1"
-                    if self.num_devices < num_available
-                    else f"use sizes that multiply to {num_available}, or simulate "
-                    f"{self.num_devices} devices on the CPU (simulate_devices, --simulate)"
+                    f"name {wanted} of them with devices={first}, or set one size to -1"
+                    if wanted < num_available
+                    else f"use sizes that multiply to {num_available}, or simulate {wanted} devices on the "
+                    f"CPU (simulate_devices({wanted}), --simulate {wanted})"
                 )
             )
         return self

@@ -55,14 +55,14 @@ def checked_sums(sums: Any, model: Any) -> Sums:
     name = type(model).__name__
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
         raise ValueError(
-            f"`last` of {name} returns {_in_words(sums)}; return jaxpar.Sums(loss, weight, metrics): sums "
+            f"`last` of {name} returns {in_words(sums)}; return jaxpar.Sums(loss, weight, metrics): sums "
             f"over the block, not means, and metrics as a dict; those of all blocks are added up, and then "
             f"divided by the weight"
         )
     for key, number in {"loss": sums.loss, "weight": sums.weight, **sums.metrics}.items():
         if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
             raise ValueError(
-                f"`last` of {name} returns {_in_words(number)} as {key!r} of its Sums; use a single number, "
+                f"`last` of {name} returns {in_words(number)} as {key!r} of its Sums; use a single number, "
                 f"such as jnp.sum({key})"
             )
 
@@ -73,7 +73,8 @@ def checked_sums(sums: Any, model: Any) -> Sums:
     return jax.tree.map(as_float, sums)
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
+    """What a function of the user's returned: "a list", "an array of shape [3]", "nothing"."""
     if isinstance(value, np.ndarray | jax.Array):
         return f"an array of shape {list(value.shape)}"
     if isinstance(value, Sums):
@@ -157,7 +158,14 @@ class Stack(nnx.Module):
         use = "a list of functions that make a layer, such as [lambda rngs: GRU(64, rngs=rngs)] * 8"
         require_instance("makers", makers, Sequence, use)
         for maker in makers:
+            if isinstance(maker, nnx.Module):
+                name = type(maker).__name__
+                raise ValueError(
+                    f"makers of a Stack: a {name} is a layer already; give functions that make one, such as "
+                    f"[lambda rngs: {name}(..., rngs=rngs)] * 8, so that each is made where it will lie"
+                )
             require_instance("a maker of a Stack", maker, Callable, use)
+            check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
         self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
         kinds: list[Any] = []
@@ -301,6 +309,8 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
             return make(nnx.Rngs(0))
 
     module = nnx.eval_shape(build)
+    use = "an nnx.Module; return it from the function"
+    require_instance("what a maker of a Stack returns", module, nnx.Module, use)
     graphdef, state = nnx.split(module)
     name = getattr(module, "kind_name", type(module).__name__)
     for path, leaf in nnx.to_flat_state(state):

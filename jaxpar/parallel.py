@@ -2,9 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, Self
-
-from jax.sharding import Mesh
+from typing import ClassVar, Literal, Self
 
 from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import (
@@ -42,15 +40,14 @@ class PipelineConfig:
       unroll: write the layers of a stage out one by one, with their weights laid out for it once a step:
         quicker where chunks are short, for more memory and a larger program. Only for layers of one kind,
         without groups.
-      steady_loop: run the ticks in which no stage is idle in a loop of their own, without branches and of a
-        length that the compiler knows: for devices that wait for the host at each branch and turn, as GPUs
-        do. It makes the program larger. "auto": on devices that are not CPUs.
       remat: keep inputs instead of residuals, and rerun each forward before its backward.
       remat_keeps: where these inputs (and the carries before each chunk) are kept: on the "device"; in the
         memory of the "host" (on CPUs it is the same); or not at all. "carries" cuts the window into about
         sqrt(K) segments of chunks and keeps the carries before each: the segments run forward once for these
         carries, and then one by one, the last first, forward and backward with all residuals of one segment.
     """
+
+    retired: ClassVar[tuple[str, ...]] = ("steady_loop",)  # see `Task`
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     num_microbatches: int = 1
@@ -60,7 +57,6 @@ class PipelineConfig:
     placement: str | tuple[int, ...] = "balanced"
     head: Literal["auto", "last", "sharded"] = "auto"
     unroll: bool = False
-    steady_loop: Literal["auto", "on", "off"] = "auto"
     remat: bool = False
     remat_keeps: Literal["device", "host", "carries"] = "device"
 
@@ -179,11 +175,6 @@ class Parallel:
         if self.mesh.stage == 1 or pipeline.remat or pipeline.schedule == "gpipe":
             return "off"
         return "unit" if pipeline.zero_bubble == "auto" else pipeline.zero_bubble
-
-    def has_steady_loop(self, mesh: Mesh) -> bool:
-        """Whether ticks without idle stages are a loop of their own on the devices of a mesh."""
-        choice = self.pipeline.steady_loop
-        return choice == "on" or (choice == "auto" and mesh.devices.flat[0].platform != "cpu")
 
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, of a batch of so many."""

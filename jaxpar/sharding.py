@@ -202,7 +202,10 @@ class Layout:
           ValueError: as many names as dims are not given, or a dim does not divide by its axes.
         """
         if len(dims) != x.ndim:
-            raise ValueError(f"dims={dims} names {len(dims)} dims, the array has shape {x.shape}")
+            raise ValueError(
+                f"dims={dims} do not fit an array of shape {x.shape}; give a name, or None, for each of "
+                f"its {x.ndim} dims"
+            )
         split = [self.rules.axes_of(dim) if dim is not None else () for dim in dims]
         spec = _to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
         check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)

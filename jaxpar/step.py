@@ -726,7 +726,6 @@ def _run_in_units(
         keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
         num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
-        steady_loop=parallel.has_steady_loop(mesh),
         first_gradient=outer.add_first_gradient if adds_gradient else None,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
@@ -813,9 +812,7 @@ def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
 
     full_length = parallel.num_chunks // parallel.num_segments
     any_length = range(1, full_length + 1) if parallel.num_segments == 1 else [full_length]
-    shares, steady_len = parallel.group_shares, None
+    shares = parallel.group_shares
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
-    if num_chunks < full_length:
-        steady_len = _plan(parallel, full_length, backward).steady_len
     schedules = [schedule(share, num_chunks) for share in shares]
-    return make_plan(schedules, capacity, steady_len)
+    return make_plan(schedules, capacity)

@@ -42,12 +42,14 @@ class Task:
       frozen: a filter of NNX for parameters that are not trained: they have no gradient, no buffer and no
         state of the optimizer.
       train, parallel: the settings that its runs have by default.
+      retired: fields that it once had; files of settings may still name them, and nothing comes of it.
     """
 
     unit: ClassVar[str] = "rows"
     frozen: ClassVar[Any] = nnx.Nothing()
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
+    retired: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         check_fields(self)
@@ -108,10 +110,6 @@ class Task:
 
     def resolve(self, parallel: Parallel, mesh: Mesh) -> "Task":
         """The task with what data and devices say filled in."""
-        return self
-
-    def portable(self) -> "Task":
-        """The task as it runs on any device, to look at a state that others have trained."""
         return self
 
     def check(self, parallel: Parallel, mesh: Mesh) -> None:
@@ -195,10 +193,11 @@ def locate_task(spec: str) -> Found:
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         near = difflib.get_close_matches(spec, TASKS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = f"did you mean {near[0]!r}? Use" if near else "use"
+        if Path(spec, "config.toml").is_file():
+            hint = f"{spec} is the folder of a run, whose settings --config {spec}/config.toml gives; use"
         raise ValueError(
-            f"there is no task {spec!r}; {hint}Use {', '.join(TASKS)}, or one of yours as "
-            f"path/to/file.py:Name"
+            f"there is no task {spec!r}; {hint} {', '.join(TASKS)}, or one of yours as path/to/file.py:Name"
         )
     path = Path(file).expanduser()
     try:

@@ -14,11 +14,12 @@ import pytest
 # Also for the subprocesses that tests start.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tests compile far more than they compute: LLVM is to hurry, and XLA to emit by hand, where it still can,
-# what goes through MLIR. XLA's own passes run as ever.
+# what goes through MLIR. XLA's own passes run as ever. A GPU's code is as users have it.
 flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 flags += ["--xla_cpu_use_fusion_emitters=false"] * (jax.__version_info__ < (0, 11))
-os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)

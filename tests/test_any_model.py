@@ -228,19 +228,19 @@ def zeros(rows):
 MISTAKES = {
     "shape": (
         layer_that(lambda c, x, at: (c, x[..., :8])),
-        r"layer wrong: its outputs are float32\[8, 16, 8\], its inputs float32\[8, 16, 16\]",
+        r"layer wrong: its output is float32\[8, 16, 8\], its input float32\[8, 16, 16\]",
     ),
     "dtype": (
         layer_that(lambda c, x, at: (c, x.astype(jnp.bfloat16))),
-        r"layer wrong: its outputs are bfloat16\[8, 16, 16\], its inputs float32",
+        r"layer wrong: its output is bfloat16\[8, 16, 16\], its input float32",
     ),
     "structure": (
         layer_that(lambda c, x, at: (c, {"x": x})),
-        r"layer wrong: its outputs have the structure .*'x'.*, its inputs ",
+        r"layer wrong: its output has the structure .*'x'.*, its input ",
     ),
     "carry": (
         layer_that(lambda c, x, at: (c[:, :1], x), zeros),
-        r"layer wrong: the carry that it returns are float32\[16, 1\], the one it takes",
+        r"layer wrong: the carry that it returns is float32\[16, 1\], the one it takes",
     ),
     "carry of integers": (
         layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros(rows, jnp.int32)),

@@ -141,6 +141,15 @@ CALLS = {
         lambda m: ArrayBatches({"x": np.zeros(3)}, "2"), r"batch_size='2' \(str\): use a whole number",
     ),
     "a series too short": (lambda m: SeriesBatches({"x": np.zeros(3)}, 2, 4, 0), "too short for batch"),
+    "a series of warming up": (
+        lambda m: SeriesBatches({"x": np.zeros(5)}, 2, 4, warmup=4), "seq_len=4, warmup=4, which need 6",
+    ),
+    "warming up in training": (
+        lambda m: SeriesBatches({"x": np.zeros(9)}, 1, 4, 3, warmup=2), "warmup=2 with seed=3: it is 0 in tr",
+    ),
+    "less than no warming up": (
+        lambda m: SeriesBatches({"x": np.zeros(9)}, 1, 4, warmup=-1), "warmup=-1 with seed=None",
+    ),
     "a rate in words": (lambda m: OptimizerConfig(learning_rate="high"), "_rate='high': use a number"),
     "no such optimizer": (lambda m: OptimizerConfig(name="adamm"), "name='adamm': use 'adam' or"),
     "half a step": (lambda m: TrainConfig(num_steps=1.5), r"num_steps=1\.5 \(float\): use a whole number"),

@@ -147,11 +147,6 @@ FLAGS = {
         "tie_embedding needs embed_size=4 equal to hidden_size=8; set",
     ),
     "unknown dtype": (train("--dtype", "float16"), "dtype.*float32.*bfloat16"),
-    "unknown kernel": (train("--kernel", "cuda"), "kernel.*scan.*cudnn.*auto"),
-    "cudnn without a GPU": (
-        train("--kernel", "cudnn"),
-        r"kernel='cudnn' cannot run: it needs GPUs of NVIDIA, the mesh has cpu \(cpu\); use kernel='scan'",
-    ),
     "hidden by tensor": (
         train("--mesh", "tp8", "--hidden-size", "12"),
         "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",
@@ -251,6 +246,26 @@ FLAGS = {
         train("--hiden-size", "8"),
         r"there is no option --hiden-size; did you mean --hidden-size\? See .* train lm --help$",
     ),
+    "a rate by another name": (
+        train("--lr", "0.1"), r"no option --lr; did you mean --optimizer\.learning-rate\? See .* --help$",
+    ),
+    "epochs": (train("--epochs", "3"), r"no option --epochs; did you mean --train\.num-steps\?"),
+    "steps": (train("--steps", "3"), r"no option --steps; did you mean --train\.num-steps\?"),
+    "devices by another name": (train("--gpus", "2"), r"no option --gpus; did you mean --mesh\?"),
+    "a table for an option": (
+        train("--pipeline", "num-chunks=4"), r"no option --pipeline; did you mean --pipeline\.head\?",
+    ),
+    "like no option": (train("--quickly"), "no option --quickly; see .* train lm --help$"),
+    "a truth after a switch": (train("--fsdp", "yes"), "unexpected argument 'yes'; see"),
+    "a comma for a point": (
+        train("--optimizer.learning-rate", "0,01"), "--optimizer.learning-rate 0,01: use a number; see",
+    ),
+    "a whole number as a power": (train("--hidden-size", "1e3"), "--hidden-size 1e3: use a whole number"),
+    "a task as a module": (["train", "own:Task"], r"no task 'own:Task'; use lm, images, or .*py:Name$"),
+    "a run for a task": (
+        ["inspect", "run"],
+        r"no task 'run'; run is the folder of a run, whose settings --config run/config\.toml gives; use lm,",
+    ),
     "unknown command": (["trian", "lm"], "there is no command 'trian'; did you mean train"),
     "no command like it": (["go"], "there is no command 'go'; there are train, plan, evaluate"),
     "no task": (
@@ -328,6 +343,15 @@ DEVICES = {
     "two sizes to infer": (
         train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
     ),
+    "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "unexpected argument 'pp2'; see"),
+    "a mesh of sizes alone": (train("--mesh", "2x2x2"), "cannot read '2x2x2'; write data=2,stage=2,tens"),
+    "axes by short names": (train("--mesh", "dp=2,pp=2"), r"unknown axis 'dp'; axes are \('data', 'stage', "),
+    "fewer devices than there are": (
+        ["evaluate", "run", "--mesh", "dp1"],
+        r"needs 1 device, there are 8; name 1 of them with devices=\(0,\), or set one size to -1",
+    ),
+    "shares as a ratio": (train("--mesh", "dp2tp4", "--shares", "3:1"), "--shares 3:1: use whole numbers"),
+    "a range of devices": (train("--devices", "0-3"), "--devices 0-3: use whole numbers; see"),
     "unknown axis": (
         train("--mesh", "data=2,tensr=4"), "unknown axis 'tensr'.*did you mean 'tensor'",
     ),
@@ -348,6 +372,17 @@ FILES = {
     ),
     "no TOML": (train("--config", "broken.toml"), r"broken\.toml is not TOML in UTF-8: .*line 1"),
     "TOML in latin1": (train("--config", "latin1.toml"), r"latin1\.toml is not TOML in UTF-8: .*0xe9"),
+    "half a file of settings": (
+        (lambda world: (world / "c.toml").write_text("[train]\nnum_steps"), train("--config", "c.toml")),
+        r"c\.toml is not TOML in UTF-8: .*at end of document",
+    ),
+    "a text that is bytes": (
+        (lambda world: (world / "a.zip").write_bytes(b"PK\x03\x04\x14\xff"), train("--corpus", "a.zip")),
+        r"a\.zip is not UTF-8: byte 0xff at offset 5",
+    ),
+    "a text of the web": (
+        train("--corpus", "https://example.com/a.txt"), "no corpus 'https://example.com/a.txt': it is nei",
+    ),
     "unknown key": (
         config("[optimizer]\nlerning_rate = 3\n"),
         r"no key optimizer\.lerning_rate; did you mean optimizer\.learning_rate\?",
@@ -451,6 +486,22 @@ RUNS = {
     ),
     "no run to evaluate": (["evaluate", "text"], "text holds no run: there is no config"),
     "no run to sample": (["sample", "none"], "none holds no run: there is no config"),
+    "all runs for one": (
+        (lambda world: shutil.copytree(world / "run", world / "runs/0001"), ["evaluate", "runs"]),
+        r"runs holds no run: .*; give the folder that `train` wrote; there are runs/0001$",
+    ),
+    "a file of a run for the run": (["evaluate", "run/config.toml"], r"run/config\.toml holds no run"),
+    "curves of a file": (["plot", "curves", "run/metrics.jsonl", "-o", "a.svg"], "jsonl holds no run"),
+    "an export of a damaged checkpoint": (
+        (truncate_checkpoint, ["export", "run", "-o", "m"]), "no whole checkpoint in .*: 2 is damaged, ",
+    ),
+    "an export of images": (
+        (damage("config.toml", 'task = "images"\n'), ["export", "run", "-o", "m"]),
+        r"run in run is of the task images; give one of the task lm, or .* jaxpar\.load_run\('run'\)\.params",
+    ),
+    "a prompt in several words": (
+        ["sample", "run", "--prompt", "the", "cat"], "unexpected argument 'cat'; see",
+    ),
     "a damaged config": (
         (damage("config.toml"), ["evaluate", "run"]), r"run/config\.toml is damaged: .*line 1",
     ),

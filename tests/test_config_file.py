@@ -193,3 +193,12 @@ def test_fields_that_cannot_be_settings_are_refused(fields, message):
     task = dataclasses.make_dataclass("Own", fields, bases=(Task,), frozen=True)
     with pytest.raises(ValueError, match=message):
         default_settings(task)
+
+
+def test_options_that_are_no_more_may_stand_in_a_file(tmp_path):
+    """Runs that were begun with them go on; what is asked for today is the same."""
+    tables = "num_layers = 7\n[pipeline]\nsteady_loop = 'auto'\nnum_chunks = 2\n"
+    task, parallel, _ = read_config(write(tmp_path, f"task = 'lm'\nkernel = 'scan'\n{tables}"))
+    assert (task.num_layers, parallel.pipeline.num_chunks) == (7, 2)
+    with pytest.raises(ValueError, match="there is no key kernel"):
+        read_config(write(tmp_path, 'task = "images"\nkernel = 3\n'))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.batches import place_batch
+from jaxpar.batches import SeriesBatches, place_batch
 from jaxpar.tasks.lm.streams import IGNORE, TokenStreams
 
 
@@ -135,6 +135,35 @@ def test_training_reaches_the_whole_text_over_the_epochs():
     assert text.num_windows == 1
     seen = {int(t) for epoch in range(20) for t in epoch_of(text, epoch)[0].targets_BT.ravel()}
     assert seen == set(range(30))
+
+
+# A series.
+
+
+@hypothesis.given(
+    st.integers(0, 60), st.integers(1, 7), st.integers(1, 9), st.integers(0, 12), st.data()
+)
+def test_evaluation_of_a_series_counts_every_step_once_after_those_before_it(
+    more, batch_size, seq_len, warmup, data
+):
+    num_steps = warmup + batch_size + more
+    series = SeriesBatches({"x": np.arange(num_steps)}, batch_size, seq_len, warmup=warmup)
+    epoch = [series.batch(window) for window in range(series.num_windows)]
+    assert [batch["starts"] for batch in epoch] == [True] + [False] * (len(epoch) - 1)
+    x_BN, weight_BN = (np.concatenate([b[name] for b in epoch], 1) for name in ("x", "weight"))
+    np.testing.assert_array_equal(x_BN[weight_BN > 0], np.arange(warmup, num_steps))
+    assert {*weight_BN.ravel()} <= {0.0, 1.0}
+    for x_N, weight_N in zip(x_BN, weight_BN, strict=True):
+        end = np.flatnonzero(weight_N)[-1] + 1
+        np.testing.assert_array_equal(np.diff(x_N[:end]), 1)
+        assert not weight_N[:warmup].any()
+        assert weight_N[warmup:end].all()
+    assert weight_BN[:, -seq_len:].any()
+    rows = data.draw(st.slices(batch_size))
+    for name, part in series.batch(0, rows).items():
+        np.testing.assert_array_equal(
+            part, epoch[0][name][rows] if np.ndim(part) else epoch[0][name]
+        )
 
 
 # Rows and meshes.

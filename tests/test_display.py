@@ -185,6 +185,27 @@ def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
     report.end(400, 800, None)
 
 
+def test_the_time_left_is_that_of_the_mean_step(monkeypatch):
+    """A save or an evaluation in one line is not one in every line to come."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    report = ConsoleReport(Console(width=100, file=io.StringIO()))
+    numbers = {"loss": 1.0, "metrics": {}, "grad_norm": 1.0, "learning_rate": None, "unit": "rows"}
+    for _ in range(2):  # two runs
+        report.begin(0, 100, Path("runs/0001"))
+        # One line of ten steps takes 20 s, the others 10 s.
+        for step, time, eta in (
+            (1, 5, "compiled"),
+            (11, 15, "1:29"),
+            (21, 35, "1:58"),
+            (31, 45, "1:32"),
+        ):
+            now[0] = time
+            progress = Progress(step, **numbers, units_per_second=step > 1 or None, seconds=time)
+            report.progress(progress, 100)
+            assert eta in report.console.file.getvalue().splitlines()[-1]
+
+
 def test_one_of_a_thing_is_said_so():
     caption = show(make_schedule("1f1b", 1, 1)).chart().caption
     assert caption.startswith("1f1b: 1 stage, 1 microbatch x 1 chunk; 1 tick; bubble 0.0%")

@@ -17,6 +17,7 @@ from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.tasks.lm.windows import Windows
 from jaxpar.training.settings import Settings, TrainConfig
 
 pytestmark = pytest.mark.law
@@ -152,6 +153,14 @@ def test_uneven_placement_equals_plain(placement):
 @pytest.mark.parametrize("sizes", [full({"embed_size": 8}), {"tie_embedding": True}])
 def test_model_variants_equal_plain(sizes):
     assert_same_as_plain(make_settings((2, 2, 2), (2, 2), task=dataclasses.replace(MODEL, **sizes)))
+
+
+@pytest.mark.parametrize("zero_bubble", ["unit", slow("microbatch"), slow("off")])
+def test_a_pipeline_equals_plain_with_numbers_of_64_bits(zero_bubble):
+    """JAX_ENABLE_X64 makes Python's whole numbers int64, beside the int32 of ticks and units."""
+    task = dataclasses.replace(MODEL, num_layers=2, windows=Windows(mean=6))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # strict is of these tests
+        assert_same_as_plain(make_settings((1, 2, 1), (2, 4), task, zero_bubble=zero_bubble))
 
 
 @functools.cache

@@ -1,20 +1,28 @@
 """The examples learn, and each is on every mesh and schedule what a loop over its layers computes."""
 
+import collections
 import dataclasses
 import functools
+import itertools
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pandas as pd
 import pytest
 from flax import nnx
+from sklearn.linear_model import LinearRegression
+from statsmodels.datasets import co2
 from test_equivalence import full, slow
 
 import jaxpar
-from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
+from jaxpar.__main__ import main
 from jaxpar.batches import place_batch
 from jaxpar.layout import lay_out
 from jaxpar.sharding import is_variable
@@ -318,6 +326,128 @@ def test_example_learns(name, mesh, rate, tmp_path):
         evaluation = result.evaluations[split]
         assert np.isfinite([*evaluation.metrics.values(), *evaluation.baseline.values()]).all()
         assert evaluation.baseline
+
+
+# --- What a command prints of the forecaster and the translator, beside a simple guess.
+
+PRINTED = 6e-4  # numbers below 1 have three decimals
+
+
+def trained(name, module, monkeypatch, caches, capsys, folder, *options):
+    """The rows of valid and test that a command prints after two steps, and the model."""
+    for cache in caches:  # those of a file are for its data alone
+        monkeypatch.setattr(module, cache, functools.cache(getattr(module, cache).__wrapped__))
+    train = ["--train.num-steps", "2", "--train.out-dir", str(folder)]
+    train += ["--optimizer.warmup-steps", "0"]
+    assert main(["train", f"{FOLDER}/{name}", *options, *train]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    numbers = {row[0]: list(map(float, row[1:])) for row in rows if {*row[:1]} & {"valid", "test"}}
+    return numbers, load_run(folder).model
+
+
+def outputs(model, batch):
+    """What a model's layers make of a whole batch, from zero state."""
+    rows = jax.tree.leaves(batch)[0].shape[1]
+    at = At(0, 0, 0, None, batch, lambda x, *dims: x)
+    return model.layers(model.layers.initial_carry(rows), model.first(batch, at), at)[1]
+
+
+def test_the_forecaster_is_printed_beside_two_guesses(capsys, monkeypatch, tmp_path):
+    rng, num_weeks, context = np.random.default_rng(0), 800, 52
+    year = np.arange(num_weeks) * 2 * np.pi / 52.18
+    values = 315 + 3 * np.sin(year) + np.sin(2 * year) + 0.2 * rng.normal(size=num_weeks)
+    values[[3, 100, 639, 650, 715, 760, 799]] = np.nan
+    weeks = pd.Series(values, pd.date_range("1960-01-02", periods=num_weeks, freq="W-SAT"))
+    monkeypatch.setattr(co2, "load", lambda: SimpleNamespace(data=pd.DataFrame({"co2": weeks})))
+    module = sys.modules[find_task(f"{FOLDER}/{FORECAST}").__module__]
+    options = ["--num-layers", "2", "--width", "4", "--batch-size", "4", "--mesh", "dp2pp2tp2"]
+    numbers, model = trained(
+        FORECAST, module, monkeypatch, ["load_series"], capsys, tmp_path / "run", *options
+    )
+
+    filled, angle = weeks.interpolate().to_numpy(), weeks.index.day_of_year * 2 * np.pi / 365.25
+
+    def change(week):  # since the week before
+        return filled[week] - filled[week - 1]
+
+    def sample(week):
+        waves = [f(n * angle[week]) for n in (1, 2, 3, 4) for f in (np.sin, np.cos)]
+        return [*(change(week - n) for n in range(8)), *waves]
+
+    def known(first, end):
+        return [
+            week for week in range(first, end - 1) if not np.isnan(values[week : week + 2]).any()
+        ]
+
+    def mean_error(forecasts):
+        return np.mean([abs(change(week + 1) - forecast) for week, forecast in forecasts.items()])
+
+    train = known(context + 1, 640)
+    linear = LinearRegression().fit(
+        [sample(week) for week in train], [change(w + 1) for w in train]
+    )
+    for split, first, end in (("valid", 641, 720), ("test", 721, 800)):
+        here, network = known(first, end), {}
+        for begin, stop in itertools.pairwise(first + np.arange(5) * (end - 1 - first) // 4):
+            read = np.arange(begin - context, stop)
+            seen = np.stack([change(read) / 0.5, np.sin(angle[read]), np.cos(angle[read])], -1)
+            y = outputs(model, {"seen": jnp.float32(seen[:, None])})
+            means = 0.5 * np.asarray(model.out(y))[context:, 0, 0]
+            network |= dict(zip(read[context:], means, strict=True))
+        expected = [
+            {week: network[week] for week in here},
+            dict.fromkeys(here, 0.0),
+            dict(zip(here, linear.predict([sample(week) for week in here]), strict=True)),
+        ]
+        np.testing.assert_allclose(
+            numbers[split][1:], list(map(mean_error, expected)), atol=PRINTED
+        )
+
+
+@pytest.mark.full
+def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch, tmp_path):
+    rng = np.random.default_rng(0)
+    words = {"a": "eins", "b": "einsam", "c": "sam", "d": "samt", "e": "einst"}
+    drawn = [" ".join(rng.choice(list(words), n)) for n in rng.integers(1, 4, 60)]
+    pairs = {text: " ".join(words[word] for word in text.split()) for text in sorted(drawn)}
+    module = sys.modules[find_task(f"{FOLDER}/{TRANSLATE}").__module__]
+    monkeypatch.setattr(module, "load_pairs", lambda: pairs)
+    options = ["--width", "8", "--batch-size", "8", "--mesh", "dp2pp4", "--max-letters", "20"]
+    caches = ["load_letters", "load_sentences"]
+    numbers, model = trained(
+        TRANSLATE, module, monkeypatch, caches, capsys, tmp_path / "run", *options
+    )
+
+    numbered = list(enumerate(pairs.items()))
+    train = [f"\n{target}\n" for number, (_, target) in numbered if number % 10 < 8]
+    place = module.load_letters()
+
+    def followers(ending):
+        """Letters after it in train, the most frequent first."""
+        found = [
+            text[match.start() + len(ending)]
+            for text in train
+            for match in re.finditer(f"(?={re.escape(ending)})", text[:-1])
+            if match.start() + len(ending)
+        ]
+        return [letter for letter, _ in collections.Counter(found).most_common()]
+
+    for split, rest in (("valid", 8), ("test", 9)):
+        by_network, by_memory = [], []
+        for number, (source, target) in numbered:
+            if number % 10 != rest:
+                continue
+            wanted = f"{target}\n"
+            given, source = ([place[c] for c in text] for text in (f"\n{target}", f"{source}\n"))
+            batch = {"source": jnp.int32(source)[:, None], "given": jnp.int32(given)[:, None]}
+            logits = model.head(outputs(model, batch)["target"])[:, 0]
+            by_network += list(logits.argmax(-1) == jnp.int32([place[c] for c in wanted]))
+            for end, letter in enumerate(wanted, start=1):
+                text = f"\n{target}"[max(end - 8, 0) : end]
+                endings = [text[n:] for n in range(len(text) + 1)]
+                by_memory.append(letter == next(filter(None, map(followers, endings)))[0])
+        expected = np.mean(by_network), np.mean(by_memory)
+        np.testing.assert_allclose(numbers[split][1:], expected, atol=PRINTED)
 
 
 def test_translation_refuses_chunks_of_time():

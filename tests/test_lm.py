@@ -76,12 +76,8 @@ def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
 
 
 def test_what_other_layers_than_lstm_cannot_do_is_refused():
-    with pytest.raises(ValueError, match=r"kernel='cudnn' cannot run layer='gru': .*kernel='scan'"):
-        dataclasses.replace(TASK, layer="gru", kernel="cudnn")
     with pytest.raises(ValueError, match=r"forget_bias=0\.5: layer='rglru' has no forget gate"):
         dataclasses.replace(TASK, layer="rglru", forget_bias=0.5)
-    task = dataclasses.replace(TASK, layer="gru", kernel="auto")
-    assert task.resolve(ONE, ONE.mesh.build()).kernel == "scan"
 
 
 # ---- padding words ----
@@ -261,7 +257,6 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
         ({"dropout": 1.0}, r"dropout=1\.0: must be at least 0 and less than 1"),
         ({"dropout": math.nan}, "dropout=nan: use a finite number"),
         ({"dtype": "float16"}, "dtype='float16': use 'float32' or 'bfloat16'"),
-        ({"kernel": "cuda"}, "kernel='cuda': use 'scan' or 'cudnn' or 'auto'"),
         ({"corpus": ""}, "corpus='' names no text"),
         ({"level": "byte"}, "level='byte': use 'auto' or 'word' or 'char'"),
         ({"max_vocab": 0}, "max_vocab=0: must be positive"),

@@ -41,9 +41,8 @@ def run(text, tmp_path_factory):
     out_dir, printed = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
     with contextlib.redirect_stdout(printed):
         code = main(
-            flags(text, "--simulate", "8", "--mesh", "dp2pp2tp2", "--kernel", "auto",
-                  "--train.out-dir", str(out_dir))
-        )  # fmt: skip
+            flags(text, "--simulate", "8", "--mesh", "dp2pp2tp2", "--train.out-dir", str(out_dir))
+        )
     assert code == 0
     return out_dir, printed.getvalue()
 
@@ -57,7 +56,6 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
         r"work +stage 0: 50%, stage 1: 50%",
         r"corpus +.*text\d+, words: 1,400 train, 70 valid, 70 test",
         rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",
-        r"kernel +scan; cudnn cannot run: it needs GPUs of NVIDIA, the mesh has cpu",
         r"lstm\.w_h +2x8x4x8 +layers/stage, input, gates, hidden/tensor +1x8x4x4 +512 B",
         r"parameters, .*; per device: parameters .*, optimizer state .*, carried state ",
         r"training 4 steps into .*run; the first is being compiled",

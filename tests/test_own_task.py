@@ -355,12 +355,26 @@ WRONG = [
     ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*; write last\(self, y,"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
     full(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
+    (STACK, "[GRU(width, rngs=rngs)]", r"Forecaster\.layers is a plain list .*self\.layers = jaxpar\.S"),
+    full(f"self.layers = {STACK}", "self.own = (GRU(width, rngs=rngs),)", "own is a plain tuple .*nnx.List"),
+    full(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers; write self\.layers = jaxpar"),
+    (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
+    full(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), and is"),
+    full(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: use an nnx"),
     (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict; .* such as jaxpar.Array"),
     full("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
     full("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is no dataclass .* above it$"),
+    ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
+    full('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
+    ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\); --debug shows"),
+    full('"valid": (300, 1)', '"valid": (3, 1)', r"split 'valid': .* 3 steps .*\(own\.py, line \d+\)$"),
+    full("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['weight'\] is f"),
+    full("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\); --debug shows"),
+    full("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing; .*return \(carry, y\), or wrap"),
+    full('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\); give a na"),
     full("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
 ]  # fmt: skip
 
@@ -376,6 +390,7 @@ def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, m
     captured = capsys.readouterr()
     assert re.search(f"error: .*{message}", captured.err, re.MULTILINE), captured.err
     assert captured.err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.full

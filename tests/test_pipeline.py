@@ -1,17 +1,13 @@
 """The pipeline engine: every schedule and option equals the plain model, and nothing hidden happens."""
 
-import collections
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 from models import Regress
 from test_equivalence import (
     MODEL,
@@ -25,11 +21,9 @@ from test_equivalence import (
     make_settings,
     plain,
 )
-from test_schedule import schedules
 
 import jaxpar.step
 from jaxpar.analysis import inspect_step
-from jaxpar.analysis.hlo import Module
 from jaxpar.at import At
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
@@ -40,8 +34,8 @@ from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.ticks import make_plan
-from jaxpar.state import abstract_state, init_state
-from jaxpar.step import abstract_batch, make_loss_and_grad, make_train_step
+from jaxpar.state import init_state
+from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [
@@ -103,79 +97,6 @@ def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     assert_same_as_plain(make_settings((2, 4, 1), (2, 4), **options))
 
 
-STEADY = [
-    {"zero_bubble": "unit"},
-    {"zero_bubble": "microbatch", "head": "last", "unroll": True},
-    {"zero_bubble": "unit", "schedule": "interleaved", "num_groups": 2},
-    {"schedule": "1f1b", "head": "last", "remat": True},
-]
-
-
-@pytest.mark.law
-@pytest.mark.parametrize("options", STEADY)
-def test_steady_ticks_in_a_loop_of_their_own_equal_plain(options, monkeypatch):
-    poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
-    monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
-    settings = make_settings((2, 2, 1), (2, 4), steady_loop="on", **options)
-    assert make_train_step(*settings).full_plan.steady_len > 1
-    assert_same_as_plain(settings)
-
-
-@pytest.mark.parametrize("options", STEADY[:2])
-def test_steady_ticks_have_no_branch_around_their_units_and_a_length_that_is_known(options):
-    task, parallel, _ = make_settings((1, 2, 1), (2, 4), steady_loop="on", **options)
-    mesh = parallel.mesh.build()
-    step = make_train_step(task, parallel, mesh=mesh)
-    program = step.lower(abstract_state(task, parallel, mesh), abstract_batch(task, parallel, mesh))
-    module, length = Module(program.compile().as_text()), step.full_plan.steady_len
-    branches = collections.Counter()
-    for visit in module.visits():
-        _, steady, scopes = visit.instruction.op_name.partition("/steady/")
-        if steady and visit.instruction.opcode == "conditional":
-            assert visit.trip_counts == (None, None, length)
-            branches[re.search(r"(\w+)/cond$", scopes)[1]] += 1
-    # On one stage alone: `first`, its gradient, a head. And a W now and then.
-    alone = {"forward": 1, "backward": 1}
-    assert branches == (alone if options is STEADY[0] else {**alone, "head": 1, "weights1": 1})
-
-
-@pytest.mark.parametrize("apart", ["off", "unit", "microbatch"])
-def test_the_report_counts_the_same_with_steady_ticks_apart(apart):
-    def sent(steady_loop):
-        settings = make_settings((1, 2, 2), (2, 4), steady_loop=steady_loop, zero_bubble=apart)
-        return [(t.axes, t.count, t.bytes, t.sent_bytes) for t in inspect_step(*settings).totals]
-
-    assert sent("on") == sent("off")
-
-
-@given(schedules(), st.integers(0, 3))
-def test_in_steady_ticks_all_stages_have_the_same_parts(schedule, less):
-    """Of the longest schedule, and of one of another data-parallel group that has less to do."""
-    again = functools.partial(
-        make_schedule,
-        schedule.kind,
-        schedule.num_stages,
-        num_chunks=schedule.num_chunks,
-        num_groups=schedule.num_groups,
-        zero_bubble=schedule.zero_bubble,
-    )
-    other = again(max(schedule.num_microbatches - less, 1))
-    plan = make_plan([schedule, other])
-    units = [plan.forward.unit, plan.backward.unit, *plan.weight_units]
-    steady = plan.steady + np.arange(plan.steady_len)
-    for number, unit in enumerate(units):
-        busy = unit[:, steady] >= 0
-        if number < 2 or (number == 3 and plan.zero_bubble == "unit"):
-            assert busy.all()
-        elif number != 3:
-            assert not busy.any()
-    if plan.zero_bubble == "off" and schedule.kind == "1f1b":
-        M, K, S = other.num_microbatches, schedule.num_chunks, schedule.num_stages
-        assert plan.steady_len == max((M - 1) * K - 2 * (S - 1) + 1, 0)
-    longer = make_plan([schedule, other], None, plan.steady_len + 1)
-    assert longer.steady == -1
-
-
 @pytest.mark.law
 @pytest.mark.parametrize("options", [OPTIONS[3], OPTIONS[6], {"schedule": "1f1b"}])
 def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
@@ -205,7 +126,7 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
     [
         ((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1, {}),
         full((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": "unit"}),
-        ((1, 2, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": "microbatch", "steady_loop": "on"}),
+        ((1, 2, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": "microbatch"}),
         ((2, 1, 1), (2, 1), (10, 4), 2, {}),
     ],
 )

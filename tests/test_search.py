@@ -97,7 +97,6 @@ def configs(draw):
             placement=placement,
             head=pick("last", "sharded"),
             unroll=groups == 1 and pick(False, True),
-            steady_loop=pick("off", "off", "on"),
             remat=pick(False, False, True),
         ),
         shares=shares,

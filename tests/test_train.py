@@ -27,10 +27,13 @@ from jaxpar.batches import SeriesBatches
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
+from jaxpar.pictures import figures
 from jaxpar.state import abstract_state, init_state
 from jaxpar.task import find_task
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.training import loop
+from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fit import evaluate_run, fit
@@ -172,6 +175,39 @@ def mesh_run(text, tmp_path_factory):
     """The same on 8 devices."""
     out_dir = tmp_path_factory.mktemp("runs") / "mesh"
     return fit(*make_run(text, out_dir, mesh=(2, 2, 2), units=(2, 2)))
+
+
+def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkeypatch):
+    """Compiling, evaluations and what a save waits for do not lower it: the curve of speed has no dips."""
+    late = [0.0]  # the clock of the loop goes on by a minute with each save and evaluation
+    clock = time.perf_counter
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock() + late[0])
+
+    def slow(function):
+        def run(*args, **kwargs):
+            late[0] += 60
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(Checkpoints, "save", slow(Checkpoints.save))
+    monkeypatch.setattr(loop, "evaluate", slow(loop.evaluate))
+    monkeypatch.setattr(loop, "make_train_step", slow(loop.make_train_step))
+    run = make_run(
+        text, tmp_path / "run", num_steps=6, log_every=2, eval_every=4, checkpoint_every=2
+    )
+    fit(*run)
+    train = dataclasses.replace(run.train, num_steps=12)
+    fit(run.task, run.parallel, train, resume=True)
+    assert late[0] >= 10 * 60
+    lines = RunFolder(tmp_path / "run").metrics()
+    speeds = {e["step"]: e["tokens_per_second"] for e in lines if e["split"] == "train"}
+    assert [step for step, speed in speeds.items() if speed is None] == [1, 7]
+    tokens = 2 * 8 * 4  # of a line
+    assert all(speed is None or speed > tokens / 10 for speed in speeds.values()), speeds
+    curve = figures.draw_curves({"run": lines}).axes[1].get_lines()[0].get_xydata()
+    assert np.asarray(curve)[:, 0].tolist() == [2, 4, 6, 8, 10, 12]
+    assert np.asarray(curve)[:, 1].tolist() == [speeds[step] for step in (2, 4, 6, 8, 10, 12)]
 
 
 @pytest.mark.law

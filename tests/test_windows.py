@@ -170,7 +170,6 @@ def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
         (lambda: Windows(mean=9, short=1.0), r"short=1\.0"),
         (lambda: LM(seq_len=32, windows=Windows(33)), r"windows\.mean=33 is more than seq_len=32"),
         (lambda: LM(packed=True, windows=Windows(30)), "its lines are read"),
-        (lambda: LM(kernel="cudnn", windows=Windows(30)), "cuDNN's LSTM cannot begin within"),
     ],
 )
 def test_impossible_windows_are_refused(make, message):

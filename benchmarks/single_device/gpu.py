@@ -1,6 +1,6 @@
 """The training step on a GPU, against that of PyTorch, whose LSTM is cuDNN's.
 
-    python -m benchmarks.single_device.gpu C --numbers tf32 --torch-python venv/bin/python
+    python -m benchmarks.single_device.gpu C --numbers tf32 float32 bfloat16 --torch-python venv/bin/python
 
 tf32: float32 whose matmuls round to TF32, what both do by themselves (PyTorch in its LSTM, here in its head
 as well). float32: they do not. bfloat16: jaxpar with float32 parameters; PyTorch likewise, by its autocast,
@@ -17,6 +17,7 @@ from benchmarks.sides import Side, measure, table
 from benchmarks.work import WORKS
 
 GPU = (("JAX_PLATFORMS", "cuda"), ("XLA_PYTHON_CLIENT_PREALLOCATE", "false"))
+NUMBERS = ("tf32", "float32", "bfloat16")
 PROBES = {
     "JAX": "import jax; device, = jax.devices('cuda')[:1]; "
     "print(device.device_kind, 'jax', jax.__version__, device.client.platform_version)",
@@ -25,8 +26,12 @@ PROBES = {
 }
 
 
-def sides_of(work: str, numbers: str, torch_python: str | None) -> list[Side]:
-    """All sides; the first is what the others are held against."""
+def sides_of(work: str, numbers: str, torch_python: str | None, xla_flags: str = "") -> list[Side]:
+    """All sides; the first is what the others are held against.
+
+    Args:
+      xla_flags: of one more side.
+    """
     cores = (tuple(os.sched_getaffinity(0)),)
     env = GPU + ((("JAX_DEFAULT_MATMUL_PRECISION", "highest"),) if numbers == "float32" else ())
 
@@ -34,26 +39,28 @@ def sides_of(work: str, numbers: str, torch_python: str | None) -> list[Side]:
         arguments = ("-m", "benchmarks.single_device.torch_side", work, "cuda", numbers)
         return Side(f"torch.nn.LSTM, {numbers}", arguments, cores, torch_python or "")
 
-    def jaxpar_side(kernel: str) -> Side:
-        options = {"kernel": kernel, "dtype": "bfloat16" if numbers == "bfloat16" else "float32"}
+    def jaxpar_side(flags: str = "") -> Side:
+        options = {"dtype": "bfloat16" if numbers == "bfloat16" else "float32"}
         settings = ('{"devices": [0]}', "{}", json.dumps(options))
         arguments = ("-m", "benchmarks.jaxpar_side", work, *settings)
-        return Side(f"jaxpar, {numbers}, {kernel}", arguments, cores, env=env)
+        name = ", ".join(["jaxpar", numbers, *flags.split()])
+        flagged = (("XLA_FLAGS", flags),) if flags else ()
+        return Side(name, arguments, cores, env=env + flagged)
 
-    in_bfloat16 = numbers == "bfloat16"
-    of_torch = ["autocast", "bfloat16"] if in_bfloat16 else [numbers]
-    of_jaxpar = ["scan"] if in_bfloat16 else ["scan", "cudnn"]
+    of_torch = ["autocast", "bfloat16"] if numbers == "bfloat16" else [numbers]
     return [
         *(map(torch_side, of_torch) if torch_python else ()),
-        *map(jaxpar_side, of_jaxpar),
+        jaxpar_side(),
+        *([jaxpar_side(xla_flags)] if xla_flags else []),
     ]
 
 
 def main() -> None:
     """Prints the table; says so and ends with code 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("work", choices=("C", "D"))
-    parser.add_argument("--numbers", choices=("tf32", "float32", "bfloat16"), default="tf32")
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("--numbers", nargs="+", choices=NUMBERS, default=NUMBERS[:1])
+    parser.add_argument("--xla-flags", default="", help="of one more side")
     parser.add_argument("--torch-python", help="of an environment with torch for CUDA, and numpy")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=10, help="of a round")
@@ -73,11 +80,12 @@ def main() -> None:
                 f"one, with {name} for CUDA"
             )
     print(f"work {args.work}: {WORKS[args.work]}\n")
-    sides = sides_of(args.work, args.numbers, args.torch_python)
-    results = measure(sides, num_rounds=args.rounds, num_steps=args.steps)
-    print(table(results, WORKS[args.work].tokens), "\n")
-    peaks = (f"{result.side.name} {result.about['peak_mib']:.0f}" for result in results)
-    print(f"Peak memory on the GPU, MiB: {', '.join(peaks)}")
+    for numbers in args.numbers:
+        sides = sides_of(args.work, numbers, args.torch_python, args.xla_flags)
+        results = measure(sides, num_rounds=args.rounds, num_steps=args.steps)
+        print(table(results, WORKS[args.work].tokens), "\n")
+        peaks = (f"{result.side.name} {result.about['peak_mib']:.0f}" for result in results)
+        print(f"Peak memory on the GPU, MiB: {'; '.join(peaks)}\n", flush=True)
 
 
 def _probe(python: str, code: str) -> str:

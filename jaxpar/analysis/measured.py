@@ -263,11 +263,6 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
             f"on {platform} the profiler does not show where a unit begins; use simulated devices, or look "
             f"at the trace of train --profile"
         )
-    if parallel.has_steady_loop(mesh):
-        raise ValueError(
-            "steady_loop='on': without branches the profiler does not show where a unit begins; measure it "
-            "with steady_loop='off'"
-        )
     if parallel.num_segments > 1:
         raise ValueError(
             "remat_keeps='carries' runs a window in segments, each a loop over ticks of its own; measure it "

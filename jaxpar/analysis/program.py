@@ -15,7 +15,7 @@ from jaxpar.display import format_bytes, format_shape
 from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, STEADY, scope_of_weights
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
@@ -172,8 +172,7 @@ def inspect_step(
     plan = step.full_plan
     if plan is None:
         return report
-    has_steady = parallel.has_steady_loop(mesh) and int(plan.steady) >= 0
-    collectives = tuple(_planned(each, plan, has_steady) for each in report.collectives)
+    collectives = tuple(_planned(each, plan) for each in report.collectives)
     notes = ()
     if parallel.zero_bubble != "off" and (whole := lay_out(task, parallel).whole_kinds):
         notes = (
@@ -272,24 +271,18 @@ def busy_of(plan: Plan) -> dict[str, np.ndarray]:
     }
 
 
-def _planned(collective: Collective, plan: Plan, has_steady: bool) -> Collective:
+def _planned(collective: Collective, plan: Plan) -> Collective:
     """A collective of a loop over ticks with the loop's length, by what of a tick it belongs to."""
     units = busy_of(plan)
-    scopes = _SCOPE.findall(collective.module)
-    part = next((scope for scope in scopes if scope in units), None)
+    part = next((scope for scope in _SCOPE.findall(collective.module) if scope in units), None)
     if part is None or collective.trip_counts[:1] != (None,):
         return collective
-    runs_T, num_loops = np.arange(plan.forward.unit.shape[1]) < plan.num_ticks, 1
-    if has_steady:
-        past_T = np.arange(len(runs_T)) - plan.steady
-        steady_T = (past_T >= 0) & (past_T < plan.steady_len)
-        is_steady = STEADY in scopes
-        runs_T, num_loops = runs_T & (steady_T == is_steady), 2 + is_steady
+    runs_T = np.arange(plan.forward.unit.shape[1]) < plan.num_ticks
     # On one device, for W takes other lanes on each stage: the last of the group with the most units.
     group = units[FORWARD].sum((1, 2)).argmax()
     busy_T = units[part][group, :, -1] if collective.conditional else np.bool_(True)
     length = int((busy_T & runs_T).sum())
-    trips = (length, *collective.trip_counts[num_loops:])
+    trips = (length, *collective.trip_counts[1:])
     return dataclasses.replace(collective, trip_counts=trips)
 
 

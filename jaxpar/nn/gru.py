@@ -127,7 +127,7 @@ class GRU(HiddenState):
         """
         self.width, self.dropout = width, dropout
         self.w_x, self.w_h = (gate_kernel(rngs, width, 3, init) for _ in range(2))
-        self.b = named_param(jnp.zeros((4, width)), (GATES, HIDDEN))
+        self.b = named_param(jnp.zeros((4, width), jnp.float32), (GATES, HIDDEN))
 
     @jax.named_scope("gru")
     def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:

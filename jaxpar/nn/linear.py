@@ -34,7 +34,7 @@ class Linear(nnx.Module):
         draw = init or lecun_uniform(in_size)
         kernel = draw(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
         self.kernel = named_param(kernel, dims)
-        self.bias = named_param(jnp.zeros(out_size), dims[1:])
+        self.bias = named_param(jnp.zeros(out_size, jnp.float32), dims[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., in] -> float32 [..., out]; the matmul runs in the dtype of x and accumulates in float32."""

@@ -71,7 +71,7 @@ class LinearRecurrence(HiddenState):
         """
         self.width, self.dropout = width, dropout
         self.w = gate_kernel(rngs, width, 2, init)
-        self.b = named_param(jnp.zeros((2, width)), (GATES, HIDDEN))
+        self.b = named_param(jnp.zeros((2, width), jnp.float32), (GATES, HIDDEN))
 
     def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What the state is multiplied by, and what is added to it, by x W + b; float32 [T, B, H]."""

@@ -204,15 +204,12 @@ class LSTM(nnx.Module):
     """One LSTM layer.
 
     Attributes:
-      kernel: what computes it, called as `lstm_layer`.
       carry_dims: of its state.
       h_0, c_0: [H], the initial state, if it is learned.
       w_x, w_h: [H, 4, H]; an input narrower than H is zero-extended by the caller (`extend`).
       b: [4, H].
     """
 
-    kernel = staticmethod(lstm_layer)
-    kind_name: ClassVar[str] = "lstm"  # whatever computes it
     carry_dims: ClassVar[Any] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
     def __init__(
@@ -236,11 +233,13 @@ class LSTM(nnx.Module):
         """
         self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
         self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
-        self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
+        self.b = named_param(
+            jnp.zeros((4, width), jnp.float32).at[1].set(forget_bias), (GATES, HIDDEN)
+        )
 
         if learn_initial:
-            self.h_0 = named_param(jnp.zeros(width), (HIDDEN,))
-            self.c_0 = named_param(jnp.zeros(width), (HIDDEN,))
+            self.h_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
+            self.c_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
 
     def initial_carry(self, rows: int) -> LSTMCarry:
         """Zeros, or what is learned, [rows, H]."""
@@ -256,9 +255,9 @@ class LSTM(nnx.Module):
         params = LSTMParams(self.w_x[...], self.w_h[...], self.b[...])
         arguments = params, carry, dropout(x_TBH, self.dropout, at)
         if at.resets is None:
-            return self.kernel(*arguments)
+            return lstm_layer(*arguments)
         initial = initial_of(self, x_TBH, at) if self.learn_initial else at.initial
-        return self.kernel(*arguments, Resets(at.resets, initial))
+        return lstm_layer(*arguments, Resets(at.resets, initial))
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

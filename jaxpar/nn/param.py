@@ -20,7 +20,10 @@ def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
       ValueError: as many names as dims are not given.
     """
     if len(dims) != value.ndim:
-        raise ValueError(f"dims={dims} names {len(dims)} dims, the array has shape {value.shape}")
+        raise ValueError(
+            f"dims={dims} do not fit an array of shape {value.shape}; give a name, or None, for each of "
+            f"its {value.ndim} dims"
+        )
     return nnx.Param(value, out_sharding=dims, eager_sharding=False)
 
 

@@ -111,7 +111,9 @@ class SLSTM(nnx.Module):
         """
         self.width, self.dropout = width, dropout
         self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
-        self.b = named_param(jnp.zeros((4, width)).at[1].set(forget_bias), (GATES, HIDDEN))
+        self.b = named_param(
+            jnp.zeros((4, width), jnp.float32).at[1].set(forget_bias), (GATES, HIDDEN)
+        )
 
     def initial_carry(self, rows: int) -> SLSTMCarry:
         """Zeros that nothing has entered, [rows, H]."""

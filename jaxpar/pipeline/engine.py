@@ -44,9 +44,8 @@ from jaxpar.trees import add, vary_like, zeros
 
 Head = Literal["last", "sharded"]
 
-# The parts of a tick, as named scopes of the program; and the loop of steady ticks.
+# The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
-STEADY = "steady"
 
 
 def scope_of_weights(number: int) -> str:
@@ -96,9 +95,6 @@ class Pipeline:
       num_segments: G, of a window, each of as many chunks as the plan says.
       unroll: write the layers of a stage out one by one, each with weights of its own that are laid out for
         the backward pass once a step; else they are a loop. For layers of one kind, in one group.
-      steady_loop: run the steady ticks of a full batch (`Plan.steady`) in a loop of their own, of a length
-        that the compiler knows and without a branch around F, B and W. What one stage has alone, `first` and
-        a head on the last stage, keeps its branch.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
       first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
@@ -119,7 +115,6 @@ class Pipeline:
     keeps_on_host: bool = False
     num_segments: int = 1
     unroll: bool = False
-    steady_loop: bool = False
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
     layout: Callable[..., Any] = anywhere
@@ -242,7 +237,6 @@ class Pipeline:
                     slot_of=None if plan.slot_of is None else P(DATA, STAGE),
                     head=P(DATA),
                     num_ticks=P(),
-                    steady=P(),
                     num_chunks=P(),
                 ),
             ),
@@ -487,7 +481,7 @@ class _Device:
             self.segment = number
             carry, sums = carried
             state = self.initial_state(False)._replace(carry=carry, sums=sums)
-            tick = functools.partial(self.tick, False, False, has_head=has_head)
+            tick = functools.partial(self.tick, False, has_head=has_head)
             state = lax.fori_loop(0, self.forward_ticks, tick, state)
             return (state.carry, state.sums), (carry, state.ran_T4)
 
@@ -525,34 +519,9 @@ class _Device:
         )
 
     def ticks(self, with_gradients: bool, num_ticks: int | None, state: _State) -> _State:
-        """All ticks: before the steady ones, these, and the others; or all in one loop."""
-        plan = self.plan
-        tick = functools.partial(self.tick, with_gradients, False)
-        if num_ticks is not None and not with_gradients:
-            return lax.fori_loop(0, num_ticks, tick, state)
-        if not (self.pipe.steady_loop and plan.steady_len):
-            return lax.fori_loop(0, plan.num_ticks, tick, state)
-        has_steady = jnp.asarray(plan.steady) >= 0
-
-        @jax.named_scope(STEADY)
-        def steady(_, state):
-            # The first is data, their number is not.
-            return lax.fori_loop(
-                0,
-                plan.steady_len,
-                lambda n, state: self.tick(with_gradients, True, plan.steady + n, state),
-                state,
-            )
-
-        def part(number, state):
-            """Before and with the steady ticks, then after them: so the others are there only once."""
-            is_before = has_steady & (number == 0)
-            start = jnp.where(number == 0, 0, plan.steady + plan.steady_len)
-            stop = jnp.where(is_before, plan.steady, plan.num_ticks)
-            state = lax.fori_loop(start, stop, tick, state)
-            return lax.fori_loop(0, is_before.astype(jnp.int32), steady, state)
-
-        return lax.fori_loop(0, 1 + has_steady.astype(jnp.int32), part, state)
+        known = None if with_gradients else num_ticks
+        tick = functools.partial(self.tick, with_gradients)
+        return lax.fori_loop(0, self.plan.num_ticks if known is None else known, tick, state)
 
     def stacked(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         """Layers that are written out as one tree again."""
@@ -640,7 +609,6 @@ class _Device:
     def tick(
         self,
         with_gradients: bool,
-        is_steady: bool,
         number: jax.Array,
         state: _State,
         *,
@@ -649,29 +617,28 @@ class _Device:
         """Forward, head, backward, weights, exchange.
 
         Args:
-          is_steady: see `Plan.steady`; what every stage has then needs no branch.
           has_head: False where the carry alone is wanted.
         """
         forward, backward, *weights = (
             vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), self.here)
             for lane in (self.plan.forward, self.plan.backward, *self.plan.weights)
         )
-        state, y = self.forward(with_gradients, is_steady, forward, state)
-        if with_gradients and weights and not is_steady:
+        state, y = self.forward(with_gradients, forward, state)
+        if with_gradients and weights:
             # B writes over what is read here. XLA does not know the order, and would copy all that is kept.
             state, done = self.weights(weights[0], state, 0)
             backward = backward._replace(slot=backward.slot + done)
         unit, slot = self.plan.head[0, number]
         y_of_head, kept = y, None
         if with_gradients and self.pipe.remat:
-            y_of_head, kept = self.again(is_steady, backward, state)
+            y_of_head, kept = self.again(backward, state)
         if has_head:
-            state = self.head(with_gradients, is_steady, unit, slot, y_of_head, state)
+            state = self.head(with_gradients, unit, slot, y_of_head, state)
         dx = None
         if with_gradients:
-            state, dx = self.backward(is_steady, backward, kept, state)
+            state, dx = self.backward(backward, kept, state)
             if weights:
-                state, _ = self.weights(weights[1], state, 1, is_steady)
+                state, _ = self.weights(weights[1], state, 1)
         if self.meets_once:
             y, dx = lax.optimization_barrier((y, dx))
         arrived_x = self.exchange(y, +1, state.arrived_x, forward.arrival)
@@ -685,9 +652,7 @@ class _Device:
         return state._replace(arrived_x=arrived_x, ran_T4=ran_T4)
 
     @jax.named_scope(FORWARD)
-    def forward(
-        self, with_gradients: bool, is_steady: bool, at: Lane, state: _State
-    ) -> tuple[_State, Any]:
+    def forward(self, with_gradients: bool, at: Lane, state: _State) -> tuple[_State, Any]:
         unit, m = jnp.maximum(at.unit, 0), self.microbatch(at.unit)
         x = lax.cond(
             (at.unit >= 0) & (at.source < 0),
@@ -698,7 +663,7 @@ class _Device:
         run = functools.partial(self.layers_forward, with_gradients, unit, at.group, before, x)
         kept = jax.eval_shape(run)[2]
         after, y, kept = _if(
-            is_steady or at.unit >= 0,
+            at.unit >= 0,
             lambda: vary_like(run(), self.here),
             lambda: vary_like((before, x, zeros(kept)), self.here),
         )
@@ -718,13 +683,11 @@ class _Device:
         return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
 
     @jax.named_scope(HEAD)
-    def head(
-        self, with_gradients: bool, is_steady: bool, unit, slot, y: Any, state: _State
-    ) -> _State:
+    def head(self, with_gradients: bool, unit, slot, y: Any, state: _State) -> _State:
         """Sums and cotangent of the unit that has just left the last layer, if there is one."""
         on_last, dtypes = self.stage == self.last_stage, jax.tree.map(lambda a: a.dtype, y)
         if self.pipe.head == "sharded":
-            active = (is_steady and self.plan.num_groups == 1) or unit >= 0
+            active = unit >= 0
         else:
             unit, slot = vary_like((unit, slot), self.here)
             active = (unit >= 0) & on_last
@@ -762,7 +725,7 @@ class _Device:
         )
 
     @jax.named_scope(BACKWARD)
-    def again(self, is_steady: bool, at: Lane, state: _State) -> tuple[Any, Any]:
+    def again(self, at: Lane, state: _State) -> tuple[Any, Any]:
         """The output and the residuals of the unit whose backward comes, from its input and its carry."""
         carry, x = self.to_device(read(state.kept, at.slot))
 
@@ -772,13 +735,13 @@ class _Device:
 
         out = jax.eval_shape(run)
         return _if(
-            is_steady or at.unit >= 0,
+            at.unit >= 0,
             lambda: vary_like(run(), self.here),
             lambda: vary_like(zeros(out), self.here),
         )
 
     @jax.named_scope(BACKWARD)
-    def backward(self, is_steady: bool, at: Lane, kept: Any, state: _State) -> tuple[_State, Any]:
+    def backward(self, at: Lane, kept: Any, state: _State) -> tuple[_State, Any]:
         """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs.
 
         Args:
@@ -820,7 +783,7 @@ class _Device:
         )
         later = jax.eval_shape(run)[3]
         grads, d_carry, dx, later = _if(
-            is_steady or at.unit >= 0,
+            at.unit >= 0,
             lambda: vary_like(run(), self.here),
             lambda: vary_like((grads, state.d_carry, dy, zeros(later)), self.here),
         )
@@ -876,20 +839,16 @@ class _Device:
         own = [each[0] for each in more]
         return ([function(*row, *own) for row in zip(kept[0], values[0], strict=True)],)
 
-    def weights(
-        self, at: Lane, state: _State, first: int, is_steady: bool = False
-    ) -> tuple[_State, jax.Array]:
+    def weights(self, at: Lane, state: _State, first: int) -> tuple[_State, jax.Array]:
         """W of the units of this part of a tick; gradients are changed in place. And 0.
 
         Args:
           first: number of the first lane; of the lane 0, beside forwards, the 0 comes when it is done.
-          is_steady: then there is nothing but in this one.
         """
         layers, done = state.grads.layers, vary_like(jnp.int32(0), self.here)
         if not any(kind.has_weights for kind in self.layers.kinds):
             return state, done
-        is_there = is_steady and self.plan.zero_bubble == "unit"
-        for place in range(1 if is_steady else at.unit.shape[0]):
+        for place in range(at.unit.shape[0]):
             here = jax.tree.map(lambda a, place=place: a[place], at)
 
             def run(here=here, layers=layers, done=done):
@@ -909,7 +868,7 @@ class _Device:
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = _if(is_there or here.unit >= 0, run, skip)
+                layers, done = _if(here.unit >= 0, run, skip)
         return state._replace(grads=state.grads._replace(layers=layers)), done
 
     def weights_of(self, kind: int, at: Lane, buffers: Any, grads: Any) -> Any:

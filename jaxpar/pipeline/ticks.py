@@ -1,7 +1,6 @@
 """Schedules as data: what a compiled pipeline looks up at every tick."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -22,8 +21,6 @@ class Plan:
       slot_of: int32 [data, stage, groups, units], the residual slot of each, for W of whole microbatches.
       head: what leaves the last layer: unit and residual slot, [data, ticks, 2]; -1 for nothing.
       num_ticks: int32 scalar, the loop's length; rows beyond it are not looked at.
-      steady: int32 scalar, the first of `steady_len` ticks in which every stage has a forward, a backward and
-        (with `zero_bubble="unit"`) one W; -1 if the batch is too short for so many.
       num_chunks: int32 scalar, K.
       max_microbatches, max_chunks: M and K of the largest batch that the program holds.
     The other attributes are sizes of buffers; programs of equal sizes are one program.
@@ -35,11 +32,9 @@ class Plan:
     slot_of: np.ndarray | jax.Array | None
     head: np.ndarray | jax.Array
     num_ticks: np.ndarray | jax.Array
-    steady: np.ndarray | jax.Array
     num_chunks: np.ndarray | jax.Array
     max_microbatches: int = dataclasses.field(metadata={"static": True})
     max_chunks: int = dataclasses.field(metadata={"static": True})
-    steady_len: int = dataclasses.field(metadata={"static": True})
     zero_bubble: ZeroBubble = dataclasses.field(metadata={"static": True})
     num_groups: int = dataclasses.field(metadata={"static": True})
     num_slots: int = dataclasses.field(metadata={"static": True})
@@ -49,20 +44,16 @@ class Plan:
     @property
     def weight_units(self) -> list[np.ndarray]:
         """The units of each lane of W, [data, ticks, stage]."""
-        return _weight_units(self.weights)
+        units = [np.asarray(lane.unit) for lane in self.weights]
+        return [unit[..., place] for unit in units for place in range(unit.shape[-1])]
 
 
-def make_plan(
-    schedules: Sequence[Schedule],
-    capacity: Schedule | None = None,
-    steady_len: int | None = None,
-) -> Plan:
+def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -> Plan:
     """Schedules as data.
 
     Args:
       schedules: one for every data-parallel group. They may differ in the number of microbatches.
       capacity: the largest schedule that the compiled program shall hold; None takes the largest here.
-      steady_len: of the compiled program, that of its full batches; None takes as many ticks as there are.
     Raises:
       ValueError: the schedules differ in more than microbatches, or do not fit the capacity.
     """
@@ -103,10 +94,6 @@ def make_plan(
     head = np.stack([forward.unit[..., -1], forward.slot[..., -1]], axis=-1)
     max_microbatches = max(capacity.num_microbatches, *(s.num_microbatches for s in schedules))
     max_chunks = max(capacity.num_chunks, schedules[0].num_chunks)
-    first_steady, most = _find_steady(
-        forward, backward, _weight_units(weights), capacity.zero_bubble
-    )
-    steady_len = most if steady_len is None else steady_len
     return Plan(
         forward=forward,
         backward=backward,
@@ -118,11 +105,9 @@ def make_plan(
         ),
         head=np.where(done[..., None], head, -1),
         num_ticks=np.asarray(max(schedule.num_ticks for schedule in schedules), np.int32),
-        steady=np.asarray(first_steady if 0 < steady_len <= most else -1, np.int32),
         num_chunks=np.asarray(schedules[0].num_chunks, np.int32),
         max_microbatches=max_microbatches,
         max_chunks=max_chunks,
-        steady_len=steady_len,
         zero_bubble=capacity.zero_bubble,
         num_groups=capacity.num_groups,
         num_slots=capacity.num_slots,
@@ -144,7 +129,6 @@ def make_idle(plan: Plan, num_ticks: int) -> Plan:
         weights=tuple(map(idle, plan.weights)),
         head=np.full_like(plan.head, -1),
         num_ticks=np.asarray(num_ticks, np.int32),
-        steady=np.asarray(-1, np.int32),
     )
 
 
@@ -170,31 +154,6 @@ def _with_lanes(schedule: Schedule, num_lanes: int) -> Schedule:
     idle = idle_lane(*schedule.forward.unit.shape)
     more = (idle,) * (num_lanes - len(schedule.weights))
     return dataclasses.replace(schedule, weights=(*schedule.weights, *more))
-
-
-def _weight_units(weights: Sequence[Lane]) -> list[np.ndarray]:
-    units = [np.asarray(lane.unit) for lane in weights]
-    return [unit[..., place] for unit in units for place in range(unit.shape[-1])]
-
-
-def _find_steady(
-    forward: Lane, backward: Lane, weights: Sequence[np.ndarray], zero_bubble: ZeroBubble
-) -> tuple[int, int]:
-    """The first of the longest run of ticks without idle stages, and their number; see `Plan.steady`."""
-    idle_DTS = forward.unit < 0
-    if (backward.unit >= 0).any():
-        idle_DTS = idle_DTS | (backward.unit < 0)
-    if weights:
-        beside, after, *more = weights
-        idle_DTS = functools.reduce(
-            np.logical_or, (unit >= 0 for unit in (beside, *more)), idle_DTS
-        )
-        if zero_bubble == "unit":
-            idle_DTS = idle_DTS | (after < 0)
-    edges = np.flatnonzero(np.concatenate([[True], idle_DTS.any(axis=(0, 2)), [True]]))
-    lengths = np.diff(edges) - 1
-    longest = int(lengths.argmax())
-    return int(edges[longest]), int(lengths[longest])
 
 
 def _slots_of(forward: Lane, num_groups: int, num_units: int) -> np.ndarray:

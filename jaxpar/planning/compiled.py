@@ -63,4 +63,4 @@ def report_of(
       ValueError: sizes do not fit the mesh.
     """
     mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else _quickest()
-    return inspect_step(task.portable(), parallel, train, mesh, options=options)
+    return inspect_step(task, parallel, train, mesh, options=options)

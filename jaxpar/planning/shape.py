@@ -141,7 +141,7 @@ def shapes_of(task: Task, num_steps: int = 1_000_000) -> ModelShapes:
     Raises:
       ValueError: the model is not one; see `layout.ModelLayout`.
     """
-    return ModelShapes(task.portable(), num_steps)
+    return ModelShapes(task, num_steps)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -47,6 +47,7 @@ class ConsoleReport(Report):
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Where it goes; a live line on a terminal."""
+        self._mark = None
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
@@ -129,12 +130,12 @@ class ConsoleReport(Report):
         self._print(f"{_duration(seconds)} in all; {out_dir} holds {files}")
 
     def _eta(self, progress: Progress, steps_left: int) -> str:
-        """From the speed since the line before."""
+        """From the mean speed since the first line, evaluations and saves included."""
         now = time.perf_counter()
-        mark, self._mark = self._mark, (now, progress.step)
-        if mark is None or progress.step == mark[1]:
+        begin, first_step = self._mark = self._mark or (now, progress.step)
+        if progress.step == first_step:
             return "ETA -:--"
-        return f"ETA {_duration((now - mark[0]) / (progress.step - mark[1]) * steps_left)}"
+        return f"ETA {_duration((now - begin) / (progress.step - first_step) * steps_left)}"
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -15,12 +15,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.fields import require_instance
+from jaxpar.fields import require, require_instance
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
+from jaxpar.step import check_batch_shape
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
@@ -130,6 +132,7 @@ def fit(
     texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
     batches = CheckedBatches(task, task.make_batches("train", train.seed))
     batches.batch(0)
+    _check_evaluations(task, parallel)
     if resume and folder is not None:
         folder.check_data(task)
     found = _what_was_found(texts, parallel)
@@ -250,6 +253,18 @@ def _check_holds_no_run(folder: RunFolder) -> None:
             f"out_dir={str(folder)!r} holds a run already; go on with it (--resume), use another "
             f"--train.out-dir, or remove what is there (--overwrite)"
         )
+
+
+def _check_evaluations(task: Task, parallel: Parallel) -> None:
+    """Raises for a split that would end the run where it is evaluated, after all steps maybe."""
+    layout = lay_out(task, parallel)
+    for split in ("valid", "test"):
+        try:
+            batches = CheckedBatches(task, task.make_batches(split))
+            require(batches.num_windows > 0, "no batch; give more rows, or smaller batches")
+            check_batch_shape(layout, batches.batch(0))
+        except ValueError as error:
+            raise ValueError(f"split {split!r}: {error}") from error
 
 
 def _what_was_found(texts: Mapping[str, str], parallel: Parallel) -> dict[str, Any]:

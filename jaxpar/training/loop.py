@@ -106,16 +106,15 @@ class Run:
                     seconds = time.perf_counter() - clock
                     self._log(step, metrics, units / seconds if step > first_step + 1 else None)
                     clock, units = time.perf_counter(), 0.0
-                is_best = False
+                before, is_best = time.perf_counter(), False
                 if evaluates:
-                    before = time.perf_counter()
                     if not self._validate(step, stop):
                         break
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
-                    clock += time.perf_counter() - before
                 if is_best or is_due:
                     self.folder.check_lock()
                     self.checkpoints.save(self.state)
+                clock += time.perf_counter() - before  # speed is that of steps
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
                 self.folder.check_lock()

@@ -138,7 +138,8 @@ class RunFolder:
         if not self.config_path.exists():
             raise FileNotFoundError(
                 f"{self} holds no run: there is no {self.config_path.name} in it; give the "
-                f"folder that `train` named as its own" + _known_runs(self.path.parent)
+                f"folder that `train` wrote"
+                + (_known_runs(self.path) or _known_runs(self.path.parent))
             )
         content = self.config_path.read_bytes()
         sealed = _SEALED.fullmatch(content)
@@ -220,7 +221,7 @@ class RunFolder:
         settings = self.settings()
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
-        task = settings.task.portable().resolve(parallel, devices)
+        task = settings.task.resolve(parallel, devices)
         task.check(parallel, devices)
         settings = settings._replace(task=task, parallel=parallel)
         checkpoints = self.checkpoints(settings)

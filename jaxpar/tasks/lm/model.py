@@ -95,7 +95,7 @@ class LanguageModel(nnx.Module):
 
         self.layers = Stack([make] * num_layers, rngs=rngs, unroll=1)  # the smallest
         if tie_embedding:
-            self.head_bias = named_param(jnp.zeros(vocab_size), (VOCAB,))
+            self.head_bias = named_param(jnp.zeros(vocab_size, jnp.float32), (VOCAB,))
         else:
             self.head = Linear(hidden_size, vocab_size, dims=(INPUT, VOCAB), rngs=rngs, init=init)
 

@@ -20,7 +20,8 @@ def open_run(run_dir: str | PathLike[str]) -> tuple[RunFolder, Vocabulary]:
     task = folder.settings().task
     if not isinstance(task, LM):
         raise ValueError(
-            f"the run in {folder} is of the task {spec_of(task)}; give one of the task lm"
+            f"the run in {folder} is of the task {spec_of(task)}; give one of the task lm, or look "
+            f"at this one in Python: jaxpar.load_run({str(folder)!r}).params"
         )
     return folder, read_vocabulary(folder)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.batches import Batches
 from jaxpar.fields import nearest_multiples, require, require_positive, require_rate
-from jaxpar.nn import GRU, RGLRU, SLSTM, MinGRU
+from jaxpar.nn import GRU, LSTM, RGLRU, SLSTM, MinGRU
 from jaxpar.optimizer import OptimizerConfig
 from jaxpar.parallel import Parallel, PipelineConfig, check_divides
 from jaxpar.task import Task
@@ -28,7 +28,6 @@ from jaxpar.tasks.lm.corpus import (
     load_corpus,
     unigram_perplexity,
 )
-from jaxpar.tasks.lm.kernel import LAYERS, KernelChoice, Work, check_cudnn, choose_kernel
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
 from jaxpar.tasks.lm.model import NLL, LanguageModel
 from jaxpar.tasks.lm.packed import PackedSentences
@@ -42,7 +41,7 @@ VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
 
-OTHER_LAYERS = {"gru": GRU, "rglru": RGLRU, "mingru": MinGRU, "slstm": SLSTM}
+LAYERS = {"lstm": LSTM, "gru": GRU, "rglru": RGLRU, "mingru": MinGRU, "slstm": SLSTM}
 FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
 
 _FREE = {"free": True}  # may change between two runs of one state
@@ -53,20 +52,8 @@ def padded(num_words: int) -> int:
     return -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
-@dataclasses.dataclass
-class _Known:
-    """What a resolved task has found out, once; no part of what it is.
-
-    Attributes:
-      corpus: None until it is read.
-      kernel: why it is this one; None if the task names it.
-    """
-
-    corpus: Corpus | None = None
-    kernel: KernelChoice | None = None
-
-
-_KNOWN = "_known"
+# The attribute of a resolved task for the text, once it is read; no part of what the task is.
+_CORPUS = "_corpus"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +74,6 @@ class LM(Task):
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
-      kernel: what runs LSTM layers: "scan" is our own and runs anywhere; "cudnn" is NVIDIA's, for float32
-        without `tensor`; "auto" is the faster one by measurement.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
       level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
         (pip install 'jaxpar[subword]').
@@ -105,6 +90,7 @@ class LM(Task):
     """
 
     unit: ClassVar[str] = "tokens"
+    retired: ClassVar[tuple[str, ...]] = ("kernel",)
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
 
     num_layers: int = 4
@@ -119,7 +105,6 @@ class LM(Task):
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
     dtype: Literal["float32", "bfloat16"] = dataclasses.field(default="float32", metadata=_FREE)
-    kernel: Literal["scan", "cudnn", "auto"] = dataclasses.field(default="scan", metadata=_FREE)
     corpus: str = dataclasses.field(default="python-docs", metadata=_FREE)
     level: Literal["auto", "word", "char", "subword"] = dataclasses.field(
         default="auto", metadata=_FREE
@@ -141,10 +126,6 @@ class LM(Task):
         )  # fmt: skip
         require_rate(self, "dropout")
         require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
-        require(
-            self.layer == "lstm" or self.kernel != "cudnn",
-            f"kernel='cudnn' cannot run layer={self.layer!r}: it is an LSTM; use kernel='scan'",
-        )
         require(
             self.layer in FORGETFUL or self.forget_bias == 1.0,
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
@@ -199,10 +180,6 @@ class LM(Task):
             f"windows.mean={mean}: lengths are drawn where the text is one long stream, here its lines are "
             f"read; use windows.mean=0, or num_buckets=0 and no packed",
         )
-        require(
-            not (mean and self.kernel == "cudnn"),
-            f"windows.mean={mean}: cuDNN's LSTM cannot begin within a window; use kernel='scan'",
-        )
 
     @property
     def variable_length(self) -> bool:
@@ -215,7 +192,7 @@ class LM(Task):
         return self.packed or self.num_buckets > 0
 
     def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
-        """The model. Without a mesh nothing can be chosen: kernel="auto" is the scan here.
+        """The model.
 
         Raises:
           ValueError: vocab_size is None.
@@ -238,8 +215,7 @@ class LM(Task):
 
     def _layer(self) -> Callable[..., Any]:
         """What makes a layer."""
-        lstm = LAYERS["cudnn" if self.kernel == "cudnn" else "scan"]
-        kind = lstm if self.layer == "lstm" else OTHER_LAYERS[self.layer]
+        kind = LAYERS[self.layer]
         if self.windows.mean or self.regularization.slowness:
             kind = in_window(kind)
         own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
@@ -295,8 +271,9 @@ class LM(Task):
           OSError: it cannot be read.
           ValueError: its words do not fit the vocabulary.
         """
-        known = vars(self).get(_KNOWN) or _Known()
-        known.corpus = corpus = known.corpus or load_corpus(self.corpus, self.level, self.max_vocab)
+        corpus = vars(self).get(_CORPUS) or load_corpus(self.corpus, self.level, self.max_vocab)
+        if _CORPUS in vars(self):
+            object.__setattr__(self, _CORPUS, corpus)
         found, room = len(corpus.vocabulary), self.num_words or self.vocab_size
         name = "vocab_size" if self.num_words is None else "num_words"
         require(
@@ -314,35 +291,23 @@ class LM(Task):
     # ---- with data and devices ----
 
     def resolve(self, parallel: Parallel, mesh: Mesh) -> Self:
-        """The task with the sizes of its vocabulary and the kernel of its layers filled in.
+        """The task with the sizes of its vocabulary filled in.
 
         The text is read where vocab_size does not say what is needed.
         """
         changes: dict[str, Any] = {}
-        known = _Known()
+        corpus = None
         if self.vocab_size is None:
-            known.corpus = load_corpus(self.corpus, self.level, self.max_vocab)
-            words = self.num_words or len(known.corpus.vocabulary)
+            corpus = load_corpus(self.corpus, self.level, self.max_vocab)
+            words = self.num_words or len(corpus.vocabulary)
             changes |= {"num_words": words, "vocab_size": padded(words)}
-        if self.kernel == "auto" and self.layer != "lstm":
-            known.kernel = KernelChoice("scan", f"cudnn cannot run layer={self.layer!r}")
-            changes["kernel"] = "scan"
-        elif self.kernel == "auto":
-            known.kernel = choose_kernel(self._work(parallel), mesh)
-            changes["kernel"] = known.kernel.name
         task = dataclasses.replace(self, **changes)
-        object.__setattr__(task, _KNOWN, known)
+        object.__setattr__(task, _CORPUS, corpus)
         return task
 
-    def portable(self) -> Self:
-        """With the scan, which runs anywhere, for its layers."""
-        return dataclasses.replace(self, kernel="scan")
-
     def check(self, parallel: Parallel, mesh: Mesh) -> None:
-        """Raises a ValueError if layers, kernel or buckets do not fit the mesh and the chunks of time."""
+        """Raises a ValueError if layers or buckets do not fit the mesh and the chunks of time."""
         check_divides("hidden_size", self.hidden_size, {TENSOR: mesh.shape[TENSOR]})
-        if self.kernel == "cudnn":
-            check_cudnn(self._work(parallel), mesh)
         chunk_len = self.seq_len // parallel.num_chunks
         if self.num_buckets and mesh.shape[STAGE] > 1 and self.bucket_multiple % chunk_len:
             raise ValueError(
@@ -350,15 +315,6 @@ class LM(Task):
                 f"(seq_len={self.seq_len}, num_chunks={parallel.num_chunks}); use "
                 f"bucket_multiple={chunk_len}, or more chunks"
             )
-
-    def _work(self, parallel: Parallel) -> Work:
-        """Of a layer, on one device at once."""
-        num_steps, num_rows = (
-            self.seq_len // parallel.num_chunks,
-            parallel.microbatch_rows(self.batch_size),
-        )
-        resets = self.packed or self.windows.mean > 0
-        return Work(self.hidden_size, self.dropout, self.dtype, num_steps, num_rows, resets)
 
     def check_batch(self, batch: Batch) -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
@@ -382,7 +338,7 @@ class LM(Task):
         return {"unigram perplexity": unigram_perplexity(corpus.train, tokens, num_words)}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Text, vocabulary, batches, and which kernel was chosen."""
+        """Text, vocabulary and batches."""
         corpus = self.read_text()
         words, sizes = len(corpus.vocabulary), [len(getattr(corpus, split)) for split in SPLITS]
         padding = (self.vocab_size or words) - (self.num_words or self.vocab_size or words)
@@ -404,9 +360,6 @@ class LM(Task):
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
         if self.windows.mean:
             lines[-1] = ("batch", f"{batch} or less, {self.windows.mean} in the mean")
-        known = vars(self).get(_KNOWN)
-        if known and known.kernel:
-            lines += [("kernel", f"{known.kernel.name}; {known.kernel.reason}")]
         return lines
 
     def fingerprint(self) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""On a GPU: the numbers of the CPU, and what a CPU cannot show.
+
+Run where there is one:
+
+    JAX_PLATFORMS=cuda,cpu python -m pytest -n 0 -m gpu
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from models import MAKERS, Regress
+from test_equivalence import (
+    MODEL,
+    RELATIVE_ERROR,
+    assert_close,
+    by_layer,
+    make_batch,
+    make_settings,
+)
+from test_hybrid import TASK as IMAGES
+from test_state import with_optimizer
+
+from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.batches import place_batch
+from jaxpar.planning.calibration import calibrate
+from jaxpar.state import init_state
+from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.tasks.lm.task import LM
+
+pytestmark = pytest.mark.gpu
+
+# Roundings of parameters, 6e-8 each, that a gradient may differ by: they are drawn anew on each platform.
+ROUNDINGS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def full_float32():
+    """Not TF32, whose rounding would hide mistakes."""
+    if {device.platform for device in jax.devices()} != {"gpu"}:
+        pytest.fail("JAX uses no GPU; set JAX_PLATFORMS=cuda,cpu")
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def mesh_on(platform):
+    """A mesh of one device."""
+    axes = DATA, STAGE, TENSOR
+    devices = jax.devices(platform)[:1]
+    return jax.make_mesh((1, 1, 1), axes, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def numbers(settings, platform, change=0.0):
+    """Loss, gradients and carry; of parameters that are changed by so much, in relation."""
+    task, parallel, _ = settings
+    mesh, rng = mesh_on(platform), np.random.default_rng(0)
+    state = init_state(task, parallel, mesh)
+    params = jax.tree.map(
+        lambda a: a * (1 + change * rng.standard_normal(a.shape).astype(a.dtype)), state.params
+    )
+    if isinstance(task, LM):
+        batch = make_batch(settings, mesh)
+    else:
+        sharding = batch_sharding(task, parallel, mesh)
+        batch = place_batch(task.make_batches("train", 0), 0, sharding)
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    (loss, (carry, _)), grads = run(dataclasses.replace(state, params=params), batch)
+    return {"loss": np.asarray(loss)}, by_layer(grads, settings), by_layer(carry, settings)
+
+
+LAYOUTS = {
+    "at once": ((1, 1), {}),
+    "in units": ((2, 4), {"remat": True}),
+    "carries": ((1, 4), {"remat": True, "remat_keeps": "carries"}),
+    "host": ((1, 4), {"remat": True, "remat_keeps": "host"}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_language_model_is_the_cpus(name):
+    units, options = LAYOUTS[name]
+    expected = numbers(make_settings(), "cpu")
+    actual = numbers(make_settings(units=units, **options), "gpu")
+    for each, expected_one in zip(actual, expected, strict=True):
+        assert_close(each, expected_one)
+
+
+PAIRS = zip([*MAKERS][::2], [*MAKERS][1::2], strict=True)
+MODELS = {**{" and ".join(kinds): Regress(kinds) for kinds in PAIRS}, "convolutions": IMAGES}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_model_is_the_cpus(name):
+    """Up to what a few roundings of its parameters do to it there."""
+    settings = make_settings(task=MODELS[name])
+    expected, changed = (numbers(settings, "cpu", change) for change in (0.0, ROUNDINGS))
+    for parts in zip(numbers(settings, "gpu"), expected, changed, strict=True):
+        for key, value in parts[1].items():
+            error, allowed = (np.linalg.norm(part[key] - value) for part in (parts[0], parts[2]))
+            least = RELATIVE_ERROR * np.linalg.norm(value)
+            assert error <= max(allowed, least), f"{key}: error {error:.1e}, allowed {allowed:.1e}"
+
+
+def test_updates_on_the_host_are_those_on_the_gpu():
+    """Adam's moments lie in the host's memory, and three steps give the same parameters."""
+    mesh, reached = mesh_on("gpu"), {}
+    for mode in ("replicated", "host"):
+        settings = make_settings(task=with_optimizer("adam"), layout={"update": mode})
+        state = init_state(settings.task, settings.parallel, mesh)
+        step = make_train_step(*settings, mesh)
+        for seed in range(3):
+            state, _ = step.run(state, make_batch(settings, mesh, seed))
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+        assert ("pinned_host" in kinds) == (mode == "host")
+        reached[mode] = by_layer(state.params, settings)
+    assert_close(reached["host"], reached["replicated"])
+
+
+def test_what_remat_keeps_on_the_host_leaves_the_gpus_memory():
+    mesh, task = mesh_on("gpu"), dataclasses.replace(MODEL, seq_len=4096, batch_size=64)
+    temporary = {}
+    for keeps in ("device", "host"):
+        settings = make_settings(units=(1, 64), task=task, remat=True, remat_keeps=keeps)
+        state = init_state(task, settings.parallel, mesh)
+        step = make_train_step(*settings, mesh)
+        compiled = step.lower(state, make_batch(settings, mesh)).compile()
+        temporary[keeps] = compiled.memory_analysis()
+    steps_rows_units, chunks = 4096 * 64 * 16, 64
+    inputs, carries = steps_rows_units, chunks * task.num_layers * 2 * 64 * 16
+    kept = 4 * (inputs + carries)  # bytes
+    saved = temporary["device"].temp_size_in_bytes - temporary["host"].temp_size_in_bytes
+    assert saved >= 0.99 * kept
+    assert temporary["host"].host_temp_size_in_bytes >= kept
+
+
+def test_the_machine_is_measured():
+    machine = calibrate()
+    assert machine.platform == "gpu"
+    assert machine.memory_bytes > 4e9
+
+
+def test_a_run_begun_on_the_gpu_ends_on_two_simulated_devices(tmp_path, text):
+    """As one that the CPU ran alone: the checkpoint, the place in the text, the dropout masks."""
+
+    def run(folder, platform, num_steps, *options):
+        arguments = [
+            *("train", "lm", "--corpus", text, "--hidden-size", 32, "--embed-size", 32, "--num-layers", 2),
+            *("--batch-size", 4, "--seq-len", 16, "--dropout", 0.2, "--train.num-steps", num_steps),
+            *("--optimizer.name", "sgd", "--optimizer.learning-rate", 0.5, "--optimizer.warmup-steps", 0),
+            *("--optimizer.lr-schedule", "constant"),
+            *("--train.log-every", 1, "--train.checkpoint-every", 10),
+            *("--train.out-dir", tmp_path / folder, *options),
+        ]  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxpar", *map(str, arguments)],
+            env={**os.environ, "JAX_PLATFORMS": platform, "JAX_DEFAULT_MATMUL_PRECISION": "highest"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert re.search(r"devices +1 x (?!cpu)", run("mixed", "cuda", 10))
+    pipeline = ("--simulate", 2, "--mesh", "pp2", "--pipeline.num-microbatches", 2)
+    run("mixed", "cpu", 20, "--resume", *pipeline)
+    run("alone", "cpu", 20)
+    mixed, alone = (losses_of(tmp_path / name) for name in ("mixed", "alone"))
+    assert len(alone) == 20
+    np.testing.assert_allclose(mixed, alone, rtol=RELATIVE_ERROR)
+
+
+def losses_of(folder):
+    """Of training, step by step."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "tokens_per_second" in line]
