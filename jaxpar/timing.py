@@ -29,7 +29,7 @@ def quickest(
     seconds: float,
     *,
     at_least: int = 2,
-    before: Callable[[], Any] = lambda: None,
+    before: Callable[[], Any] | None = None,
 ) -> float:
     """Seconds of the quickest call, after one that compiles.
 
@@ -42,7 +42,8 @@ def quickest(
     seconds_of(run)
     end, found = time.perf_counter() + seconds, list[float]()
     while len(found) < at_least or time.perf_counter() < end:
-        jax.block_until_ready(before())
+        if before is not None:
+            jax.block_until_ready(before())
         found.append(seconds_of(run))
     return min(found)
 

@@ -86,8 +86,8 @@ def measure_pieces(machine: Hardware, steps: Iterable[StepShape]) -> Hardware:
     least = dict.fromkeys(runs, float("inf"))
     for work in [*runs] * _ROUNDS:
         _, name, _ = new[work]
-        before = {"before": bench.use_caches} if name == UPDATE else {}  # as the layers do
-        least[work] = min(least[work], quickest(runs[work], bench.part, **before))
+        before = bench.use_caches if name == UPDATE else None  # as the layers do
+        least[work] = min(least[work], quickest(runs[work], bench.part, before=before))
     samples = [
         Sample(work.kind, work.sizes, seconds / _rows_of(work) / machine.roofline(work))
         for work, seconds in least.items()
