@@ -24,17 +24,26 @@ def seconds_of(run: Callable[[], Any], times: int = 1) -> float:
     return (time.perf_counter() - start) / times
 
 
-def quickest(run: Callable[[], Any], seconds: float, *, at_least: int = 2) -> float:
+def quickest(
+    run: Callable[[], Any],
+    seconds: float,
+    *,
+    at_least: int = 2,
+    before: Callable[[], Any] | None = None,
+) -> float:
     """Seconds of the quickest call, after one that compiles.
 
     Args:
       run: as of `seconds_of`.
       seconds: calls begin until so many have gone by.
       at_least: calls, however long they take.
+      before: is run before each, outside of its time.
     """
     seconds_of(run)
     end, found = time.perf_counter() + seconds, list[float]()
     while len(found) < at_least or time.perf_counter() < end:
+        if before is not None:
+            jax.block_until_ready(before())
         found.append(seconds_of(run))
     return min(found)
 

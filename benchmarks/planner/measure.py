@@ -1,14 +1,14 @@
 """The planner's first choice against every config that two devices allow, measured.
 
-    python -m benchmarks.planner.measure                    # seven models, an hour on two quiet cores
+    python -m benchmarks.planner.measure                    # nine models, an hour on two quiet cores
     python -m benchmarks.planner.measure small gru          # some of them
     python -m benchmarks.planner.measure small --log a.json # goes on where it was stopped
     python -m benchmarks.planner.measure --times small gru  # predicted against measured, for dp1, dp2, pp2
 
 Every config runs a few steps, one config after the other, but for those that are predicted to take more than
-twice as long as the choice. The planner's choice and the quickest
-of the others then take turns, so that whatever slows the machine for a while slows all of them. With --times
-the pieces of a step are measured anew, in turns with the step itself.
+twice as long as the choice. The planner's choice and the quickest of the others then take turns, so that
+whatever slows the machine for a while slows all of them. With --times all that a prediction is made of is
+measured anew between two measurements of the step, three times; see `predicted_and_measured`.
 """
 
 import argparse
@@ -22,11 +22,12 @@ import jax
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.planning import HERE, Cost, find_machine, measure_pieces, plan_here, predict_step
+from jaxpar.planning import Cost, calibrate, measure_pieces, plan_here, predict_step
 from jaxpar.planning.planner import Ranking, describe
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
 from jaxpar.task import Task, find_task
+from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.timing import quickest, take_turns
 
@@ -57,9 +58,12 @@ MODELS = {
     "long": model(4, 128, 128, 384, 8, 128),
     "gru": example("forecaster.py:Forecast", width=192),
     "transformer": example("transformer.py:Characters", width=128),
+    "mixed": example("mixed.py:Digits", width=192),
+    "images": Images(batch_size=192, dropout=0.0, optimizer=SGD),
 }
 FINALISTS, ROUNDS, STEPS = 5, 15, 4
 HOPELESS = 2.0  # times as long as the choice, as predicted
+TIMES, STEADY, ROUNDS_AT_MOST = 3, 0.1, 6
 TIMED = (("dp1", 1, 1), ("dp2", 1, 1), ("pp2", 4, 1))  # mesh, M, K
 UPDATES = ("replicated", "sharded", "host")
 
@@ -77,7 +81,7 @@ def measure_all(name: str, ranking: Ranking, log: Path) -> dict[Cost, float]:
         config = describe(cost.parallel)
         assert cost.seconds
         assert ranking.best.seconds
-        if cost.seconds.total > HOPELESS * ranking.best.seconds.total:
+        if len(measured) > 1 and cost.seconds.total > HOPELESS * ranking.best.seconds.total:
             continue
         if config not in known:
             [seconds] = take_turns([make_stepper(*cost.settings)], 2 * STEPS)
@@ -108,24 +112,38 @@ def compete(name: str, ranking: Ranking, measured: dict[Cost, float]) -> str:
     )
 
 
-def predicted_and_measured(task: Task, parallel: Parallel) -> tuple[float, float]:
-    """Seconds of a step; what the prediction is made of is measured anew, in turns with the step itself."""
+def predicted_and_measured(task: Task, parallel: Parallel) -> tuple[float, float, list[float]]:
+    """Seconds of a step, predicted and measured, and how many times as long the prediction is, in each round.
+
+    A round measures the step, then all that the prediction is made of, then the step again, and sets the
+    prediction against the mean of the two. A machine whose speed changes within a round by more than `STEADY`
+    is not the one that was asked about: such a round is done again, up to `ROUNDS_AT_MOST` in all; the
+    steadiest count.
+    """
     settings = task, parallel, TRAIN
-    machine = dataclasses.replace(find_machine(HERE), samples=())
-    run, predicted, measured = make_stepper(*settings), [], []
-    for _ in range(3):
-        known = measure_pieces(machine, [StepShape(*settings)])
+    run, rounds = make_stepper(*settings), list[tuple[float, float, float]]()
+    before = quickest(run, 1.0, at_least=STEPS)
+    while sum(uneven <= STEADY for uneven, *_ in rounds) < TIMES and len(rounds) < ROUNDS_AT_MOST:
+        known = measure_pieces(calibrate(), [StepShape(*settings)])
+        after = quickest(run, 1.0, at_least=STEPS)
         cost = predict_step(*settings, known)
         assert cost.seconds is not None
-        predicted.append(cost.seconds.total)
-        measured.append(quickest(run, 1.0, at_least=STEPS))
-    return statistics.median(predicted), min(measured)
+        rounds.append((abs(after / before - 1), cost.seconds.total, (before + after) / 2))
+        before = after
+    _, predicted, measured = zip(*sorted(rounds)[:TIMES], strict=True)
+    ratios = [said / took for said, took in zip(predicted, measured, strict=True)]
+    return statistics.median(predicted), statistics.median(measured), ratios
 
 
-def times(names: list[str]) -> None:
-    """Prints what is predicted beside what is measured."""
+def times(names: list[str], only: list[str]) -> None:
+    """Prints what is predicted beside what is measured.
+
+    Args:
+      only: configs; all, if there are none.
+    """
     print(
-        "| model | config | predicted, ms | measured, ms | difference |\n|---|---|---:|---:|---:|"
+        "| model | config | predicted, ms | measured, ms | difference (of rounds) |\n"
+        "|---|---|---:|---:|---:|"
     )
     for name in names:
         for shape, M, K in TIMED:
@@ -134,10 +152,13 @@ def times(names: list[str]) -> None:
             for update in UPDATES if mesh.data > 1 else UPDATES[:1]:
                 pipeline = PipelineConfig(num_microbatches=M, num_chunks=K)
                 parallel = Parallel(mesh, pipeline, update=update)
-                said, took = predicted_and_measured(MODELS[name], parallel)
+                if only and describe(parallel) not in only:
+                    continue
+                said, took, ratios = predicted_and_measured(MODELS[name], parallel)
                 print(
                     f"| {name} | {describe(parallel)} | {said * 1e3:.1f} | {took * 1e3:.1f} "
-                    f"| {said / took - 1:+.0%} |",
+                    f"| {statistics.median(ratios) - 1:+.0%} "
+                    f"({min(ratios) - 1:+.0%} to {max(ratios) - 1:+.0%}) |",
                     flush=True,
                 )
                 jax.clear_caches()
@@ -150,12 +171,13 @@ def main() -> None:
     )
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--times", action="store_true", help="predicted against measured")
+    parser.add_argument("--only", nargs="*", default=[], help="with --times: configs, such as dp2")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="of every config")
     options = parser.parse_args()
     names = options.models
     jaxpar.simulate_devices(2)
     if options.times:
-        times(names)
+        times(names, options.only)
         return
     rows = []
     for name in names:

@@ -1,14 +1,16 @@
 """Strong and weak scaling by the cost model: the best config of every number of devices, up to 1,024.
 
 python -m benchmarks.scaling.predict [machine] [--picture scaling.png]
+taskset -c 0 python -m benchmarks.scaling.predict [machine] --clock  # how long one core takes for the largest
 """
 
 import argparse
 import importlib.util
+import time
 from collections.abc import Sequence
 
 from jaxpar.planning import Cost, find_machine, plan
-from jaxpar.planning.planner import describe
+from jaxpar.planning.planner import NUM_COMPILED, describe
 from jaxpar.planning.shape import shapes_of
 from jaxpar.tasks.lm import LM
 
@@ -20,12 +22,32 @@ def curve(machine: str, rows: Sequence[int]) -> list[Cost | None]:
     """The best for every number of devices, with so many rows in the batch; None if nothing fits."""
     hardware, best = find_machine(machine), []
     for num_devices, batch_size in zip(DEVICES, rows, strict=True):
-        task = LM(
-            16, 4096, 4096, vocab_size=384 * 84, dropout=0.0, batch_size=batch_size, seq_len=STEPS
-        )
-        ranking = plan(task, num_devices=num_devices, hardware=hardware)
+        ranking = plan(model(batch_size), num_devices=num_devices, hardware=hardware)
         best.append(ranking.best if ranking.costs else None)
     return best
+
+
+def model(rows: int) -> LM:
+    """With so many rows in the batch."""
+    return LM(16, 4096, 4096, vocab_size=384 * 84, dropout=0.0, batch_size=rows, seq_len=STEPS)
+
+
+def clock(machine: str) -> str:
+    """Seconds of a core that the most devices take: the first time, again, and for the shortlist."""
+    hardware, spent, ranking = find_machine(machine), [], None
+    for num_compiled in (0, 0, None):
+        start = time.process_time()
+        ranking = plan(
+            model(ROWS_STRONG), None, None, DEVICES[-1], hardware, num_compiled=num_compiled
+        )
+        spent.append(time.process_time() - start)
+    first, again, whole = spent
+    assert ranking is not None
+    return (
+        f"{DEVICES[-1]:,} devices: {ranking.num_configs:,} configs ranked in {first:.1f} s of CPU time, "
+        f"{again:.1f} s once the model is known; the best of {NUM_COMPILED} meshes compiled in "
+        f"{whole - again:.1f} s"
+    )
 
 
 def table(costs: Sequence[Cost | None]) -> str:
@@ -49,7 +71,7 @@ def table(costs: Sequence[Cost | None]) -> str:
             f"| {num_devices:,} | {describe(cost.parallel)}{star} | {s.total * 1e3:,.0f} ms "
             f"| {_tokens_per_second(cost):,.0f} | {rate / max(rates):.0%} "
             f"| {(s.layers + s.head) / s.total:.0%} | {s.bubble / s.total:.0%} "
-            f"| {s.sending / s.total:.0%} | {cost.memory.total / 1e9:.1f} GB |"
+            f"| {s.sending / s.total:.0%} | {cost.memory_bytes / 1e9:.1f} GB |"
         )
     return "\n".join(lines)
 
@@ -76,10 +98,16 @@ def _tokens_per_second(cost: Cost) -> float:
 
 def main() -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("machine", nargs="?", default="h100")
     parser.add_argument("--picture")
+    parser.add_argument("--clock", action="store_true", help="how long the planner takes")
     options = parser.parse_args()
+    if options.clock:
+        print(clock(options.machine))
+        return
     curves = {
         f"strong: {ROWS_STRONG:,} rows in all": [ROWS_STRONG] * len(DEVICES),
         f"weak: {ROWS_A_DEVICE} rows a device": [ROWS_A_DEVICE * n for n in DEVICES],

@@ -1,9 +1,9 @@
 """How much memory a training step needs on a device: a quick estimate, to rank thousands of layouts by.
 
 What is stored is exact, and so is what is kept of the units under way. What comes and goes within a piece of
-work is estimated from what is alive at each of its operations (`work.Amount.live`): compilers pack buffers,
-and fuse operations, in ways of their own. For a single layout there is the compiler's own number
-(`compiled.report_of`).
+work, or in a step that is one whole, is estimated from what is alive at each of its operations
+(`work.Amount.live`): compilers pack buffers, and fuse operations, in ways of their own. For a single layout
+there is the compiler's own number (`compiled.report_of`).
 
 Legend: t time steps of a chunk, b rows of a microbatch.
 """

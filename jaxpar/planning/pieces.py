@@ -28,7 +28,8 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
         at_once = kind >= 0 and not step.parallel.runs_in_units
         name = BOTH if at_once else name
         own = [array for array in step.params if array.kind == kind] if kind >= 0 else params
-        part = _part_of_work(step, own)
+        # Where a layer's devices split the batch as well, the rows of one are its part.
+        part = _part_of_work(step, own) if step.row_parts == 1 else 1.0
         rows = step.unit_rows[kind] if kind >= 0 else 1
         parts = step.tensor * (step.sizes[STAGE] if kind < 0 and step.shares_head else 1)
         known = works.get((name, kind), Work("", (), 0, 0))

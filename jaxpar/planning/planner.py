@@ -43,7 +43,7 @@ _NUM_MEASURED = 4
 # So many changes that may fit are compiled to find three that do.
 _MOST_TRIED = 6
 # The best of so many meshes are compiled.
-_NUM_COMPILED = 3
+NUM_COMPILED = 3
 # By so much an estimate of memory may be too high: what is above the limit by no more is not ruled out.
 _SLACK = 1.15
 # With so many units for every stage the bubble is 1/17 at most: finer cuts have little to gain.
@@ -184,7 +184,7 @@ def plan(
     """
     given = Parallel.of(parallel, task.parallel)
     train = train or task.train
-    num_compiled = _NUM_COMPILED if num_compiled is None else num_compiled
+    num_compiled = NUM_COMPILED if num_compiled is None else num_compiled
     named = given.mesh.devices
     if num_devices is None:
         num_devices = jax.device_count() if named is None else len(named)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from jaxpar.axes import BATCH, LAYERS, MESH_AXES, STAGE, TENSOR
+from jaxpar.axes import BATCH, DATA, LAYERS, MESH_AXES, STAGE, TENSOR
 from jaxpar.layout import lay_out, rules_of
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
@@ -253,6 +253,11 @@ class StepShape:
         """For every kind, rows of its stack that a unit goes through on a stage, empty ones included."""
         places = self.sizes[STAGE] * self.parallel.num_groups
         return tuple(rows // places for rows in self.rows)
+
+    @property
+    def row_parts(self) -> int:
+        """Parts that the batch is split in besides those of `data`."""
+        return math.prod(self.sizes[axis] for axis in self.rules.axes_of(BATCH) if axis != DATA)
 
     def weights_of(self, kind: int) -> int:
         """Numbers of a layer's parameters."""

@@ -10,9 +10,11 @@ Legend: t steps of a chunk, b rows of a microbatch.
 """
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jaxpar.analysis.collectives import Collective, sent_bytes
 from jaxpar.analysis.program import ProgramReport
@@ -22,9 +24,11 @@ from jaxpar.optimizer import Safe
 from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.engine import FORWARD, HEAD
 from jaxpar.planning.compiled import report_of
-from jaxpar.planning.shape import StepShape, least_factor
+from jaxpar.planning.shape import StepShape, least_factor, shapes_of
 from jaxpar.planning.unit import facts_of, is_split
 from jaxpar.sharding import split_over_data
+from jaxpar.task import Task
+from jaxpar.training.settings import TrainConfig
 
 PARAMETER = "parameter"  # what is sent, where it is gathered
 FLOAT = 4  # bytes of a float32, in which gradients and sums are added up
@@ -202,12 +206,22 @@ def _has_dim(c: Collective, *sizes: int) -> bool:
 
 def _small_step(step: StepShape) -> StepShape:
     """One with as few devices as its kind of program has."""
-    parallel, model = step.parallel, step.model
-    stages = min(step.sizes[STAGE], 2)
-    mesh = MeshConfig(stage=stages, tensor=least_factor(step.tensor))
+    in_units, stages = step.parallel.runs_in_units, min(step.sizes[STAGE], 2)
+    head = "sharded" if step.shares_head else "last" if stages > 1 else "auto"
+    sizes = stages, least_factor(step.tensor), in_units, head
+    return _make_small(step.settings.task, step.train, *sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def _make_small(
+    task: Task, train: TrainConfig, stages: int, tensor: int, in_units: bool, head: Any
+) -> StepShape:
+    layout = shapes_of(task, train.num_steps).layout
     pipeline = PipelineConfig(
-        num_microbatches=least_factor(model.batch_size) if parallel.runs_in_units else 1,
-        num_chunks=least_factor(model.layout.num_steps or 1) if stages > 1 else 1,
-        head="sharded" if step.shares_head else "last" if stages > 1 else "auto",
+        num_microbatches=least_factor(layout.batch_size) if in_units else 1,
+        num_chunks=least_factor(layout.num_steps or 1) if stages > 1 else 1,
+        head=head,
     )
-    return StepShape(step.settings.task, Parallel(mesh, pipeline), step.train)
+    # Of the update nothing is asked: without it there is less to compile.
+    parallel = Parallel(MeshConfig(stage=stages, tensor=tensor), pipeline, update="host")
+    return StepShape(task, parallel, train)
