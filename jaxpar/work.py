@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-# How the names of such operations begin, LAPACK's and all; see `reductions`.
+# How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
 _REDUCING = (
     "reduce", "dot_general", "conv_general", "cum", "arg", "sort", "top_k", "fft", *FACTORIZATIONS,
@@ -20,7 +20,7 @@ _COLLECTIVES = {
     "reduce_scatter": "reduce-scatter", "ppermute": "collective-permute",
 }  # fmt: skip
 
-# What the compiler makes one of with an operation that reads it: such a result is not written down.
+# What the compiler fuses into an operation that reads it: such a result is not materialized.
 _FUSED = frozenset(
     {
         "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
@@ -31,18 +31,18 @@ _FUSED = frozenset(
         "split", "sqrt", "square", "squeeze", "sub", "tanh", "threefry2x32", "transpose", "xor",
     }
 )  # fmt: skip
-# Of these, those that are done once, however many read them; the others are done for each anew.
+# Of these, those computed once, however many operations read them; the others are recomputed for each.
 _EXPENSIVE = frozenset(
     {
         "cos", "div", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "random_bits", "rem",
         "rsqrt", "sin", "sqrt", "tanh", "threefry2x32",
     }
 )  # fmt: skip
-# Results that are the operands, as far as memory goes.
+# Operations whose results are their operands, as far as memory goes.
 _SAME = frozenset(
     {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"}
 )
-# Results that lie where the first operand lay.
+# Operations that write their result where the first operand lay.
 _IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
 _CALLS = frozenset(
     {
@@ -56,10 +56,10 @@ class Amount(NamedTuple):
     """What a function does and holds, by its shapes alone.
 
     Attributes:
-      flops: as of `count_flops`.
+      flops: as in `count_flops`.
       bytes: the least that is moved between device and memory: what matrix products and convolutions read and
-        write, and what else is materialized. Loops by their length.
-      turns: iterations of loops, of all that follow each other.
+        write, and whatever else is materialized. Loops count by their length.
+      turns: loop iterations that run one after the other.
       live: bytes of what is alive besides arguments, at every operation.
     """
 
@@ -72,8 +72,8 @@ class Amount(NamedTuple):
 def count_flops(function: Callable[..., Any], *args: Any) -> float:
     """Floating-point operations of the matrix products and convolutions of a function.
 
-    Two for a multiply-add; loops by their length, of a conditional the most of its branches. A loop whose
-    length is data counts once.
+    A multiply-add counts as two; loops count by their length, a conditional by its largest branch. A loop
+    whose length depends on data counts once.
 
     Args:
       args: arrays or their shapes.
@@ -94,12 +94,12 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
 
 
 def collectives_of(function: Callable[..., Any], *args: Any) -> Iterator[tuple[str, float]]:
-    """What a function of a `shard_map` exchanges: operation and bytes, as of `analysis.Collective`."""
+    """What a function with a `shard_map` exchanges: operation and bytes, as in `analysis.Collective`."""
     return _collectives(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
-    """For each array among the arguments of a function whether anything is computed from it."""
+    """For each array among the arguments of a function, whether anything is computed from it."""
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
     used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
     used |= {id(v) for v in jaxpr.outvars}
@@ -107,12 +107,12 @@ def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
-    """The names of operations that mix the numbers of an array: sums, matrix products, sorts."""
+    """The names of operations that combine elements of an array: sums, matrix products, sorts."""
     return _reductions(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def constant_results(function: Callable[..., Any], *args: Any) -> list[bool]:
-    """For each array among the results of a function whether it is the same whatever the arguments are."""
+    """For each array among the results of a function, whether it is the same whatever the arguments are."""
     return _constants(_Program(jax.make_jaxpr(function)(*args).jaxpr))
 
 
@@ -173,12 +173,12 @@ class _Operation(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Of its loop; those that data decide on count as one."""
+        """Iterations of its loop; one if they depend on data."""
         return self.equation.params["length"] if self.name == "scan" else 1
 
     @property
     def stacked(self) -> list[int]:
-        """Of what it makes that which a loop stacks up; the others are its carry."""
+        """Those of its results that a loop stacks; the others are its carry."""
         if self.name != "scan":
             return []
         [body], wholes = _inner(self.equation), self.equation.outvars
@@ -190,7 +190,7 @@ class _Operation(NamedTuple):
 
     @property
     def initial(self) -> list[int | None]:
-        """Of what it reads the initial carry of a loop."""
+        """Those of its operands that are the initial carry of a loop."""
         count = len(self.makes) - len(self.stacked)
         if self.name == "while":
             return self.reads[len(self.reads) - count :]
@@ -200,25 +200,27 @@ class _Operation(NamedTuple):
         return whole[len(whole) - count :]
 
     def of_parts(self, count: Callable[["_Program"], float]) -> float:
-        """A number of what is inside: of a loop's condition and body, or the most of any branch."""
+        """A count of what is inside: the sum over a loop's condition and body, or the most of any branch."""
         counts = [count(part) for part in self.parts]
         return max(counts, default=0.0) if self.name == "cond" else sum(counts)
 
 
 class _Program:
-    """A jaxpr with its calls written out, as a compiler runs it that makes one of many operations.
+    """A jaxpr with its calls inlined, as a compiler that fuses operations runs it.
 
     Attributes:
-      sizes: bytes of each array; `given` those that are arguments.
-      operations: in their order; `results` the numbers of what is handed back (None: a constant).
-      written: arrays that are written down.
-      sources: for each array those that are read to have it: itself, or what it is made of.
-      last: the number of the last operation that reads an array; of results what is beyond them.
+      sizes: bytes of each array.
+      given: the numbers of the arguments.
+      operations: in their order.
+      results: the numbers of the results (None: a constant).
+      written: arrays that are materialized.
+      sources: for each array, those that are read to obtain it: itself, or what it is computed from.
+      last: the number of the last operation that reads an array; for results, the number of operations.
     """
 
     def __init__(self, jaxpr: Any):
         self.sizes, self.operations = list[float](), list[_Operation]()
-        self._held = set[int]()  # what anything else than a fused operation reads
+        self._held = set[int]()  # what anything but a fused operation reads
         arguments = (*jaxpr.constvars, *jaxpr.invars)
         numbers = [*map(self._number, arguments)]
         self.given = {*numbers}
@@ -241,7 +243,7 @@ class _Program:
         return len(self.sizes) - 1
 
     def _add(self, jaxpr: Any, numbers: dict[Any, int | None]) -> list[int | None]:
-        """Takes up what a jaxpr does with arrays of these numbers; those of its results."""
+        """Adds what a jaxpr does with arrays of these numbers; returns the numbers of its results."""
 
         def numbers_of(variables):
             return [numbers.get(v) if isinstance(v, core.Var) else None for v in variables]
@@ -280,11 +282,11 @@ class _Program:
         }
 
     def read_by(self, operation: _Operation) -> set[int]:
-        """The arrays that are there for it."""
+        """The materialized arrays that it reads, itself or through what is fused into it."""
         return set[int]().union(*(self.sources[n] for n in operation.reads if n is not None))
 
     def made_by(self, operation: _Operation) -> float:
-        """Bytes that it writes down."""
+        """Bytes that it materializes."""
         return sum(self.sizes[n] for n in operation.makes if n in self.written)
 
 
@@ -334,9 +336,9 @@ def _turns_of(operation: _Operation) -> float:
 
 
 def _live(program: _Program) -> Iterator[float]:
-    """Bytes alive at every operation, without what is given."""
+    """Bytes alive at every operation, without the arguments."""
     sizes, last = program.sizes, program.last
-    # The room for what loops stack up is zeroed before anything else.
+    # The memory for what loops stack is zeroed before anything else.
     stacked = {n for operation in program.operations for n in operation.stacked}
     alive = sum(sizes[n] for n in stacked)
     for number, operation in enumerate(program.operations):
@@ -351,7 +353,7 @@ def _live(program: _Program) -> Iterator[float]:
 
 
 def _lent(program: _Program, operation: _Operation) -> set[int]:
-    """The arrays in whose room an operation can write, if nobody reads them afterwards."""
+    """The arrays whose memory an operation can reuse for its result, if nothing reads them afterwards."""
     name = operation.name
     if name in _FUSED or name == "cond":
         return program.read_by(operation)
@@ -368,7 +370,7 @@ def _within(operation: _Operation, made: float) -> float:
     if operation.name == "cond":  # its results are made inside
         return max(inner - made, 0.0)
     if operation.name == "select_and_scatter_add":
-        # XLA looks for the places of the largest by numbers of each dim, and writes there.
+        # XLA finds the positions of the maxima as indices along each dim, and writes there.
         windows, whole = (math.prod(v.aval.shape) for v in operation.equation.invars[:2])
         dims = len(operation.equation.invars[1].aval.shape)
         return 4.0 * (dims * whole + (dims + 1) * windows)
@@ -376,7 +378,7 @@ def _within(operation: _Operation, made: float) -> float:
 
 
 def _has_more(whole: Any, one: Any) -> bool:
-    """Whether one of two arrays has a dim more."""
+    """Whether the first of two arrays has more dims than the second."""
     return len(whole.aval.shape) > len(one.aval.shape)
 
 

@@ -1,6 +1,6 @@
 """What a compiled program does, and what a step did: collectives, FLOPs, memory, spans of time.
 
-Training imports nothing of it, of `planning` or of `pictures`.
+Training imports nothing from it, from `planning` or from `pictures`.
 """
 
 from jaxpar.analysis.collectives import Collective, find_collectives

@@ -43,7 +43,7 @@ _STRUCTURE = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled program; combined ones are one, with several arrays.
+    """One collective instruction of a compiled program; combined ones count as one, with several arrays.
 
     Attributes:
       op: "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
@@ -53,17 +53,17 @@ class Collective:
       shapes, dtypes: of the payload's arrays.
       elements, bytes: of the payload of one device and one run: the whole array that an all-reduce
         sums, an all-gather makes, a reduce-scatter or an all-to-all takes, a permute or a broadcast
-        sends; of a ragged-all-to-all its buffer, which is the most.
+        sends; of a ragged-all-to-all its buffer, an upper bound.
       sent_bytes: what the busiest device sends in one run, by a ring of n devices: an all-reduce
         2 (n-1)/n of the payload; an all-gather, a reduce-scatter and an all-to-all (n-1)/n; a permute and
         a broadcast all of it (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
-      trip_counts: of the loops around it, outermost first; None where data decides.
-      conditional: it is in a branch, and counted as if the branch was always taken.
-      phase: "backward" if it comes from transposing, or a module named so; "forward"; or in a program that
-        differentiates "neither", such as the optimizer's.
+      trip_counts: of the loops around it, outermost first; None where that depends on data.
+      conditional: whether it is in a branch; it is counted as if the branch were always taken.
+      phase: "backward" if it comes from a transpose, or a module of that name; "forward"; or, in a program
+        that differentiates, "neither", such as the optimizer's.
       module: the named scopes (`jax.named_scope`) that it comes from, such as "pipeline/forward/lstm".
       source: the line of Python, such as "lstm.py:84".
-      op_name: as XLA keeps it.
+      op_name: as XLA records it.
     """
 
     op: str
@@ -83,7 +83,7 @@ class Collective:
 
     @property
     def count(self) -> int | None:
-        """How often it runs; None if a loop around it runs as often as data says."""
+        """How often it runs; None if the length of a loop around it depends on data."""
         known = [trips for trips in self.trip_counts if trips is not None]
         return math.prod(known) if len(known) == len(self.trip_counts) else None
 
@@ -96,15 +96,15 @@ class Collective:
 def find_collectives(
     text: str, mesh: Mesh | None = None, order: Sequence[int] | None = None
 ) -> tuple[Collective, ...]:
-    """The collectives of a compiled program, in its order; those among groups of one move nothing.
+    """The collectives of a compiled program, in its order, without those in groups of one device.
 
     Args:
-      text: of its HLO module, `compiled.as_text()`.
+      text: its HLO module, as `compiled.as_text()` gives it.
       mesh: whose axes are named; None if the program runs on one device.
       order: for each partition of the program, the place of its device in `mesh.devices.flat`; None if
         they are in the same order.
     Raises:
-      ValueError: the text is no HLO module, or the program does not run on the mesh.
+      ValueError: the text is not an HLO module, or the program does not run on the mesh.
     """
     module = Module(text)
     if module.num_partitions == 1:
@@ -134,7 +134,7 @@ def sent_bytes(op: str, num_bytes: float, size: int) -> int:
 
 
 def num_messages(op: str, size: int) -> int:
-    """How many a tree of `size` devices sends one after the other: up, down, or both."""
+    """How many messages a tree of `size` devices sends one after the other: up, down, or both."""
     if op == "collective-permute":
         return 1
     depth = math.ceil(math.log2(size))
@@ -143,7 +143,7 @@ def num_messages(op: str, size: int) -> int:
 
 def _operation(instruction: Instruction) -> str | None:
     op = instruction.opcode.removesuffix("-start")
-    if op == "send":  # a permute that XLA took apart, to run it beside other work
+    if op == "send":  # a permute that XLA split, to overlap it with other work
         return "collective-permute" if "_source_target_pairs" in instruction.attributes else None
     return op if op in _SENT else None
 
@@ -195,7 +195,7 @@ def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tu
     ):  # (operands, results, context...)
         shape = elements_of_tuple(shape)[1]
     payload = arrays(shape)
-    if op == "reduce-scatter":  # what it takes is larger than what it leaves
+    if op == "reduce-scatter":  # its input is larger than its output
         found = re.search(r"dimensions=\{(\d+)\}", instruction.attributes)
         assert found, instruction
         dim = int(found[1])
@@ -208,7 +208,7 @@ def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tu
 def _paths(visit: Visit) -> list[str]:
     """The `op_name`s that a collective has, one for each that was combined into it.
 
-    XLA leaves them out, or cuts them short, where it puts collectives of its own into a loop or branch;
+    XLA leaves them out, or shortens them, where it inserts collectives of its own into a loop or branch;
     then that of the loop says more.
     """
     path = visit.instruction.op_name

@@ -1,4 +1,4 @@
-"""The text of a compiled HLO module as data: its instructions, how often they run, whom they join.
+"""The text of a compiled HLO module as data: its instructions, how often they run, which devices they join.
 
 The text is what `compiled.as_text()` gives. Its grammar has no specification but XLA's own parser and
 printer (`hlo_parser.cc`, `replica_group.cc`, `mesh_and_axis.cc` in openxla/xla).
@@ -34,11 +34,11 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """An instruction where a run of the program meets it.
+    """An instruction at one of the places where the program runs it.
 
     Attributes:
       callers: the whiles, conditionals and calls around it, outermost first.
-      trip_counts: of the loops around it, outermost first; None where data decides.
+      trip_counts: of the loops around it, outermost first; None where that depends on data.
       conditional: whether it is in a branch.
     """
 
@@ -82,12 +82,12 @@ class Module:
                 if line.startswith("ENTRY"):
                     self._entry = name
             elif line.isalpha():  # FileNames, FunctionNames, FileLocations, StackFrames
-                section = self._tables[line] = [""]  # they count from 1
+                section = self._tables[line] = [""]  # rows are numbered from 1
             elif line[:1].isdigit():
                 section.append(line.partition(" ")[2])  # pyright: ignore[reportArgumentType]
 
     def visits(self) -> Iterator[Visit]:
-        """Every instruction, once for every place from which it is called, in the program's order."""
+        """Every instruction, once for each place that it is called from, in the program's order."""
         yield from self._visits(self._entry, Visit(Instruction("", "", "", "")))
 
     def _visits(self, computation: str, at: Visit) -> Iterator[Visit]:
@@ -97,7 +97,7 @@ class Module:
             inside = dataclasses.replace(visit, callers=(*at.callers, instruction))
             if instruction.opcode == "while":
                 trips = trip_count(instruction)
-                # The condition is asked once more than it lets the body run.
+                # The condition runs once more than the body.
                 for name, count in (("condition", trips and trips + 1), ("body", trips)):
                     loop = dataclasses.replace(inside, trip_counts=(*at.trip_counts, count))
                     for called in _names(instruction, name):
@@ -113,7 +113,7 @@ class Module:
                     yield from self._visits(called, inside)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
-        """What a fusion is made of; empty for other instructions."""
+        """The instructions of a fusion; empty for other instructions."""
         called = _names(instruction, "calls") if instruction.opcode == "fusion" else []
         return [each for name in called for each in self.computations[name]]
 
@@ -134,7 +134,7 @@ class Module:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often a `while` runs its body; None if XLA could not tell when it compiled it."""
+    """How often a `while` runs its body; None if XLA did not know it when it compiled."""
     found = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
     return int(found[1]) if found else None
 
@@ -159,22 +159,23 @@ def elements_of_tuple(shape: str) -> list[str]:
 
 
 def bits(dtype: str) -> int:
-    """Of an element: 32 of f32, 16 of bf16, 8 of pred; 0 of a token."""
+    """Bits of an element: 32 for f32, 16 for bf16, 8 for pred; 0 for a token."""
     number = re.search(r"\d+", dtype)
     return int(number[0]) if number else 8 * (dtype == "pred")
 
 
 def groups(instruction: Instruction, num_partitions: int) -> Groups:
-    """The partitions that a collective joins, in any of the notations; of a permute, its pairs.
+    """The groups of partitions that a collective joins, in any of the notations; for a permute, its pairs.
 
     - `source_target_pairs={{0,1},{1,0}}`, and `replica_groups={{0,1},{2,3}}`
-    - no `use_global_device_ids` where there might be one: all, for groups are of replicas, and there is one
+    - no `use_global_device_ids` where there could be one: all, as groups are then of replicas, and there is
+      only one
     - `[2,4]<=[4,2]T(1,0)`: iota over the second dims, transposed, reshaped to [groups, members]
     - `mesh['a'=2,'b'=4] {'b'}`: along those axes; maybe with `device_ids=([2,4]T(1,0))`, an iota likewise
       or plain numbers, and with parts of axes, `'b':(1)2` for the outer half of b
 
     Raises:
-      ValueError: there are none of these.
+      ValueError: it is in none of these.
     """
     attributes = instruction.attributes
     reduces_or_gathers = re.match("all-(reduce|gather)|reduce-scatter", instruction.opcode)
@@ -231,7 +232,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str) -> int:
-    """Behind the parenthesis that closes the one that `text` begins with."""
+    """The position after the parenthesis that closes the one that `text` begins with."""
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1

@@ -1,7 +1,7 @@
-"""A pipeline's step as it ran, beside its schedule: when each stage worked, and when it waited.
+"""A pipeline's step as it ran, next to its schedule: when each stage worked, and when it waited.
 
-The profiler writes down when each operation of the program that trains began and ended. The loop over ticks
-runs a unit in a branch of a conditional, and nothing in the other: its n-th run is tick n.
+The profiler records when each operation of the training program began and ended. The loop over ticks runs a
+unit in one branch of a conditional, and nothing in the other: the conditional's n-th run is tick n.
 """
 
 import dataclasses
@@ -34,8 +34,8 @@ from jaxpar.timing import seconds_of
 from jaxpar.training.profiler import Operation, read_trace, trace
 from jaxpar.training.settings import TrainConfig
 
-WIDTH = 820  # pixels of the axis of time
-REST = "#8c959f"  # the colour of work that is no unit of a microbatch
+WIDTH = 820  # of the time axis, in pixels
+REST = "#8c959f"  # the colour of work that is not a unit of a microbatch
 WEIGHTS = "weights"
 _PARTS = (FORWARD, HEAD, BACKWARD, WEIGHTS)
 _BRANCH = re.compile(rf"/while/body/(?:closed_call/)?((?:{'|'.join(_PARTS)})\d*)/cond$")
@@ -45,8 +45,9 @@ class Span(NamedTuple):
     """A piece of work.
 
     Attributes:
-      part: `FORWARD`, `HEAD` or `BACKWARD`; W and the number of its lane.
-      start, seconds: since the loop began; how long.
+      part: `FORWARD`, `HEAD` or `BACKWARD`; or `WEIGHTS`, followed by the number of its lane.
+      start: seconds since the loop began.
+      seconds: how long it took.
     """
 
     stage: int
@@ -61,11 +62,11 @@ class MeasuredStep(Drawing, Tables):
     """When the stages of a pipeline worked in one step, and when they waited.
 
     Attributes:
-      schedule: that the step follows.
+      schedule: the one that the step follows.
       spans: of the first data-parallel group, stage by stage.
       loop_seconds: from the first to the last tick.
       step_seconds: of the whole step, from the first operation of its stages to the last.
-      traced_seconds, plain_seconds: median step as seen from outside, with the profiler on and off.
+      traced_seconds, plain_seconds: median time of a step as seen from outside, with the profiler on and off.
     """
 
     schedule: Schedule
@@ -77,7 +78,7 @@ class MeasuredStep(Drawing, Tables):
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
-        """In the loop, of each stage."""
+        """How long each stage works within the loop."""
         return tuple(
             sum(sum(self._seconds(s, part)) for part in _PARTS)
             for s in range(self.schedule.num_stages)
@@ -90,7 +91,7 @@ class MeasuredStep(Drawing, Tables):
 
     @property
     def unit_seconds(self) -> tuple[float, float, float]:
-        """F, B and W of a unit where they take longest: the median of the slowest stage."""
+        """Of F, B and W of a unit, the median on the stage where each is slowest."""
         stages = range(self.schedule.num_stages)
         forward = max(statistics.median(self._seconds(s, FORWARD)) for s in stages)
         backward = max(
@@ -106,11 +107,11 @@ class MeasuredStep(Drawing, Tables):
 
     @property
     def predicted_bubble(self) -> float:
-        """What the schedule has, with units that take `unit_seconds` on every stage."""
+        """The bubble of the schedule if units take `unit_seconds` on every stage."""
         return self.schedule.bubble_at(*self.unit_seconds)
 
     def _seconds(self, stage: int, part: str) -> list[float]:
-        """Of each unit; it may be in two pieces, the embedding and the layers."""
+        """Of each unit; it may run in two pieces, the embedding and the layers."""
         seconds: dict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
             if span.stage == stage and span.part.startswith(part):
@@ -118,7 +119,7 @@ class MeasuredStep(Drawing, Tables):
         return list(seconds.values())
 
     def parts(self) -> Iterator[Table | str]:
-        """A row a stage, then what is predicted, and what measuring costs."""
+        """One row per stage, then the prediction, and what measuring costs."""
         yield self._table()
         yield f"\n{self._caption()}"
 
@@ -153,11 +154,11 @@ class MeasuredStep(Drawing, Tables):
         )
 
     def to_html(self) -> str:
-        """The stages in time, and the table."""
+        """The stages over time, and the table."""
         return Drawing.to_html(self) + table_html(self._table())
 
     def chart(self) -> Chart:
-        """Two rows a stage, in ms: what is predicted of it, and what was."""
+        """Two rows per stage, in ms: as predicted, and as measured."""
         costs = [1000 * seconds for seconds in self.unit_seconds]
         units, end = blocks_of(self.schedule, costs), float(half_times(self.schedule, costs)[-1])
         rows, loop_end = [], 1000 * self.loop_seconds
@@ -200,17 +201,18 @@ def measure_step(
     *,
     num_steps: int = 5,
 ) -> MeasuredStep:
-    """Runs the training step of a pipeline on an example batch, and reads from the profiler who worked when.
+    """Runs a pipeline's training step on an example batch, and reads in the profile which stage worked when.
 
-    It is the program that trains; the profiler's own cost is measured and stated. Where there are more
+    It is the same program that trains; the profiler's own cost is measured and reported. Where there are more
     simulated devices than cores, they take turns, and so wait where real ones would not.
 
     Args:
       task, parallel, train: as `fit` takes them; nothing is trained or written.
-      mesh: of `parallel.mesh`; None builds it.
-      num_steps: with the profiler on, and off; the one in the middle by length is shown.
+      mesh: that of `parallel`; None builds it.
+      num_steps: with the profiler off, then as many with it on; of these the one of median length is shown.
     Raises:
-      ValueError: there is no pipeline to measure, or no way to measure it here.
+      RuntimeError: this version of XLA compiles the loop over ticks in another way.
+      ValueError: there is no pipeline to measure, or no way to measure it here; or `num_steps` is below 1.
     """
     (task, parallel, train), mesh = settle(task, parallel, train, mesh)
     _check(parallel, mesh, num_steps)
@@ -232,7 +234,7 @@ def measure_step(
             traced = statistics.median(seconds_of(run) for _ in range(num_steps))
         operations = read_trace(folder)
     ticks, num_stages = slice(int(plan.num_ticks)), mesh.shape[STAGE]
-    # Every stage has its part of a split head, and else the last stage all of it.
+    # Every stage has its part of a sharded head; otherwise the last stage has all of it.
     has_head_S = np.arange(num_stages) >= (
         0 if lay_out(task, parallel).head == "sharded" else num_stages - 1
     )
@@ -249,7 +251,7 @@ def measure_step(
     )
     schedule = step_schedule(parallel, parallel.group_shares[0])
     if not any(part.startswith(WEIGHTS) for _, part in branches.values()):
-        # Of no layer are they apart: then there is nothing in their lanes.
+        # No layer has its W apart from B: then there is nothing in their lanes.
         schedule = dataclasses.replace(schedule, weights=(), zero_bubble="off")
     return MeasuredStep(schedule, *measured[len(measured) // 2], traced, plain)
 
@@ -275,7 +277,7 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
 
 
 def _find_branches(text: str) -> dict[str, tuple[str, str]]:
-    """Instruction -> conditional of the loop over ticks that it is, or is in; and its part of a tick."""
+    """Instruction -> the conditional of the loop over ticks that it is, or is in, and its part of a tick."""
     found = {}
     for visit in Module(text).visits():
         for around in (*visit.callers, visit.instruction):
@@ -291,12 +293,12 @@ def _measure(
     stages: Sequence[int],
     busy: Mapping[str, np.ndarray],
 ) -> tuple[tuple[Span, ...], float, float]:
-    """Spans of a step, and the seconds of its loop and of all of it.
+    """The spans of a step, and the seconds of its loop and of the whole step.
 
     Args:
-      branches: of `_find_branches`.
-      stages: their devices.
-      busy: part -> whether it has work, [ticks, stages].
+      branches: as `_find_branches` returns them.
+      stages: the id of a device of each.
+      busy: part -> whether it has work, bool [ticks, stages].
     """
     ran = [(op.start, op.end) for op in operations if op.device in stages]
     inside = defaultdict(

@@ -31,8 +31,8 @@ class Memory:
 
     Attributes:
       arguments, outputs: of the program.
-      aliased: outputs that lie where (donated) arguments lay.
-      temporary: everything else, at its most.
+      aliased: outputs that reuse the memory of (donated) arguments.
+      temporary: everything else, at its peak.
     """
 
     arguments: int
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What a device must have room for."""
+        """Bytes that a device must have room for."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ class Total:
     """Sums over all runs of the collectives along the same axes.
 
     Attributes:
-      collectives: instructions.
-      count: runs.
+      collectives: how many instructions.
+      count: how many runs.
       bytes, sent_bytes: payload, and what the busiest device sends; see `Collective`.
-      unknown: collectives that run as often as data says. They are not in count and bytes.
+      unknown: collectives whose number of runs depends on data. They are not in count and bytes.
     """
 
     axes: tuple[str, ...]
@@ -73,14 +73,14 @@ class Total:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ProgramReport(Tables):
-    """What one device does when a compiled program runs once. `print` it, or read it.
+    """What one device does when a compiled program runs once. `print` it, or read its attributes.
 
     Attributes:
       collectives: in the program's order.
-      flops: floating-point operations by XLA's count, which takes the body of every loop once, however
+      flops: floating-point operations by XLA's count, which counts the body of every loop once, however
         often it runs; None where XLA does not count.
-      memory: None where XLA does not tell.
-      notes: what of the settings could not be done.
+      memory: None where XLA does not report it.
+      notes: which settings could not be applied.
     """
 
     collectives: tuple[Collective, ...]
@@ -90,7 +90,7 @@ class ProgramReport(Tables):
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """Sums for each set of axes that collectives run along, the most bytes first."""
+        """Sums for each set of axes that collectives run along, the most bytes sent first."""
         totals = []
         for axes in dict.fromkeys(c.axes for c in self.collectives):
             along = [(c.count or 0, c) for c in self.collectives if c.axes == axes]
@@ -111,7 +111,7 @@ class ProgramReport(Tables):
         return tuple(c for c in self.collectives if set(axes) & set(c.axes))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it in dicts, lists, numbers and strings: what `json.dumps` takes."""
+        """Everything in dicts, lists, numbers and strings, as `json.dumps` takes them."""
         collectives = [
             {**dataclasses.asdict(c), "count": c.count, "in_loop": c.in_loop}
             for c in self.collectives
@@ -153,14 +153,15 @@ def inspect_step(
 ) -> ProgramReport:
     """The report of a task's training step, compiled for shapes: no array is made.
 
-    The length of a pipeline's loop over ticks is data. It is filled in for a batch of full length: what
-    runs at every tick counts once a tick, what a unit needs once for every unit of the busiest device.
+    The length of a pipeline's loop over ticks is an input of the program. It is filled in for a batch of full
+    length: what runs at every tick counts once per tick, what a unit needs once for every unit of the busiest
+    device.
 
     Args:
-      task, parallel, train: as `fit` takes them. With `update="host"`, the optimizer is no part of the
+      task, parallel, train: as `fit` takes them. With `update="host"`, the optimizer is not part of the
         program.
-      mesh: of `parallel.mesh`; None builds it.
-      options: of XLA's compiler.
+      mesh: that of `parallel`; None builds it.
+      options: for XLA's compiler.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
@@ -185,7 +186,7 @@ def inspect_step(
 def settle(
     task: Task, parallel: Parallel | str | None, train: TrainConfig | None, mesh: Mesh | None
 ) -> tuple[Settings, Mesh]:
-    """What `inspect_step` is given, with everything that was left open filled in."""
+    """The arguments of `inspect_step`, with everything that was left open filled in."""
     check_task(task)
     parallel = Parallel.of(parallel, task.parallel)
     mesh = parallel.mesh.build() if mesh is None else mesh
@@ -205,14 +206,14 @@ def inspect_function(
       args, kwargs: arrays, or `jax.ShapeDtypeStruct`s with a sharding.
       mesh: as for `inspect_compiled`.
     Raises:
-      ValueError: the mesh cannot be told from the arguments and results.
+      ValueError: the mesh cannot be inferred from the arguments and results.
     """
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     return inspect_compiled(jitted.lower(*args, **kwargs).compile(), mesh)
 
 
 def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) -> ProgramReport:
-    """The report of what `jax.jit(...).lower(...).compile()` gives.
+    """The report of what `jax.jit(...).lower(...).compile()` returns.
 
     Args:
       mesh: whose axes are named; None takes that of the program's arguments and results.
@@ -223,7 +224,7 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     devices = executable.local_devices()  # of partition 0, 1, ...
     mesh = _mesh_of(compiled, len(devices)) if mesh is None else mesh
     order = None
-    # Another process's devices are not among them; JAX compiles for the mesh's order then.
+    # Other processes' devices are not among them; then JAX compiles for the mesh's order.
     if mesh is not None and len(devices) == mesh.size:
         places = {device: place for place, device in enumerate(mesh.devices.flat)}
         if set(devices) != set(places):
@@ -262,7 +263,7 @@ def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
 
 
 def busy_of(plan: Plan) -> dict[str, np.ndarray]:
-    """For every part of a tick where there is something to do, bool [data, ticks, stage] (or 1: the last)."""
+    """For every part of a tick, whether it has work: bool [data, ticks, stage]; the head [data, ticks, 1]."""
     return {
         FORWARD: np.asarray(plan.forward.unit) >= 0,
         HEAD: np.asarray(plan.head)[..., :1] >= 0,
@@ -272,13 +273,13 @@ def busy_of(plan: Plan) -> dict[str, np.ndarray]:
 
 
 def _planned(collective: Collective, plan: Plan) -> Collective:
-    """A collective of a loop over ticks with the loop's length, by what of a tick it belongs to."""
+    """A collective of the loop over ticks with the loop's length, by the part of a tick that it is in."""
     units = busy_of(plan)
     part = next((scope for scope in _SCOPE.findall(collective.module) if scope in units), None)
     if part is None or collective.trip_counts[:1] != (None,):
         return collective
     runs_T = np.arange(plan.forward.unit.shape[1]) < plan.num_ticks
-    # On one device, for W takes other lanes on each stage: the last of the group with the most units.
+    # For one device, since W takes other lanes on each stage: the last of the group with the most units.
     group = units[FORWARD].sum((1, 2)).argmax()
     busy_T = units[part][group, :, -1] if collective.conditional else np.bool_(True)
     length = int((busy_T & runs_T).sum())

@@ -1,4 +1,4 @@
-"""Which split of a layer moves fewer bytes: of the batch, of its columns or of its rows."""
+"""Which split of a layer moves the fewest bytes: of the batch, of its columns or of its rows."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ class SplitCost:
 
     @property
     def total_bytes(self) -> float:
-        """Forward and backward."""
+        """Sent by each device, forward and backward."""
         return self.forward_bytes + self.backward_bytes
 
 
@@ -44,8 +44,8 @@ class Advice:
       batch: rows of the global batch.
       num_devices: that it is split over.
       costs: of "data", "column" and "row".
-      flip_batch: the smallest batch at which splitting the batch moves no more than the better split of
-        the weights that sizes allow; below it, the weights should be split.
+      flip_batch: the smallest batch at which splitting the batch moves no more than the better of those
+        splits of the weights that sizes allow; below it, the weights should be split.
     """
 
     layer: str
@@ -93,17 +93,17 @@ def strategy_for(
 
     Data parallelism has the activations split by rows before and after the layer; the other two have them
     whole on every device (Krizhevsky 2014, arXiv:1404.5997, section 3). A ring sends (n-1)/n of an array
-    once to stack (all-gather) and twice to add (all-reduce), which no algorithm can do with less
+    once to stack (all-gather) and twice to add (all-reduce), and no algorithm can send less
     (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"). X and Y grow with the batch and
-    P does not, hence the flip. A dense layer has many parameters for each input and flips late, a
-    convolution uses its few at every place of an image and flips early.
+    P does not, hence the flip. A dense layer has many parameters for each input and flips late; a
+    convolution uses its few at every position of an image and flips early.
 
     Args:
-      layer: has a `kernel` [..., in, out], such as `nn.Linear`, `nn.Conv` and Flax's own; may be
+      layer: one with a `kernel` [..., in, out], such as `nn.Linear`, `nn.Conv` and Flax's own; may be
         abstract (`nnx.eval_shape`).
-      batch: rows of the global batch, or the shape of the input if that is more than [batch, in].
-      mesh: the layer is split over all devices of it; or their number.
-      is_first: nothing needs the gradient of its input.
+      batch: rows of the global batch, or the input's shape if it has more dims than [batch, in].
+      mesh: the layer is split over all of its devices; or their number.
+      is_first: whether the gradient of its input is not needed.
     Raises:
       ValueError: the layer has no kernel, the shape does not fit it, the mesh has stages or a single
         device, or no size can be split.

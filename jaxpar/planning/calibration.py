@@ -1,7 +1,7 @@
 """Measures a machine: matmuls, a copy, loops and ticks, each collective, and the pieces of a training step.
 
-Everything is measured on all devices at once, as they are in a step: simulated devices share cores, those
-of one board share power. Of several runs the quickest counts: what disturbs a machine only ever adds.
+Everything runs on all devices at once, as in a step: simulated devices share cores, those on one board
+share power. The quickest of several runs counts: disturbances only ever add time.
 """
 
 import dataclasses
@@ -41,22 +41,22 @@ from jaxpar.state import abstract_state
 from jaxpar.timing import quickest
 
 HERE = "here"
-FORMAT = 3  # of the file that is kept; what has another one is measured anew
+FORMAT = 3  # of the cached file; one in another format is not used
 
 _log = logging.getLogger(__name__)
 
-# Those that a step uses, by their names in HLO.
+# The collectives that a step uses, by their names in HLO.
 COLLECTIVES = ("all-reduce", "all-gather", "collective-permute")
 
-# What disturbs a machine does so for a second or two: pieces are measured again when all have had their turn.
+# A disturbance lasts a second or two, so pieces are measured again once all have had their turn.
 _ROUNDS = 2
 
 
 def calibrate() -> Hardware:
     """Measures the devices that JAX has, all of one kind, and keeps the result for `find_machine("here")`.
 
-    Links are all called near; with one device they are those of its memory. Memory is what the device says,
-    or on a CPU what the machine has. Pieces of a step are measured where they are asked for.
+    All links count as near; a single device's has the speed of its memory. Memory is what the device reports;
+    CPU devices share the host's. The pieces of a step are measured on demand (`measure_pieces`).
 
     Raises:
       ValueError: there are several processes.
@@ -65,11 +65,11 @@ def calibrate() -> Hardware:
 
 
 def measure_pieces(machine: Hardware, steps: Iterable[StepShape]) -> Hardware:
-    """The machine with samples of the pieces of these steps too, measured here, where there are none yet.
+    """The machine with samples of the pieces of these steps added; those that it lacks are measured here.
 
     Args:
-      machine: `find_machine("here")`, which knows of them from now on.
-      steps: for as many devices as JAX has.
+      machine: from `find_machine("here")`; new samples are stored in its file.
+      steps: each for as many devices as JAX has.
     Raises:
       ValueError: there are several processes.
     """
@@ -86,7 +86,7 @@ def measure_pieces(machine: Hardware, steps: Iterable[StepShape]) -> Hardware:
     least = dict.fromkeys(runs, float("inf"))
     for work in [*runs] * _ROUNDS:
         _, name, _ = new[work]
-        before = bench.use_caches if name == UPDATE else None  # as the layers do
+        before = bench.use_caches if name == UPDATE else None  # as the layers do before it
         least[work] = min(least[work], quickest(runs[work], bench.part, before=before))
     samples = [
         Sample(work.kind, work.sizes, seconds / _rows_of(work) / machine.roofline(work))
@@ -96,19 +96,20 @@ def measure_pieces(machine: Hardware, steps: Iterable[StepShape]) -> Hardware:
 
 
 def _rows_of(work: Work) -> int:
-    """Layers that are measured at once; a work is that of one."""
+    """Number of layers measured at once; a `Work` describes one."""
     return work.sizes[-1] if len(work.sizes) == 4 else 1
 
 
 def find_machine(name: str, memory_bytes: float | None = None) -> Hardware:
-    """One of `MACHINES`; what a file of that name describes; or "here", the devices that JAX has.
+    """The machine of that name: one of `MACHINES`, a file of `Hardware.save`, or "here", the devices of JAX.
 
-    Those are measured once, in some seconds, and kept in the user's cache folder; `calibrate` does it again.
+    The last are measured once, in some seconds, and kept in the user's cache folder; `calibrate` measures
+    them again.
 
     Args:
-      memory_bytes: of a device, if it is not what the machine says.
+      memory_bytes: of one device, to replace the machine's own figure.
     Raises:
-      ValueError: there is none of these, or `memory_bytes` is no size.
+      ValueError: there is no such machine, or `memory_bytes` is not positive and finite.
     """
     if memory_bytes is not None:
         if not 0 < memory_bytes < float("inf"):
@@ -129,7 +130,7 @@ def find_machine(name: str, memory_bytes: float | None = None) -> Hardware:
 
 
 def path_here() -> Path:
-    """The file that `calibrate` keeps these devices in."""
+    """The file in which `calibrate` stores what it measured of these devices."""
     name = f"{_name_here()} jax {jax.__version__} format {FORMAT}"
     return cache_folder() / "machines" / (re.sub(r"[^\w.]+", "-", name) + ".json")
 
@@ -137,12 +138,12 @@ def path_here() -> Path:
 def _kept_here() -> Path | None:
     try:
         return path if (path := path_here()).is_file() else None
-    except OSError:  # there is no home, or it cannot be read
+    except OSError:  # no home folder, or it cannot be read
         return None
 
 
 def _keep(machine: Hardware, samples: Sequence[Sample]) -> Hardware:
-    """The machine with the samples too; in the file its memory stays what was measured."""
+    """The machine with the samples added, and saved; the file keeps the memory that was measured."""
     machine = dataclasses.replace(machine, samples=(*machine.samples, *samples))
     real = dataclasses.replace(machine, memory_bytes=_memory_bytes(jax.devices()))
     try:
@@ -157,7 +158,7 @@ def _keep(machine: Hardware, samples: Sequence[Sample]) -> Hardware:
 
 
 def _name_here() -> str:
-    """Number and kind of the devices, and of a CPU the cores that this process has."""
+    """Number and kind of the devices; for a CPU also the cores that this process may use."""
     devices = jax.devices()
     name = f"{len(devices)} x {devices[0].device_kind}"
     if devices[0].platform == "cpu" and hasattr(os, "sched_getaffinity"):
@@ -166,7 +167,7 @@ def _name_here() -> str:
 
 
 class _Bench:
-    """Runs functions on all devices at once, for a part of a second each."""
+    """Runs functions on all devices at once, for a fraction of a second each."""
 
     part = 0.25
 
@@ -181,7 +182,7 @@ class _Bench:
         self.mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=self.devices)
 
     def seconds(self, function: Callable[..., Any], *args: Any) -> float:
-        """Of a function of arrays, a copy of them on every device."""
+        """Time of one call of a function, with a copy of its arguments on every device."""
 
         def on_device(*args):
             return jax.tree.map(lambda a: a[None], function(*jax.tree.map(lambda a: a[0], args)))
@@ -198,7 +199,7 @@ class _Bench:
         return quickest(lambda: spread(*args), self.part)
 
     def use_caches(self) -> jax.Array:
-        """Leaves nothing in the devices' caches of what was there."""
+        """Evicts what the devices' caches held, by writing 32 MiB on each."""
         return jnp.add(self._others, 1)
 
     @functools.cached_property
@@ -207,7 +208,7 @@ class _Bench:
         return jax.device_put(numbers, NamedSharding(self.mesh, P("x")))
 
     def run_of(self, step: StepShape, name: str, kind: int) -> Callable[[], Any]:
-        """A function that does a piece of a step, in the shapes and on the devices that it has there."""
+        """A function that runs one piece of a step, with the shapes and on the devices that it has there."""
         if name == UPDATE:
             return _update_of(step)
         shares = step.shares_head and name == LAST
@@ -237,7 +238,7 @@ class _Bench:
         return again
 
     def host_rate(self) -> float:
-        """Bytes a second from the host's memory to the devices, to all of them at once."""
+        """Bytes per second from the host's memory to a device, while all of them receive."""
         numbers, layout = (
             np.ones((len(self.devices), 2**24), np.float32),
             NamedSharding(self.mesh, P("x")),
@@ -245,7 +246,7 @@ class _Bench:
         return numbers[0].nbytes / quickest(lambda: jax.device_put(numbers, layout), self.part)
 
     def tick(self) -> float:
-        """Of a pipeline over all devices, up to eight, with nothing to do: its slope over idle ticks."""
+        """Seconds per idle tick of a pipeline over up to eight devices: the slope of time over ticks."""
         S, M, H = min(len(self.devices), 8), 64, 8
         pipeline = Pipeline(
             layers=(lambda weights, frozen, carry, x, at: (carry, x * weights),),
@@ -273,7 +274,7 @@ class _Bench:
         return max(seconds(M) - seconds(0), 0.0) / M
 
     def link(self, op: str) -> Link:
-        """Of a collective among all devices: seconds of a small one, and bytes a second of larger ones."""
+        """A collective among all devices: the latency of a small one, and bytes per second of larger ones."""
         n = len(self.devices)
         once = {
             "all-reduce": lambda x: lax.psum(x, "x") / n,
@@ -300,7 +301,7 @@ class _Bench:
 
 
 def _describe(bench: _Bench) -> Hardware:
-    """The machine but for the pieces of a step."""
+    """Everything about the machine except the pieces of a step."""
     size = 512 if bench.on_cpu else 8192
 
     def matmul_rate(dtype: Any) -> float:
@@ -338,7 +339,7 @@ def _describe(bench: _Bench) -> Hardware:
 
 
 def _update_of(step: StepShape) -> Callable[[], Any]:
-    """A function that updates parameters as a step does, after gradients have been added up."""
+    """A function that updates parameters as a step does once its gradients are summed."""
     task, parallel, train = step.settings
     mesh, optimizer = parallel.mesh.build(), task.make_optimizer(train.num_steps)
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
@@ -385,7 +386,7 @@ def _update_of(step: StepShape) -> Callable[[], Any]:
 
 
 def _fill(shapes: Any) -> Any:
-    """Arrays of these shapes: numbers of the size of weights and activations, and zeros for integers."""
+    """Arrays of these shapes: floats as large as weights and activations are, zeros for integers."""
     draw = np.random.default_rng(0)
 
     def fill(leaf):
@@ -397,12 +398,12 @@ def _fill(shapes: Any) -> Any:
 
 
 def _random(*shape: int) -> jax.Array:
-    """Numbers of the size of weights and activations; zeros would be multiplied faster."""
+    """Float32 numbers as large as weights and activations are; zeros would multiply faster."""
     return jnp.asarray(np.random.default_rng(0).uniform(-0.1, 0.1, shape), jnp.float32)
 
 
 def _memory_bytes(devices: list[Any]) -> float:
-    """Of one device; simulated ones share what the machine has. Infinity if nobody knows."""
+    """Memory of one device; simulated ones share the machine's. Infinity if it is unknown."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:
         return float(limit)

@@ -1,4 +1,4 @@
-"""What the compiler says of a step, for any number of devices: compiled from shapes, nothing runs."""
+"""What the compiler reports about a step, for any number of devices: compiled from shapes, nothing runs."""
 
 import functools
 from typing import Any
@@ -16,9 +16,12 @@ from jaxpar.training.settings import TrainConfig
 
 
 def simulated_mesh(config: MeshConfig) -> Mesh:
-    """A mesh of CPU devices to compile for, however many there are; no -1 in it.
+    """A mesh of CPU devices to compile for, of any size.
 
-    They are not those of `jax.devices()`, whose number is fixed when JAX starts.
+    They are not among `jax.devices()`, whose number is fixed when JAX starts.
+
+    Args:
+      config: without -1.
     """
     size = config.num_devices
     devices = _devices(1 << (size - 1).bit_length())[:size]
@@ -34,17 +37,17 @@ def _devices(count: int) -> list[Any]:
     return xla_client.make_cpu_client(num_devices=count).devices()
 
 
-# Without what makes code fast it is compiled in half the time, and the report is the same.
+# Without optimizing the code, compiling takes half the time, and the report is the same.
 _QUICK = {"xla_backend_optimization_level": 0}
 
 
 @functools.lru_cache
 def _quickest() -> dict[str, Any]:
-    """Without what loops are written by: a third of that, and memory is another in the last digits."""
+    """Without fusion emitters too: a third of that time; memory then differs in its last digits."""
     options = {**_QUICK, "xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda: 0).lower().compile(options)
-    except jax.errors.JaxRuntimeError:  # this version of XLA has no such choice
+    except jax.errors.JaxRuntimeError:  # this version of XLA has no such option
         return _QUICK
     return options
 
@@ -53,12 +56,13 @@ def _quickest() -> dict[str, Any]:
 def report_of(
     task: Task, parallel: Parallel, train: TrainConfig, *, memory: bool = True
 ) -> ProgramReport:
-    """Of a training step, compiled for simulated devices: a few seconds, whatever its size.
+    """The report of a training step, compiled for simulated devices in a few seconds, whatever its size.
 
-    Memory and collectives are those that XLA's CPU compiler decides on; code is not optimized for it.
+    Memory and collectives are those that XLA's CPU compiler decides on; the code is not optimized.
 
     Args:
-      memory: whether it is asked for, to the byte.
+      parallel: without -1 in its mesh.
+      memory: whether the report's memory must be right to the byte; if not, compiling is quicker.
     Raises:
       ValueError: sizes do not fit the mesh.
     """

@@ -1,7 +1,7 @@
 """What a training step will cost: bytes sent, memory, FLOPs, ticks and time, before it is compiled.
 
-All of it is read from the task's own model (`shape`, `unit`). `compiled_cost` puts the compiler's word in the
-place of estimates; `python -m jaxpar inspect --compare` shows both, and a few steps measured.
+All of it is read from the task's own model (`shape`, `unit`). `compiled_cost` replaces estimates by
+the compiler's figures; `python -m jaxpar inspect --compare` shows both, and measures a few steps.
 """
 
 import dataclasses
@@ -34,15 +34,15 @@ from jaxpar.training.settings import Settings, TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of a step, by what it is spent on; they follow each other.
+    """The time of a step, by what it is spent on; the parts follow each other.
 
     Attributes:
-      layers: of the busiest stage, without its idle ticks.
-      head: what is before and after the layers, likewise.
-      bubble: that the busiest stage waits, in ticks with nothing to do for it.
-      ticks: what a pipeline's loop needs besides.
-      sending: collectives, as if none ran beside other work.
-      update: of the optimizer, limited by memory.
+      layers: on the busiest stage, without its idle ticks.
+      head: what comes before and after the layers, likewise.
+      bubble: time that the busiest stage waits for the others.
+      ticks: overhead of a pipeline's loop.
+      sending: collectives, as if none overlapped with other work.
+      update: the optimizer, bound by memory bandwidth.
     """
 
     layers: float
@@ -54,22 +54,22 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Of the whole step."""
         return sum(vars(self).values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost(Tables):
-    """What a step costs each device; `print` it, or read it.
+    """What a step costs each device; `print` it, or read its attributes.
 
     Attributes:
-      settings: task, parallel and train that the step is made from.
+      settings: the task, `parallel` and `train` of the step.
       traffic: the collectives.
-      memory: on the fullest device, as estimated.
+      memory: on the fullest device, as estimated, in bytes.
       flops: of the matmuls of a step, on the busiest device; two for a multiply-add.
       num_ticks, bubble: of the schedule; 1 and 0 without one.
-      seconds: on the hardware; None without one.
-      report: of the compiled step; None if it is not compiled. Traffic is the program's then.
+      seconds: predicted for the hardware; None if none was given.
+      report: of the compiled step, whose collectives `traffic` then has; None if it was not compiled.
     """
 
     settings: Settings
@@ -83,24 +83,24 @@ class Cost(Tables):
 
     @property
     def parallel(self) -> Parallel:
-        """How the step lies on devices."""
+        """How the step is laid out on devices."""
         return self.settings.parallel
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device: the compiler's number, or the estimate where the step is not compiled."""
+        """Of a device: the compiler's number, or the estimate if the step was not compiled."""
         known = self.report and self.report.memory
         return known.total if known else self.memory.total
 
     @property
     def memory_text(self) -> str:
-        """The same to be read; an estimate has a ~ before it."""
+        """The same as text; an estimate begins with ~."""
         is_known = self.report is not None and self.report.memory is not None
         return "~" * (not is_known) + format_bytes(self.memory_bytes)
 
     @property
     def sent_bytes(self) -> float:
-        """By the busiest device, in all."""
+        """Sent by the busiest device in a step."""
         return sum(part.count * part.sent_bytes for part in self.traffic)
 
     def parts(self) -> Iterator[Table | str]:
@@ -146,16 +146,16 @@ def predict_step(
 ) -> Cost:
     """The cost of a task's training step, for batches of the full length.
 
-    What is sent along `tensor` the compiler decides, and where it divides the batch it decides on all of it:
-    it is asked then, which takes some seconds.
+    The compiler decides what is sent along `tensor`, and where it divides the batch itself, what is sent at
+    all: in these cases the step is compiled, which takes some seconds.
 
     Args:
-      task: resolved: nothing of its sizes is left to be found in data.
-      parallel, train: with no -1 in the mesh; None takes the task's own.
+      task: resolved: none of its sizes is left to be found in data.
+      parallel, train: without -1 in the mesh; None takes the task's own.
       hardware: what the time is predicted for; None leaves it out.
-      quick: what is sent along `tensor` is estimated, by a small program; to rank many layouts.
+      quick: estimates what is sent along `tensor` from a small program; for ranking many layouts.
     Raises:
-      ValueError: sizes do not fit each other, or the hardware has no number for a dtype.
+      ValueError: sizes do not fit each other, or the hardware has no FLOP/s for a dtype.
     """
     step = StepShape(task, parallel, train)
     is_asked = not step.model.layout.divides_by_hand or (step.tensor > 1 and not quick)
@@ -175,7 +175,7 @@ def predict_step(
 
 
 def compiled_cost(cost: Cost) -> Cost:
-    """The same with what the compiler says of memory and collectives; a few seconds, and nothing runs."""
+    """The same with the compiler's memory and collectives; this takes a few seconds, and nothing runs."""
     if cost.report is not None:
         return cost
     report = report_of(*cost.settings)
@@ -185,10 +185,10 @@ def compiled_cost(cost: Cost) -> Cost:
 def compare(
     cost: Cost, report: ProgramReport, measured_seconds: float | None = None
 ) -> "Comparison":
-    """A prediction beside the report of the program that was compiled for the same step.
+    """A prediction next to the report of the program that was compiled for the same step.
 
     Args:
-      measured_seconds: of a step of that program, if it ran.
+      measured_seconds: of one step of that program, if it ran.
     """
     predicted, compiled = totals(cost.traffic), totals(traffic_of(report))
     return Comparison(cost, report, predicted, compiled, measured_seconds)
@@ -200,17 +200,17 @@ def compare_here(
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
 ) -> "Comparison":
-    """Predicted for the devices that JAX has, compiled for them, and measured on them, in this order.
+    """A step predicted for the devices that JAX has, compiled for them, and measured on them, in this order.
 
-    Of the measured steps, five at least, for two seconds at least, the quickest counts, as of what the
-    prediction is made of (see `calibrate`).
+    At least five steps are measured, for at least two seconds. The quickest counts, as it does for the pieces
+    that the prediction is made of (see `calibrate`).
 
     Args:
-      task: it need not be resolved.
+      task: need not be resolved.
       parallel, train: None takes the task's own.
-      mesh: of `parallel`; None builds it.
+      mesh: that of `parallel`; None builds it.
     Raises:
-      ValueError: as of `predict_step` and `find_machine`.
+      ValueError: as for `predict_step` and `find_machine`.
     """
     settings, mesh = settle(task, parallel, train, mesh)
     machine = measure_pieces(find_machine(HERE), [StepShape(*settings)])
@@ -224,7 +224,7 @@ class Comparison(Tables):
     """What was predicted, and what the compiler says; `print` shows them side by side.
 
     Attributes:
-      predicted, compiled: bytes of all runs of the collectives of a kind, by (op, axes).
+      predicted, compiled: (op, axes) -> payload bytes of all runs of such collectives in a step.
       measured_seconds: of a step; None if none ran.
     """
 
@@ -236,7 +236,7 @@ class Comparison(Tables):
 
     @property
     def time_error(self) -> float | None:
-        """Predicted over measured seconds of a step, less 1; None if one of them is not known."""
+        """Predicted over measured seconds of a step, minus 1; None if either is unknown."""
         if self.cost.seconds is None or self.measured_seconds is None:
             return None
         return self.cost.seconds.total / self.measured_seconds - 1
@@ -270,12 +270,12 @@ def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, s
 
 
 def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[str, np.ndarray]:
-    """What each group of layers of a stage costs for a unit in F, B and W, and what is around the layers.
+    """What a unit costs in F, B and W of each group of layers on each stage, and around the layers.
 
     Args:
-      of_work: cost of every piece, of one layer.
+      of_work: cost of every piece, for one layer.
     Returns:
-      [groups, stages] each.
+      float [groups, stages] each, by name.
     """
     layers_GSK, kinds = step.layers_GSK, range(len(step.rows))
     shape = step.parallel.num_groups, step.sizes[STAGE]
@@ -296,13 +296,13 @@ def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[st
 
 
 def _flops(step: StepShape) -> float:
-    """Of the matmuls on the busiest device."""
+    """Of a step's matmuls on the busiest device."""
     flops = {key: work.flops for key, work in works_of(step).items() if key[0] != UPDATE}
     return float(np.sum([*_costs_of(step, flops).values()], 0).sum(0).max() * step.units)
 
 
 def unit_seconds(step: StepShape, hardware: Hardware) -> dict[tuple[str, int], float]:
-    """Of every piece, of one layer over a unit."""
+    """Of every piece, for one layer and one unit."""
     seconds = {key: hardware.seconds(work) for key, work in works_of(step).items()}
     if step.parallel.runs_in_units:  # into the slots, and out of them
         for (name, kind), ring in copy_of_kept(step).items():
@@ -311,11 +311,11 @@ def unit_seconds(step: StepShape, hardware: Hardware) -> dict[tuple[str, int], f
 
 
 def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) -> Seconds:
-    """Pieces, over ticks that stages take together; see `Hardware.seconds`."""
+    """From the times of pieces, in ticks that all stages take together; see `Hardware.seconds`."""
     of_work = unit_seconds(step, hardware)
     works, costs = works_of(step), _costs_of(step, of_work)
     in_units = step.parallel.runs_in_units
-    # What was measured has in it what it sends.
+    # The time of a measured piece includes what it sends.
     known = {sample.kind for sample in hardware.samples}
     has_tensor = any(work.kind in known for (name, _), work in works.items() if name != UPDATE)
     has_gather = works[UPDATE, -1].kind in known and step.parallel.update != "replicated"
@@ -340,7 +340,7 @@ def _at_once(costs: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]:
-    """Of the busiest stage: seconds in layers, around them, and waiting for others."""
+    """Seconds of the busiest stage: in layers, around them, and waiting for others."""
     schedule, stages = step.schedule, np.arange(step.sizes[STAGE])
     shape = schedule.num_ticks, len(stages)
     layers_2TS, outer_2TS = np.zeros((2, *shape)), np.zeros((2, *shape))
@@ -351,12 +351,12 @@ def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]
         layers_2TS[work.half] += of_lane_TS * work.num_units
         for name in around[work.letter]:
             if name == "head":
-                # Of the unit that leaves the last stage, on all that have a part of it.
+                # For the unit that leaves the last stage, on all stages that have a part of the head.
                 done_T = busy_TS[:, -1] & (group_TS[:, -1] == schedule.num_groups - 1)
                 outer_2TS[work.half] += done_T[:, None] * costs[name][-1]
             else:
                 outer_2TS[work.half] += np.where(busy_TS, costs[name][group_TS, stages], 0.0)
-    # Stages meet after the first half of a tick, which the head ends, and after the second.
+    # Stages synchronize after each half of a tick; the head ends the first.
     times = step.parallel.num_segments
     elapsed = times * float((layers_2TS + outer_2TS).max(2).sum())
     busiest = int((layers_2TS + outer_2TS).sum((0, 1)).argmax())
@@ -365,7 +365,7 @@ def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]
 
 
 def sending_seconds(part: Traffic, hardware: Hardware, sizes: dict[str, int]) -> float:
-    """All runs: what the busiest device sends, after as many messages as a tree of the devices is deep."""
+    """Of all runs: what the busiest device sends, plus the latencies of a tree of the devices."""
     link = hardware.link(part.axes, sizes)
     messages = num_messages(part.op, math.prod(sizes[axis] for axis in part.axes))
     return part.count * link.time(part.sent_bytes, messages)

@@ -1,4 +1,4 @@
-"""The layout of a run on other devices than it was made for: some are gone, or there are more."""
+"""The layout of a run whose devices are not those it was made for: some are gone, or there are more."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -13,25 +13,25 @@ from jaxpar.training.settings import TrainConfig
 
 
 class Layout(NamedTuple):
-    """A layout, and why it is this one; "" if it is the one that was asked for."""
+    """A layout, and the reason for it: "" if it is the one that was asked for."""
 
     parallel: Parallel
     reason: str
 
 
 def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: bool = True) -> Layout:
-    """The layout that was asked for if its mesh is of the devices that there are; else another one.
+    """The layout that was asked for, if its mesh fits the devices that there are; else another one.
 
-    Losses are the same on all. The cost model chooses, for the machine in `MACHINES` that the devices are
-    most like: nothing is measured, so all processes choose alike. It splits layers over `tensor` only if that
-    was asked for, and in parts that divide those. If nothing fits in the memory, by its estimate, it is what
-    needs the least.
+    Losses are the same on all of them. The cost model chooses, for the machine in `MACHINES` most like the
+    devices; nothing is measured, so all processes choose alike. With `keep` it splits layers over `tensor`
+    only if that was asked for, into a number of parts that divides the one asked for. If by its estimate no
+    layout fits in memory, it takes the one that needs the least.
 
     Args:
-      task: with the sizes that its data tell.
-      keep: whether a mesh that fits is kept; else it is chosen in any case.
+      task: with the sizes that its data determine.
+      keep: keeps a mesh that fits; if false, the cost model chooses in any case.
     Raises:
-      ValueError: none fits; or the mesh names devices.
+      ValueError: no layout fits the sizes, or the mesh names devices.
     """
     asked, num_devices = parallel.mesh, jax.device_count()
     if asked.devices is not None:
@@ -56,7 +56,7 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
 
 
 def _find_machine(device: Any) -> str:
-    """The machine that a device is of, by its name; or the first of its platform, or of all."""
+    """The machine that a device belongs to, by its kind; else the first of its platform, or of all."""
     kind = device.device_kind.lower().replace(" lite", "e").replace(" ", "-")
     of_platform = [name for name, each in MACHINES.items() if each.platform == device.platform]
     return next((name for name in of_platform if name in kind), [*of_platform, *MACHINES][0])

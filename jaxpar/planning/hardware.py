@@ -13,13 +13,13 @@ from jaxpar.files import whole_file
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A piece of a step that is the same wherever it stands, as a machine sees it.
+    """A piece of a step as a machine sees it, the same wherever in the step it runs.
 
     Attributes:
-      kind: whose slowness it has: a piece of a model (`pieces.works_of`), or "" for none.
-      sizes: that the slowness depends on, each at least 1.
+      kind: which samples give its slowness: a piece of a model (`pieces.works_of`), or "" for none.
+      sizes: what the slowness depends on, each at least 1.
       flops, bytes: of its matmuls, and moved between the device and its memory.
-      turns: of a loop that follow each other.
+      turns: loop iterations that run one after the other.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """How many times as long as its roofline says a piece of work took; `sizes` as of `Work`."""
+    """How many times as long as its roofline a piece of work took; `kind` and `sizes` as in `Work`."""
 
     kind: str
     sizes: tuple[int, ...]
@@ -46,9 +46,9 @@ class Link:
     """What joins the devices along a mesh axis.
 
     Attributes:
-      bytes_per_second: that a device sends, in one direction.
-      seconds: from the start of a message to its arrival, when it is empty.
-      sizes: where it was measured: bytes that a device sends in a collective, growing, and bytes a second.
+      bytes_per_second: sent by a device, in one direction.
+      seconds: the latency: from the start of an empty message to its arrival.
+      sizes: where it was measured: (bytes that a device sends in a collective, bytes per second), ascending.
     """
 
     bytes_per_second: float
@@ -62,9 +62,9 @@ class Link:
             _check_positive(size=size, rate=rate)
 
     def time(self, num_bytes: float, messages: int) -> float:
-        """Seconds of a collective in which a device sends so much, in so many messages one after the other.
+        """Seconds of a collective in which a device sends `num_bytes`, in `messages` one after the other.
 
-        Between sizes that were measured the logarithm of the rate is interpolated.
+        Between measured sizes the logarithm of the rate is interpolated.
         """
         rate = self.bytes_per_second
         if self.sizes and num_bytes > 0:
@@ -75,22 +75,22 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """A machine of equal devices, in hosts.
+    """A machine: equal devices, grouped into hosts.
 
     Attributes:
-      name, source: of the machine, and of the numbers.
+      name, source: of the machine, and of its numbers.
       flops_per_second: of a device at its best, by the dtype of the matmuls' inputs; float32 as JAX
         multiplies it by default.
       memory_bytes, memory_bytes_per_second: of a device.
       host_bytes_per_second: between a device and its host's memory, in one direction.
       near, far: the links within a host, and between hosts.
       devices_per_host: how many the near links join.
-      loop_seconds: that one turn of a loop takes at least, such as a time step.
-      tick_seconds: that a pipeline's tick takes in which there is nothing to do or to send.
-      platform: of JAX.
-      samples: pieces of a step that were measured; without any, the machine reaches its peaks.
+      loop_seconds: the least time of one iteration of a loop, such as a time step.
+      tick_seconds: the time of a pipeline's tick in which there is nothing to compute or to send.
+      platform: as JAX calls it.
+      samples: measured pieces of a step; without any, the machine is taken to reach its peaks.
     Raises:
-      ValueError: a number is not positive (for times: negative) or not finite; memory may be endless.
+      ValueError: a number is not positive (for times: negative) or not finite; memory may be infinite.
     """
 
     name: str
@@ -120,25 +120,26 @@ class Hardware:
     def link(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Link:
         """The slowest link among devices that differ along the axes of a mesh.
 
-        Devices that follow each other in the mesh's order, its last axis fastest, share a host.
+        Consecutive devices in the mesh's order, its last axis fastest, share a host.
 
         Args:
+          axes: one or more.
           sizes: of all axes, in the mesh's order.
         """
         names = list(sizes)
-        reach = 1  # devices from the first to the last of a group that lies close together
+        reach = 1  # devices from the first to the last of one group
         for name in names[min(names.index(axis) for axis in axes) :]:
             reach *= sizes[name]
         return self.near if reach <= self.devices_per_host else self.far
 
     def seconds(self, work: Work, dtype: str = "float32") -> float:
-        """That a device needs for a piece of work: its roofline, times the slowness of samples like it.
+        """Seconds that a device needs for a piece of work: its roofline times the slowness of like samples.
 
         Between samples the logarithm of the slowness is interpolated by inverse distance (Shepard 1968), in
-        the logarithms of the sizes; at a sample it is the sample's.
+        the logarithms of the sizes; at a sample it is the sample's own.
 
         Raises:
-          ValueError: there is no number for the dtype.
+          ValueError: `flops_per_second` lacks the dtype.
         """
         if dtype not in self.flops_per_second:
             raise ValueError(
@@ -148,11 +149,11 @@ class Hardware:
         return self.roofline(work, dtype) * math.exp(self._log_slowness(work))
 
     def roofline(self, work: Work, dtype: str = "float32") -> float:
-        """The least seconds (Williams et al. 2009, with loops whose turns take a while)."""
+        """The least seconds possible (Williams et al. 2009, with a least time per loop iteration)."""
         return max(self._limits(work, dtype).values())
 
     def limit(self, work: Work, dtype: str = "float32") -> str:
-        """Which attribute of the work takes longest: "flops", "bytes" or "turns"."""
+        """Which attribute of the work takes the longest: "flops", "bytes" or "turns"."""
         limits = self._limits(work, dtype)
         return max(limits, key=limits.__getitem__)
 
@@ -174,10 +175,10 @@ class Hardware:
         return total / weights if weights else 0.0
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file, for `load`; folders on the way are made.
+        """Writes a JSON file for `load`; missing folders are created.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: the file cannot be written.
         """
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as file:
@@ -185,10 +186,11 @@ class Hardware:
 
     @classmethod
     def load(cls, path: str | Path) -> "Hardware":
-        """What `save` wrote.
+        """Reads what `save` wrote.
 
         Raises:
-          ValueError: the file is of another kind.
+          OSError: the file cannot be read.
+          ValueError: it does not describe hardware.
         """
         try:
             fields = json.loads(Path(path).read_text())
@@ -208,7 +210,7 @@ class Hardware:
 
 
 def _check_positive(zero: float | None = None, **numbers: float) -> None:
-    """Raises if one of the numbers is not finite, or not above zero; with `zero` given it may be that."""
+    """Raises if one of the numbers is not finite, or not above zero; one that equals `zero` is allowed."""
     for name, value in numbers.items():
         if not (0 < value < math.inf or value == zero):
             least = "positive" if zero is None else "0 or more"
@@ -219,7 +221,7 @@ _GPU_LOOP = 10e-6  # two or three kernels; a launch takes 3 to 5 microseconds
 _GPU_TICK = 50e-6  # about ten kernels
 _INFINIBAND = 5e-6
 
-# Peak numbers, without sparsity. Bandwidths of links are one way: half of what is called bidirectional.
+# Peaks without sparsity. Bandwidths of links are one way: half of the bidirectional figure.
 _H100 = Hardware(
     name="h100",
     flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},

@@ -1,9 +1,9 @@
-"""How much memory a training step needs on a device: a quick estimate, to rank thousands of layouts by.
+"""How much memory a training step needs on a device: a quick estimate, for ranking thousands of layouts.
 
-What is stored is exact, and so is what is kept of the units under way. What comes and goes within a piece of
-work, or in a step that is one whole, is estimated from what is alive at each of its operations
-(`work.Amount.live`): compilers pack buffers, and fuse operations, in ways of their own. For a single layout
-there is the compiler's own number (`compiled.report_of`).
+The state is exact, and so is what is kept of the units in flight. Temporaries, within a piece of work or in a
+step that is not cut into units, are estimated from what is alive at each operation (`work.Amount.live`):
+compilers pack buffers and fuse operations in their own ways. For a single layout there is the compiler's own
+number (`compiled.report_of`).
 
 Legend: t time steps of a chunk, b rows of a microbatch.
 """
@@ -26,13 +26,13 @@ class MemoryCost:
     """Bytes on the fullest device at its fullest moment.
 
     Attributes:
-      parameters, optimizer, carried: of the state; with `update="host"` the optimizer is elsewhere.
-      batch: of the device's rows.
-      gradients: where they are added up.
-      activations: what is kept of units under way (the live units of the schedule) for their backward pass,
-        and what waits to be read.
-      working: within a piece of work, or between gradients and new parameters.
-      results: with `update="host"`, what the program returns besides the state that it took.
+      parameters, optimizer, carried: the state; with `update="host"` the optimizer's part is on the host.
+      batch: the device's rows.
+      gradients: the arrays in which they are accumulated.
+      activations: what is kept of units in flight (the schedule's live units) for their backward pass, and
+        what waits to be read.
+      working: temporaries within a piece of work, or between gradients and new parameters.
+      results: with `update="host"`, what the program returns besides the state that it was given.
     """
 
     parameters: int
@@ -46,23 +46,23 @@ class MemoryCost:
 
     @property
     def total(self) -> int:
-        """What a device must have room for."""
+        """Bytes that a device must have room for."""
         return sum(vars(self).values())
 
 
 def estimate_memory(step: StepShape) -> MemoryCost:
-    """Of a training step, on one device."""
+    """The memory of a training step on one device."""
     on_host, in_units = step.parallel.update == "host", step.parallel.runs_in_units
     gradients = sum(step.part(array, step.rules).elements for array in step.params) * FLOAT
     activations, working = _of_units(step) if in_units else (_of_whole(step), 0.0)
     computed = sum(step.part(a, step.rules).elements * a.itemsize for a in step.params)
     gathered = computed - step.bytes_of(step.params, step.param_rules)
-    # Afterwards gradients are summed and clipped, and what was kept is gone.
+    # Afterwards gradients are summed and clipped; what was kept is freed by then.
     after = gradients - activations
     carried = step.bytes_of(step.carry, step.carry_rules)
     results = 2 * step.bytes_of(step.params, step.opt_rules) + carried if on_host else 0
     if on_host and in_units and step.sizes[DATA] == 1:
-        results -= gradients  # what is handed back unsummed lies where it was added up
+        results -= gradients  # what is returned unsummed lies where it was accumulated
     return MemoryCost(
         parameters=step.bytes_of((*step.params, *step.frozen), step.param_rules),
         optimizer=0 if on_host else step.bytes_of(step.opt_state, step.opt_rules),
@@ -76,7 +76,7 @@ def estimate_memory(step: StepShape) -> MemoryCost:
 
 
 def _of_whole(step: StepShape) -> float:
-    """What a step that is one whole has at its fullest moment, besides gradients."""
+    """Bytes of a step that is not cut into units at its fullest moment, besides gradients."""
     facts = facts_of(step.model, step.t, step.b, splits=False)
     most = max(facts.whole) - FLOAT * sum(math.prod(array.shape) for array in step.params)
     whole, own = (_saved(step, each) for each in (facts.saved, _split_saved(step, facts)))
@@ -84,12 +84,12 @@ def _of_whole(step: StepShape) -> float:
 
 
 def _saved(step: StepShape, saved: Sequence[Sequence[float]]) -> float:
-    """What all layers of a stage keep of a unit."""
+    """Bytes that all layers of a stage keep of a unit."""
     return sum(rows * sum(sizes) for rows, sizes in zip(step.unit_rows, saved, strict=True))
 
 
 def _split_saved(step: StepShape, facts: Facts) -> Sequence[Sequence[float]]:
-    """Bytes on a device of each array that a layer keeps, for every kind."""
+    """Bytes per device of each array that a layer keeps, for every kind."""
     if step.tensor == 1 or not facts.saved:
         return facts.saved
     return [
@@ -99,7 +99,7 @@ def _split_saved(step: StepShape, facts: Facts) -> Sequence[Sequence[float]]:
 
 
 def _of_units(step: StepShape) -> tuple[float, float]:
-    """What is kept of all units under way; and what one needs besides, without what it can be lent."""
+    """Bytes kept of all units in flight; and what one needs besides, less the buffers that it can reuse."""
     facts = facts_of(step.model, step.t, step.b, step.splits_weights)
     n, x, schedule, pipeline = step.tensor, facts.x, step.schedule, step.parallel.pipeline
     if n > 1 and is_split(step).x:
@@ -114,7 +114,7 @@ def _of_units(step: StepShape) -> tuple[float, float]:
         (schedule.num_slots + 1) * (kept + x) + waiting * x + step.parallel.num_groups * carried
     )
     pieces = {key: max(each.live) / n for key, each in facts.amounts.items()}
-    # Nobody splits constants, and loops over several kinds copy what they stack up.
+    # Constants are not split, and loops over several kinds copy what they stack.
     constants = min(len(step.rows), 2) * float(np.dot(step.unit_rows, facts.constants))
     gradients = [
         sum(step.part(a, step.rules).elements for a in step.params if a.kind == kind) * FLOAT
@@ -123,14 +123,14 @@ def _of_units(step: StepShape) -> tuple[float, float]:
     if step.shares_head:
         pieces[LAST, -1] /= step.sizes[STAGE]
     for (name, kind), most in pieces.items():
-        if name == FORWARD:  # what it keeps is there once for each layer, and once where it is made
+        if name == FORWARD:  # what it keeps exists once per layer, and once where it is made
             most = max(most - sum(facts.saved[kind]) / n, 0.0) + constants
         if name == (WEIGHTS if (WEIGHTS, kind) in pieces else BACKWARD):
             # A branch for each kind adds to its own gradients, and copies those of the others.
             most += sum(gradients) - gradients[kind]
-        waits = name == LAST and pipeline.remat  # for the second forward
+        waits = name == LAST and pipeline.remat  # for the second forward pass
         if kind >= 0 or waits:
-            # Read from its slot into an array of its own, unless one layer is all there is.
+            # Read from its slot into an array of its own, unless there is only one layer.
             pieces[name, kind] = most + of_unit if sum(step.unit_rows) > 1 else max(most, of_unit)
     return activations, max(pieces.values())
 

@@ -1,4 +1,4 @@
-"""The pieces that a training step is made of, as a machine sees them: FLOPs, bytes, turns of loops."""
+"""The pieces that a training step is made of, as a machine sees them: FLOPs, bytes, loop iterations."""
 
 import functools
 import hashlib
@@ -16,10 +16,12 @@ UPDATE = "update"
 
 @functools.lru_cache(maxsize=8)  # a prediction asks three times
 def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
-    """A device's part of every piece: of a layer over a unit, of what is around the layers, the update.
+    """One device's part of every piece: a layer on a unit, what is around the layers, and the update.
 
-    By name, and number of the kind of layers, -1 for what is of none. Sizes are steps and rows of the unit,
-    devices that a layer is split over, and layers of the kind on a stage.
+    Returns:
+      (name, number of the kind of layers, or -1 outside of layers) -> work. Its sizes are the time steps and
+      rows of the unit, the devices that a layer is split over, and the layers of the kind on a stage; of the
+      update, the bytes of a device's parameters and the size of `data`.
     """
     facts = facts_of(step.model, step.t, step.b, step.splits_weights)
     params = [array for array in step.params if array.kind is None]
@@ -28,7 +30,7 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
         at_once = kind >= 0 and not step.parallel.runs_in_units
         name = BOTH if at_once else name
         own = [array for array in step.params if array.kind == kind] if kind >= 0 else params
-        # Where a layer's devices split the batch as well, the rows of one are its part.
+        # Where a layer's devices also split the batch, `b` already has the rows of one.
         part = _part_of_work(step, own) if step.row_parts == 1 else 1.0
         rows = step.unit_rows[kind] if kind >= 0 else 1
         parts = step.tensor * (step.sizes[STAGE] if kind < 0 and step.shares_head else 1)
@@ -45,7 +47,7 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
 
 
 def _part_of_work(step: StepShape, params: list[Array]) -> float:
-    """The share of a piece that a device does, by its share of the weights along `tensor` and `stage`."""
+    """The share of a piece that a device computes, by its share of the weights along `tensor` and `stage`."""
     whole = sum(math.prod(array.shape) for array in params)
     sizes = tuple(
         (axis, size if axis in (STAGE, TENSOR) else 1) for axis, size in step.sizes.items()
@@ -59,7 +61,7 @@ def _part_of_work(step: StepShape, params: list[Array]) -> float:
 
 
 def _update(step: StepShape) -> Work:
-    """From gradients to new parameters: norm, clipping, the optimizer, and what is moved for it."""
+    """From gradients to new parameters: norm, clipping, the optimizer, and the bytes that these move."""
     kept = step.bytes_of(step.opt_state, step.opt_rules)
     own = step.bytes_of(step.params, step.opt_rules)
     passes = 4 + 2 * (step.train.clip_norm > 0)
@@ -73,7 +75,7 @@ def _update(step: StepShape) -> Work:
 
 
 def copy_of_kept(step: StepShape) -> dict[tuple[str, int], Work]:
-    """Of what a layer keeps for its backward pass: into its slot after F, out of it before B."""
+    """The copies of what a layer keeps for its backward pass: into its slot after F, out of it before B."""
     facts, remat = (
         facts_of(step.model, step.t, step.b, step.splits_weights),
         step.parallel.pipeline.remat,
@@ -87,7 +89,7 @@ def copy_of_kept(step: StepShape) -> dict[tuple[str, int], Work]:
 
 @functools.lru_cache(maxsize=64)
 def _family(model: ModelShapes) -> str:
-    """Tells models apart whose pieces are not alike."""
+    """A digest that tells apart models whose pieces differ."""
     x = jax.tree.map(
         lambda leaf: (leaf.shape[2 if model.layout.time_major else 1 :], str(leaf.dtype)),
         model.layout.x,

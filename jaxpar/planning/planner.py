@@ -1,7 +1,7 @@
-"""Which mesh, and how a step is cut on it: every layout that some devices allow, ranked by predicted time.
+"""Which mesh, and how a step is cut on it: every layout of some devices, ranked by predicted time.
 
-No device is needed. Thousands of layouts are ranked by estimates; the quickest of the best meshes are then
-compiled, and dropped if they do not fit by the compiler's own number. What saves memory at a price in time
+No device is needed. Thousands of layouts are ranked by estimates; the quickest on each of the best meshes are
+then compiled, and dropped if by the compiler's own number they do not fit. What saves memory but costs time
 (recomputing, FSDP, an optimizer on the host) is considered only where a layout does not fit without it.
 """
 
@@ -36,30 +36,30 @@ from jaxpar.planning.unit import BACKWARD, FIRST, FORWARD, LAST, WEIGHTS, facts_
 from jaxpar.task import Task
 from jaxpar.training.settings import TrainConfig
 
-# Cuts of the batch and of time that are tried differ by this factor at least.
+# Cuts of the batch and of time that are tried differ by at least this factor.
 _NEXT_CUT = 1.5
-# Of the best layouts, so many are made of measured pieces in the end.
+# In the end, this many of the best layouts are predicted from measured pieces.
 _NUM_MEASURED = 4
-# So many changes that may fit are compiled to find three that do.
+# At most this many changes that may fit are compiled, to find three that do.
 _MOST_TRIED = 6
-# The best of so many meshes are compiled.
+# The best layout on each of this many meshes is compiled.
 NUM_COMPILED = 3
-# By so much an estimate of memory may be too high: what is above the limit by no more is not ruled out.
+# An estimate of memory may be too high by this factor: what exceeds the limit by no more is not ruled out.
 _SLACK = 1.15
-# With so many units for every stage the bubble is 1/17 at most: finer cuts have little to gain.
+# With this many units per stage the bubble is at most 1/17: finer cuts have little to gain.
 _UNITS_PER_STAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranking(Tables):
-    """What `plan` found; `print` it, or read it.
+    """What `plan` found; `print` it, or read its attributes.
 
     Attributes:
-      hardware, num_devices: that it is for.
-      costs: of the layouts that fit, the quickest first; that of the best, and of the best of some more
-        meshes, is the compiled step's.
-      num_configs: that were looked at.
-      smallest: of the layout that needs the least memory, of those that do not fit; None if all fit.
+      hardware, num_devices: what it is for.
+      costs: of the layouts that fit, the quickest first; those of the best, and of the best on a few more
+        meshes, are of the compiled step.
+      num_configs: how many were considered.
+      smallest: of the layouts that do not fit, the one that needs the least memory; None if all fit.
     """
 
     hardware: Hardware
@@ -70,7 +70,7 @@ class Ranking(Tables):
 
     @property
     def best(self) -> Cost:
-        """The quickest.
+        """The cost of the quickest layout.
 
         Raises:
           ValueError: none fits.
@@ -87,7 +87,7 @@ class Ranking(Tables):
 
     @property
     def best_of_meshes(self) -> tuple[Cost, ...]:
-        """The quickest of every mesh, the quickest first."""
+        """The quickest layout on each mesh, the quickest first."""
         first: dict[MeshConfig, Cost] = {}
         for cost in self.costs:
             first.setdefault(cost.parallel.mesh, cost)
@@ -165,22 +165,23 @@ def plan(
     num_compiled: int | None = None,
     tensor: Collection[int] | None = None,
 ) -> Ranking:
-    """Every way to run a task's training step on so many devices, ranked by predicted time.
+    """Every way to run a task's training step on some number of devices, ranked by predicted time.
 
-    All shapes of the mesh, microbatches, chunks of time, and heads are tried, with balanced placements
-    and the 1F1B schedule with zero-bubble; recomputation, FSDP and the places of the optimizer where memory
-    asks for them, or where they are quicker.
+    All mesh shapes, numbers of microbatches and of chunks of time, and heads are tried, with balanced
+    placements and the zero-bubble 1F1B schedule; recomputation, FSDP and the places of the optimizer where
+    memory requires them, or where they are quicker.
 
     Args:
-      task, train: as of `predict_step`.
-      parallel: its shares, and the devices that its mesh names, are kept; all else is what is looked for.
-      num_devices: all of them are used; None takes those, or as many as JAX has.
-      hardware: or what `find_machine` calls it.
-      num_compiled: the best of so many meshes are compiled; 0 leaves it at estimates of memory. None: 3.
-      tensor: sizes of `tensor` that are tried; None tries all. Without any above 1 there is nothing to be
-        compiled for an estimate.
+      task, train: as for `predict_step`.
+      parallel: its shares, and the devices that its mesh names, are kept; everything else is searched for.
+      num_devices: all of them are used; None takes those that the mesh names, or all that JAX has.
+      hardware: a machine, or its name for `find_machine`.
+      num_compiled: the best layout on each of this many meshes is compiled; 0 relies on estimates of memory.
+        None: 3.
+      tensor: sizes of `tensor` to try; None tries all. If none is above 1, estimates need no compiling.
     Raises:
-      ValueError: no mesh of so many devices fits the sizes of the model and the batch.
+      ValueError: no mesh of this many devices fits the sizes of the model and the batch, or `num_devices` is
+        not positive, or not that of the devices that the mesh names.
     """
     given = Parallel.of(parallel, task.parallel)
     train = train or task.train
@@ -225,7 +226,7 @@ def plan(
 def _compile_best(
     costs: list[Cost], memory_bytes: float, count: int
 ) -> tuple[list[Cost], list[Cost]]:
-    """Costs that fit, by the compiler for the quickest of so many meshes; and those that do not.
+    """Costs that fit (on the quickest `count` meshes by the compiler), and those that do not.
 
     Args:
       costs: the quickest first.
@@ -238,7 +239,7 @@ def _compile_best(
             cost = compiled_cost(cost)
             if cost.memory_bytes <= memory_bytes:
                 compiled.add(mesh)
-            else:  # estimates err alike for layouts that are alike
+            else:  # estimates err alike for similar layouts
                 limit = min(limit, memory_bytes * cost.memory.total / cost.memory_bytes)
         fits = is_likely and cost.memory_bytes <= memory_bytes
         (fitting if fits else too_large).append(cost)
@@ -253,16 +254,17 @@ def plan_here(
     *,
     num_compiled: int | None = None,
 ) -> Ranking:
-    """`plan` for the devices that JAX has; what the best are made of is measured on them, once and for all.
+    """`plan` for the devices that JAX has; the pieces of the best layouts are measured on them, once.
 
     Args:
-      memory_bytes: of a device, if it is not what the machine says.
+      task, parallel, train, num_compiled: as for `plan`.
+      memory_bytes: of one device, to replace the machine's own figure.
     Raises:
-      ValueError: as of `plan`, or there are several processes.
+      ValueError: as for `plan`, or there are several processes.
     """
     shapes_of(
         task, (train or task.train).num_steps
-    )  # refuses what is no model, before anything is measured
+    )  # refuses what is not a model, before anything is measured
     machine = find_machine(HERE, memory_bytes)
     while True:
         ranking = plan(task, parallel, train, hardware=machine, num_compiled=0)
@@ -286,13 +288,15 @@ def place(
     """The placement of a task's layers by the time that each takes, or by the memory that stages need.
 
     Args:
-      task, parallel, train: as of `predict_step`.
-      hardware: whose times they are; `measure_pieces` makes them those of this machine.
-      by: ticks shall be the shortest of the placements that fit, as estimated (or the most even one, if none
-        does), what is before the layers (on the first stage) and after them (on the last) included; or the
-        fullest stage shall need the least memory.
+      task, parallel, train: as for `predict_step`.
+      hardware: the machine whose times count; `measure_pieces` gives it those of this one.
+      by: "time" takes the placement with the shortest ticks of those that by estimate fit in memory (the most
+        even one if none does), counting what is before the layers on the first stage and after them on the
+        last; "memory" the one whose fullest stage needs the least.
+    Returns:
+      The number of layers on each stage, group by group.
     Raises:
-      ValueError: as of `predict_step`.
+      ValueError: as for `predict_step`, or `by` is neither.
     """
     if by not in ("time", "memory"):
         raise ValueError(f'by={by!r}: use "time" or "memory"')
@@ -316,7 +320,7 @@ def place(
     )
 
     def tick(placement: tuple[int, ...]) -> float:
-        """Seconds: stages meet after its forward part, and after its backward part."""
+        """Seconds of a tick: stages synchronize after its forward part, and after its backward part."""
         ends = np.cumsum((0, *placement))
         up, down = (np.diff(np.cumsum((0.0, *costs))[ends]) for costs in (forward, backward))
         return max(*up[1:-1], up[0] + first, up[-1] + last) + max(down)
@@ -343,12 +347,12 @@ def place(
 def check_fits(
     task: Task, parallel: Parallel | str | None, train: TrainConfig | None, hardware: Hardware
 ) -> Cost:
-    """The cost of a task's step, if a device has the memory for it, by the compiler.
+    """The cost of a task's step, if by the compiler's number a device has the memory for it.
 
     Args:
-      task, parallel, train: as of `predict_step`.
+      task, parallel, train: as for `predict_step`.
     Raises:
-      ValueError: it has not; with the three changes that cost the least time of those that make it fit.
+      ValueError: it does not; the message gives up to three changes that make it fit at least cost in time.
     """
     cost = compiled_cost(predict_step(task, parallel, train, hardware))
     if cost.memory_bytes <= hardware.memory_bytes:
@@ -358,7 +362,7 @@ def check_fits(
     for parts in (*zip(changes), *itertools.combinations(changes, 2)):
         names, fields = [name for name, _ in parts], dict(field for _, field in parts)
         if fit_alone.intersection(names) or len(fields) < len(parts):
-            continue  # one is enough, or they are two of a kind
+            continue  # one alone is enough, or both change the same field
         try:
             changed = _change(cost.parallel, **fields)
             other = predict_step(task, changed, train, hardware, quick=True)
@@ -367,7 +371,7 @@ def check_fits(
         tried.append((" and ".join(names), other))
         if len(parts) == 1 and other.memory_bytes <= hardware.memory_bytes:
             fit_alone.add(*names)
-    scale = cost.memory_bytes / cost.memory.total  # of estimates, which err alike
+    scale = cost.memory_bytes / cost.memory.total  # for estimates, which err alike
     likely = [each for each in tried if each[1].memory_bytes * scale <= hardware.memory_bytes]
     likely.sort(key=lambda each: _seconds(each[1]).total)
     smallest = sorted(tried, key=lambda each: each[1].memory_bytes)[:1]
@@ -394,7 +398,7 @@ def check_fits(
 
 
 def describe(parallel: Parallel) -> str:
-    """A layout in a line: its mesh, its pipeline, and what it does to save memory."""
+    """A layout in one line: its mesh, its pipeline, and what it does to save memory."""
     pipeline, words = parallel.pipeline, [short_name(parallel.mesh)]
     if parallel.runs_in_units:
         words.append(f"M={pipeline.num_microbatches}")
@@ -411,7 +415,7 @@ def describe(parallel: Parallel) -> str:
 
 
 def _change(parallel: Parallel, **fields: Any) -> Parallel:
-    """With other fields, of itself or of its pipeline."""
+    """A copy with some fields changed, its own or its pipeline's."""
     own = {name: fields.pop(name) for name in _OWN_FIELDS & fields.keys()}
     if fields:
         own["pipeline"] = dataclasses.replace(parallel.pipeline, **fields)
@@ -446,12 +450,12 @@ def _meshes(num_devices: int, devices: tuple[int, ...] | None) -> Iterator[MeshC
 
 
 def divisors(n: int) -> list[int]:
-    """Of a positive whole number, from 1 to itself."""
+    """The divisors of a positive integer, ascending."""
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _cuts(n: int) -> list[int]:
-    """Divisors of n, each larger than the one before by a factor."""
+    """Divisors of n, each at least `_NEXT_CUT` times the one before."""
     cuts = [1]
     for divisor in divisors(n):
         if divisor >= _NEXT_CUT * cuts[-1]:
@@ -460,7 +464,7 @@ def _cuts(n: int) -> list[int]:
 
 
 def _saved(parallel: Parallel, remat: bool, where: dict[str, Any]) -> Parallel | None:
-    """A layout that saves memory so; None if it would save nothing."""
+    """The layout with these savings of memory; None if they would save nothing."""
     if (remat and not parallel.runs_in_units) or (
         parallel.mesh.data == 1 and where not in ({}, {"update": "host"})
     ):
@@ -468,7 +472,7 @@ def _saved(parallel: Parallel, remat: bool, where: dict[str, Any]) -> Parallel |
     return _change(parallel, remat=remat, **where)
 
 
-# From what takes the most memory to what takes the least time to pay for more of it.
+# From the most memory and the least time to the least memory and the most time.
 _SAVINGS = tuple(
     itertools.product(
         (False, True), ({}, {"update": "sharded"}, {"fsdp": True}, {"update": "host"})
@@ -477,7 +481,7 @@ _SAVINGS = tuple(
 
 
 def _changes(model: ModelShapes, parallel: Parallel) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Fields of a layout that may save memory, each with its name on the command line."""
+    """Changes to a layout that may save memory, each with its option on the command line."""
     pipeline, mesh = parallel.pipeline, parallel.mesh
     if not pipeline.remat and parallel.runs_in_units:
         yield "--pipeline.remat", ("remat", True)
@@ -512,7 +516,7 @@ def _seconds(cost: Cost) -> Seconds:
 
 
 def _words(cost: Cost, hardware: Hardware) -> dict[str, str]:
-    """What each part of `Seconds` is spent on."""
+    """What each part of `Seconds` is spent on, in words."""
     step = StepShape(*cost.settings)
     works = {key: work for key, work in works_of(step).items() if key[1] >= 0}
     longest = max(works.values(), key=hardware.seconds, default=None)

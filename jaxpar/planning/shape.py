@@ -1,4 +1,4 @@
-"""A training step as sizes, read from the task's own model: what devices hold of it, and how its work is cut.
+"""A training step as sizes, read from the task's own model: what devices hold, and how its work is cut.
 
 Legend: t time steps of a chunk (None if the model has no time), b rows of a microbatch.
 """
@@ -39,7 +39,7 @@ ONE = MeshConfig()
 
 
 class Part(NamedTuple):
-    """What a device has of an array: the axes that split each dim, and how many numbers that leaves."""
+    """A device's part of an array: the mesh axes that split each dim, and the number of elements left."""
 
     axes: tuple[Axes, ...]
     elements: int
@@ -49,7 +49,8 @@ class Array(NamedTuple):
     """An array of the state.
 
     Attributes:
-      kind: of the layers in whose stack it is; None outside of all stacks.
+      itemsize: bytes of an element.
+      kind: number of the kind of layers in whose stack it is; None outside of all stacks.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Array(NamedTuple):
     kind: int | None = None
 
     def of_rows(self, rows: tuple[int, ...]) -> "Array":
-        """The same in stacks of other numbers of rows, by kind."""
+        """The same with `rows[kind]` rows in its stack."""
         if self.kind is None:
             return self
         return self._replace(shape=(rows[self.kind], *self.shape[1:]))
@@ -67,7 +68,7 @@ class Array(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 16)
 def part_of(array: Array, rules: Rules, sizes: Sizes) -> Part:
-    """What a device of a mesh has of an array.
+    """The part of an array that a device of a mesh holds.
 
     Raises:
       ValueError: a dim does not divide by the axes that split it.
@@ -81,20 +82,20 @@ def part_of(array: Array, rules: Rules, sizes: Sizes) -> Part:
 
 
 class ModelShapes:
-    """A task's model, whatever the devices: it is traced once.
+    """A task's model, whatever the devices; traced once.
 
     Attributes:
       task: as it runs on any device.
       layout: on one device.
-      params, frozen, opt_state, carry: the arrays of the state, layers in stacks of all of them.
-      carry_trees: for every kind its carry, of variables.
-      first, last: numbers of the parameters that what is before and after the layers uses.
+      params, frozen, opt_state, carry: the arrays of the state, all layers of a kind in one stack.
+      carry_trees: the carry of every kind, as variables.
+      first, last: indices of the parameters that are used before and after the layers.
       can_share_head: whether all stages can have a part of what follows the layers.
-      num_sums: numbers that `last` gives.
+      num_sums: how many numbers `last` returns.
     """
 
     def __init__(self, task: Task, num_steps: int):
-        """Looks at shapes; nothing is made."""
+        """Traces shapes; no array is made."""
         self.task = task
         self.layout = layout = lay_out(task, Parallel())
         state = abstract_state(task, Parallel(), simulated_mesh(ONE), num_steps=num_steps)
@@ -123,23 +124,23 @@ class ModelShapes:
 
     @property
     def x_itemsize(self) -> int:
-        """Bytes of a number between layers."""
+        """Bytes of an element of what goes from layer to layer."""
         return jax.tree.leaves(self.layout.x)[0].dtype.itemsize
 
     @property
     def counted(self) -> int:
-        """Of what the task counts (`Task.unit`) in a full batch: rows, or rows and time steps."""
+        """The size of a full batch in what the task counts (`Task.unit`): rows, or rows times time steps."""
         return self.batch_size * (self.layout.num_steps or 1)
 
 
 @functools.lru_cache(maxsize=64)
 def shapes_of(task: Task, num_steps: int = 1_000_000) -> ModelShapes:
-    """A task's model; the same object for equal arguments.
+    """The shapes of a task's model; the same object for equal arguments.
 
     Args:
-      num_steps: of the run, as the optimizer is made for.
+      num_steps: of the run that the optimizer is made for.
     Raises:
-      ValueError: the model is not one; see `layout.ModelLayout`.
+      ValueError: the task's model is not valid; see `layout.ModelLayout`.
     """
     return ModelShapes(task, num_steps)
 
@@ -151,18 +152,18 @@ def _rows(placement: tuple[int, ...], groups: int, kind_of: tuple[int, ...]) -> 
 
 
 class StepShape:
-    """The sizes of a step; nothing of it needs a device.
+    """The sizes of a step; no device is needed.
 
     Attributes:
-      settings: task, `parallel` and `train` that the step is made from.
+      settings: the task, `parallel` and `train` of the step.
       model: of the task.
       sizes: of the mesh's axes.
       shares_head: whether all stages have a part of what follows the layers.
-      placement: layers on each stage, and group.
+      placement: the number of layers on each stage, group by group.
       rows: for every kind of layers, rows of its stack.
       params, frozen, opt_state, carry: the arrays of the state.
-      rules, param_rules, opt_rules, carry_rules: as of `layout.ModelLayout`.
-      t, b: time steps and rows of a unit; without units, of all that a device has.
+      rules, param_rules, opt_rules, carry_rules: as in `layout.ModelLayout`.
+      t, b: time steps and rows of a unit; without units, of everything that a device holds.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class StepShape:
         parallel: Parallel | str | None = None,
         train: TrainConfig | None = None,
     ):
-        """Looks at a task on a mesh without -1; what `resolve` fills in must be there.
+        """Reads the sizes of a task on a mesh without -1; what `resolve` fills in must already be there.
 
         Raises:
           ValueError: sizes do not fit each other.
@@ -190,7 +191,7 @@ class StepShape:
             or (stages > 1 and not layout.kind_of)
             or (parallel.runs_in_units and not layout.divides_by_hand)
         ):
-            lay_out(model.task, parallel)  # says what is wrong
+            lay_out(model.task, parallel)  # raises, and says what is wrong
         self.shares_head = stages > 1 and model.can_share_head and pipeline.head != "last"
         self.placement = layout.placement_on(parallel, shares_head=self.shares_head)
         self.rows = _rows(self.placement, parallel.num_groups, layout.kind_of)
@@ -210,37 +211,37 @@ class StepShape:
             self.part(array, self.param_rules)  # raises if it does not split
 
     def part(self, array: Array, rules: Rules) -> Part:
-        """What a device has of an array."""
+        """A device's part of an array."""
         return part_of(array, rules, tuple(self.sizes.items()))
 
     def bytes_of(self, arrays: tuple[Array, ...], rules: Rules) -> int:
-        """Of the parts of arrays that a device has."""
+        """Of a device's parts of some arrays."""
         return sum(self.part(array, rules).elements * array.itemsize for array in arrays)
 
     @property
     def schedule(self) -> Schedule:
-        """Of the data-parallel group with the most to do; of a step that runs in units."""
+        """That of the data-parallel group with the most to do, if the step runs in units."""
         return step_schedule(self.parallel, max(self.parallel.group_shares))
 
     @property
     def num_ticks(self) -> int:
-        """Of all segments of the window."""
+        """Of a step, in all segments of its window."""
         return self.schedule.num_ticks * self.parallel.num_segments
 
     @property
     def units(self) -> int:
-        """Of a device; 1 if a step is one whole."""
+        """How many the busiest device runs in a step; 1 if the step is not cut into units."""
         share = max(self.parallel.group_shares)
         return share * self.parallel.pipeline.num_microbatches * self.parallel.num_chunks
 
     @property
     def splits_weights(self) -> bool:
-        """Whether W is apart."""
+        """Whether W (gradients of weights) runs apart from B."""
         return self.parallel.runs_in_units and self.parallel.zero_bubble != "off"
 
     @functools.cached_property
     def layers_GSK(self) -> np.ndarray:
-        """Layers of each group, stage and kind, int [groups, stages, kinds]."""
+        """The number of layers of each group, stage and kind, int [groups, stages, kinds]."""
         kind_of, ends = self.model.layout.kind_of, np.cumsum((0, *self.placement))
         counts = [
             np.bincount(kind_of[start:end], minlength=len(self.rows))
@@ -256,11 +257,11 @@ class StepShape:
 
     @property
     def row_parts(self) -> int:
-        """Parts that the batch is split in besides those of `data`."""
+        """Parts that axes other than `data` split the batch into."""
         return math.prod(self.sizes[axis] for axis in self.rules.axes_of(BATCH) if axis != DATA)
 
     def weights_of(self, kind: int) -> int:
-        """Numbers of a layer's parameters."""
+        """How many numbers the parameters of one layer have."""
         return sum(math.prod(array.shape[1:]) for array in self.params if array.kind == kind)
 
     @property
@@ -270,5 +271,5 @@ class StepShape:
 
 
 def least_factor(n: int) -> int:
-    """The least prime factor; 1 of 1."""
+    """The least prime factor of n; 1 for 1."""
     return next((d for d in range(2, n + 1) if n % d == 0), 1)

@@ -1,4 +1,4 @@
-"""Shares of a batch for devices that differ: measured on the user's own step."""
+"""Shares of a batch for devices of different speeds, measured on the user's own step."""
 
 import dataclasses
 import math
@@ -20,12 +20,13 @@ from jaxpar.training.settings import TrainConfig
 
 
 def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, ...]:
-    """The whole numbers, none above `max_parts`, that let all groups end as nearly together as can be.
+    """One integer per group, none above `max_parts`, so that all groups end as nearly together as possible.
 
     Args:
-      seconds: that each data-parallel group needs for the same work.
+      seconds: what each data-parallel group needs for the same work.
     Raises:
-      ValueError: a time is not positive or not finite, there is none, or `max_parts` is not positive.
+      ValueError: `seconds` is empty, or has a value that is not positive and finite; or `max_parts` is not
+        positive.
     """
     if not seconds or not all(0 < value < math.inf for value in seconds):
         raise ValueError(
@@ -37,7 +38,7 @@ def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, .
     times = np.asarray(seconds, np.float64)
 
     def wasted(shares: np.ndarray) -> float:
-        """Share of the groups' time that the slowest makes them wait."""
+        """Fraction of the groups' time that they spend waiting for the slowest."""
         ends = shares * (times / times.max())
         return 1 - float(ends.mean() / ends.max())
 
@@ -56,14 +57,14 @@ def measure_groups(
     *,
     num_steps: int = 3,
 ) -> list[float]:
-    """Seconds of a training step of each data-parallel group by itself, all on the same batch.
+    """Seconds per training step of each data-parallel group by itself, all on the same batch.
 
-    Every group takes the whole batch, in microbatches as large as ever, with its own devices only and a
-    state of its own, one group after the other.
+    One after the other, each group runs the whole batch on its own devices, in microbatches of the usual size
+    and with a state of its own.
 
     Args:
-      task, parallel, train, mesh: as of `make_stepper`.
-      num_steps: measured after one to warm up; the median counts.
+      task, parallel, train, mesh: as for `make_stepper`.
+      num_steps: how many are measured, after a warm-up step; the median counts.
     Raises:
       ValueError: the task does not fit the mesh, or `num_steps` is not positive.
     """
@@ -90,11 +91,13 @@ def make_stepper(
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
 ) -> Callable[[], Any]:
-    """A function that takes a training step on the task's example, with a state of its own, and waits for it.
+    """A function that runs a training step on the task's example and a state of its own, and waits for it.
 
     Args:
       parallel, train: None takes the task's own.
-      mesh: of `parallel`; None builds it.
+      mesh: that of `parallel`; None builds it.
+    Returns:
+      The function; it returns the step's metrics.
     Raises:
       ValueError: the task does not fit the mesh.
     """

@@ -1,12 +1,12 @@
 """What a training step sends: every collective, by its axes, before the step is compiled.
 
-Along `data` and `stage` the engine exchanges what the model's shapes say: tests hold that to the compiled
-program, to the byte. Along `tensor` the compiler decides, by the whole program. To rank layouts a small
-program of the same kind is compiled once, and what it sends is scaled by the sizes of units and by their
-number: that is exact for LSTMs and transformers, and off by up to a fifth for layers to which the compiler
-does now this and now that (convolutions before dense layers; a GRU of Flax with an update that is split).
+Along `data` and `stage` the model's shapes determine what the engine exchanges; tests compare it with the
+compiled program, to the byte. Along `tensor` the compiler decides, from the whole program. To rank layouts, a
+small program of the same kind is compiled once, and what it sends is scaled by the sizes and the number of
+units: that is exact for LSTMs and transformers, and off by up to a fifth for layers that the compiler does
+not always treat alike (convolutions before dense layers; a Flax GRU with an update that is split).
 
-Legend: t steps of a chunk, b rows of a microbatch.
+Legend: t time steps of a chunk, b rows of a microbatch.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ from jaxpar.sharding import split_over_data
 from jaxpar.task import Task
 from jaxpar.training.settings import TrainConfig
 
-PARAMETER = "parameter"  # what is sent, where it is gathered
-FLOAT = 4  # bytes of a float32, in which gradients and sums are added up
+PARAMETER = "parameter"  # how `Traffic.what` begins where a parameter is gathered
+FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Traffic:
     """A collective, or several of one kind.
 
     Attributes:
-      op, axes, bytes, sent_bytes: of one run, as of `collectives.Collective`.
+      op, axes, bytes, sent_bytes: of one run, as in `collectives.Collective`.
       count: runs in a step.
-      what: is sent, in words.
+      what: what is sent, in words.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Traffic:
 
 
 def predict_traffic(step: StepShape) -> tuple[Traffic, ...]:
-    """The collectives of a training step of the full length, without those of an update on the host."""
+    """The collectives of a training step of full length, without those of an update on the host."""
     found = tuple(_Sender(step).all())
     return (*found, *_along_tensor(step)) if step.tensor > 1 else found
 
@@ -91,9 +91,9 @@ class _Sender:
     def send(
         self, op: str, axes: tuple[str, ...], size: float, count: float, what: str
     ) -> Iterator[Traffic]:
-        """One kind of collective of so many bytes, if there is anyone to send to.
+        """One kind of collective of `size` bytes, if there is anyone to send to.
 
-        What goes along `tensor` as well is told by `_along_tensor`.
+        What goes along `tensor` as well comes from `_along_tensor`.
         """
         real = tuple(axis for axis in MESH_AXES if axis in axes and self.sizes[axis] > 1)
         if real and size and count and TENSOR not in real:
@@ -101,7 +101,7 @@ class _Sender:
             yield Traffic(op, real, size, sent_bytes(op, size, devices), count, what)
 
     def gather_parameters(self) -> Iterator[Traffic]:
-        """Those that lie split over `data`, before the step or after it."""
+        """Gathers of those that are stored split over `data`, before the step or after it."""
         step, arrays = self.step, self.step.params
         if self.parallel.fsdp:
             arrays = (*arrays, *step.frozen)
@@ -114,7 +114,7 @@ class _Sender:
                 yield from self.send("all-gather", (DATA,), size, 1, f"{PARAMETER} {array.name}")
 
     def exchange(self) -> Iterator[Traffic]:
-        """What stages send at every tick, and for every unit of a head that they share."""
+        """What stages send at every tick, and for every unit if they share the head."""
         step, ticks = self.step, self.step.num_ticks
         x = whole = self.facts.x
         if step.tensor > 1 and is_split(step).x:
@@ -122,7 +122,7 @@ class _Sender:
         yield from self.send("collective-permute", (STAGE,), x, ticks, "activations, one stage up")
         yield from self.send("collective-permute", (STAGE,), x, ticks, "cotangents, one stage down")
         if self.parallel.pipeline.remat and self.parallel.num_segments == 1:
-            # The compiler splits over the stages what it is told of each tick: units that run forward again.
+            # The compiler splits the plan's list of units to recompute, one for each tick, over the stages.
             numbers, what = 4 * ticks, "units of the schedule"
             yield from self.send("collective-permute", (STAGE,), numbers, 2, what)
             yield from self.send("all-reduce", (STAGE,), 2 * numbers, 1, what)
@@ -132,12 +132,12 @@ class _Sender:
                 "all-reduce", (STAGE,), as_float, ticks, "inputs of the shared head"
             )
             for (_, op), size in self.facts.shared_head.items():
-                if size == whole / step.model.x_itemsize * FLOAT:  # dy, which lies as y does
+                if size == whole / step.model.x_itemsize * FLOAT:  # dy, which is split as y is
                     size = as_float
                 yield from self.send(op, (STAGE,), size, step.units, "the shared head")
 
     def gradients(self) -> Iterator[Traffic]:
-        """Their sums over `data`, and over the stages if all of them have a parameter."""
+        """Sums of gradients over `data`, and over the stages if all of them have the parameter."""
         step, model = self.step, self.step.model
         everywhere = (DATA, STAGE) if self.parallel.runs_in_units else (DATA,)
         of_last = (DATA,) if step.shares_head else everywhere
@@ -154,7 +154,7 @@ class _Sender:
         yield from self.send("all-reduce", of_last, FLOAT * model.num_sums, 1, "sums of the loss")
 
     def norms(self) -> Iterator[Traffic]:
-        """Of the gradients: a sum over each split dim in its turn."""
+        """Of the gradients: one sum for each split dim, one after the other."""
         step = self.step
         for array in step.params:
             for axes in step.part(array, step.opt_rules).axes:
@@ -170,7 +170,7 @@ class _Sender:
 
 
 def _along_tensor(step: StepShape) -> Iterator[Traffic]:
-    """What the compiler sends in a program of the same kind, for as many and as large units as here."""
+    """What the compiler sends in a small program of the same kind, scaled to the units of this step."""
     small = _small_step(step)
     report, in_units = report_of(*small.settings, memory=False), step.parallel.runs_in_units
     layers, own_layers = (
@@ -205,7 +205,7 @@ def _has_dim(c: Collective, *sizes: int) -> bool:
 
 
 def _small_step(step: StepShape) -> StepShape:
-    """One with as few devices as its kind of program has."""
+    """One with the fewest devices that give the same kind of program."""
     in_units, stages = step.parallel.runs_in_units, min(step.sizes[STAGE], 2)
     head = "sharded" if step.shares_head else "last" if stages > 1 else "auto"
     sizes = stages, least_factor(step.tensor), in_units, head
@@ -222,6 +222,6 @@ def _make_small(
         num_chunks=least_factor(layout.num_steps or 1) if stages > 1 else 1,
         head=head,
     )
-    # Of the update nothing is asked: without it there is less to compile.
+    # Nothing is asked about the update: without it there is less to compile.
     parallel = Parallel(MeshConfig(stage=stages, tensor=tensor), pipeline, update="host")
     return StepShape(task, parallel, train)

@@ -1,12 +1,12 @@
-"""The pieces of a model's work on a unit, as functions: to be counted, compiled, and measured.
+"""The pieces of a model's work on a unit, as functions to count, compile and measure.
 
-    forward, backward, weights   of the layers of a kind on a stage; W where it is apart
-    forward and backward         of all layers of a kind, where a step is one whole
+    forward, backward, weights   of the layers of a kind on a stage; W where it runs apart from B
+    forward and backward         of all layers of a kind, where a step is not cut into units
     first, first gradient        before the layers
     last                         after them, with its gradients
 
-They are the engine's own (`pipeline.layers.SplitLayers`), with gradients added to those so far, and, of a
-step that is one whole, that step's (`step.run_kind`).
+They are the engine's own (`pipeline.layers.SplitLayers`), with gradients added to those so far; for a step
+that is not cut into units they are that step's (`step.run_kind`).
 
 Legend: t time steps (None if the model has no time), b rows, n devices that layers are split over.
 """
@@ -44,7 +44,7 @@ class Unit:
 
     Attributes:
       block, x: shapes of a unit's part of the batch, and of what goes from layer to layer.
-      layers: of each kind, in their parts.
+      layers: of each kind, split into forward, backward and W.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class Unit:
         """Traces it.
 
         Args:
-          splits: whether W is taken apart, where it can be.
-          mesh: that it is laid out on; all devices but those of `tensor`, and of `stage` where the head is
-            shared, do the same. None: one device.
-          rules: how parameters lie while a step computes.
+          splits: whether W runs apart from B, where it can.
+          mesh: what it is laid out on; only along `tensor`, and along `stage` where the head is shared, do
+            devices differ in what they do. None: one device.
+          rules: how parameters are sharded while a step computes.
         """
         self.model, self.t, self.b, self.splits = model, t, b, splits
         self.mesh = simulated_mesh(ONE) if mesh is None else mesh
@@ -83,7 +83,7 @@ class Unit:
         ]
 
     def _layers_of(self, function: Layer, params: Any, frozen: Any, carry: Any) -> SplitLayers:
-        """Layers of a kind, forward and backward apart."""
+        """The layers of a kind, with forward and backward separate."""
         made = list[SplitLayers]()
 
         def trace(params, frozen, carry, x, block):
@@ -91,18 +91,18 @@ class Unit:
             own = ((function,), (params,), (frozen,), (carry,), x, at)
             made.append(SplitLayers(*own, has_empty_slots=False, splits=self.splits))
 
-        # Where they lie is left out: inside a `shard_map` that is said in other words.
+        # Shardings are left out: inside a `shard_map` they are written differently.
         jax.eval_shape(trace, *jax.tree.map(shape_of, (params, frozen, carry, self.x, self.block)))
         return made[0]
 
-    # ---- the pieces: functions of what they change in place (), and of other arrays ----
+    # ---- the pieces: functions of what they change in place, or (), and of other arrays ----
 
     def pieces(self, kind: int | None = None, rows: int = 1) -> dict[str, tuple[Any, ...]]:
-        """By name a function (changed, *rest) -> (changed, results), and the shapes of its arguments.
+        """By name: a function (changed, *rest) -> (changed, results), then the shapes of its arguments.
 
         Args:
-          kind: of the layers; None gives what is before and after all layers.
-          rows: layers of the kind.
+          kind: number of the kind of layers; None gives what is before and after all layers.
+          rows: how many layers of the kind.
         """
         if kind is None:
             leaves, *rest = self._of_first()
@@ -149,7 +149,7 @@ class Unit:
         return pieces
 
     def at_once(self, kind: int, rows: int) -> tuple[Any, ...]:
-        """`BOTH`, likewise."""
+        """`BOTH`, as in `pieces`: its function, then the shapes of its arguments."""
         params, frozen, carry = (trees[kind] for trees in self._of_layers(rows))
         function = self.model.layout.layer_functions()[kind]
 
@@ -165,14 +165,14 @@ class Unit:
         return both, (), params, frozen, carry, self.x, self.x, self.block, self.key
 
     def constants(self, kind: int) -> list[bool]:
-        """For each array that a layer keeps whether it is the same in every unit."""
+        """For each array that a layer keeps, whether it is the same in every unit."""
         split, leaves = self.layers[kind].kinds[0], self.layers[kind].saved[0]
         same = constant_results(*self.pieces(kind)[FORWARD])
         same = same[len(same) - len(split.saved) :] + [False] * (len(leaves) - len(split.saved))
         return [one and number not in split.places for number, one in enumerate(same)]
 
     def whole(self) -> tuple[Any, ...]:
-        """All of the model with its gradients, where a step is one whole, likewise; on one device."""
+        """The whole model with gradients, for a step not cut into units, on one device; as in `pieces`."""
         layout, layers = self.model.layout, self.model.layout.layer_functions()
 
         def run(_, params, frozen, carry, block, key):
@@ -228,7 +228,7 @@ class Unit:
         return found
 
     def _of_layers(self, rows: int) -> tuple[list[Any], ...]:
-        """Parameters, frozen ones and carry of every kind, in stacks of so many rows."""
+        """Parameters, frozen parameters and carry of every kind, in stacks of `rows` rows."""
         layout = self.model.layout
 
         def stacks(trees, *dims):
@@ -244,7 +244,7 @@ class Unit:
         )
 
     def _placed(self, variable: Any, shape: tuple[int, ...]) -> Any:
-        """A variable of that shape, split over `tensor`, and over `stage` if the head is."""
+        """A variable of this shape, split over `tensor`, and over `stage` if the head is."""
         manual = () if self.shares_head else (STAGE,)
         split = [self.rules.axes_of(dim) if dim else () for dim in dims_of(variable)]
         spec = P(*(tuple(a for a in axes if a not in (DATA, *manual)) or None for axes in split))
@@ -274,7 +274,7 @@ class Unit:
         """A piece as all devices of the mesh run it, split over `tensor` by the compiler; and its shapes.
 
         Args:
-          piece: of `pieces`; that after the layers, where the stages share it.
+          piece: one of `pieces`; `LAST`, if the stages share the head.
         """
         function, *shapes = piece
         whole: tuple[Any, Any] = P(), P()
@@ -310,16 +310,16 @@ def _over_stages(leaf: Any) -> P:
 
 
 class Facts(NamedTuple):
-    """What a unit has to do and to keep, as numbers.
+    """What a unit computes and keeps, as numbers.
 
     Attributes:
-      x: bytes of what goes from layer to layer; carry: of a layer of every kind.
-      saved: for every kind the bytes of each array that a layer keeps for its backward pass, but constants.
-      constants: for every kind the bytes of these: no unit has its own, but a layer hands them on.
-      whole: bytes alive at every operation of a step that is one whole.
-      shared_head: bytes of every collective over the stages of a head that they share, by its number and
-        operation.
-      amounts: of every piece, by (its name, the number of its kind, -1 outside of the layers).
+      x: bytes of what goes from layer to layer.
+      carry: for every kind, bytes of one layer's carry.
+      saved: for every kind, bytes of each array that a layer keeps for its backward pass; 0 for constants.
+      constants: for every kind, bytes of those: units share them, but a layer passes them on.
+      whole: bytes alive at every operation of a step that is not cut into units.
+      shared_head: (number, operation) -> bytes of every collective over the stages that share the head.
+      amounts: (name, number of the kind, or -1 outside of the layers) -> what the piece does and holds.
     """
 
     x: float
@@ -332,7 +332,7 @@ class Facts(NamedTuple):
 
 
 def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Facts:
-    """Of a unit, on one device, traced for it."""
+    """The facts of a unit on one device, by tracing it."""
     unit = Unit(model, t, b, splits=splits)
     amounts = {
         (name, -1 if kind is None else kind): amount(*piece)
@@ -355,14 +355,14 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
     return Facts(_bytes_of(unit.x), carries, saved, constants, whole, sent, amounts)
 
 
-# Numbers of a unit are sums of products of its steps and rows. Four units of such sizes tell them for all,
-# and a fifth whether they do.
+# Numbers of a unit are bilinear in its steps and rows. Four units of these sizes determine them for all, and
+# a fifth checks that they do.
 _STEPS, _ROWS, _FIFTH = (4, 6), (3, 5), (9, 7)
 
 
 @functools.lru_cache(maxsize=4096)
 def facts_of(model: ModelShapes, t: int | None, b: int, splits: bool) -> Facts:
-    """Of a unit of any size: from a few that were traced, or, where numbers grow otherwise, traced."""
+    """The facts of a unit of any size: interpolated from a few that were traced, or else traced itself."""
     known = _corners(model, splits)
     return measure_facts(model, t, b, splits) if known is None else _between(known, t, b)
 
@@ -375,7 +375,7 @@ def _corners(model: ModelShapes, splits: bool) -> list[Facts] | None:
     try:
         known = [measure_facts(model, t, b, splits) for t in steps for b in _ROWS]
         checked, expected = measure_facts(model, *fifth, splits), _between(known, *fifth)
-    except (TypeError, ValueError):  # a model for its own number of time steps alone
+    except (TypeError, ValueError):  # a model that takes only its own number of time steps
         return None
 
     def numbers(facts: Facts) -> tuple[list[float], list[float]]:
@@ -384,7 +384,7 @@ def _corners(model: ModelShapes, splits: bool) -> list[Facts] | None:
         return jax.tree.leaves(rest), [max(each.live) for each in amounts]
 
     exact, live = zip(numbers(checked), numbers(expected), strict=True)
-    # What is alive is a sum of the larger of two numbers, here and there.
+    # What is alive is, in places, the larger of two numbers, so this is approximate.
     return known if np.allclose(*exact, rtol=1e-9) and np.allclose(*live, rtol=0.02) else None
 
 
@@ -404,7 +404,7 @@ class Split(NamedTuple):
     """Which arrays of a unit are split over `tensor`.
 
     Attributes:
-      x: from layer to layer.
+      x: what goes from layer to layer.
       saved: for every kind, each array that a layer keeps.
     """
 
@@ -413,7 +413,7 @@ class Split(NamedTuple):
 
 
 def is_split(step: StepShape) -> Split:
-    """As the compiler lays them out, in the forward pass of a small unit on few devices."""
+    """As the compiler splits them in the forward pass of a small unit on few devices."""
     return _split_of(step.model, least_factor(step.tensor), step.splits_weights)
 
 
@@ -431,7 +431,7 @@ def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
         )
         x += y
         saved.append([*kept, *[any(kept)] * (len(layers.saved[0]) - len(kept))])
-    # What is like others of its shape lies as they do, constants too, which are split by whoever reads them.
+    # Arrays of one shape are split alike; constants too, which are split by whatever reads them.
     like_x = {leaf.shape for leaf in jax.tree.leaves(unit.x) if any(x)}
     cut_like = [
         like_x | {leaf.shape for leaf, is_cut in zip(layers.saved[0], cut, strict=True) if is_cut}
