@@ -74,7 +74,6 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
     assert max(map(len, printed.splitlines())) <= 100 + len(str(out_dir))
     config = tomllib.loads((out_dir / "config.toml").read_text())
     assert (config["task"], config["mesh"], config["num_words"]) == ("lm", "dp2pp2tp2", 11)
-    assert config["kernel"] == "auto"  # other devices may choose otherwise
     assert [
         json.loads(line)["step"] for line in (out_dir / "metrics.jsonl").read_text().splitlines()
     ]

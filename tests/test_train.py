@@ -797,7 +797,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             batches.batch = lambda step, rows=slice(None): {**whole(step, rows), "starts": False}
             return batches
 
-    with pytest.raises(ValueError, match="first batch says starts=False: it would go on with"):
+    with pytest.raises(ValueError, match="first batch says starts=False: it would continue with"):
         evaluate(Late(), parallel, state, "valid", mesh)
 
     class Nothing(Walk):

@@ -260,7 +260,7 @@ class _Processes:
             pid = self._processes[index].pid
             _say(
                 f"warning: process {index} of {len(self._processes)} hangs: a signal has stopped it "
-                f"(SIGSTOP); it goes on after kill -CONT {pid}, or the others miss it and all end"
+                f"(SIGSTOP); it continues after kill -CONT {pid}, or the others miss it and all end"
             )
 
     def _is_stopped(self, index: int) -> bool:

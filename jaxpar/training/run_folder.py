@@ -157,7 +157,7 @@ class RunFolder:
         name = tables.get("task")
         if not isinstance(name, str):
             raise ValueError(
-                f"{self.config_path} names no task: the run in {self} is from jaxpar 0.1; go on with it "
+                f"{self.config_path} names no task: the run in {self} is from jaxpar 0.1; continue it "
                 f"there, or begin another"
             )
         return name
