@@ -2,7 +2,8 @@
 
 No device is needed. Thousands of layouts are ranked by estimates; the quickest on each of the best meshes are
 then compiled, and dropped if by the compiler's own number they do not fit. What saves memory but costs time
-(recomputing, FSDP, an optimizer on the host) is considered only where a layout does not fit without it.
+(recomputing, FSDP, an optimizer on the host) is chosen where a layout does not fit without it, or where it is
+quicker after all.
 """
 
 import dataclasses
