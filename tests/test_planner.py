@@ -315,8 +315,6 @@ def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path, laptop_here):
         rf"mesh +data={best.data} x stage={best.stage} x tensor={best.tensor}", printed
     )
     assert best.num_devices == jax.device_count()
-    assert main([*flags, "--overwrite", "--memory", "10kB"]) == 2
-    assert re.search("needs|fits", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("home", ["/proc/nowhere", None])
