@@ -519,9 +519,9 @@ class _Device:
         )
 
     def ticks(self, with_gradients: bool, num_ticks: int | None, state: _State) -> _State:
-        known = None if with_gradients else num_ticks
-        tick = functools.partial(self.tick, with_gradients)
-        return lax.fori_loop(0, self.plan.num_ticks if known is None else known, tick, state)
+        """All ticks. Without gradients their number is fixed where it is known: autodiff needs that."""
+        length = self.plan.num_ticks if with_gradients or num_ticks is None else num_ticks
+        return lax.fori_loop(0, length, functools.partial(self.tick, with_gradients), state)
 
     def stacked(self, layers: tuple[Any, ...]) -> tuple[Any, ...]:
         """Layers that are written out as one tree again."""
