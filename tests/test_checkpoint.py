@@ -449,6 +449,25 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, small):
     assert best_of([1, 3], losses) is None
 
 
+def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):
+    # What TensorStore shows of writes that end later fails a test, here or in a later one.
+    state, setup = small
+    errors = []
+    for number in range(50):  # a save may be quicker, or make the folder again
+        folder = tmp_path / str(number)
+        checkpoints = Checkpoints(folder, *setup, keep=2)
+        checkpoints.save(at_step(state, 3))
+        folder.rename(tmp_path / f"{number}-away")
+        try:
+            checkpoints.close()
+        except OSError as error:
+            errors.append(str(error))
+        if len(errors) == 3:
+            break
+    assert len(errors) == 3
+    assert all("step 3 could not be written in" in error for error in errors)
+
+
 def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monkeypatch):
     state, setup = small
     with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -118,6 +119,7 @@ class Checkpoints:
         arrays = _nest(by_layer(state, self._task, self._parallel))
         self._saving_step = step
         if self._writer is None:
+            _leave_out_late_writes()
             with self._failing_in_words():
                 self._writer = self._make_writer(step)
         if later := [s for s in self.steps() if s >= step]:
@@ -353,6 +355,22 @@ class Checkpoints:
             others = [name for name, mark in zip(names, marks.any(axis=0), strict=True) if mark]
             changed |= {name: f"{name} is not what was written" for name in others}
         return changed[min(changed)] if changed else None
+
+
+@functools.cache
+def _leave_out_late_writes() -> None:
+    """Where a save fails, its other writes end after Orbax has closed the event loop that they report to.
+
+    TensorStore would print a traceback for each of them, tens of pages beside the one error that tells.
+    """
+    show = sys.unraisablehook
+
+    def show_others(raised: sys.UnraisableHookArgs) -> None:
+        error = raised.exc_value
+        if not (isinstance(error, RuntimeError) and error.args == ("Event loop is closed",)):
+            show(raised)
+
+    sys.unraisablehook = show_others
 
 
 class _Kept:
