@@ -3,6 +3,7 @@
     python -m benchmarks.planner.measure                    # nine models, an hour on two quiet cores
     python -m benchmarks.planner.measure small gru          # some of them
     python -m benchmarks.planner.measure small --log a.json # goes on where it was stopped
+    python -m benchmarks.planner.measure mixed --all        # hopeless configs as well
     python -m benchmarks.planner.measure --times small gru  # predicted against measured, for dp1, dp2, pp2
 
 Every config runs a few steps, one config after the other, but for those that are predicted to take more than
@@ -14,6 +15,7 @@ measured anew between two measurements of the step, three times; see `predicted_
 import argparse
 import dataclasses
 import json
+import math
 import os
 import statistics
 from pathlib import Path
@@ -68,11 +70,14 @@ TIMED = (("dp1", 1, 1), ("dp2", 1, 1), ("pp2", 4, 1))  # mesh, M, K
 UPDATES = ("replicated", "sharded", "host")
 
 
-def measure_all(name: str, ranking: Ranking, log: Path) -> dict[Cost, float]:
+def measure_all(
+    name: str, ranking: Ranking, log: Path, hopeless: float = HOPELESS
+) -> dict[Cost, float]:
     """Seconds of a step of every config that is not hopeless, the least of a few.
 
     Args:
       log: of a line for each; what is in it is not measured again.
+      hopeless: is one that is predicted to take more than this many times as long as the choice.
     """
     lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     known = {line["config"]: line["measured"] for line in lines if line["model"] == name}
@@ -81,7 +86,7 @@ def measure_all(name: str, ranking: Ranking, log: Path) -> dict[Cost, float]:
         config = describe(cost.parallel)
         assert cost.seconds
         assert ranking.best.seconds
-        if len(measured) > 1 and cost.seconds.total > HOPELESS * ranking.best.seconds.total:
+        if len(measured) > 1 and cost.seconds.total > hopeless * ranking.best.seconds.total:
             continue
         if config not in known:
             [seconds] = take_turns([make_stepper(*cost.settings)], 2 * STEPS)
@@ -172,6 +177,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--times", action="store_true", help="predicted against measured")
     parser.add_argument("--only", nargs="*", default=[], help="with --times: configs, such as dp2")
+    parser.add_argument("--all", action="store_true", help="measure hopeless configs as well")
     parser.add_argument("--log", type=Path, default=Path(os.devnull), help="of every config")
     options = parser.parse_args()
     names = options.models
@@ -183,7 +189,8 @@ def main() -> None:
     for name in names:
         ranking = plan_here(MODELS[name], train=TRAIN)
         print(f"{name}\n{ranking}\n", flush=True)
-        rows.append(compete(name, ranking, measure_all(name, ranking, options.log)))
+        hopeless = math.inf if options.all else HOPELESS
+        rows.append(compete(name, ranking, measure_all(name, ranking, options.log, hopeless)))
     print(
         "| model | configs | planner's choice | ms | the quickest other | ms | times as long (quartiles) "
         "| predicted: median error |\n|---|---:|---|---:|---|---:|---:|---:|"

@@ -42,8 +42,8 @@ _QUICK = {"xla_backend_optimization_level": 0}
 
 
 @functools.lru_cache
-def _quickest() -> dict[str, Any]:
-    """Without fusion emitters too: a third of that time; memory then differs in its last digits."""
+def quickest_options() -> dict[str, Any]:
+    """Options, without fusion emitters too: a third of that time; memory differs in its last digits."""
     options = {**_QUICK, "xla_cpu_use_fusion_emitters": False}
     try:
         jax.jit(lambda: 0).lower().compile(options)
@@ -66,5 +66,5 @@ def report_of(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else _quickest()
+    mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else quickest_options()
     return inspect_step(task, parallel, train, mesh, options=options)

@@ -66,7 +66,6 @@ class Cost(Tables):
       settings: the task, `parallel` and `train` of the step.
       traffic: the collectives.
       memory: on the fullest device, as estimated, in bytes.
-      flops: of the matmuls of a step, on the busiest device; two for a multiply-add.
       num_ticks, bubble: of the schedule; 1 and 0 without one.
       seconds: predicted for the hardware; None if none was given.
       report: of the compiled step, whose collectives `traffic` then has; None if it was not compiled.
@@ -75,7 +74,6 @@ class Cost(Tables):
     settings: Settings
     traffic: tuple[Traffic, ...]
     memory: MemoryCost
-    flops: float
     num_ticks: int
     bubble: float
     seconds: Seconds | None
@@ -85,6 +83,13 @@ class Cost(Tables):
     def parallel(self) -> Parallel:
         """How the step is laid out on devices."""
         return self.settings.parallel
+
+    @property
+    def flops(self) -> float:
+        """Of the matmuls of a step, on the busiest device; two for a multiply-add."""
+        step = StepShape(*self.settings)
+        flops = {key: work.flops for key, work in works_of(step).items() if key[0] != UPDATE}
+        return float(np.sum([*_costs_of(step, flops).values()], 0).sum(0).max() * step.units)
 
     @property
     def memory_bytes(self) -> int:
@@ -166,7 +171,6 @@ def predict_step(
         settings=step.settings,
         traffic=traffic,
         memory=estimate_memory(step),
-        flops=_flops(step),
         num_ticks=step.num_ticks if schedule else 1,
         bubble=schedule.bubble if schedule else 0.0,
         seconds=hardware and _seconds(step, traffic, hardware),
@@ -293,12 +297,6 @@ def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[st
     first[0, 0], gradient[0, 0] = of_work[FIRST, -1], of_work.get((FIRST_GRADIENT, -1), 0.0)
     head[-1, slice(None) if step.shares_head else -1] = of_work[LAST, -1]
     return {**costs, "first": first, "gradient": gradient, "head": head}
-
-
-def _flops(step: StepShape) -> float:
-    """Of a step's matmuls on the busiest device."""
-    flops = {key: work.flops for key, work in works_of(step).items() if key[0] != UPDATE}
-    return float(np.sum([*_costs_of(step, flops).values()], 0).sum(0).max() * step.units)
 
 
 def unit_seconds(step: StepShape, hardware: Hardware) -> dict[tuple[str, int], float]:

@@ -17,6 +17,7 @@ from jaxpar.axes import BATCH, DATA, LAYERS, MESH_AXES, STAGE, TENSOR
 from jaxpar.layout import lay_out, rules_of
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
+from jaxpar.optimizer import Safe
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import Schedule
@@ -92,6 +93,7 @@ class ModelShapes:
       first, last: indices of the parameters that are used before and after the layers.
       can_share_head: whether all stages can have a part of what follows the layers.
       num_sums: how many numbers `last` returns.
+      checks_update: whether a step asks all devices if the update is finite.
     """
 
     def __init__(self, task: Task, num_steps: int):
@@ -108,6 +110,7 @@ class ModelShapes:
         outer = layout.outer(model)
         self.first, self.last, self.num_sums = outer.first, outer.last, layout.num_sums
         self.can_share_head = hasattr(model, "last_part")
+        self.checks_update = not isinstance(task.make_optimizer(num_steps), Safe)
 
     def _arrays(self, tree: Any) -> Iterator[Array]:
         for name, leaf in named_leaves(tree):

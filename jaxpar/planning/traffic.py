@@ -20,7 +20,6 @@ from jaxpar.analysis.collectives import Collective, sent_bytes
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import Safe
 from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.engine import FORWARD, HEAD
 from jaxpar.planning.compiled import report_of
@@ -155,15 +154,15 @@ class _Sender:
 
     def norms(self) -> Iterator[Traffic]:
         """Of the gradients: one sum for each split dim, one after the other."""
-        step = self.step
-        for array in step.params:
-            for axes in step.part(array, step.opt_rules).axes:
-                yield from self.send("all-reduce", axes, FLOAT, 1, "norm of gradients")
-        optimizer = step.model.task.make_optimizer(step.train.num_steps)
-        if not isinstance(optimizer, Safe) and self.parallel.update != "host":
-            for array in (*step.params, *step.opt_state):
-                for axes in step.part(array, step.opt_rules).axes:
-                    yield from self.send("all-reduce", axes, 1, 1, "whether the update is finite")
+        step, asked = self.step, [(self.step.params, FLOAT, "norm of gradients")]
+        if step.model.checks_update and self.parallel.update != "host":
+            asked += [((*step.params, *step.opt_state), 1, "whether the update is finite")]
+        for arrays, size, what in asked:
+            dims = Counter(
+                axes for array in arrays for axes in step.part(array, step.opt_rules).axes
+            )
+            for axes, count in dims.items():
+                yield from self.send("all-reduce", axes, size, count, what)
 
 
 # ---- along `tensor` ----

@@ -27,12 +27,12 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.model import values
 from jaxpar.pipeline.layers import SlotArrays, SplitLayers, pick
 from jaxpar.pipeline.split import Layer
-from jaxpar.planning.compiled import simulated_mesh
-from jaxpar.planning.shape import ONE, ModelShapes, StepShape, least_factor
+from jaxpar.planning.compiled import quickest_options, simulated_mesh
+from jaxpar.planning.shape import ONE, ModelShapes, Sizes, StepShape, least_factor
 from jaxpar.sharding import Layout, Rules, dims_of, is_variable
 from jaxpar.step import run_block, run_kind
 from jaxpar.trees import add, shape_of
-from jaxpar.work import Amount, amount, collectives_of, constant_results
+from jaxpar.work import Amount, Program, amount, collectives_of, constant_results, program_of
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 BOTH = "forward and backward"
@@ -70,7 +70,7 @@ class Unit:
         self.mesh = simulated_mesh(ONE) if mesh is None else mesh
         self.rules = model.task.rules if rules is None else rules
         self.shares_head, layout = shares_head, model.layout
-        self.outer_model = layout.abstract_model(dict(self.mesh.shape))
+        self.outer_model = _outer_model(model, tuple(self.mesh.shape.items()))
         self.outer = layout.outer(self.outer_model)
         self.block = jax.tree.map(self._cut, layout.batch)
         self.key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -164,10 +164,14 @@ class Unit:
 
         return both, (), params, frozen, carry, self.x, self.x, self.block, self.key
 
-    def constants(self, kind: int) -> list[bool]:
-        """For each array that a layer keeps, whether it is the same in every unit."""
+    def constants(self, kind: int, forward: Program) -> list[bool]:
+        """For each array that a layer keeps, whether it is the same in every unit.
+
+        Args:
+          forward: of a layer of the kind.
+        """
         split, leaves = self.layers[kind].kinds[0], self.layers[kind].saved[0]
-        same = constant_results(*self.pieces(kind)[FORWARD])
+        same = constant_results(forward)
         same = same[len(same) - len(split.saved) :] + [False] * (len(leaves) - len(split.saved))
         return [one and number not in split.places for number, one in enumerate(same)]
 
@@ -305,6 +309,12 @@ class Unit:
         return jax.tree.map(cut, self.block, self.model.task.example_batch())
 
 
+@functools.lru_cache(maxsize=64)
+def _outer_model(model: ModelShapes, sizes: Sizes) -> Any:
+    """What is before and after the layers, as shapes, the way devices on such a mesh use it."""
+    return model.layout.abstract_model(dict(sizes))
+
+
 def _over_stages(leaf: Any) -> P:
     return P(*(STAGE if STAGE in (axes or ()) else None for axes in leaf.sharding.spec))
 
@@ -317,7 +327,7 @@ class Facts(NamedTuple):
       carry: for every kind, bytes of one layer's carry.
       saved: for every kind, bytes of each array that a layer keeps for its backward pass; 0 for constants.
       constants: for every kind, bytes of those: units share them, but a layer passes them on.
-      whole: bytes alive at every operation of a step that is not cut into units.
+      whole: bytes alive at every operation of a step that is not cut into units; () if W runs apart from B.
       shared_head: (number, operation) -> bytes of every collective over the stages that share the head.
       amounts: (name, number of the kind, or -1 outside of the layers) -> what the piece does and holds.
     """
@@ -334,13 +344,13 @@ class Facts(NamedTuple):
 def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Facts:
     """The facts of a unit on one device, by tracing it."""
     unit = Unit(model, t, b, splits=splits)
-    amounts = {
-        (name, -1 if kind is None else kind): amount(*piece)
+    programs = {
+        (name, -1 if kind is None else kind): program_of(*piece)
         for kind in (None, *range(len(unit.layers)))
         for name, piece in unit.pieces(kind).items()
     }
     kept = [[*map(_bytes, layers.saved[0])] for layers in unit.layers]
-    same = [unit.constants(kind) for kind in range(len(unit.layers))]
+    same = [unit.constants(kind, programs[FORWARD, kind]) for kind in range(len(unit.layers))]
     constants = tuple(float(np.dot(*each)) for each in zip(kept, same, strict=True))
     saved = tuple(tuple(np.where(c, 0.0, k).tolist()) for k, c in zip(kept, same, strict=True))
     carries = tuple(_bytes_of(tree) for tree in unit._of_layers(1)[2])
@@ -351,7 +361,8 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
         function, shapes = shared.spread(shared.pieces()[LAST])
         found = collectives_of(function, *shapes)
         sent = {(number, op): size for number, (op, size) in enumerate(found)}
-    whole = amount(*unit.whole()).live
+    whole = () if splits else amount(program_of(*unit.whole())).live
+    amounts = {key: amount(program) for key, program in programs.items()}
     return Facts(_bytes_of(unit.x), carries, saved, constants, whole, sent, amounts)
 
 
@@ -424,7 +435,7 @@ def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
     x, saved = list[bool](), list[list[bool]]()
     for kind, layers in enumerate(unit.layers):
         function, shapes = unit.spread(unit.pieces(kind, 2)[FORWARD])
-        compiled = jax.jit(function).lower(*shapes).compile()
+        compiled = jax.jit(function).lower(*shapes).compile(quickest_options())
         _, (_, *outputs) = compiled.output_shardings
         y, kept = (
             [not where.is_fully_replicated for where in jax.tree.leaves(part)] for part in outputs
