@@ -16,6 +16,15 @@ def made_of(jaxpr: Jaxpr, known: Iterable[Var]) -> set[Var]:
     return made
 
 
+def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
+    """These variables and all that depends on them, or has an effect."""
+    found = {*given}
+    for eqn in jaxpr.eqns:
+        if eqn.effects or any(v in found for v in eqn.invars if isinstance(v, Var)):
+            found |= {*eqn.outvars}
+    return found
+
+
 def equations_for(
     eqns: Sequence[Any], outs: Sequence[Any], there: Set[Var] = frozenset()
 ) -> list[Any]:

@@ -78,16 +78,16 @@ def count_flops(function: Callable[..., Any], *args: Any) -> float:
     Args:
       args: arrays or their shapes.
     """
-    return _flops(program_of(function, *args))
+    return _flops(_Program(jax.make_jaxpr(function)(*args).jaxpr))
 
 
-def program_of(function: Callable[..., Any], *args: Any) -> "Program":
-    """What a function does with arrays of these shapes, for `amount` and `constant_results`."""
-    return Program(jax.make_jaxpr(function)(*args).jaxpr)
+def amount(function: Callable[..., Any], *args: Any) -> Amount:
+    """What a function does and holds.
 
-
-def amount(program: "Program") -> Amount:
-    """What a function does and holds."""
+    Args:
+      args: arrays or their shapes.
+    """
+    program = _Program(jax.make_jaxpr(function)(*args).jaxpr)
     return Amount(
         _flops(program), _moved(program), _turns(program), tuple(_live(program)) or (0.0,)
     )
@@ -109,18 +109,6 @@ def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
 def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
     """The names of operations that combine elements of an array: sums, matrix products, sorts."""
     return _reductions(jax.make_jaxpr(function)(*args).jaxpr)
-
-
-def constant_results(program: "Program") -> list[bool]:
-    """For each array among the results of a function, whether it is the same whatever the arguments are."""
-    changing = {*program.given}
-    for operation in program.operations:
-        if not changing.isdisjoint(operation.reads):
-            changing.update(operation.makes)
-            if operation.name == "scan":
-                own = zip(operation.makes, constant_results(operation.parts[0]), strict=True)
-                changing -= {n for n, same in own if same} & {*operation.stacked}
-    return [n not in changing for n in program.results]
 
 
 def _reductions(jaxpr: Any) -> set[str]:
@@ -161,7 +149,7 @@ class _Operation(NamedTuple):
     equation: Any
     reads: list[int | None]
     makes: list[int]
-    parts: list["Program"]
+    parts: list["_Program"]
 
     @property
     def name(self) -> str:
@@ -195,13 +183,13 @@ class _Operation(NamedTuple):
         whole = [n for n, v, one in pairs if not _has_more(v, one)]  # constants, and the carry
         return whole[len(whole) - count :]
 
-    def of_parts(self, count: Callable[["Program"], float]) -> float:
+    def of_parts(self, count: Callable[["_Program"], float]) -> float:
         """A count of what is inside: the sum over a loop's condition and body, or the most of any branch."""
         counts = [count(part) for part in self.parts]
         return max(counts, default=0.0) if self.name == "cond" else sum(counts)
 
 
-class Program:
+class _Program:
     """A jaxpr with its calls inlined, as a compiler that fuses operations runs it.
 
     Attributes:
@@ -255,7 +243,7 @@ class Program:
             else:
                 makes = [*map(self._number, equation.outvars)]
                 parts = (
-                    [*map(Program, _inner(equation))] if name in ("scan", "while", "cond") else []
+                    [*map(_Program, _inner(equation))] if name in ("scan", "while", "cond") else []
                 )
                 self.operations.append(_Operation(equation, reads, makes, parts))
             numbers.update(zip(equation.outvars, makes, strict=True))
@@ -286,7 +274,7 @@ class Program:
         return sum(self.sizes[n] for n in operation.makes if n in self.written)
 
 
-def _flops(program: Program) -> float:
+def _flops(program: _Program) -> float:
     return sum(map(_flops_of, program.operations))
 
 
@@ -307,7 +295,7 @@ def _flops_of(operation: _Operation) -> float:
     return operation.turns * operation.of_parts(_flops)
 
 
-def _moved(program: Program) -> float:
+def _moved(program: _Program) -> float:
     return sum(_moved_by(operation, program.made_by(operation)) for operation in program.operations)
 
 
@@ -322,7 +310,7 @@ def _moved_by(operation: _Operation, made: float) -> float:
     return 2.0 * made
 
 
-def _turns(program: Program) -> float:
+def _turns(program: _Program) -> float:
     return sum(_turns_of(operation) for operation in program.operations)
 
 
@@ -331,7 +319,7 @@ def _turns_of(operation: _Operation) -> float:
     return operation.turns * max(inner, 1.0) if operation.name == "scan" else inner
 
 
-def _live(program: Program) -> Iterator[float]:
+def _live(program: _Program) -> Iterator[float]:
     """Bytes alive at every operation, without the arguments."""
     sizes, last = program.sizes, program.last
     # The memory for what loops stack is zeroed before anything else.
@@ -348,7 +336,7 @@ def _live(program: Program) -> Iterator[float]:
         alive += new - sum(sizes[n] for n in ends | unread)
 
 
-def _lent(program: Program, operation: _Operation) -> set[int]:
+def _lent(program: _Program, operation: _Operation) -> set[int]:
     """The arrays whose memory an operation can reuse for its result, if nothing reads them afterwards."""
     name = operation.name
     if name in _FUSED or name == "cond":

@@ -652,6 +652,29 @@ def test_w_of_an_lstm_waits_in_the_place_of_its_gates_and_has_no_loop():
     assert not set(part.places) & set(part.needed)
 
 
+def half_a_layer(params, frozen, carry, x, at):
+    y = jax.nn.relu(x.astype(jnp.bfloat16) @ params.astype(jnp.bfloat16)).astype(jnp.float32)
+    return carry, y * frozen**2
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_what_depends_on_weights_alone_is_computed_again_and_not_kept(splits):
+    draw, shapes = np.random.default_rng(0), ((8, 8), (1, 1, 8), (5, 3, 8), (5, 3, 8))
+    # Whole numbers, whose sums are exact.
+    params, frozen, x, dy = (jnp.float32(draw.integers(-2, 3, shape)) for shape in shapes)
+    at = At(0, 0, 0)
+    part = SplitLayer(half_a_layer, params, frozen, (), x, at, splits=splits)
+    kept = [(leaf.shape, str(leaf.dtype)) for leaf in part.saved]
+    assert kept == [((5, 3, 8), "bfloat16"), ((5, 3, 8), "bool")]  # x, and where the relu is open
+    _, y, saved = part.forward(params, frozen, (), x, at)
+    prepared = part.prepare(params, frozen)
+    d_params, _, dx, later = part.backward(prepared, saved, (), dy)
+    if splits:
+        d_params = part.weights(prepared, [saved[n] for n in part.needed], later)
+    plain, vjp = jax.vjp(lambda params, x: half_a_layer(params, frozen, (), x, at)[1], params, x)
+    jax.tree.map(np.testing.assert_array_equal, (y, d_params, dx), (plain, *vjp(dy)))
+
+
 def test_where_b_makes_gradients_of_weights_they_are_not_apart():
     layer, params = stack(GRULayer, [0])
     own = jax.tree.map(lambda a: a[0], params)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from jaxpar.at import At
-from jaxpar.jaxprs import equations_for, made_of, program_of, reads_of
+from jaxpar.jaxprs import equations_for, made_of, made_with, program_of, reads_of
 from jaxpar.trees import shape_of
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
@@ -26,7 +26,8 @@ class SplitLayer:
     """One layer as forward and backward.
 
     Attributes:
-      saved: shapes and dtypes of what forward saves for backward; no weights are among it.
+      saved: shapes and dtypes of what forward saves for backward. Weights are not among it, nor what is
+        computed of them alone (a cast kernel) or of nothing (the zeros of a relu): B computes that again.
       has_weights: whether W is separate. It is not where that was not asked for, where its part of the
         program would be a loop, or where gradients of weights come out of what B needs (such as a scan that
         adds them up): then B gives them at once.
@@ -39,23 +40,32 @@ class SplitLayer:
         self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At, *, splits: bool
     ):
         """Traces the layer and its backward pass; nothing is computed."""
-        self._layer, self._structure, self._sources = layer, None, list[int | None]()
-        cuts = list[_Cut | None]()
+        self._layer, self._structure = layer, None
 
         # Where a block lies is traced as well: autodiff saves less of what it knows.
-        where = (at.layer, at.time, at.row, at.batch)
-
         def trace(params, frozen, carry, x, layer, time, row, batch):
             here = at._replace(layer=layer, time=time, row=row, batch=batch)
             out, vjp = self._vjp(params, frozen, carry, x, here)
             leaves, self._structure = jax.tree.flatten(vjp)
-            self._sources = _find(leaves, (params, frozen))
-            saved = self._saved(leaves)
-            cuts.append(_cut(self._whole, ((params, frozen), saved, out)) if splits else None)
-            return saved
+            return out, leaves
 
-        self.saved = jax.eval_shape(trace, params, frozen, carry, x, *where)
-        self._cut = cuts[-1]
+        weights, where = (params, frozen), (at.layer, at.time, at.row, at.batch)
+        arguments = *weights, carry, x, *where
+        traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*arguments)
+        self._leaves = shapes[1]
+        self._weights_alone = _WeightsAlone(traced.jaxpr, weights, len(self._leaves))
+        self.saved = self._weights_alone.others(self._leaves)
+        cuts = list[_Cut | None]()
+
+        def trace_cut(params, frozen, *rest):
+            flat = jaxpr_as_fun(traced)(*jax.tree.leaves((params, frozen, *rest)))
+            out, leaves = jax.tree.unflatten(jax.tree.structure(shapes), flat)
+            saved = self._weights_alone.others(leaves)
+            cuts.append(_cut(self._whole, ((params, frozen), saved, out)))
+
+        if splits:
+            jax.eval_shape(trace_cut, *arguments)
+        self._cut = cuts[0] if splits else None
         self.has_weights = self._cut is not None
         self.needed = [] if self._cut is None else self._cut.needed
         later = [] if self._cut is None else self._cut.later
@@ -66,8 +76,10 @@ class SplitLayer:
         """The carry, the outputs, and what is saved."""
         (carry, y), vjp = self._vjp(params, frozen, carry, x, at)
         leaves = jax.tree.leaves(vjp)
-        assert _find(leaves, (params, frozen)) == self._sources, "a layer traces in one way only"
-        return carry, y, self._saved(leaves)
+        assert [*map(shape_of, leaves)] == [*map(shape_of, self._leaves)], (
+            "it traces in one way only"
+        )
+        return carry, y, self._weights_alone.others(leaves)
 
     def prepare(self, params: Any, frozen: Any) -> Any:
         """The weights as B and W take them: with what can be computed of them alone, such as transposes."""
@@ -102,9 +114,8 @@ class SplitLayer:
 
     def _whole(self, weights: Any, saved: list[jax.Array], cotangents: tuple[Any, Any]):
         """Gradients of the weights, cotangents of the carry and of the inputs."""
-        again, flat = iter(saved), jax.tree.leaves(weights)
-        leaves = [next(again) if source is None else flat[source] for source in self._sources]
         assert self._structure is not None
+        leaves = self._weights_alone.merge(weights, saved)
         return jax.tree.unflatten(self._structure, leaves)(cotangents)
 
     def _vjp(self, params, frozen, carry, x, at):
@@ -115,9 +126,31 @@ class SplitLayer:
     def _run(self, frozen, at, params, carry, x):
         return self._layer(params, frozen, carry, x, at)
 
-    def _saved(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        pairs = zip(leaves, self._sources, strict=True)
-        return [leaf for leaf, source in pairs if source is None]
+
+class _WeightsAlone:
+    """What of a backward pass's residuals depends on nothing but weights, and how to compute it of them."""
+
+    def __init__(self, jaxpr: Jaxpr, weights: Any, count: int):
+        """Finds them.
+
+        Args:
+          jaxpr: of weights and other arrays; its last `count` results are residuals.
+        """
+        num, outs = len(jax.tree.leaves(weights)), jaxpr.outvars[-count:] if count else []
+        others = made_with(jaxpr, (*jaxpr.invars[num:], *jaxpr.constvars))
+        self._is_own = [not isinstance(v, Var) or v not in others for v in outs]
+        own = [v for v, is_own in zip(outs, self._is_own, strict=True) if is_own]
+        self._program = program_of(jaxpr, jaxpr.invars[:num], equations_for(jaxpr.eqns, own), own)
+
+    def others(self, residuals: Sequence[Any]) -> list[Any]:
+        """The residuals that are not among them."""
+        return [a for a, is_own in zip(residuals, self._is_own, strict=True) if not is_own]
+
+    def merge(self, weights: Any, others: Sequence[jax.Array]) -> list[jax.Array]:
+        """All residuals."""
+        program, rest = ClosedJaxpr(self._program.replace(constvars=[]), []), iter(others)
+        own = iter(jaxpr_as_fun(program)(*jax.tree.leaves(weights)))
+        return [next(own if is_own else rest) for is_own in self._is_own]
 
 
 class _Cut:
@@ -203,9 +236,3 @@ def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -
         free = [n for n in free if n != places[-1]]
         num_leaves += not fits
     return places
-
-
-def _find(leaves: list[Any], weights: Any) -> list[int | None]:
-    """For each leaf its number among the leaves of the weights; None if it is none of them."""
-    numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(weights))}
-    return [numbers.get(id(leaf)) for leaf in leaves]

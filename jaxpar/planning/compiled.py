@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from jaxpar.analysis.program import ProgramReport, inspect_step
@@ -68,3 +70,25 @@ def report_of(
     """
     mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else quickest_options()
     return inspect_step(task, parallel, train, mesh, options=options)
+
+
+@functools.lru_cache
+def copies_in_branches() -> bool:
+    """Whether in a loop each branch copies the arrays that another branch changes in place.
+
+    XLA's CPU compiler did until JAX 0.11; it is asked with a small program.
+    """
+
+    def run(arrays, choices):
+        def body(arrays, choice):
+            branches = [lambda a, b: (a * 2 + 1, b), lambda a, b: (a, b * 2 + 1)]
+            return lax.switch(choice, branches, *arrays), None
+
+        return lax.scan(body, arrays, choices)[0]
+
+    where = NamedSharding(simulated_mesh(MeshConfig()), P())
+    array = jax.ShapeDtypeStruct((1 << 16,), np.float32, sharding=where)
+    choices = jax.ShapeDtypeStruct((4,), np.int32, sharding=where)
+    asked = jax.jit(run, donate_argnums=0).lower((array, array), choices)
+    memory: Any = asked.compile().memory_analysis()
+    return memory.temp_size_in_bytes >= array.size * array.dtype.itemsize

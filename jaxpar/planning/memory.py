@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jaxpar.axes import BATCH, DATA, STAGE
+from jaxpar.planning.compiled import copies_in_branches
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.traffic import FLOAT
 from jaxpar.planning.unit import BACKWARD, FORWARD, LAST, WEIGHTS, Facts, facts_of, is_split
@@ -114,8 +114,6 @@ def _of_units(step: StepShape) -> tuple[float, float]:
         (schedule.num_slots + 1) * (kept + x) + waiting * x + step.parallel.num_groups * carried
     )
     pieces = {key: max(each.live) / n for key, each in facts.amounts.items()}
-    # Constants are not split, and loops over several kinds copy what they stack.
-    constants = min(len(step.rows), 2) * float(np.dot(step.unit_rows, facts.constants))
     gradients = [
         sum(step.part(a, step.rules).elements for a in step.params if a.kind == kind) * FLOAT
         for kind in range(len(step.rows))
@@ -124,8 +122,9 @@ def _of_units(step: StepShape) -> tuple[float, float]:
         pieces[LAST, -1] /= step.sizes[STAGE]
     for (name, kind), most in pieces.items():
         if name == FORWARD:  # what it keeps exists once per layer, and once where it is made
-            most = max(most - sum(facts.saved[kind]) / n, 0.0) + constants
-        if name == (WEIGHTS if (WEIGHTS, kind) in pieces else BACKWARD):
+            most = max(most - sum(facts.saved[kind]) / n, 0.0)
+        is_last = name == (WEIGHTS if (WEIGHTS, kind) in pieces else BACKWARD)
+        if is_last and len(step.rows) > 1 and copies_in_branches():
             # A branch for each kind adds to its own gradients, and copies those of the others.
             most += sum(gradients) - gradients[kind]
         waits = name == LAST and pipeline.remat  # for the second forward pass

@@ -32,7 +32,7 @@ from jaxpar.planning.shape import ONE, ModelShapes, Sizes, StepShape, least_fact
 from jaxpar.sharding import Layout, Rules, dims_of, is_variable
 from jaxpar.step import run_block, run_kind
 from jaxpar.trees import add, shape_of
-from jaxpar.work import Amount, Program, amount, collectives_of, constant_results, program_of
+from jaxpar.work import Amount, amount, collectives_of
 
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 BOTH = "forward and backward"
@@ -163,17 +163,6 @@ class Unit:
             return (), (y, after, vjp(dy))
 
         return both, (), params, frozen, carry, self.x, self.x, self.block, self.key
-
-    def constants(self, kind: int, forward: Program) -> list[bool]:
-        """For each array that a layer keeps, whether it is the same in every unit.
-
-        Args:
-          forward: of a layer of the kind.
-        """
-        split, leaves = self.layers[kind].kinds[0], self.layers[kind].saved[0]
-        same = constant_results(forward)
-        same = same[len(same) - len(split.saved) :] + [False] * (len(leaves) - len(split.saved))
-        return [one and number not in split.places for number, one in enumerate(same)]
 
     def whole(self) -> tuple[Any, ...]:
         """The whole model with gradients, for a step not cut into units, on one device; as in `pieces`."""
@@ -325,8 +314,7 @@ class Facts(NamedTuple):
     Attributes:
       x: bytes of what goes from layer to layer.
       carry: for every kind, bytes of one layer's carry.
-      saved: for every kind, bytes of each array that a layer keeps for its backward pass; 0 for constants.
-      constants: for every kind, bytes of those: units share them, but a layer passes them on.
+      saved: for every kind, bytes of each array that a layer keeps for its backward pass.
       whole: bytes alive at every operation of a step that is not cut into units; () if W runs apart from B.
       shared_head: (number, operation) -> bytes of every collective over the stages that share the head.
       amounts: (name, number of the kind, or -1 outside of the layers) -> what the piece does and holds.
@@ -335,7 +323,6 @@ class Facts(NamedTuple):
     x: float
     carry: tuple[float, ...]
     saved: tuple[tuple[float, ...], ...]
-    constants: tuple[float, ...]
     whole: tuple[float, ...]
     shared_head: dict[tuple[int, str], float]
     amounts: dict[tuple[str, int], Amount]
@@ -344,15 +331,12 @@ class Facts(NamedTuple):
 def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Facts:
     """The facts of a unit on one device, by tracing it."""
     unit = Unit(model, t, b, splits=splits)
-    programs = {
-        (name, -1 if kind is None else kind): program_of(*piece)
+    amounts = {
+        (name, -1 if kind is None else kind): amount(*piece)
         for kind in (None, *range(len(unit.layers)))
         for name, piece in unit.pieces(kind).items()
     }
-    kept = [[*map(_bytes, layers.saved[0])] for layers in unit.layers]
-    same = [unit.constants(kind, programs[FORWARD, kind]) for kind in range(len(unit.layers))]
-    constants = tuple(float(np.dot(*each)) for each in zip(kept, same, strict=True))
-    saved = tuple(tuple(np.where(c, 0.0, k).tolist()) for k, c in zip(kept, same, strict=True))
+    saved = tuple(tuple(map(_bytes, layers.saved[0])) for layers in unit.layers)
     carries = tuple(_bytes_of(tree) for tree in unit._of_layers(1)[2])
     sent = {}
     if model.can_share_head:
@@ -361,9 +345,8 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
         function, shapes = shared.spread(shared.pieces()[LAST])
         found = collectives_of(function, *shapes)
         sent = {(number, op): size for number, (op, size) in enumerate(found)}
-    whole = () if splits else amount(program_of(*unit.whole())).live
-    amounts = {key: amount(program) for key, program in programs.items()}
-    return Facts(_bytes_of(unit.x), carries, saved, constants, whole, sent, amounts)
+    whole = () if splits else amount(*unit.whole()).live
+    return Facts(_bytes_of(unit.x), carries, saved, whole, sent, amounts)
 
 
 # Numbers of a unit are bilinear in its steps and rows. Four units of these sizes determine them for all, and
@@ -442,7 +425,7 @@ def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
         )
         x += y
         saved.append([*kept, *[any(kept)] * (len(layers.saved[0]) - len(kept))])
-    # Arrays of one shape are split alike; constants too, which are split by whatever reads them.
+    # Arrays of one shape are split alike.
     like_x = {leaf.shape for leaf in jax.tree.leaves(unit.x) if any(x)}
     cut_like = [
         like_x | {leaf.shape for leaf, is_cut in zip(layers.saved[0], cut, strict=True) if is_cut}
