@@ -41,6 +41,7 @@ class SplitLayer:
     ):
         """Traces the layer and its backward pass; nothing is computed."""
         self._layer, self._structure = layer, None
+        self._cut: _Cut | None = None
 
         # Where a block lies is traced as well: autodiff saves less of what it knows.
         def trace(params, frozen, carry, x, layer, time, row, batch):
@@ -55,17 +56,15 @@ class SplitLayer:
         self._leaves = shapes[1]
         self._weights_alone = _WeightsAlone(traced.jaxpr, weights, len(self._leaves))
         self.saved = self._weights_alone.others(self._leaves)
-        cuts = list[_Cut | None]()
 
         def trace_cut(params, frozen, *rest):
             flat = jaxpr_as_fun(traced)(*jax.tree.leaves((params, frozen, *rest)))
             out, leaves = jax.tree.unflatten(jax.tree.structure(shapes), flat)
             saved = self._weights_alone.others(leaves)
-            cuts.append(_cut(self._whole, ((params, frozen), saved, out)))
+            self._cut = _cut(self._whole, ((params, frozen), saved, out))
 
         if splits:
             jax.eval_shape(trace_cut, *arguments)
-        self._cut = cuts[0] if splits else None
         self.has_weights = self._cut is not None
         self.needed = [] if self._cut is None else self._cut.needed
         later = [] if self._cut is None else self._cut.later
@@ -140,7 +139,8 @@ class _WeightsAlone:
         others = made_with(jaxpr, (*jaxpr.invars[num:], *jaxpr.constvars))
         self._is_own = [not isinstance(v, Var) or v not in others for v in outs]
         own = [v for v, is_own in zip(outs, self._is_own, strict=True) if is_own]
-        self._program = program_of(jaxpr, jaxpr.invars[:num], equations_for(jaxpr.eqns, own), own)
+        program = program_of(jaxpr, jaxpr.invars[:num], equations_for(jaxpr.eqns, own), own)
+        self._compute = jaxpr_as_fun(ClosedJaxpr(program.replace(constvars=[]), ()))
 
     def others(self, residuals: Sequence[Any]) -> list[Any]:
         """The residuals that are not among them."""
@@ -148,8 +148,7 @@ class _WeightsAlone:
 
     def merge(self, weights: Any, others: Sequence[jax.Array]) -> list[jax.Array]:
         """All residuals."""
-        program, rest = ClosedJaxpr(self._program.replace(constvars=[]), []), iter(others)
-        own = iter(jaxpr_as_fun(program)(*jax.tree.leaves(weights)))
+        own, rest = iter(self._compute(*jax.tree.leaves(weights))), iter(others)
         return [next(own if is_own else rest) for is_own in self._is_own]
 
 
