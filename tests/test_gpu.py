@@ -37,8 +37,9 @@ from jaxpar.tasks.lm.task import LM
 
 pytestmark = pytest.mark.gpu
 
-# Roundings of parameters, 6e-8 each, that a gradient may differ by: they are drawn anew on each platform.
-ROUNDINGS = 1e-6
+# A number may differ by what so large a change of every parameter, a few roundings of 6e-8, makes of it by
+# the mean square of some draws: each platform rounds in its own way, and these models make much of it.
+ROUNDINGS, DRAWS = 2.5e-7, 4
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +58,10 @@ def mesh_on(platform):
     return jax.make_mesh((1, 1, 1), axes, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def numbers(settings, platform, change=0.0):
+def numbers(settings, platform, change=0.0, seed=0):
     """Loss, gradients and carry; of parameters that are changed by so much, in relation."""
     task, parallel, _ = settings
-    mesh, rng = mesh_on(platform), np.random.default_rng(0)
+    mesh, rng = mesh_on(platform), np.random.default_rng(seed)
     state = init_state(task, parallel, mesh)
     params = jax.tree.map(
         lambda a: a * (1 + change * rng.standard_normal(a.shape).astype(a.dtype)), state.params
@@ -100,10 +101,12 @@ MODELS = {**{" and ".join(kinds): Regress(kinds) for kinds in PAIRS}, "convoluti
 def test_any_model_is_the_cpus(name):
     """Up to what a few roundings of its parameters do to it there."""
     settings = make_settings(task=MODELS[name])
-    expected, changed = (numbers(settings, "cpu", change) for change in (0.0, ROUNDINGS))
-    for parts in zip(numbers(settings, "gpu"), expected, changed, strict=True):
-        for key, value in parts[1].items():
-            error, allowed = (np.linalg.norm(part[key] - value) for part in (parts[0], parts[2]))
+    expected = numbers(settings, "cpu")
+    changed = [numbers(settings, "cpu", ROUNDINGS, seed) for seed in range(DRAWS)]
+    for actual, wanted, *others in zip(numbers(settings, "gpu"), expected, *changed, strict=True):
+        for key, value in wanted.items():
+            error, *moved = (np.linalg.norm(part[key] - value) for part in (actual, *others))
+            allowed = np.sqrt(np.mean(np.square(moved)))
             least = RELATIVE_ERROR * np.linalg.norm(value)
             assert error <= max(allowed, least), f"{key}: error {error:.1e}, allowed {allowed:.1e}"
 

@@ -531,11 +531,11 @@ def test_memory_does_not_grow_with_microbatches():
     assert max(sizes) <= 1.02 * min(sizes), sizes
 
 
-def make_pipeline(**changes):
+def make_pipeline(num_stages=2, **changes):
     """Six LSTM layers on two stages: 16 rows in two microbatches of 8, 16 steps in four chunks of 4."""
     options = {
         "layers": (lstm,),
-        "mesh": MeshConfig(stage=2, devices=(0, 1)).build(),
+        "mesh": MeshConfig(stage=num_stages, devices=tuple(range(num_stages))).build(),
         "slots": make_slots((3, 3)),
         "chunk_len": 4,
         "microbatch_rows": 8,
@@ -584,8 +584,7 @@ MISTAKES = [
         r"layers \(0, 1, 2, 3, 4, 5\), .* needs \(0, 2, 4, 1, 3, 5\); make slots .* with num_groups=3",
     ),
     (
-        {"slots": make_slots((1,) * 6, 3), "mesh": MeshConfig(stage=6, devices=tuple(range(6))).build()},
-        {"schedules": [make_schedule("1f1b", 6, 2, 4)]},
+        {"slots": make_slots((1,) * 6, 3), "num_stages": 6}, {"schedules": [make_schedule("1f1b", 6, 2, 4)]},
         r"layers \(0, 2, 4, 1, 3, 5\), .* needs \(0, 1, 2, 3, 4, 5\); make slots .* with num_groups=1",
     ),
     (
