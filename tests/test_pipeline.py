@@ -674,6 +674,49 @@ def test_what_depends_on_weights_alone_is_computed_again_and_not_kept(splits):
     jax.tree.map(np.testing.assert_array_equal, (y, d_params, dx), (plain, *vjp(dy)))
 
 
+def two_gelus(params, frozen, carry, x, at):
+    gelu = jax.jit(lambda u: 0.5 * u * (1 + jnp.tanh(u * (1 + u**2))))  # one function, called twice
+    h = gelu(x @ params[0])
+    return carry, x + gelu(h @ params[1])
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_what_follows_by_simple_arithmetic_is_done_again_and_not_kept(splits):
+    draw = np.random.default_rng(0)
+    params = [jnp.float32(draw.normal(size=(8, 8)) / 3) for _ in range(2)]
+    x, dy = (jnp.float32(draw.normal(size=(5, 3, 8))) for _ in range(2))
+    at = At(0, 0, 0)
+    part = SplitLayer(two_gelus, params, (), (), x, at, splits=splits)
+    # x, and of each GELU its input and the tanh: JAX itself keeps four factors of every one.
+    assert [leaf.shape for leaf in part.saved] == [(5, 3, 8)] * 5
+    plain, vjp = jax.vjp(lambda params, x: two_gelus(params, (), (), x, at)[1], params, x)
+    assert sum(leaf.shape == (5, 3, 8) for leaf in jax.tree.leaves(vjp)) > 8
+    _, y, saved = part.forward(params, (), (), x, at)
+    prepared = part.prepare(params, ())
+    d_params, _, dx, later = part.backward(prepared, saved, (), dy)
+    if splits:
+        assert [leaf.shape for leaf in part.later] == [(5, 3, 8)] * 2  # cotangents of both products
+        d_params = part.weights(prepared, [saved[n] for n in part.needed], later)
+    plain, vjp = jax.vjp(lambda params, x: two_gelus(params, (), (), x, at)[1], params, x)
+    for ours, wanted in zip(
+        jax.tree.leaves((y, d_params, dx)), jax.tree.leaves((plain, *vjp(dy))), strict=True
+    ):
+        assert np.linalg.norm(ours - wanted) <= RELATIVE_ERROR * np.linalg.norm(wanted)
+
+
+def test_what_a_layer_prints_is_printed(capsys):
+    def layer(params, frozen, carry, x, at):
+        jax.debug.print("largest {}", jnp.max(x))
+        return carry, x * params[None, None]
+
+    part = SplitLayer(layer, jnp.ones(8), (), (), jnp.ones((5, 3, 8)), At(0, 0, 0), splits=True)
+    jax.jit(lambda x: part.forward(jnp.ones(8), (), (), x, At(0, 0, 0))[1])(
+        jnp.full((5, 3, 8), 7.0)
+    )
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "largest 7.0\n"
+
+
 def test_where_b_makes_gradients_of_weights_they_are_not_apart():
     layer, params = stack(GRULayer, [0])
     own = jax.tree.map(lambda a: a[0], params)

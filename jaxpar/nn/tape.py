@@ -1,24 +1,12 @@
-"""A function and its backward pass as two programs, and as little as possible kept from the one to the other.
+"""A function and its backward pass as two programs; as little as possible goes from the one to the other."""
 
-JAX keeps what its rules of differentiation name, such as both factors of every product. Where they follow by
-simple arithmetic from fewer arrays, those are kept, and the arithmetic is done again: of a GRU half as many.
-"""
-
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
-from jaxpar.jaxprs import equations_for, program_of, reads_of
-
-# Done again, where that keeps less.
-_CHEAP = {
-    "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims",
-    "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary",
-    "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
-}  # fmt: skip
+from jaxpar.jaxprs import equations_for, least_kept, program_of, reads_of
 
 
 class Source(NamedTuple):
@@ -85,7 +73,8 @@ class Tape:
         for n in results:
             if isinstance(v := self._outs[n], Var):
                 there.setdefault(v, Source("result", n))
-        self.kept = _choose(jaxpr, self._leaves, self._extra, there)
+        must = [v for v in dict.fromkeys(self._extra) if v not in there]
+        self.kept = must + least_kept(jaxpr, self._leaves, {*there, *must})
         there |= {v: Source("kept", n) for n, v in enumerate(self.kept)}
         self.kept_for_vjp = {n for n, v in enumerate(self.kept) if v not in {*self._extra}}
         self._there = there
@@ -125,41 +114,3 @@ class Tape:
     def wanted(self, values: dict[Source, Any]) -> Any:
         """The tree of values that are wanted."""
         return jax.tree.unflatten(self._wanted, [values[self._there[v]] for v in self._extra])
-
-
-def _choose(
-    jaxpr: Jaxpr, leaves: Sequence[Any], extra: Sequence[Var], there: dict[Var, Source]
-) -> list[Var]:
-    """What to keep, so that the leaves can be made of it and of what is there, and the extra are there."""
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    must = [v for v in dict.fromkeys(extra) if v not in there]
-
-    def is_cheap(eqn):
-        sizes = [math.prod(v.aval.shape) for v in eqn.invars]
-        return (
-            eqn.primitive.name in _CHEAP
-            and math.prod(eqn.outvars[0].aval.shape) >= max(sizes)
-            and len(eqn.outvars) == 1
-        )
-
-    def sources_of(names):
-        seen, rest = dict[Any, None](), [v for v in names if isinstance(v, Var)]
-        while rest:
-            v = rest.pop()
-            if v in seen:
-                continue
-            seen[v] = None
-            eqn = made_by.get(v)
-            if v in there or v in must or eqn is None or not is_cheap(eqn):
-                yield v
-            else:
-                rest += [each for each in eqn.invars if isinstance(each, Var)]
-
-    def to_keep(names):
-        return [v for v in dict.fromkeys(names) if v not in there and v not in must]
-
-    def num_bytes(names):
-        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in names)
-
-    options = to_keep(v for v in leaves if isinstance(v, Var)), to_keep(sources_of(leaves))
-    return must + min(options, key=num_bytes)

@@ -5,7 +5,6 @@ B; the rest, which only the gradients of weights need, is W. What crosses from t
 LSTM: x, h_{t-1} and dz) must be kept until W runs; most of it was saved for B anyway.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,17 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from jaxpar.at import At
-from jaxpar.jaxprs import equations_for, made_of, made_with, program_of, reads_of
-from jaxpar.trees import shape_of
+from jaxpar.jaxprs import (
+    equations_for,
+    inlined,
+    is_cheap,
+    least_kept,
+    made_of,
+    made_with,
+    program_of,
+    reads_of,
+)
+from jaxpar.trees import shape_of, vary_like
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
@@ -27,7 +35,8 @@ class SplitLayer:
 
     Attributes:
       saved: shapes and dtypes of what forward saves for backward. Weights are not among it, nor what is
-        computed of them alone (a cast kernel) or of nothing (the zeros of a relu): B computes that again.
+        computed of them alone (a cast kernel) or of nothing (the zeros of a relu), nor what follows from less
+        by simple arithmetic (of a GELU's factors all but its input and a tanh): that is computed again.
       has_weights: whether W is separate. It is not where that was not asked for, where its part of the
         program would be a loop, or where gradients of weights come out of what B needs (such as a scan that
         adds them up): then B gives them at once.
@@ -40,31 +49,19 @@ class SplitLayer:
         self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At, *, splits: bool
     ):
         """Traces the layer and its backward pass; nothing is computed."""
-        self._layer, self._structure = layer, None
+        self._layer = layer
         self._cut: _Cut | None = None
-
-        # Where a block lies is traced as well: autodiff saves less of what it knows.
-        def trace(params, frozen, carry, x, layer, time, row, batch):
-            here = at._replace(layer=layer, time=time, row=row, batch=batch)
-            out, vjp = self._vjp(params, frozen, carry, x, here)
-            leaves, self._structure = jax.tree.flatten(vjp)
-            return out, leaves
-
-        weights, where = (params, frozen), (at.layer, at.time, at.row, at.batch)
-        arguments = *weights, carry, x, *where
-        traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*arguments)
-        self._leaves = shapes[1]
-        self._weights_alone = _WeightsAlone(traced.jaxpr, weights, len(self._leaves))
-        self.saved = self._weights_alone.others(self._leaves)
+        traced = _Forward(layer, params, frozen, carry, x, at)
+        self._vjp, self._remake = traced.vjp, traced.remake
+        self.saved = [shape_of(v.aval) for v in traced.kept]
 
         def trace_cut(params, frozen, *rest):
-            flat = jaxpr_as_fun(traced)(*jax.tree.leaves((params, frozen, *rest)))
-            out, leaves = jax.tree.unflatten(jax.tree.structure(shapes), flat)
-            saved = self._weights_alone.others(leaves)
-            self._cut = _cut(self._whole, ((params, frozen), saved, out))
+            after, y, saved = traced.run(params, frozen, *rest)
+            saved = vary_like(saved, y)  # as the loop over layers has them
+            self._cut = _cut(self._whole, ((params, frozen), saved, (after, y)))
 
         if splits:
-            jax.eval_shape(trace_cut, *arguments)
+            jax.eval_shape(trace_cut, *traced.arguments)
         self.has_weights = self._cut is not None
         self.needed = [] if self._cut is None else self._cut.needed
         later = [] if self._cut is None else self._cut.later
@@ -73,12 +70,9 @@ class SplitLayer:
 
     def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
         """The carry, the outputs, and what is saved."""
-        (carry, y), vjp = self._vjp(params, frozen, carry, x, at)
-        leaves = jax.tree.leaves(vjp)
-        assert [*map(shape_of, leaves)] == [*map(shape_of, self._leaves)], (
-            "it traces in one way only"
-        )
-        return carry, y, self._weights_alone.others(leaves)
+        traced = _Forward(self._layer, params, frozen, carry, x, at)
+        assert [shape_of(v.aval) for v in traced.kept] == self.saved, "it traces in one way only"
+        return traced.run(*traced.arguments)
 
     def prepare(self, params: Any, frozen: Any) -> Any:
         """The weights as B and W take them: with what can be computed of them alone, such as transposes."""
@@ -113,43 +107,73 @@ class SplitLayer:
 
     def _whole(self, weights: Any, saved: list[jax.Array], cotangents: tuple[Any, Any]):
         """Gradients of the weights, cotangents of the carry and of the inputs."""
-        assert self._structure is not None
-        leaves = self._weights_alone.merge(weights, saved)
-        return jax.tree.unflatten(self._structure, leaves)(cotangents)
-
-    def _vjp(self, params, frozen, carry, x, at):
-        # Weak types are made strong, or what is saved would depend on where the arrays come from.
-        carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
-        return jax.vjp(functools.partial(self._run, frozen, at), params, carry, x)
-
-    def _run(self, frozen, at, params, carry, x):
-        return self._layer(params, frozen, carry, x, at)
+        leaves = self._remake(*jax.tree.leaves((weights, saved)))
+        return jax.tree.unflatten(self._vjp, leaves)(cotangents)
 
 
-class _WeightsAlone:
-    """What of a backward pass's residuals depends on nothing but weights, and how to compute it of them."""
+class _Forward:
+    """A layer's forward pass, traced.
 
-    def __init__(self, jaxpr: Jaxpr, weights: Any, count: int):
-        """Finds them.
+    Attributes:
+      arguments: of `run`.
+      vjp: structure of its backward pass, whose leaves are the residuals.
+      kept: variables that residuals can be made of again, together with the weights.
+      remake: a function of weights and of what is kept that does so.
+    """
 
-        Args:
-          jaxpr: of weights and other arrays; its last `count` results are residuals.
-        """
-        num, outs = len(jax.tree.leaves(weights)), jaxpr.outvars[-count:] if count else []
-        others = made_with(jaxpr, (*jaxpr.invars[num:], *jaxpr.constvars))
-        self._is_own = [not isinstance(v, Var) or v not in others for v in outs]
-        own = [v for v, is_own in zip(outs, self._is_own, strict=True) if is_own]
-        program = program_of(jaxpr, jaxpr.invars[:num], equations_for(jaxpr.eqns, own), own)
-        self._compute = jaxpr_as_fun(ClosedJaxpr(program.replace(constvars=[]), ()))
+    def __init__(self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At):
+        """Traces it."""
+        self.vjp: Any = None
 
-    def others(self, residuals: Sequence[Any]) -> list[Any]:
-        """The residuals that are not among them."""
-        return [a for a, is_own in zip(residuals, self._is_own, strict=True) if not is_own]
+        # Where a block lies is traced as well: autodiff saves less of what it knows.
+        def trace(params, frozen, carry, x, layer_id, time, row, batch):
+            here = at._replace(layer=layer_id, time=time, row=row, batch=batch)
+            # Weak types are made strong, or what is saved would depend on where the arrays come from.
+            carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
 
-    def merge(self, weights: Any, others: Sequence[jax.Array]) -> list[jax.Array]:
-        """All residuals."""
-        own, rest = iter(self._compute(*jax.tree.leaves(weights))), iter(others)
-        return [next(own if is_own else rest) for is_own in self._is_own]
+            def run(params, carry, x):
+                return layer(params, frozen, carry, x, here)
+
+            out, vjp = jax.vjp(run, params, carry, x)
+            leaves, self.vjp = jax.tree.flatten(vjp)
+            return out, leaves
+
+        self.arguments = params, frozen, carry, x, at.layer, at.time, at.row, at.batch
+        traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*self.arguments)
+        self._jaxpr, self._consts = inlined(traced.jaxpr), traced.consts
+        self._out = jax.tree.structure(shapes[0])
+        num = self._out.num_leaves
+        self._outs, residuals = self._jaxpr.outvars[:num], self._jaxpr.outvars[num:]
+        self.kept, self.remake = self._choose(residuals, len(jax.tree.leaves((params, frozen))))
+
+    def _choose(self, residuals: list[Any], num_weights: int) -> tuple[list[Var], Any]:
+        jaxpr, weights = self._jaxpr, self._jaxpr.invars[:num_weights]
+        others = made_with(jaxpr, (*jaxpr.invars[num_weights:], *jaxpr.constvars))
+        alone = {*weights, *(v for eqn in jaxpr.eqns for v in eqn.outvars if v not in others)}
+        varying = {_varying(v) for v in self._outs if isinstance(v, Var)}
+
+        def again(eqn):  # among values of one type, that of what is kept
+            names = "pcast", "pvary"
+            is_plain = is_cheap(eqn) and eqn.primitive.name not in names
+            return is_plain and varying == {_varying(v) for v in eqn.outvars}
+
+        kept = least_kept(jaxpr, residuals, alone, again)
+        eqns = equations_for(jaxpr.eqns, residuals, {*kept})
+        program = program_of(jaxpr, [*weights, *kept], eqns, residuals).replace(constvars=[])
+        return kept, jaxpr_as_fun(ClosedJaxpr(program, ()))
+
+    def run(self, *arguments: Any) -> tuple[Any, Any, list[jax.Array]]:
+        """Carry, outputs, and what is kept."""
+        jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
+        program = program_of(jaxpr, jaxpr.invars, jaxpr.eqns, outs)
+        found = jaxpr_as_fun(ClosedJaxpr(program, self._consts))(*jax.tree.leaves(arguments))
+        num = len(self._outs)
+        return *jax.tree.unflatten(self._out, found[:num]), found[num:]
+
+
+def _varying(v: Var) -> frozenset[str]:
+    aval: Any = v.aval
+    return aval.manual_axis_type.varying
 
 
 class _Cut:
@@ -171,7 +195,9 @@ class _Cut:
         ready = made_of(jaxpr, weights)
         b_eqns = equations_for(jaxpr.eqns, b_outs, ready)
         b_made = {v for eqn in b_eqns for v in eqn.outvars}
-        w_eqns = equations_for(jaxpr.eqns, w_outs, ready | b_made)
+        # Simple arithmetic on what is saved is done again, not kept.
+        again = made_of(jaxpr, (*weights, *saved), is_cheap)
+        w_eqns = equations_for(jaxpr.eqns, w_outs, ready | (b_made - again))
         given = {v for eqn in w_eqns for v in eqn.outvars} | {*weights, *saved, *jaxpr.constvars}
         crossing = reads_of(w_eqns, w_outs)
         prepared = [v for v in dict.fromkeys((*reads_of(b_eqns, b_outs), *crossing)) if v in ready]

@@ -32,7 +32,7 @@ from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.pipeline.ticks import make_idle, make_plan
 from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
-from jaxpar.planning.pieces import UPDATE, works_of
+from jaxpar.planning.pieces import UPDATE, keeps_in_slots, works_of
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.traffic import FLOAT
 from jaxpar.planning.unit import BOTH, LAST, Unit
@@ -41,7 +41,7 @@ from jaxpar.state import abstract_state
 from jaxpar.timing import quickest
 
 HERE = "here"
-FORMAT = 3  # of the cached file; one in another format is not used
+FORMAT = 4  # of the cached file; one in another format is not used
 
 _log = logging.getLogger(__name__)
 
@@ -232,8 +232,13 @@ class _Bench:
             shares_head=shares,
         )
         rows = step.unit_rows[kind] if kind >= 0 else 0
-        own = unit.pieces(kind, rows) if kind >= 0 else unit.pieces()
-        run, shapes = unit.spread(unit.at_once(kind, rows) if name == BOTH else own[name])
+        if name == BOTH:
+            piece = unit.at_once(kind, rows)
+        elif kind >= 0 and keeps_in_slots(step):
+            piece = unit.in_slots(kind, rows, step.schedule.num_slots)[name]
+        else:
+            piece = unit.pieces(*(kind, rows) if kind >= 0 else ())[name]
+        run, shapes = unit.spread(piece)
         compiled = jax.jit(run, donate_argnums=0).lower(*shapes).compile()
         values = [unit.real_block() if tree is unit.block else _fill(tree) for tree in shapes]
         changed, *args = jax.tree.map(jax.device_put, tuple(values), compiled.input_shardings[0])

@@ -22,7 +22,7 @@ from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.compiled import report_of
 from jaxpar.planning.hardware import Hardware
 from jaxpar.planning.memory import MemoryCost, estimate_memory
-from jaxpar.planning.pieces import UPDATE, copy_of_kept, works_of
+from jaxpar.planning.pieces import UPDATE, works_of
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
 from jaxpar.planning.traffic import PARAMETER, Traffic, predict_traffic, totals, traffic_of
@@ -301,11 +301,7 @@ def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[st
 
 def unit_seconds(step: StepShape, hardware: Hardware) -> dict[tuple[str, int], float]:
     """Of every piece, for one layer and one unit."""
-    seconds = {key: hardware.seconds(work) for key, work in works_of(step).items()}
-    if step.parallel.runs_in_units:  # into the slots, and out of them
-        for (name, kind), ring in copy_of_kept(step).items():
-            seconds[name, kind] += hardware.seconds(ring)
-    return seconds
+    return {key: hardware.seconds(work) for key, work in works_of(step).items()}
 
 
 def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) -> Seconds:

@@ -29,6 +29,7 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
     for (name, kind), amount in facts.amounts.items():
         at_once = kind >= 0 and not step.parallel.runs_in_units
         name = BOTH if at_once else name
+        kept = sum(facts.saved[kind]) if keeps_in_slots(step) and name in (FORWARD, BACKWARD) else 0
         own = [array for array in step.params if array.kind == kind] if kind >= 0 else params
         # Where a layer's devices also split the batch, `b` already has the rows of one.
         part = _part_of_work(step, own) if step.row_parts == 1 else 1.0
@@ -36,14 +37,20 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
         parts = step.tensor * (step.sizes[STAGE] if kind < 0 and step.shares_head else 1)
         known = works.get((name, kind), Work("", (), 0, 0))
         works[name, kind] = Work(
-            kind=f"{name} {step.model.layout.kinds[kind] if kind >= 0 else ''} {_family(step.model)}",
+            kind=f"{name}{' in slots' * (kept > 0)} "
+            f"{step.model.layout.kinds[kind] if kind >= 0 else ''} {_family(step.model)}",
             sizes=(step.t or 1, max(step.b, 1), parts, max(rows, 1)),
             flops=known.flops + amount.flops * part,
-            bytes=known.bytes + max(amount.bytes * part, 1.0),
+            bytes=known.bytes + max(amount.bytes * part, 1.0) + 2 * kept / step.tensor,
             turns=known.turns + round(amount.turns),
         )
     works[UPDATE, -1] = _update(step)
     return works
+
+
+def keeps_in_slots(step: StepShape) -> bool:
+    """Whether what a layer keeps goes into a slot after F, and comes from it before B."""
+    return step.parallel.runs_in_units and not step.parallel.pipeline.remat
 
 
 def _part_of_work(step: StepShape, params: list[Array]) -> float:
@@ -72,19 +79,6 @@ def _update(step: StepShape) -> Work:
         flops=0,
         bytes=passes * own + 2 * kept,
     )
-
-
-def copy_of_kept(step: StepShape) -> dict[tuple[str, int], Work]:
-    """The copies of what a layer keeps for its backward pass: into its slot after F, out of it before B."""
-    facts, remat = (
-        facts_of(step.model, step.t, step.b, step.splits_weights),
-        step.parallel.pipeline.remat,
-    )
-    return {
-        (name, kind): Work("", (), 0, 0 if remat else 2 * sum(saved) / step.tensor)
-        for kind, saved in enumerate(facts.saved)
-        for name in (FORWARD, BACKWARD)
-    }
 
 
 @functools.lru_cache(maxsize=64)

@@ -25,6 +25,7 @@ from jaxpar.at import At, anywhere
 from jaxpar.axes import DATA, STAGE
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import values
+from jaxpar.pipeline.engine import read, write
 from jaxpar.pipeline.layers import SlotArrays, SplitLayers, pick
 from jaxpar.pipeline.split import Layer
 from jaxpar.planning.compiled import quickest_options, simulated_mesh
@@ -147,6 +148,36 @@ class Unit:
         if split.has_weights:
             pieces[WEIGHTS] = (weights, params, params, frozen, saved, later)
         return pieces
+
+    def in_slots(self, kind: int, rows: int, num_slots: int) -> dict[str, tuple[Any, ...]]:
+        """`pieces`, with what is kept in slots, as the engine has it: F writes there, and B reads."""
+        pieces, split = self.pieces(kind, rows), self.layers[kind].kinds[0]
+        forward, _, *of_forward = pieces[FORWARD]
+        backward, grads, params, frozen, _, *of_backward = pieces[BACKWARD]
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        buffers = [
+            jax.ShapeDtypeStruct((num_slots + 1, rows, *leaf.shape), leaf.dtype)
+            for leaf in self.layers[kind].saved[0]
+        ]
+
+        def into_slot(buffers, slot, *args):
+            _, (carry, y, (saved,)) = forward((), *args)
+            count = len(split.saved)
+            return [*write(buffers[:count], saved, slot), *buffers[count:]], (carry, y)
+
+        def from_slot(changed, slot, params, frozen, *args):
+            grads, buffers = changed
+            saved = [read(buffers, slot)]
+            grads, (*rest, (later,)) = backward(grads, params, frozen, saved, *args)
+            for place, leaf in zip(split.places, later, strict=True):
+                buffers[place] = write(buffers[place], leaf, slot)
+            return (grads, buffers), rest
+
+        return {
+            **pieces,
+            FORWARD: (into_slot, buffers, slot, *of_forward),
+            BACKWARD: (from_slot, (grads, buffers), slot, params, frozen, *of_backward),
+        }
 
     def at_once(self, kind: int, rows: int) -> tuple[Any, ...]:
         """`BOTH`, as in `pieces`: its function, then the shapes of its arguments."""
