@@ -438,7 +438,7 @@ class Split(NamedTuple):
 
 
 def is_split(step: StepShape) -> Split:
-    """As the compiler splits them in the forward pass of a small unit on few devices."""
+    """As the compiler splits them in a small unit on few devices."""
     return _split_of(step.model, least_factor(step.tensor), step.splits_weights)
 
 
@@ -448,14 +448,14 @@ def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
     unit = Unit(model, t, n * _ROWS[0], splits=splits, mesh=simulated_mesh(MeshConfig(tensor=n)))
     x, saved = list[bool](), list[list[bool]]()
     for kind, layers in enumerate(unit.layers):
-        function, shapes = unit.spread(unit.pieces(kind, 2)[FORWARD])
-        compiled = jax.jit(function).lower(*shapes).compile(quickest_options())
-        _, (_, *outputs) = compiled.output_shardings
-        y, kept = (
-            [not where.is_fully_replicated for where in jax.tree.leaves(part)] for part in outputs
-        )
+        split, pieces = layers.kinds[0], unit.pieces(kind, 2)
+        _, y, kept = _cuts_in(unit, pieces[FORWARD])
+        room = [n for n, place in enumerate(split.places) if place >= len(split.saved)]
+        if room:
+            *_, later = _cuts_in(unit, pieces[BACKWARD])
+            kept += [later[n] for n in room]
         x += y
-        saved.append([*kept, *[any(kept)] * (len(layers.saved[0]) - len(kept))])
+        saved.append(kept)
     # Arrays of one shape are split alike.
     like_x = {leaf.shape for leaf in jax.tree.leaves(unit.x) if any(x)}
     cut_like = [
@@ -469,6 +469,14 @@ def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
             for shapes, layers in zip(cut_like, unit.layers, strict=True)
         ),
     )
+
+
+def _cuts_in(unit: Unit, piece: tuple[Any, ...]) -> list[list[bool]]:
+    """For every array of each of a piece's results, whether the compiler splits it."""
+    function, shapes = unit.spread(piece)
+    compiled = jax.jit(function).lower(*shapes).compile(quickest_options())
+    _, results = compiled.output_shardings
+    return [[not where.is_fully_replicated for where in jax.tree.leaves(part)] for part in results]
 
 
 def _bytes(leaf: Any) -> float:
