@@ -126,8 +126,10 @@ class _Forward:
         self.vjp: Any = None
 
         # Where a block lies is traced as well: autodiff saves less of what it knows.
-        def trace(params, frozen, carry, x, layer_id, time, row, batch):
-            here = at._replace(layer=layer_id, time=time, row=row, batch=batch)
+        def trace(params, frozen, carry, x, *where):
+            # In a loop all are of one type, whatever they are before it.
+            carry, x, where = vary_like((carry, x, where), (params, carry, x))
+            here = at._replace(**dict(zip(("layer", "time", "row", "batch"), where, strict=True)))
             # Weak types are made strong, or what is saved would depend on where the arrays come from.
             carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
 
