@@ -32,6 +32,12 @@ def made_of(
     return made
 
 
+def varying_of(v: Var) -> frozenset[str]:
+    """The axes of a `shard_map` that a variable is typed as differing over."""
+    aval: Any = v.aval
+    return aval.manual_axis_type.varying
+
+
 def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
     """These variables and all that depends on them, or has an effect."""
     found = {*given}

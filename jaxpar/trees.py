@@ -35,8 +35,10 @@ def vary_like(tree: Any, reference: Any) -> Any:
         *(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(reference))
     )
 
-    def cast(leaf):
-        missing = tuple(axes - jax.typeof(leaf).manual_axis_type.varying)
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+    return jax.tree.map(lambda leaf: vary_over(leaf, axes), tree)
 
-    return jax.tree.map(cast, tree)
+
+def vary_over(leaf: Any, axes: frozenset[str]) -> Any:
+    """An array, typed inside a `shard_map` as differing over these axes as well."""
+    missing = tuple(axes - jax.typeof(leaf).manual_axis_type.varying)
+    return lax.pcast(leaf, missing, to="varying") if missing else leaf

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from jaxpar.jaxprs import equations_for, program_of, reads_of
+from jaxpar.jaxprs import equations_for, program_of, reads_of, varying_of
+from jaxpar.trees import vary_over
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
 
@@ -137,10 +138,16 @@ class StepProgram:
             if isinstance(v, Var) and n not in self.weights_of(eqn)
         ]
 
+        results = [v for v in eqn.outvars if is_float(v.aval)]
+
         def gradients(operands, weights, dz):
-            values = [None] * len(eqn.invars)
+            values, own = [None] * len(eqn.invars), [eqn.invars[n] for n in self.weights_of(eqn)]
             for n, a in zip(others, operands, strict=True):
-                values[n] = a
+                values[n] = vary_over(a, varying_of(eqn.invars[n]))
+            weights, dz = (
+                [vary_over(a, varying_of(v)) for a, v in zip(arrays, names, strict=True)]
+                for arrays, names in ((weights, own), (dz, results))
+            )
             return self.weight_gradients(eqn, values, weights, dz)
 
         def shapes(names, *over):
@@ -149,7 +156,7 @@ class StepProgram:
         arguments = (
             shapes([eqn.invars[n] for n in others], 2),
             shapes([eqn.invars[n] for n in self.weights_of(eqn)]),
-            shapes([v for v in eqn.outvars if is_float(v.aval)], 2),
+            shapes(results, 2),
         )
         jaxpr = jax.make_jaxpr(gradients)(*arguments).jaxpr
         reads = reads_of(equations_for(jaxpr.eqns, jaxpr.outvars), jaxpr.outvars)

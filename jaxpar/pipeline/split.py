@@ -22,6 +22,7 @@ from jaxpar.jaxprs import (
     made_with,
     program_of,
     reads_of,
+    varying_of,
 )
 from jaxpar.trees import shape_of, vary_like
 
@@ -152,12 +153,12 @@ class _Forward:
         jaxpr, weights = self._jaxpr, self._jaxpr.invars[:num_weights]
         others = made_with(jaxpr, (*jaxpr.invars[num_weights:], *jaxpr.constvars))
         alone = {*weights, *(v for eqn in jaxpr.eqns for v in eqn.outvars if v not in others)}
-        varying = {_varying(v) for v in self._outs if isinstance(v, Var)}
+        varying = {varying_of(v) for v in self._outs if isinstance(v, Var)}
 
         def again(eqn):  # among values of one type, that of what is kept
             names = "pcast", "pvary"
             is_plain = is_cheap(eqn) and eqn.primitive.name not in names
-            return is_plain and varying == {_varying(v) for v in eqn.outvars}
+            return is_plain and varying == {varying_of(v) for v in eqn.outvars}
 
         kept = least_kept(jaxpr, residuals, alone, again)
         eqns = equations_for(jaxpr.eqns, residuals, {*kept})
@@ -171,11 +172,6 @@ class _Forward:
         found = jaxpr_as_fun(ClosedJaxpr(program, self._consts))(*jax.tree.leaves(arguments))
         num = len(self._outs)
         return *jax.tree.unflatten(self._out, found[:num]), found[num:]
-
-
-def _varying(v: Var) -> frozenset[str]:
-    aval: Any = v.aval
-    return aval.manual_axis_type.varying
 
 
 class _Cut:
