@@ -23,7 +23,7 @@ Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch, G s
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -805,10 +805,7 @@ class _Device:
         if self.pipe.remat:
             return write(buffers, self.to_host(kept), slot)
 
-        def into(room, saved):
-            return [*write(room[: len(saved)], list(saved), slot), *room[len(saved) :]]
-
-        return self.of_kinds(into, buffers, kept)
+        return self.of_kinds(functools.partial(write_saved, slot=slot), buffers, kept)
 
     def to_host(self, kept: Any) -> Any:
         """What is kept, in the memory where it is kept."""
@@ -823,14 +820,8 @@ class _Device:
         if not any(kind.has_weights for kind in self.layers.kinds):
             return buffers
 
-        def into(room, leaves, places):
-            room = list(room)
-            for place, leaf in zip(places, leaves, strict=True):
-                room[place] = write(room[place], leaf, slot)
-            return room
-
         places = [kind.places for kind in self.layers.kinds]
-        return self.of_kinds(into, buffers, later, places)
+        return self.of_kinds(functools.partial(write_later, slot=slot), buffers, later, places)
 
     def of_kinds(self, function: Callable[..., Any], kept: Any, values: Any, *more: Any) -> Any:
         """What a function makes of every kind's buffers; of every row's, if layers are written out."""
@@ -1060,3 +1051,19 @@ def write(buffers: Any, values: Any, slot: ArrayLike) -> Any:
         buffers,
         values,
     )
+
+
+def write_saved(buffers: Sequence[Any], saved: Sequence[Any], slot: ArrayLike) -> list[Any]:
+    """Puts what a forward saved into a slot of buffers; the room behind it, for W, stays as it is."""
+    count = len(saved)
+    return [*write(list(buffers[:count]), list(saved), slot), *buffers[count:]]
+
+
+def write_later(
+    buffers: Sequence[Any], later: Sequence[Any], places: Sequence[int], slot: ArrayLike
+) -> list[Any]:
+    """Puts what W needs of a backward into its places in a slot of buffers; see `SplitLayer.places`."""
+    buffers = list(buffers)
+    for place, leaf in zip(places, later, strict=True):
+        buffers[place] = write(buffers[place], leaf, slot)
+    return buffers

@@ -25,7 +25,7 @@ from jaxpar.at import At, anywhere
 from jaxpar.axes import DATA, STAGE
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import values
-from jaxpar.pipeline.engine import read, write
+from jaxpar.pipeline.engine import read, write_later, write_saved
 from jaxpar.pipeline.layers import SlotArrays, SplitLayers, pick
 from jaxpar.pipeline.split import Layer
 from jaxpar.planning.compiled import quickest_options, simulated_mesh
@@ -162,16 +162,13 @@ class Unit:
 
         def into_slot(buffers, slot, *args):
             _, (carry, y, (saved,)) = forward((), *args)
-            count = len(split.saved)
-            return [*write(buffers[:count], saved, slot), *buffers[count:]], (carry, y)
+            return write_saved(buffers, saved, slot), (carry, y)
 
         def from_slot(changed, slot, params, frozen, *args):
             grads, buffers = changed
             saved = [read(buffers, slot)]
             grads, (*rest, (later,)) = backward(grads, params, frozen, saved, *args)
-            for place, leaf in zip(split.places, later, strict=True):
-                buffers[place] = write(buffers[place], leaf, slot)
-            return (grads, buffers), rest
+            return (grads, write_later(buffers, later, split.places, slot)), rest
 
         return {
             **pieces,
