@@ -1,9 +1,60 @@
-"""Files that appear whole or not at all, whenever the process is killed; and the user's cache folder."""
+"""Files: read as anybody may have made them, and written whole or not at all; and the user's cache folder."""
 
 import contextlib
+import errno
+import json
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+
+def read_file(
+    path: str | os.PathLike[str], what: str = "", remedy: str = "give a readable file"
+) -> bytes:
+    """The bytes of a file.
+
+    Args:
+      what: the file is, for the message, such as "the config".
+    Raises:
+      OSError: as of `check_file`, or it cannot be read; in words.
+    """
+    try:
+        check_file(path)
+        return Path(path).read_bytes()
+    except OSError as error:
+        named = f"{what} {path}".lstrip()
+        raise type(error)(f"cannot read {named}: {error.strerror}; {remedy}") from error
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Nothing, if a path leads to a file: whoever opens a pipe waits for its writer, and a device has no end.
+
+    Raises:
+      OSError: it leads to something else or nowhere; as of the system, with `strerror` and `filename`.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        told = "it is a pipe, a socket or a device, not a file"
+        raise OSError(errno.EINVAL, told, os.fspath(path))
+
+
+def read_json(content: str | bytes) -> dict[str, Any]:
+    """The object that a text of JSON holds.
+
+    Raises:
+      ValueError: it is not JSON in UTF-8, is nested too deeply, or holds something else.
+    """
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ValueError("it is not JSON, or nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object")
+    return found
 
 
 @contextlib.contextmanager

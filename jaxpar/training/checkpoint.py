@@ -32,6 +32,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxpar.files import check_file, read_json
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
@@ -441,13 +442,11 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    check_file(path)
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path.name} is not what was written")
-    return content
+        return read_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not what was written: {error}") from error
 
 
 def _describe(task: Task, files: Mapping[str, str]) -> dict[str, Any]:

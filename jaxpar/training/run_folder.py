@@ -29,7 +29,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, to_toml
-from jaxpar.files import whole_file
+from jaxpar.files import read_file, whole_file
 from jaxpar.mesh import MeshConfig, num_simulated
 from jaxpar.state import TrainState, averaged
 from jaxpar.task import Task, spec_of
@@ -430,10 +430,7 @@ def _known_runs(root: Path) -> str:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise type(error)(f"cannot read {path}: {error.strerror}") from error
+    return read_file(path, remedy="bring it back from a copy")
 
 
 def _damaged(path: Path) -> ValueError:
