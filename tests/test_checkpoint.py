@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import functools
 import json
+import math
 import os
 import re
 import shutil
@@ -369,10 +370,10 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
     assert int(reader.restore(mesh).step) == 3
     if message is not None:
         assert re.search(
-            rf"^skipped {tmp_path}/8, which is damaged: .*{message}", caplog.messages[-1]
+            rf"^skipped {tmp_path}/8, which cannot be used: .*{message}", caplog.messages[-1]
         )
         with pytest.raises(
-            FileNotFoundError, match=rf"/8 is damaged: .*{message}.*use one of \[3\]"
+            FileNotFoundError, match=rf"/8 cannot be used: .*{message}.*use one of \[3\]"
         ):
             reader.restore(mesh, step=8)
     # The run comes to this step again.
@@ -384,21 +385,28 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
     assert aside == ([] if message is None else ["8.damaged-1"])
 
 
-def test_a_checkpoint_of_before_there_were_checksums_is_restored_with_a_warning(
-    tmp_path, small, caplog
-):
+def test_a_checkpoint_knows_its_step_and_its_run(tmp_path, small, caplog):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
-        checkpoints.save(at_step(state, 3))
-    content = json.loads((tmp_path / "3" / "checksums.json").read_text())
-    (tmp_path / "3" / "checksums.json").unlink()
-    sizes = {name: size for name, (size, _) in content["files"].items()}
-    (tmp_path / "3" / "sizes.json").write_text(json.dumps(sizes))
-    assert int(restore(tmp_path, setup).step) == 3
-    assert re.search(r"/3 has no checksums, an older jaxpar wrote it", caplog.text)
-    cut(largest(tmp_path / "3"))
-    with pytest.raises(FileNotFoundError, match=r"d/\w+ has \d+ of \d+ bytes"):
-        restore(tmp_path, setup)
+    mesh = setup[1].mesh.build()
+    for run, step in (("one", 3), ("other", 5)):
+        with Checkpoints(tmp_path / run, *setup, keep=2, run=run) as checkpoints:
+            checkpoints.save(at_step(state, step))
+    reader = Checkpoints(tmp_path / "one", *setup, keep=2, run="one")
+    shutil.copytree(tmp_path / "one" / "3", tmp_path / "one" / "8")  # renamed
+    assert int(reader.restore(mesh).step) == 3
+    assert re.search(r"one/8, which cannot be used: it is the checkpoint of step 3", caplog.text)
+    caplog.clear()
+    shutil.rmtree(tmp_path / "one" / "8")
+    shutil.copytree(tmp_path / "other" / "5", tmp_path / "one" / "5")
+    assert int(reader.restore(mesh).step) == 3
+    assert re.search(r"one/5, which cannot be used: it is of another run \(other, not", caplog.text)
+    shutil.rmtree(tmp_path / "one" / "3")
+    with pytest.raises(FileNotFoundError, match=r"no whole checkpoint in .* 5 .* of another run"):
+        reader.restore(mesh)
+    # What is in the way is moved aside, not deleted.
+    with Checkpoints(tmp_path / "one", *setup, keep=2, run="one") as checkpoints:
+        checkpoints.save(at_step(state, 5))
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["5", "5.damaged-1"]
 
 
 def test_every_block_of_a_file_has_its_checksum(tmp_path, monkeypatch):
@@ -428,7 +436,7 @@ def test_nothing_but_damage_is_an_error(tmp_path, small):
         checkpoints.save(at_step(state, 3))
     cut(tmp_path / "3" / "checksums.json")
     with pytest.raises(
-        FileNotFoundError, match=r"no whole checkpoint in .*: 3 is damaged, .*; bring"
+        FileNotFoundError, match=r"no whole checkpoint in .*: 3 cannot be used, .*; bring"
     ):
         Checkpoints(tmp_path, *setup, keep=1).restore(setup[1].mesh.build())
 
@@ -447,6 +455,39 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, small):
     assert steps == [6, 9]
     assert best_of(steps, losses) == 6
     assert best_of([1, 3], losses) is None
+    assert Checkpoints(tmp_path, *setup, keep=1).stored_losses() == losses
+
+
+def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
+    state, setup = small
+    losses = {1: math.nan, 2: 3.0, 3: -math.inf, 4: 4.0, 5: math.inf}
+    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        for step, loss in losses.items():
+            checkpoints.losses[step] = loss
+            checkpoints.save(at_step(state, step))
+    reader = Checkpoints(tmp_path, *setup, keep=1)
+    assert reader.steps() == [2, 5]
+    assert int(reader.restore(setup[1].mesh.build(), best=True).step) == 2
+    np.testing.assert_equal(reader.stored_losses(), losses)
+    shutil.rmtree(tmp_path / "2")
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint of a validated step"):
+        reader.restore(setup[1].mesh.build(), best=True)
+
+
+def test_a_loss_is_noted_in_a_checkpoint_that_is_there(tmp_path, small, caplog):
+    state, setup = small
+    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+        checkpoints.losses[2] = 2.0
+        checkpoints.save(at_step(state, 2))
+        checkpoints.save(at_step(state, 4))
+        checkpoints.latest_step()
+        checkpoints.note_loss(4, 1.5)
+    reader = Checkpoints(tmp_path, *setup, keep=2)
+    assert reader.stored_losses() == {2: 2.0, 4: 1.5}
+    assert int(reader.restore(setup[1].mesh.build(), best=True).step) == 4
+    flip(tmp_path / "4" / "loss.json", 1 / 2)
+    assert reader.stored_losses() == {2: 2.0}
+    assert "the validation loss of step 4 is not known: loss.json is not what" in caplog.text
 
 
 def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):
@@ -651,15 +692,12 @@ def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
         abstract_by_layer(abstract_state(*uneven), *uneven)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [(None, "so jaxpar did not write it"), ({"config": {}}, r"so jaxpar 0\.1 wrote it, use that")],
-)
-def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata, message):
+@pytest.mark.parametrize("metadata", [None, {"config": {}}, {"task": "LM", "fields": 1}])
+def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata):
     setup = make_setup(task=SMALL)
     array = jax.device_put(jnp.zeros(3), NamedSharding(setup[1].mesh.build(), P()))
     orbax.save(str(tmp_path / "1"), {"weights": array}, custom_metadata=metadata)
-    with pytest.raises(FileNotFoundError, match=f"1 is damaged, it names no task, {message}"):
+    with pytest.raises(FileNotFoundError, match="1 cannot be used, it does not say what this"):
         restore(tmp_path, setup)
 
 

@@ -1,6 +1,7 @@
 """A run's folder is its own: one run at a time in it, and nothing of it follows another path."""
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import json
@@ -170,7 +171,7 @@ def test_a_run_goes_on_in_the_folder_that_was_asked_for(run, tmp_path, monkeypat
     else:
         shutil.move(run, tmp_path / "runs" / "0001")
         config = tmp_path / "runs" / "0001" / "config.toml"
-        text = re.sub("(?m)^# sha256.*\n", "", config.read_text())
+        text = config.read_text()
         places = f'[train]\nout_dir = "{elsewhere}"\nfallback_dir = "{elsewhere}/full"\n'
         config.write_text(text.replace("[train]\n", places))
         run = elsewhere
@@ -237,63 +238,172 @@ def test_overwriting_keeps_a_link_and_what_is_not_of_the_run(run, text, tmp_path
     shutil.move(run / "checkpoints", disk)
     (run / "checkpoints").symlink_to(disk)
     (disk / "mine").mkdir()
-    (disk / "3.damaged-1").mkdir()
+    shutil.copytree(disk / "4", disk / "4.damaged-1")
+    (disk / "3.damaged-1").mkdir()  # whose it is nothing tells
     fit(make_task(text), ONE, make_train(run, num_steps=2), overwrite=True)
     assert (run / "checkpoints").is_symlink()
-    assert sorted(path.name for path in disk.iterdir()) == ["2", "mine"]
+    assert sorted(path.name for path in disk.iterdir()) == ["2", "3.damaged-1", "mine"]
 
 
-# ---- what is damaged ----
+# ---- links, which lead elsewhere ----
+
+
+def test_a_lock_is_no_link(run, text, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (run / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match=r"\.lock is a link, and a lock is none; remove it"):
+        fit(make_task(text), ONE, make_train(run, num_steps=5), resume=True)
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "manifest.json"])
+def test_a_run_writes_and_deletes_through_no_link(run, text, tmp_path, name, use):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    if (run / name).exists():
+        shutil.move(run / name, mine / name)
+        (run / name).symlink_to(mine / name)
+    else:
+        (run / name).symlink_to(mine)
+    before = {path: path.read_bytes() for path in mine.iterdir()}
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is a link to .*mine.*; a run writes"):
+        fit(make_task(text), ONE, make_train(run, num_steps=5), **use)
+    assert before == {path: path.read_bytes() for path in mine.iterdir()}
+    assert (run / name).is_symlink()
+
+
+@pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}, {}])
+@pytest.mark.parametrize("other", ["photos", "another run"])
+def test_checkpoints_that_lead_to_other_things_are_refused(run, text, tmp_path, other, use):
+    photos, folder = tmp_path / "photos", tmp_path / "run"
+    if other == "photos":
+        for year in ("2019", "2020"):
+            (photos / year).mkdir(parents=True)
+            (photos / year / "me.jpg").write_text("me")
+    else:
+        fit(make_task(text), ONE, make_train(tmp_path / "another"))
+        shutil.move(tmp_path / "another" / "checkpoints", photos)
+    if use:
+        shutil.rmtree(run / "checkpoints")
+    else:
+        folder = tmp_path / "new"
+        folder.mkdir()
+    (folder / "checkpoints").symlink_to(photos)
+    before = sorted(photos.rglob("*"))
+    # A new run holds on to what is there by its name alone; the others look where it leads.
+    refused = FileExistsError if not use else ValueError
+    with pytest.raises(refused, match=r"no checkpoint of this run|holds a run already"):
+        fit(make_task(text), ONE, make_train(folder, num_steps=6), **use)
+    assert sorted(photos.rglob("*")) == before
+
+
+def test_a_run_begins_and_goes_on_through_its_own_link(text, tmp_path):
+    disk, run = tmp_path / "disk", tmp_path / "linked"
+    disk.mkdir()
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    fit(make_task(text), ONE, make_train(run))
+    assert fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True).first_step == 4
+    assert sorted(path.name for path in disk.iterdir()) == ["4", "6"]
+
+
+def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "epoch1.pt").write_text("theirs")
+    (tmp_path / "run" / "config.toml").write_text("lr = 1\n")
+    with pytest.raises(ValueError, match=r"config\.toml names no task, so no run of jaxpar"):
+        fit(make_task(text), ONE, make_train(tmp_path / "run"), overwrite=True)
+    assert (tmp_path / "run" / "checkpoints" / "epoch1.pt").exists()
+
+
+# ---- what has changed, or is damaged ----
 
 
 @pytest.mark.parametrize(
-    "line", ['{"note":1}', "[]", "", "\ufffd", '{"step": 1, "split": "valid"}']
+    "line", ['{"note":1}', "[]", "", "\ufffd", '{"step": 1, "split": "valid"}', "[" * 100_000]
 )
-def test_a_line_of_metrics_that_no_run_writes_is_named(tmp_path, line):
+def test_a_line_of_metrics_that_no_run_writes_is_named_and_passed_over(tmp_path, line, caplog):
     folder = RunFolder(tmp_path)
-    for step in range(3):
-        folder.append_metrics({"split": "train", "step": step, "loss": 1.0})
-    lines = folder.metrics_path.read_text().splitlines()
+    written = [{"split": "train", "step": step, "loss": 1.0} for step in range(3)]
+    lines = [json.dumps(each) for each in written]
     folder.metrics_path.write_text("\n".join([*lines[:2], line, *lines[2:], ""]), encoding="utf-8")
-    with pytest.raises(
-        ValueError,
-        match=r"metrics\.jsonl is damaged: line 3 is not what was written; move it aside, or remove",
-    ):
-        folder.metrics()
+    assert folder.metrics() == written
+    assert re.search(r"metrics\.jsonl: line 3 is not what a run writes, and passed", caplog.text)
 
 
-def test_metrics_of_an_older_version_are_read_and_go_on(run, text):
-    path = run / "metrics.jsonl"
-    written = RunFolder(run).metrics()
-    path.write_text("".join(json.dumps(each) + "\n" for each in written))
-    assert RunFolder(run).metrics() == written
-    fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True)
-    assert RunFolder(run).metrics()[: len(written)] == written
-    assert "crc32" in path.read_text().splitlines()[-1]
+def test_metrics_are_plain_json(run):
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        assert json.loads(line)["split"] in ("train", "valid", "test")
+        assert "crc32" not in line
 
 
-def test_an_unfinished_last_line_is_no_damage(run):
+def test_an_unfinished_last_line_is_no_damage(run, caplog):
     path = run / "metrics.jsonl"
     whole, written = path.read_bytes(), RunFolder(run).metrics()
     last = whole.splitlines()[-1]
     for size in (1, len(last) // 2, len(last)):
         path.write_bytes(whole + last[:size])
         assert RunFolder(run).metrics() == written
-    path.write_bytes(whole[:-1] + b"*")  # the line's end is another letter
-    with pytest.raises(ValueError, match="line 6 is not what was written"):
-        RunFolder(run).metrics()
+        RunFolder(run).check()
+    assert not caplog.messages
 
 
-def test_settings_that_are_changed_by_hand_say_so(run):
-    path = run / "config.toml"
-    changed = path.read_text().replace("num_steps = 4", "num_steps = 9")
-    path.write_text(changed)
-    with pytest.raises(
-        ValueError, match=r"config\.toml is damaged: .*, or remove its last line if you"
-    ):
-        RunFolder(run).settings()
-    path.write_text(re.sub("(?m)^# sha256.*\n", "", changed))
-    assert RunFolder(run).settings().train.num_steps == 9
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_a_file_that_people_change_is_told_and_taken(run, text, name, caplog):
+    RunFolder(run).check()
+    assert not caplog.messages
+    path = run / name
+    path.write_text(path.read_text().replace("0.1", "0.2").replace('"step": 2', '"step": 3'))
+    fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True)
+    (told,) = caplog.messages
+    assert re.search(rf"{re.escape(name)} has changed since the run wrote it; if you have", told)
+    caplog.clear()
+    RunFolder(run).check()  # what it is now is what the run goes on with
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("damage", ["zeros", "missing", "cut", "edited"])
+def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
+    """Which is why nothing that happens to a log of numbers deletes it."""
+    more = {"eval_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
+    rate = OptimizerConfig(learning_rate=30.0, warmup_steps=0)  # it becomes worse at once
+    task = dataclasses.replace(make_task(text), optimizer=rate)
+    fit(task, ONE, make_train(run, num_steps=3, clip_norm=0.0, **more), overwrite=True)
+    with RunFolder(run).checkpoints(RunFolder(run).settings()) as checkpoints:
+        losses = checkpoints.stored_losses()
+    best = min(losses, key=losses.__getitem__)
+    assert losses.keys() == {1, 2, 3}
+    assert best == 1
+    path = run / "metrics.jsonl"
+    if damage == "missing":
+        path.unlink()
+    else:
+        content = path.read_text()
+        edited = content.replace('"split": "valid"', '"split": "test"')
+        changed = {"zeros": "\0" * len(content), "cut": content[:20], "edited": edited}
+        path.write_text(changed[damage])
+    train = make_train(run, num_steps=5, clip_norm=0.0, **more)
+    fit(task, ONE, train, resume=True)
+    assert "metrics.jsonl has changed since the run wrote it" in caplog.text
+    assert sorted(int(each.name) for each in (run / "checkpoints").iterdir()) == [best, 5]
+    _, _, state = RunFolder(run).restore(best=True)
+    assert int(state.step) == best
+
+
+def test_a_folder_without_its_manifest_goes_on_and_says_so(run, text, caplog):
+    name = RunFolder(run).find_run()
+    (run / "manifest.json").unlink()
+    fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True)
+    assert re.search(r"manifest\.json is not there: nothing tells whether files", caplog.text)
+    assert RunFolder(run).find_run() == name
+
+
+def test_a_damaged_manifest_is_refused(run):
+    path = run / "manifest.json"
+    path.write_text(path.read_text().replace("config.toml", "config.tomk"))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: it is not what was written"):
+        RunFolder(run).check()
 
 
 # ---- the command line ----

@@ -193,7 +193,7 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypa
     assert [line for line in lines(run) if line[1] != "train"] == [
         line for line in lines(whole) if line[1] != "train"
     ]
-    assert run.valid_losses().keys() == {3, 6}
+    assert run.checkpoints(run.settings()).stored_losses().keys() == {3, 6}
     for ours, theirs in zip(
         *(map(jax.tree.leaves, (run.restore()[2], whole.restore()[2]))), strict=True
     ):

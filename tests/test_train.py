@@ -299,7 +299,9 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     fit(*run, report=recorder)
     fit(*run, resume=True)
     folder = RunFolder(tmp_path / "run")
-    losses = folder.valid_losses()
+    losses = folder.checkpoints(run).stored_losses()
+    lines = [line for line in folder.metrics() if line["split"] == "valid"]
+    assert losses == {line["step"]: line["loss"] for line in lines}
     assert sorted(losses) == list(range(1, 13))
     best = min(losses, key=losses.get)
     assert best < 12
@@ -310,12 +312,13 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     damaged = flip_a_bit(folder.checkpoints_path / str(best))
     assert evaluate_run(folder, best=True)[0].loss == losses[12]
     assert (
-        f"checkpoints/{best}, which is damaged: {damaged} is not what was written, its checksum differs; the "
-        f"state of step 12 is taken" in caplog.text
+        f"checkpoints/{best}, which cannot be used: {damaged} is not what was written, its checksum "
+        f"differs; the state of step 12 is taken" in caplog.text
     )
     damaged = flip_a_bit(folder.checkpoints_path / "12")
     with pytest.raises(
-        FileNotFoundError, match=rf"12 is damaged, {damaged} is not .*, or take the newest state$"
+        FileNotFoundError,
+        match=rf"12 cannot be used, {damaged} is not .*, or take the newest state$",
     ):
         evaluate_run(folder, best=True)
 

@@ -5,9 +5,12 @@ each array where the mesh of the new run wants it.
 
 Masks of dropout and batches are functions of the seed and the step, so these two are the random state
 and the place in the data. A checkpoint gets its name when all of it is written, and holds the size and the
-checksum of every file in it: one that is not as it was written is recognised and skipped.
+checksum of every file in it, its step and its run: one that is not as it was written, or not where it was
+written, is recognised and skipped. It also holds the losses of all validations up to its step, so that which
+is the best is known from checkpoints alone.
 
     60/checksums.json      the files with their checksums, and its own; process 0 reads what all have written
+    60/loss.json           of its own step, where that was validated after the checkpoint was written
     60/_CHECKPOINT_METADATA, state/...      by Orbax
 """
 
@@ -18,6 +21,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -39,18 +43,33 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
-from jaxpar.training.checksums import Checksum, checksums, digest, find_changed
+from jaxpar.training.checksums import (
+    Checksum,
+    checksums,
+    digest,
+    find_changed,
+    has_types,
+    read_table,
+    write_table,
+)
 
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
     from orbax.checkpoint import v1 as orbax
 
-# By Orbax the first two, by us the third; what checkpoints had before they had checksums.
-_METADATA, _HALF_WRITTEN, _CHECKSUMS = (
-    "_CHECKPOINT_METADATA",
-    ".orbax-checkpoint-tmp",
-    "checksums.json",
-)
-_SIZES = "sizes.json"
+# By Orbax the first two.
+_METADATA, _HALF_WRITTEN = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp"
+_CHECKSUMS, _LOSS = "checksums.json", "loss.json"
+# What a checkpoint says of itself.
+_DESCRIBED = {
+    "task": str,
+    "fields": dict,
+    "files": dict,
+    "optimizer": dict,
+    "run": str | None,
+    "step": int,
+    "losses": dict,
+    "batches": dict,
+}
 _METADATA_SECONDS = 60.0
 # Of what stands in the folder.
 CHECKPOINT_NAMES = re.compile(rf"\d+(\.damaged-\d+|{re.escape(_HALF_WRITTEN)}.*)?")
@@ -70,10 +89,11 @@ class Checkpoints:
       folder: made by the first save, if need be.
       task, parallel: of the states that are saved and restored.
       keep: the newest checkpoints kept; older ones are deleted as new ones are written.
+      keep_best: keep the one with the lowest of `losses` as well.
       files: of the task, stored in every checkpoint, and compared when one is restored; None asks the task.
+      run: the name of the run; checkpoints of another one are not restored. None: of no run.
     Attributes:
-      losses: step -> validation loss, to be filled in by the caller; of the checkpoints of these
-        steps, the one with the lowest loss is kept as well.
+      losses: step -> validation loss, to be filled in by the caller; stored in every checkpoint.
     Raises:
       ValueError: `keep` is not positive.
     """
@@ -85,17 +105,19 @@ class Checkpoints:
         parallel: Parallel,
         *,
         keep: int,
+        keep_best: bool = True,
         files: Mapping[str, str] | None = None,
+        run: str | None = None,
     ):
         if keep < 1:
             raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
         self.losses: dict[int, float] = {}
         self._folder = Path(folder).absolute()
         self._task, self._parallel, self._keep = task, parallel, keep
-        self._files = files
+        self._keep_best, self._files, self._run = keep_best, files, run
         self._writer: orbax.training.Checkpointer | None = None
         self._saving: orbax.AsyncResponse[bool] | None = None
-        self._saving_step = -1
+        self._saving_step, self._saving_described = -1, {}
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -103,7 +125,7 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, batches: Mapping[str, str] | None = None) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
         Nothing counts as a checkpoint until all of it is written. The task's fields and files are in
@@ -111,6 +133,7 @@ class Checkpoints:
 
         Args:
           state: may be donated to the next training step at once.
+          batches: what the data were; see `described`.
         Raises:
           ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
@@ -118,7 +141,7 @@ class Checkpoints:
         self._wait()
         step = int(state.step)
         arrays = _nest(by_layer(state, self._task, self._parallel))
-        self._saving_step = step
+        self._saving_step, self._saving_described = step, self._describe(step, batches or {})
         if self._writer is None:
             _leave_out_late_writes()
             with self._failing_in_words():
@@ -131,7 +154,7 @@ class Checkpoints:
         with self._failing_in_words():
             # Forced, for the caller has decided when.
             self._saving = self._writer.save_async(
-                step, arrays, force=True, custom_metadata=self._described
+                step, arrays, force=True, custom_metadata=self._saving_described
             )
         assert self._saving is not None, "a forced save is never skipped"
 
@@ -173,17 +196,54 @@ class Checkpoints:
         path = self._folder / str(self._resolve(step, best))
         target = abstract_state(self._task, self._parallel, mesh)
         abstract = abstract_by_layer(target, self._task, self._parallel)
-        metadata = orbax.metadata(str(path))
-        before: Any = metadata.custom_metadata
-        _check_task(path, before, self._described)
-        optimizers = before["optimizer"], self._described["optimizer"]
-        _check_arrays(path, _flatten(metadata.metadata), abstract, optimizers)
-        arrays = _flatten(orbax.load(str(path), _nest(abstract)))
+        before, now = _read_described(path), self._describe(0, {})
+        _check_task(path, before, now)
+        with _reading_in_words(path):
+            stored = _flatten(orbax.metadata(str(path)).metadata)
+        _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
+        with _reading_in_words(path):
+            arrays = _flatten(orbax.load(str(path), _nest(abstract)))
         return from_layers(target, self._task, self._parallel, arrays)
 
+    def described(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.
+
+        Raises:
+          OSError, ValueError: there is no such checkpoint, or it is damaged.
+        """
+        return _read_described(self._folder / str(step))
+
+    def stored_losses(self) -> dict[int, float]:
+        """Step -> validation loss, of all validations that whole checkpoints know of."""
+        found: dict[int, float] = {}
+        for step in self.steps():
+            losses = self.described(step)["losses"]
+            found |= {int(number): float(loss) for number, loss in losses.items()}
+            path = self._folder / str(step) / _LOSS
+            if path.exists():
+                try:
+                    found[step] = read_table(path, {"loss": float})["loss"]
+                except (OSError, ValueError) as error:
+                    _log.warning("the validation loss of step %d is not known: %s", step, error)
+        return found
+
+    def note_loss(self, step: int, loss: float) -> None:
+        """Writes a validation loss into the checkpoint of its step, which is there already.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        if jax.process_index() == 0 and self.stored_losses().get(step) != loss:
+            write_table(self._folder / str(step) / _LOSS, {"loss": loss})
+
     @functools.cached_property
-    def _described(self) -> dict[str, Any]:
+    def _described_task(self) -> dict[str, Any]:
         return _describe(self._task, self._task.files() if self._files is None else self._files)
+
+    def _describe(self, step: int, batches: Mapping[str, str]) -> dict[str, Any]:
+        losses = {str(each): repr(loss) for each, loss in self.losses.items()}
+        own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches)}
+        return self._described_task | own
 
     def close(self) -> None:
         """Waits for the save that is still running.
@@ -205,7 +265,9 @@ class Checkpoints:
         if jax.process_index() == 0:
             self._move_damaged_aside(step)
         wait_for_processes("the folder has whole checkpoints only")
-        kept: Any = _Kept(self._keep, self.losses)  # Any: Orbax's hints contradict each other
+        kept: Any = _Kept(
+            self._keep, self.losses if self._keep_best else {}
+        )  # Any: Orbax's hints contradict each other
         context = orbax.Context()
         # Called when all is written, before the folder gets its name. A function, for Orbax copies the
         # options deeply, and with a method the object that it belongs to.
@@ -224,9 +286,8 @@ class Checkpoints:
         path = self._folder / f"{self._saving_step}{_HALF_WRITTEN}"
         files = (file for file in sorted(path.rglob("*")) if file.is_file())
         names = [str(file.relative_to(path)) for file in files if file != path / _METADATA]
-        content = {"files": checksums(path, names), "metadata": self._digest_metadata(path)}
-        text = json.dumps({**content, "sha256": digest(content)}, indent=1)
-        (path / _CHECKSUMS).write_text(text, encoding="utf-8")
+        metadata = self._digest_metadata(path)
+        write_table(path / _CHECKSUMS, {"files": checksums(path, names), "metadata": metadata})
 
     def _digest_metadata(self, path: Path) -> str:
         """Of what Orbax says of the checkpoint, which a thread of its own writes."""
@@ -234,7 +295,7 @@ class Checkpoints:
         while True:
             with contextlib.suppress(OSError, ValueError):
                 metadata = _metadata(path)
-                if metadata["custom_metadata"] == self._described:
+                if metadata["custom_metadata"] == self._saving_described:
                     return digest(metadata)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{path / _METADATA} was not written in {_METADATA_SECONDS} s")
@@ -272,14 +333,14 @@ class Checkpoints:
         if not self._folder.is_dir():
             return {}
         paths = (path for path in self._folder.iterdir() if path.name.isdecimal())
-        return {int(path.name): _problem(path) for path in paths}
+        return {int(path.name): _problem(path, self._run) for path in paths}
 
     def _move_damaged_aside(self, step: int) -> None:
         """Moves what would be in the way of a step and those after it."""
         for each, problem in self._examine().items():
             path, number = self._folder / str(each), 1
             if problem is None and each >= step:  # passed over by a restore, or else an error
-                problem = next(iter(find_changed(path, _known(path)).values()), None)
+                problem = next(iter(find_changed(path, _read_checksums(path)).values()), None)
             if problem is not None:
                 while (aside := path.with_name(f"{each}.damaged-{number}")).exists():
                     number += 1
@@ -288,12 +349,14 @@ class Checkpoints:
 
     def _resolve(self, step: int | None, best: bool = False) -> int:
         def rank(step: int) -> tuple[float, int]:
-            return (-self.losses[step] if best else 0.0), step
+            # That of a damaged one may not be known: it may have been the best.
+            return (-losses.get(step, -math.inf) if best else 0.0), step
 
         self._wait()
-        examined = self._examine()
+        examined, losses = self._examine(), {}
         if best:
-            examined = {step: examined[step] for step in examined.keys() & self.losses.keys()}
+            losses = {s: loss for s, loss in self.stored_losses().items() if math.isfinite(loss)}
+            examined = {s: found for s, found in examined.items() if found or s in losses}
             if not examined:
                 raise FileNotFoundError(
                     f"{self._folder} holds no checkpoint of a validated step; train with "
@@ -308,13 +371,13 @@ class Checkpoints:
             steps.remove(each)
         if step in damaged:
             raise FileNotFoundError(
-                f"the checkpoint {self._folder / str(step)} is damaged: {damaged[step]}; use "
+                f"the checkpoint {self._folder / str(step)} cannot be used: {damaged[step]}; use "
                 + (f"one of {steps}" if steps else "another one, there is none beside it")
             )
         if not steps:
             raise FileNotFoundError(
                 f"there is no whole checkpoint in {self._folder}: "
-                + "; ".join(f"{step} is damaged, {damaged[step]}" for step in sorted(damaged))
+                + "; ".join(f"{step} cannot be used, {damaged[step]}" for step in sorted(damaged))
                 + "; bring it back from a copy, or "
                 + ("take the newest state" if best else "begin anew (--overwrite)")
                 if damaged
@@ -326,7 +389,7 @@ class Checkpoints:
                 for each in sorted(each for each in damaged if rank(each) > rank(steps[-1])):
                     path, taken = self._folder / str(each), steps[-1]
                     _log.warning(
-                        "skipped %s, which is damaged: %s; the state of step %d is taken",
+                        "skipped %s, which cannot be used: %s; the state of step %d is taken",
                         *(path, damaged[each], taken),
                     )
             return steps[-1]
@@ -342,12 +405,7 @@ class Checkpoints:
         Every process reads a part of the files, and hears of the others'.
         """
         path = self._folder / str(step)
-        expected = _known(path)
-        if not expected and jax.process_index() == 0:
-            _log.warning(
-                "%s has no checksums, an older jaxpar wrote it: a bit that changed is not found",
-                path,
-            )
+        expected = _read_checksums(path)
         names = sorted(expected)
         mine = names[jax.process_index() :: jax.process_count()]
         changed = find_changed(path, {name: expected[name] for name in mine})
@@ -387,13 +445,36 @@ class _Kept:
 
 
 def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
-    """The step with the lowest loss, the later one of equals; None if none has a loss."""
-    return min((s for s in steps if s in losses), key=lambda s: (losses[s], -s), default=None)
+    """The step with the lowest loss, the later one of equals; None if none has a loss that is finite."""
+    known = (step for step in steps if math.isfinite(losses.get(step, math.inf)))
+    return min(known, key=lambda step: (losses[step], -step), default=None)
 
 
-def _problem(path: Path) -> str | None:
+def newest_run(folder: Path) -> str | None:
+    """The name of the run that wrote the newest checkpoint in a folder; None if none tells."""
+    paths = (path for path in folder.glob("*") if path.name.isdecimal())
+    for path in sorted(paths, key=lambda path: int(path.name), reverse=True):
+        with contextlib.suppress(OSError, ValueError):
+            return _read_described(path)["run"]
+    return None
+
+
+def is_of_run(path: Path, run: str) -> bool:
+    """Whether a folder is a checkpoint of a run."""
+    try:
+        return _read_described(path)["run"] == run
+    except (OSError, ValueError):
+        return False
+
+
+def _problem(path: Path, run: str | None) -> str | None:
     """What is wrong with a checkpoint, as far as sizes tell; None if nothing is."""
     try:
+        described = _read_described(path)
+        if described["step"] != int(path.name):
+            return f"it is the checkpoint of step {described['step']}"
+        if run is not None and described["run"] != run:
+            return f"it is of another run ({described['run']}, not {run})"
         for name, (size, _) in _read_checksums(path).items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
@@ -404,34 +485,43 @@ def _problem(path: Path) -> str | None:
     return None
 
 
-def _known(path: Path) -> dict[str, Checksum]:
-    """The checksums of a checkpoint's files; none if an older version wrote it."""
-    return {name: checksum for name, checksum in _read_checksums(path).items() if checksum[1]}
+def _read_described(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not what was written, or of another program.
+    """
+    described = _metadata(path)["custom_metadata"]
+    if not isinstance(described, dict) or not has_types(described, _DESCRIBED):
+        raise ValueError("it does not say what this version of jaxpar writes")
+    return described
 
 
 def _read_checksums(path: Path) -> dict[str, Checksum]:
-    """What a checkpoint says of its files. In an older one it is their sizes.
+    """What a checkpoint says of its files.
 
     Raises:
       OSError: a file of it is missing, or cannot be read.
       ValueError: such a file is not what was written, or of another program.
     """
     metadata = _metadata(path)
-    if not (path / _CHECKSUMS).exists() and (path / _SIZES).exists():
-        sizes = _read_json(path / _SIZES)
-        if not all(type(size) is int for size in sizes.values()):
-            raise ValueError(f"{_SIZES} is not what was written")
-        return {name: (size, "") for name, size in sizes.items()}
-    custom = metadata["custom_metadata"] or {}
-    if not (path / _CHECKSUMS).exists() and "task" not in custom:
-        older = "jaxpar 0.1 wrote it, use that" if "config" in custom else "jaxpar did not write it"
-        raise ValueError(f"it names no task, so {older}")
-    content = _read_json(path / _CHECKSUMS)
-    if content.pop("sha256", None) != digest(content):
-        raise ValueError(f"{_CHECKSUMS} is not what was written")
+    content = read_table(path / _CHECKSUMS, {"files": dict, "metadata": str})
     if content["metadata"] != digest(metadata):
         raise ValueError(f"{_METADATA} is not what was written")
-    return {name: (size, hashes) for name, (size, hashes) in content["files"].items()}
+    try:
+        return {name: (int(size), str(text)) for name, (size, text) in content["files"].items()}
+    except (TypeError, ValueError):
+        raise ValueError(f"{_CHECKSUMS} is not what was written") from None
+
+
+@contextlib.contextmanager
+def _reading_in_words(path: Path) -> Iterator[None]:
+    """What Orbax and TensorStore raise for files that are whole, and make no sense."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
 
 
 def _metadata(path: Path) -> dict[str, Any]:

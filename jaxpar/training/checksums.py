@@ -14,9 +14,12 @@ from typing import Any
 
 import xxhash
 
+from jaxpar.files import check_file, read_json, whole_file
+
 BLOCK_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
 _MOST_THREADS = 8
+_SHA256 = "sha256"
 
 # A file's size, and the hash of each of its blocks as 32 digits, one after the other.
 Checksum = tuple[int, str]
@@ -50,6 +53,40 @@ def find_changed(folder: Path, expected: Mapping[str, Checksum]) -> dict[str, st
 def digest(content: Any) -> str:
     """SHA-256 of what JSON can hold, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_table(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a table as JSON, with its own hash; the file appears whole or not at all.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    with whole_file(path) as file:
+        file.write_text(json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n")
+
+
+def read_table(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
+    """What `write_table` wrote.
+
+    Args:
+      types: of the values by their keys, all of which there must be.
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not what was written.
+    """
+    check_file(path)
+    try:
+        content = read_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not what was written: {error}") from error
+    if content.pop(_SHA256, None) != digest(content) or not has_types(content, types):
+        raise ValueError(f"{path.name} is not what was written")
+    return content
+
+
+def has_types(content: Mapping[str, Any], types: Mapping[str, type]) -> bool:
+    """Whether a table has these keys, with values of these types."""
+    return all(isinstance(content.get(key), kind) for key, kind in types.items())
 
 
 def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Checksum | OSError]]:

@@ -27,6 +27,7 @@ from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
+from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder, newest_run_folder, next_run_folder
@@ -131,12 +132,11 @@ def fit(
             f"the end; set eval_every to an epoch's steps, or average_after=0"
         )
     abstract_by_layer(target, task, parallel)  # can it be stored?
-    texts = (folder or RunFolder(".")).texts(settings, asked)  # and these?
-    batches = CheckedBatches(task, task.make_batches("train", train.seed))
-    batches.batch(0)
     _check_evaluations(task, parallel)
-    if resume and folder is not None:
-        folder.check_data(task)
+    data = describe_data(task, train.seed)
+    texts = (folder or RunFolder(".")).texts(settings, asked, data)  # and these?
+    batches = HashedBatches(CheckedBatches(task, task.make_batches("train", train.seed)))
+    is_cut_alike = resume and folder is not None and folder.check_data(data)
     found = _what_was_found(texts, parallel)
     agree(found, remedy="give all of them the same data, task and devices", last=True)
     report = report if report is not None and jax.process_index() == 0 else Report()
@@ -146,13 +146,13 @@ def fit(
         state = None
         if resume and folder is not None:
             stack.enter_context(folder.lock())
-            state = _restore(folder, settings, mesh)
+            state = _restore(folder, settings, mesh, batches if is_cut_alike else None)
         if train.fallback_dir is not None:
             _make_fallback(Path(train.fallback_dir).expanduser())
         if profile:
             _check_profile(train.num_steps, 0 if state is None else int(state.step))
         folder, settings = stack.enter_context(
-            begin_run(folder, settings, asked, resume=resume, overwrite=overwrite)
+            begin_run(folder, settings, asked, data, resume=resume, overwrite=overwrite)
         )
         checkpoints = stack.enter_context(folder.checkpoints(settings))
         if state is None:
@@ -181,10 +181,12 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
     if resume:
         folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
         folder.check()
-        return folder
-    folder = None if out_dir is None else RunFolder(out_dir)
-    if folder is not None and not overwrite:
-        _check_holds_no_run(folder)
+    else:
+        folder = None if out_dir is None else RunFolder(out_dir)
+        if folder is not None and not overwrite:
+            _check_holds_no_run(folder)
+    if folder is not None:
+        folder.check_links()
     return folder
 
 
@@ -193,6 +195,7 @@ def begin_run(
     folder: RunFolder | None,
     settings: Settings,
     asked: Task | None = None,
+    data: Mapping[str, Any] | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -202,6 +205,7 @@ def begin_run(
     Args:
       folder: None takes the next number.
       asked: the task as it was given, before it was resolved; see `RunFolder.start`.
+      data: what identifies them; None looks at them.
       resume: continue the run that is there.
       overwrite: remove the run that is there.
     Raises:
@@ -216,7 +220,7 @@ def begin_run(
                 folder.clear()
             elif not resume:
                 _check_holds_no_run(folder)  # since this process looked
-            folder.start(settings, asked)
+            folder.start(settings, asked, data)
         wait_for_processes("the run's folder is ready")
         yield folder, settings
 
@@ -239,8 +243,8 @@ def evaluate_run(
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or data that cannot be read.
     """
-    (task, parallel, _), devices, state = folder.restore(mesh, best=best)
-    folder.check_data(task)
+    (task, parallel, train), devices, state = folder.restore(mesh, best=best)
+    folder.check_data(describe_data(task, train.seed))
     if sizes:
         task, parallel, state = in_batches(task, parallel, state, devices, **sizes)
     return [
@@ -298,12 +302,21 @@ def _claim_numbered_folder() -> RunFolder:
     return RunFolder(f"runs/{number:04d}")
 
 
-def _restore(folder: RunFolder, settings: Settings, mesh: Mesh) -> TrainState | None:
-    """The state to go on with; None if the run was killed before its first checkpoint."""
-    folder.metrics()  # can they be read?
+def _restore(
+    folder: RunFolder, settings: Settings, mesh: Mesh, batches: HashedBatches | None
+) -> TrainState | None:
+    """The state to go on with; None if the run was killed before its first checkpoint.
+
+    Args:
+      batches: to be compared with those before the checkpoint; None if they are not comparable.
+    """
     checkpoints = folder.checkpoints(settings)
     if not checkpoints.is_empty:
-        return release(checkpoints.restore(mesh), settings.train.allowed_skips)
+        state = checkpoints.restore(mesh)
+        if batches is not None:
+            step = int(state.step)
+            batches.check(checkpoints.described(step)["batches"], f"the checkpoint of step {step}")
+        return release(state, settings.train.allowed_skips)
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)
     return None

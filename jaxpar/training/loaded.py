@@ -15,6 +15,7 @@ from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
 from jaxpar.task import Task
 from jaxpar.training.evaluate import evaluate
+from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.report import Evaluation
 from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
 from jaxpar.training.settings import TrainConfig
@@ -62,7 +63,7 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.check_data(self.task)
+        self.folder.check_data(describe_data(self.task, self.train.seed))
         return evaluate(self.task, self.parallel, self.state, split, self.mesh)
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -94,8 +94,11 @@ class FolderLock:
     def _open(self) -> int:
         """The file, locked if its file system knows locks."""
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            # Never through a link: what is written would replace another file.
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise OSError(f"{self._path} is a link, and a lock is none; remove it") from error
             raise self._failure(error) from error
         try:
             if fcntl is None:

@@ -5,13 +5,13 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.batches import Batches, place_batch
+from jaxpar.batches import place_batch
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.optimizer import Averaged, begin_average
@@ -20,6 +20,7 @@ from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.task import Task
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
+from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
@@ -38,7 +39,7 @@ class Run:
         settings: Settings,
         asked: Task,
         mesh: Mesh,
-        batches: Batches,
+        batches: HashedBatches,
         folder: RunFolder,
         checkpoints: Checkpoints,
         report: Report,
@@ -53,7 +54,7 @@ class Run:
         self.rate = self.task.learning_rate(self.config.num_steps)
         self.first_loss: float | None = None
         self.warned = False
-        self.valid_losses: dict[int, float] = {}
+        self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.started = time.perf_counter()
 
     def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
@@ -69,13 +70,12 @@ class Run:
         step_once = make_train_step(*self.settings, self.mesh)
         if jax.process_index() == 0:
             self.folder.rewind_metrics(step)
-        # A line after this step may still be there, for another process.
-        validated = {s: loss for s, loss in self.folder.valid_losses().items() if s <= step}
-        self.valid_losses |= validated
-        if config.keep_best:
-            self.checkpoints.losses |= validated
-        lines = self.folder.metrics()
-        self.first_loss = next((line["loss"] for line in lines if line["split"] == "train"), None)
+            self.lines = self.folder.metrics()
+        stored = self.checkpoints.stored_losses().items()
+        validated = {each: loss for each, loss in stored if each <= step}
+        self.checkpoints.losses |= validated
+        losses_before = (line["loss"] for line in self.lines if line["split"] == "train")
+        self.first_loss = next(losses_before, None)
         self.report.begin(step, config.num_steps, self.folder.path)
         clock, units = time.perf_counter(), 0.0  # since the last line
         traces = profile and jax.process_index() == 0
@@ -111,14 +111,12 @@ class Run:
                     if not self._validate(step, stop):
                         break
                     is_best = step == best_of([*self.checkpoints.losses], self.checkpoints.losses)
-                if is_best or is_due:
-                    self.folder.check_lock()
-                    self.checkpoints.save(self.state)
+                if (is_best and config.keep_best) or is_due:
+                    self._save()
                 clock += time.perf_counter() - before  # speed is that of steps
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if step > first_step and self.checkpoints.latest_step() != step:
-                self.folder.check_lock()
-                self.checkpoints.save(self.state)
+                self._save()
         self.report.end(step, config.num_steps, stop.signal)
         if tracer.path is not None:
             self.report.profile(tracer.path)
@@ -132,8 +130,20 @@ class Run:
                 evaluations[split] = self.evaluate(int(self.state.step), split)
         self.checkpoints.close()  # what is named in the last lines is there
         self.folder.check_lock()
+        if evaluations:
+            self.checkpoints.note_loss(int(self.state.step), evaluations["valid"].loss)
+        if jax.process_index() == 0:
+            self.folder.write_manifest()
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
+
+    def _save(self) -> None:
+        """Begins to write a checkpoint, and says in the manifest what is there with it."""
+        self.folder.check_lock()
+        read = self.batches.checksums(int(self.state.step), self.sharding)
+        self.checkpoints.save(self.state, read)
+        if jax.process_index() == 0:
+            self.folder.write_manifest()
 
     def rescue(self, error: OSError) -> OSError:
         """Saves the state where that is possible, when something could not be written.
@@ -157,6 +167,7 @@ class Run:
                     folder.start(self.settings._replace(train=config), self.asked)
                     folder.take_metrics(self.folder, step)
                 with folder.checkpoints(self.settings) as checkpoints:
+                    checkpoints.losses |= self.checkpoints.losses
                     if checkpoints.latest_step() != step:
                         checkpoints.save(self.state)
             except OSError as another:
@@ -183,10 +194,9 @@ class Run:
     def _validate(self, step: int, stop: Stop) -> bool:
         """Evaluates valid; False if a signal ended that: a resumed run does it before its first step."""
         try:
-            loss = self.evaluate(step, "valid", stop.check).loss
+            self.checkpoints.losses[step] = self.evaluate(step, "valid", stop.check).loss
         except Stopped:
             return False
-        self.valid_losses[step] = loss
         self._begin_average(step)
         return True
 
@@ -194,7 +204,7 @@ class Run:
         """Begins to average parameters, if the validation of this step says so and it is to be."""
         opt_state = self.state.opt_state
         waits = isinstance(opt_state, Averaged) and int(opt_state.steps) < 0
-        if waits and is_worse(self.valid_losses, self.task.average_after):
+        if waits and is_worse(self.checkpoints.losses, self.task.average_after):
             self.state = dataclasses.replace(self.state, opt_state=begin_average(opt_state))
             self.report.average(step)
 
@@ -203,10 +213,8 @@ class Run:
     ) -> Evaluation:
         """Evaluates a split; reported and written down."""
         evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh, before_batch)
-        if split == "valid" and self.config.keep_best:
-            self.checkpoints.losses[step] = evaluation.loss
         line = evaluation.to_json(step)
-        if line not in self.folder.metrics():  # a process that was killed may have written it
+        if line not in self.lines:  # a process that was killed may have written it
             self._write(line)
         self.report.evaluation(step, evaluation)
         return evaluation
@@ -250,7 +258,7 @@ class Run:
         batch = place_batch(self.batches, step, self.sharding)
         origin = find_origin(self.settings, self.mesh, self.state, batch)
         if self.checkpoints.latest_step() != step:
-            self.checkpoints.save(self.state)
+            self._save()
             self.checkpoints.latest_step()  # it is written
         wait_for_processes("the state before a step that is not finite is saved")
         self.report.end(step, config.num_steps, None)

@@ -7,10 +7,12 @@ runs/0001/
   metrics.jsonl      one line a report
   checkpoints/       the newest states
   vocabulary.json    and other files that the task keeps
+  manifest.json      which run it is, and checksums of the files above as of the newest checkpoint
   .lock              while a run goes on: who it is
 
-Each file tells whether it is as it was written: config.toml by its last line, data.json for itself and the
-files of the task, each line of metrics.jsonl for itself, a checkpoint by a file in it.
+config.toml, task.py and metrics.jsonl are plain files that people edit and other tools read: a change since
+the newest checkpoint is told, and the run goes on. The others change by damage alone, which is refused. A
+checkpoint has checksums of its own.
 """
 
 import contextlib
@@ -18,34 +20,33 @@ import dataclasses
 import hashlib
 import json
 import logging
-import re
+import os
 import shutil
 import tomllib
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, to_toml
-from jaxpar.files import read_file, whole_file
+from jaxpar.files import read_file, read_json, whole_file
 from jaxpar.mesh import MeshConfig, num_simulated
 from jaxpar.state import TrainState, averaged
 from jaxpar.task import Task, spec_of
-from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints
-from jaxpar.training.checksums import digest
+from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, is_of_run, newest_run
+from jaxpar.training.checksums import has_types
+from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.lock import FolderLock
+from jaxpar.training.manifest import NAME as MANIFEST
+from jaxpar.training.manifest import Manifest, is_changed, read_manifest
 from jaxpar.training.settings import Settings
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 ONE_DEVICE = MeshConfig(devices=(0,))
 _NAMED = 3  # differences that a message names
-_SHA256 = "sha256"
-# The last line of config.toml, and the end of a line of metrics.jsonl.
-_SEAL = "# sha256 of what is above: {} (remove this line if you change the file by hand)\n"
-_SEALED = re.compile(rb"(.*\n)# sha256 of what is above: ([0-9a-f]{64})\b[^\n]*\n", re.DOTALL)
-_CHECKED_LINE = re.compile(rb'(\{.*), "crc32": "([0-9a-f]{8})"\}')
+_OF_SETTINGS = ("settings", "batches")  # in data.json: what depends on the settings
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class RunFolder:
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
         self._lock: FolderLock | None = None
+        self._manifest = Manifest()  # of the run that this process writes
 
     def __str__(self) -> str:
         return str(self.path)
@@ -69,7 +71,8 @@ class RunFolder:
     @property
     def holds_run(self) -> bool:
         """A run has written here."""
-        return self.config_path.exists() or self.checkpoints_path.exists()
+        saved = self.checkpoints_path.is_dir() and any(self.checkpoints_path.glob("[0-9]*"))
+        return saved or self.config_path.exists()
 
     def check(self) -> None:
         """Nothing, if a run has written here that this version can go on with.
@@ -79,6 +82,7 @@ class RunFolder:
           ValueError: an older version has, or its settings are damaged.
         """
         self._task_name()
+        self._tell_changes()
 
     def settings(self) -> Settings:
         """The run's settings.
@@ -141,26 +145,73 @@ class RunFolder:
                 f"folder that `train` wrote"
                 + (_known_runs(self.path) or _known_runs(self.path.parent))
             )
-        content = self.config_path.read_bytes()
-        sealed = _SEALED.fullmatch(content)
-        if sealed is not None and hashlib.sha256(sealed[1]).hexdigest() != sealed[2].decode():
-            raise ValueError(
-                f"{self.config_path} is damaged: it is not what was written; bring it back from a copy, or "
-                f"remove its last line if you have changed it yourself"
-            )
         try:
-            tables = tomllib.loads(content.decode())
-        except ValueError as error:
+            tables = tomllib.loads(read_file(self.config_path).decode())
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.config_path} is damaged: {error}; bring it back from a copy"
             ) from error
         name = tables.get("task")
         if not isinstance(name, str):
             raise ValueError(
-                f"{self.config_path} names no task: the run in {self} is from jaxpar 0.1; continue it "
-                f"there, or begin another"
+                f"{self.config_path} names no task, so no run of jaxpar has written it; bring it back from a "
+                f"copy"
             )
         return name
+
+    def _tell_changes(self) -> None:
+        """Warns of files that people may change and that are not as they were written."""
+        if jax.process_index() != 0:
+            return
+        manifest = read_manifest(self.path)
+        if manifest is None:
+            _log.warning(
+                "%s is not there: nothing tells whether files of the run have changed",
+                self.path / MANIFEST,
+            )
+            return
+        for path in (self.config_path, self.task_path, self.metrics_path):
+            known, grows = manifest[1].get(path.name), path == self.metrics_path
+            if known is not None and is_changed(path, known, grows=grows):
+                _log.warning(
+                    "%s has changed since the run wrote it; if you have not changed it, bring it back from a "
+                    "copy",
+                    path,
+                )
+
+    def find_run(self) -> str | None:
+        """The name of the run in the folder, by its manifest or its newest checkpoint; None without both.
+
+        Raises:
+          ValueError: the manifest is damaged.
+        """
+        manifest = read_manifest(self.path)
+        return newest_run(self.checkpoints_path) if manifest is None else manifest[0]
+
+    def check_links(self) -> None:
+        """Nothing, if a run in the folder writes and deletes nowhere else.
+
+        Links lead elsewhere. `checkpoints` may be one, to a folder of this run alone.
+
+        Raises:
+          ValueError: a file of the run is a link, or `checkpoints` is one to a folder with other things that
+            have the names of checkpoints.
+        """
+        for path in self._own_paths():
+            if path.is_symlink() and path != self.checkpoints_path:
+                raise ValueError(
+                    f"{path} is a link to {os.readlink(path)}; a run writes through no link but "
+                    f"{self.checkpoints_path.name}: put the file itself there, or remove the link"
+                )
+        if not self.checkpoints_path.is_symlink() or not self.checkpoints_path.is_dir():
+            return
+        run = self.find_run()
+        for path in sorted(self.checkpoints_path.iterdir()):
+            if path.name.isdecimal() and not (run and is_of_run(path, run)):
+                raise ValueError(
+                    f"{self.checkpoints_path} is a link to {os.readlink(self.checkpoints_path)}, where "
+                    f"{path.name} is no checkpoint of this run; link to an empty folder, or to this run's own"
+                )
 
     def checkpoints(self, settings: Settings) -> Checkpoints:
         """The run's checkpoints, with the files that it keeps; the task's data need not be there.
@@ -170,9 +221,14 @@ class RunFolder:
           ValueError: a file is damaged.
         """
         task, parallel, train = settings
-        files = {name: self.read(name) for name in self._data()["files"]}
         return Checkpoints(
-            self.checkpoints_path, task, parallel, keep=train.keep_checkpoints, files=files
+            self.checkpoints_path,
+            task,
+            parallel,
+            keep=train.keep_checkpoints,
+            keep_best=train.keep_best,
+            files={name: self.read(name) for name in self._data()["files"]},
+            run=self.find_run(),
         )
 
     def read(self, name: str) -> str:
@@ -185,22 +241,29 @@ class RunFolder:
         files = self._data()["files"]
         if name not in files:
             raise ValueError(f"the run in {self} keeps no {name}")
-        content = _read(self.path / name)
-        if hashlib.sha256(content).hexdigest() != files[name][_SHA256]:
+        content = read_file(self.path / name)
+        if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
             raise _damaged(self.path / name)
         return content.decode()
 
     def _data(self) -> dict[str, Any]:
         """What the run has written of its data."""
-        content = _read(self.data_path)
+        content, manifest = read_file(self.data_path), read_manifest(self.path)
+        known = manifest and manifest[1].get(self.data_path.name)
         try:
-            data = json.loads(content)
+            data = read_json(content)
         except ValueError:
             raise _damaged(self.data_path) from None
-        # An older version wrote no digest.
-        if not isinstance(data, dict) or data.keys() - {_SHA256} != {"data", "files"}:
-            raise _damaged(self.data_path)
-        if (written := data.pop(_SHA256, None)) is not None and written != digest(data):
+        types = {"data": dict, "files": dict, "settings": str, "batches": dict}
+        of_files = {"characters": int, "sha256": str}
+        if (
+            (known and is_changed(self.data_path, known))
+            or not has_types(data, types)
+            or not all(
+                isinstance(file, dict) and has_types(file, of_files)
+                for file in data["files"].values()
+            )
+        ):
             raise _damaged(self.data_path)
         return data
 
@@ -219,24 +282,30 @@ class RunFolder:
           FileNotFoundError: no run has written here, or no such checkpoint.
         """
         settings = self.settings()
+        self._tell_changes()
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
         task = settings.task.resolve(parallel, devices)
         task.check(parallel, devices)
         settings = settings._replace(task=task, parallel=parallel)
-        checkpoints = self.checkpoints(settings)
-        if best:
-            checkpoints.losses |= self.valid_losses()
-        return settings, devices, averaged(checkpoints.restore(devices, best=best), devices)
+        state = self.checkpoints(settings).restore(devices, best=best)
+        return settings, devices, averaged(state, devices)
 
-    def check_data(self, task: Task) -> None:
-        """Nothing, if a task's data and files are those that the run began with.
+    def check_data(self, data: Mapping[str, Any]) -> bool:
+        """Whether batches are cut as when the run began; its data and files are the same.
 
+        Args:
+          data: as of `describe_data`.
         Raises:
           OSError: what the run has written cannot be read.
           ValueError: they have changed.
         """
-        was, now = self._data(), _describe(task)
+        was, now = self._data(), dict(data)
+        is_cut_alike = was["settings"] == now["settings"]
+        if not is_cut_alike:
+            was, now = (
+                {k: v for k, v in each.items() if k not in _OF_SETTINGS} for each in (was, now)
+            )
         if was != now:
             before, after = dict(_flatten(was)), dict(_flatten(now))
             changed = [n for n in {**before, **after} if before.get(n) != after.get(n)]
@@ -245,25 +314,46 @@ class RunFolder:
                 f"the data are not those that the run in {self} began with: {'; '.join(named)}; bring them "
                 f"back (what comes with Python or a package needs the same version), or start another run"
             )
+        return is_cut_alike
 
-    def start(self, settings: Settings, asked: Task | None = None) -> None:
+    def start(
+        self, settings: Settings, asked: Task | None = None, data: Mapping[str, Any] | None = None
+    ) -> None:
         """Makes the folder and writes what a run can be continued from; the settings come last.
 
         Args:
           asked: the task as it was given. What it left open is written as it was filled in, all else as it
             was asked for: other devices may fill it in otherwise.
+          data: as of `describe_data`; None looks at them.
         Raises:
           OSError: it cannot be written.
           ValueError: as of `texts`.
         """
-        texts = self.texts(settings, asked)
+        texts = self.texts(settings, asked, data)
         self._make()
+        self._manifest = Manifest(self.find_run())
         self._append("")
+        self._manifest.put(self.metrics_path.name, self.metrics_path.read_bytes())
         for name, text in texts.items():
-            with whole_file(self.path / name) as file:
-                file.write_bytes(text.encode())
+            self._write(self.path / name, text)
+        self.write_manifest()
 
-    def texts(self, settings: Settings, asked: Task | None = None) -> dict[str, str]:
+    def write_manifest(self) -> None:
+        """Writes down which files there are and how they are, for whoever continues from here.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        self._manifest.write(self.path)
+
+    def _write(self, path: Path, text: str) -> None:
+        with whole_file(path) as file:
+            file.write_bytes(text.encode())
+        self._manifest.put(path.name, text.encode())
+
+    def texts(
+        self, settings: Settings, asked: Task | None = None, data: Mapping[str, Any] | None = None
+    ) -> dict[str, str]:
         """What `start` writes, by the names of files.
 
         Raises:
@@ -279,34 +369,41 @@ class RunFolder:
                 )
         if source := _file_of(spec_of(task)):
             texts[self.task_path.name] = source.read_bytes().decode()
-        data = _describe(task)
-        texts[self.data_path.name] = json.dumps({**data, _SHA256: digest(data)}, indent=1) + "\n"
+        data = describe_data(task, settings.train.seed) if data is None else data
+        texts[self.data_path.name] = json.dumps(data, indent=1) + "\n"
         # The folder knows where it is, wherever it will be copied.
         train = dataclasses.replace(settings.train, out_dir=task.train.out_dir)
-        text = to_toml(settings._replace(task=written, train=train), num_simulated())
-        sha256 = hashlib.sha256(text.encode()).hexdigest()
-        texts[self.config_path.name] = text + _SEAL.format(sha256)
+        settings = settings._replace(task=written, train=train)
+        texts[self.config_path.name] = to_toml(settings, num_simulated())
         return texts
 
     def clear(self) -> None:
-        """Removes the files of a run, and no others. A link to a folder stays, what a run writes goes."""
+        """Removes the files of a run, and no others. A link stays; where it leads, this run's checkpoints go.
+
+        Raises:
+          ValueError: as of `check_links`, or no run of jaxpar has written here.
+        """
+        self.check_links()
+        if self.holds_run and not (self.path / MANIFEST).exists():
+            self._task_name()
         try:
             kept = self._data()["files"]
         except (OSError, ValueError):
             kept = ()
+        run = self.find_run()
         for path in (*self._own_paths(), *(self.path / Path(name).name for name in kept)):
             if path.is_symlink() and path.is_dir():
                 for inner in filter(Path.is_dir, path.iterdir()):
-                    if CHECKPOINT_NAMES.fullmatch(inner.name):
+                    if CHECKPOINT_NAMES.fullmatch(inner.name) and run and is_of_run(inner, run):
                         shutil.rmtree(inner)
-                continue
-            if path.is_dir():
+            elif path.is_dir():
                 shutil.rmtree(path)
-            path.unlink(missing_ok=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _own_paths(self) -> Iterator[Path]:
         yield from (self.config_path, self.data_path, self.task_path, self.metrics_path)
-        yield from (self.checkpoints_path, self.profile_path)
+        yield from (self.checkpoints_path, self.profile_path, self.path / MANIFEST)
         yield from self.path.glob("metrics.before-*.jsonl")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
@@ -316,7 +413,9 @@ class RunFolder:
           OSError: it cannot be written.
         """
         self.check_lock()
-        self._append(_to_line(line))
+        text = json.dumps(line) + "\n"
+        self._append(text)
+        self._manifest.extend(self.metrics_path.name, text.encode())
 
     def _append(self, text: str) -> None:
         try:
@@ -330,62 +429,47 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; none if there is no such file.
 
-        A last line that a killed process left unfinished is passed over.
-
-        Raises:
-          ValueError: another line is damaged.
+        Lines that no run writes are passed over with a warning; a last one that a killed process left
+        unfinished without.
         """
         if not self.metrics_path.exists():
             return []
-        *contents, unfinished = _read(self.metrics_path).split(b"\n")  # b"" after a whole line
-        lines: list[dict[str, Any]] = []
-        checked = False  # an older version may have written the first lines
-        for number, content in enumerate(contents, 1):
-            match = _CHECKED_LINE.fullmatch(content)
-            line = _from_line(content, match)
-            if line is None or (checked and match is None):
-                raise self._damaged_metrics(number)
-            checked = match is not None
-            lines.append(line)
-        if _CHECKED_LINE.match(unfinished[:-1]):  # one byte too many for a process that was killed
-            raise self._damaged_metrics(len(lines) + 1)
-        return lines
-
-    def _damaged_metrics(self, number: int) -> ValueError:
-        return ValueError(
-            f"{self.metrics_path} is damaged: line {number} is not what was written; move it aside, or "
-            f"remove this line; the run goes on without it"
-        )
-
-    def valid_losses(self) -> dict[int, float]:
-        """Step -> loss on the validation split, of `metrics.jsonl`."""
-        return {line["step"]: line["loss"] for line in self.metrics() if line["split"] == "valid"}
+        *contents, _ = read_file(self.metrics_path).split(b"\n")  # b"" after a whole line
+        lines = [_from_line(content) for content in contents]
+        bad = [str(number) for number, line in enumerate(lines, 1) if line is None]
+        if bad:
+            named = ", ".join(bad[:_NAMED]) + ", ..." * (len(bad) > _NAMED)
+            _log.warning(
+                "%s: line %s is not what a run writes, and passed over; bring the file back from a copy, or "
+                "remove what is wrong",
+                self.metrics_path,
+                named,
+            )
+        return [line for line in lines if line is not None]
 
     def rewind_metrics(self, step: int) -> None:
         """Takes the lines after `step` out of `metrics.jsonl`: a resumed run writes them anew.
 
         If there are any, the file as it was stays beside it, as metrics.before-1.jsonl.
         """
-        if not self.metrics_path.exists():
-            return
-        lines, kept = self.metrics(), self._metrics_until(step)
+        kept = self._metrics_until(step)
         content = self.metrics_path.read_bytes()
-        if len(lines) == kept.count("\n") and content[-1:] in (b"", b"\n"):
+        if content == kept.encode():
             return
         number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
         with whole_file(self.path / f"metrics.before-{number}.jsonl") as file:
             shutil.copyfile(self.metrics_path, file)
-        with whole_file(self.metrics_path) as file:
-            file.write_text(kept, encoding="utf-8")
+        self._write(self.metrics_path, kept)
+        self.write_manifest()
 
     def take_metrics(self, other: "RunFolder", step: int) -> None:
         """Writes the lines of another run up to a step."""
-        with whole_file(self.metrics_path) as file:
-            file.write_text(other._metrics_until(step), encoding="utf-8")
+        self._write(self.metrics_path, other._metrics_until(step))
+        self.write_manifest()
 
     def _metrics_until(self, step: int) -> str:
         kept = (line for line in self.metrics() if line["step"] <= step)
-        return "".join(map(_to_line, kept))
+        return "".join(json.dumps(line) + "\n" for line in kept)
 
 
 def next_run_folder(root: Path = ROOT) -> RunFolder:
@@ -429,31 +513,17 @@ def _known_runs(root: Path) -> str:
     return f"; there are {', '.join(names[-3:])}" if names else ""
 
 
-def _read(path: Path) -> bytes:
-    return read_file(path, remedy="bring it back from a copy")
-
-
 def _damaged(path: Path) -> ValueError:
     return ValueError(f"{path} is damaged: it is not what was written; bring it back from a copy")
 
 
-def _to_line(line: dict[str, Any]) -> str:
-    """A line of metrics.jsonl, with its CRC-32 as its last value."""
-    text = json.dumps(line)
-    return f'{text[:-1]}, "crc32": "{zlib.crc32(text.encode()):08x}"}}\n'
-
-
-def _from_line(content: bytes, match: re.Match[bytes] | None) -> dict[str, Any] | None:
-    """What a line says, without its CRC-32; None if it is none that a run writes."""
-    if match is not None:
-        content = match[1] + b"}"
-        if zlib.crc32(content) != int(match[2], 16):
-            return None
+def _from_line(content: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is none that a run writes."""
     try:
-        line = json.loads(content)
+        line = read_json(content)
     except ValueError:
         return None
-    if not isinstance(line, dict) or type(line.get("step")) is not int:
+    if type(line.get("step")) is not int:
         return None
     split, loss = line.get("split"), line.get("loss")
     of_split = split in ("train", "valid", "test") and type(loss) in (int, float)
@@ -472,15 +542,6 @@ def _filled_in(asked: Task, task: Task) -> Task:
         field.name for field in dataclasses.fields(asked) if getattr(asked, field.name) is None
     ]
     return dataclasses.replace(asked, **{name: getattr(task, name) for name in names})
-
-
-def _describe(task: Task) -> dict[str, Any]:
-    """What identifies a task's data, as JSON has it."""
-    files = {
-        name: {"characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        for name, text in task.files().items()
-    }
-    return json.loads(json.dumps({"data": task.fingerprint(), "files": files}))
 
 
 def _flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,184 @@
+"""What identifies the data of a run: checksums of batches, row by row, which are the same on every mesh.
+
+Before a run every process reads batch 0 of each split whole and in two halves. So data that are not a
+function of step and rows are found, and processes, or a resumed run, with other data. Of later batches each
+process hashes the rows that it reads; a checkpoint holds the sums of the last ones, which a resumed run reads
+again.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+from jaxpar.batches import Batches
+from jaxpar.fields import check_takes
+from jaxpar.hosts.agreement import describe_processes
+from jaxpar.task import Task
+from jaxpar.training.checksums import digest
+from jaxpar.training.evaluate import CheckedBatches
+
+SPLITS = ("train", "valid", "test")
+REMEMBERED = 4  # batches before a checkpoint whose checksums it holds
+_MODULUS = 2**64
+
+
+def describe_data(task: Task, seed: int) -> dict[str, Any]:
+    """What identifies a task's data, as JSON has it.
+
+    `batches` are those of the task's fields and the seed, and may be compared where `settings` are equal.
+
+    Args:
+      seed: of the order of training.
+    Raises:
+      ValueError: batch 0 of a split has other rows when it is read in parts, or a value that the task
+        refuses.
+    """
+    files = {
+        name: {"characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        for name, text in task.files().items()
+    }
+    names = (field.name for field in dataclasses.fields(task) if field.name != "optimizer")
+    fields = {name: repr(getattr(task, name)) for name in names}
+    described = {
+        "data": task.fingerprint(),
+        "files": files,
+        "settings": digest([fields, seed]),
+        "batches": {split: _read_twice(task, split, seed) for split in SPLITS},
+    }
+    return json.loads(json.dumps(described))
+
+
+def _read_twice(task: Task, split: str, seed: int) -> str:
+    """The checksum of batch 0, which is read whole and in halves."""
+    source = task.make_batches(split, seed) if split == "train" else task.make_batches(split)
+    what = f"make_batches of task {task.name}, split {split!r}"
+    check_takes(source.batch, ("step", "rows"), what, "write batch(self, step, rows=slice(None))")
+    batches, B = CheckedBatches(task, source), source.batch_size
+    whole, halves = hash_rows(batches.batch(0), 0), 0
+    for start, stop in ((0, B // 2), (B // 2, B)) if B > 1 else ((0, 1),):
+        part = batches.batch(0, slice(start, stop))
+        rows = {len(leaf) for leaf in jax.tree.leaves(part) if np.ndim(leaf)}
+        if rows != {stop - start}:
+            raise ValueError(
+                f"{what}: batch(0, slice({start}, {stop})) has {sorted(rows)} rows, not {stop - start}; "
+                f"return these rows of the batch alone"
+            )
+        halves += hash_rows(part, start)
+    if whole != halves % _MODULUS:
+        raise ValueError(
+            f"{what}: batch(0) has other rows when it is read again in two halves; every device reads its "
+            f"own rows, and a resumed run reads batches again, so batch(step, rows) must depend on these two "
+            f"alone: instead of an iterator use arrays (jaxpar.ArrayBatches, SeriesBatches), and draw from "
+            f"np.random.default_rng([seed, step])"
+        )
+    return _as_text(whole)
+
+
+def hash_rows(batch: Any, start: int) -> int:
+    """A checksum below 2**64; those of all parts of a batch add up to that of the whole.
+
+    Args:
+      batch: arrays [rows, ...] and scalars, on the host.
+      start: the number of its first row in the whole batch.
+    """
+    leaves = [(path, np.asarray(leaf)) for path, leaf in jax.tree.leaves_with_path(batch)]
+    rows = [np.ascontiguousarray(leaf) for _, leaf in leaves if leaf.ndim]
+    table = np.concatenate(
+        [a.view(np.uint8).reshape(len(a), a.nbytes // len(a)) for a in rows], axis=1
+    )
+    total = sum(xxhash.xxh3_64_intdigest(row, seed=n) for n, row in enumerate(table, start + 1))
+    if start == 0:  # what all rows share is counted once
+        what = [(jax.tree_util.keystr(path), a.dtype.str, a.shape[1:]) for path, a in leaves]
+        shared = repr(what).encode() + b"".join(a.tobytes() for _, a in leaves if not a.ndim)
+        total += xxhash.xxh3_64_intdigest(shared)
+    return total % _MODULUS
+
+
+class HashedBatches:
+    """Batches that remember the checksums of the rows that this process has read last."""
+
+    def __init__(self, batches: Batches):
+        self._batches, self.batch_size = batches, batches.batch_size
+        self._read: dict[int, dict[tuple[int, int], int]] = {}
+
+    @property
+    def num_windows(self) -> int:
+        """Batches of an epoch."""
+        return self._batches.num_windows
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+        """See `Batches`."""
+        batch = self._batches.batch(step, rows)
+        start, stop, _ = rows.indices(self.batch_size)
+        self._read.setdefault(step, {})[start, stop] = hash_rows(batch, start)
+        for old in sorted(self._read)[:-REMEMBERED]:
+            del self._read[old]
+        return batch
+
+    def checksums(self, step: int, sharding: NamedSharding) -> dict[str, str]:
+        """Those of the last batches before a step, by their numbers. All processes call it.
+
+        Args:
+          sharding: of the rows, as they were read.
+        Raises:
+          ValueError: processes that read the same rows have read other data; in all processes alike.
+        """
+        shape = (self.batch_size,)
+        places = sharding.devices_indices_map(shape).values()
+        ranges = sorted({(*index, slice(None))[0].indices(shape[0])[:2] for index in places})
+        steps = [each for each in sorted(self._read) if each < step]
+        table = [[self._read[each].get(part) for part in ranges] for each in steps]
+        found: list[Any] = [table]
+        if jax.process_count() > 1:
+            known = np.array([[value is not None for value in row] for row in table])
+            values = np.array([[value or 0 for value in row] for row in table], np.uint64)
+            gathered, is_known = multihost_utils.process_allgather((values.view(np.uint32), known))
+            gathered = np.ascontiguousarray(gathered).view(np.uint64)
+            found = np.where(is_known, gathered, None).tolist()
+        sums = {}
+        for number, each in enumerate(steps):
+            total = 0
+            for place, (start, stop) in enumerate(ranges):
+                read = {
+                    process: rows[number][place]
+                    for process, rows in enumerate(found)
+                    if rows[number][place] is not None
+                }
+                first = min(read)
+                others = [process for process, value in read.items() if value != read[first]]
+                if others:
+                    raise ValueError(
+                        f"process {first} and {describe_processes(others)} have read other data as rows "
+                        f"{start} to {stop - 1} of batch {each}; give all processes the same data"
+                    )
+                total += read[first]
+            sums[str(each)] = _as_text(total % _MODULUS)
+        return sums
+
+    def check(self, sums: Mapping[str, str], what: str) -> None:
+        """Reads batches again, and compares.
+
+        Args:
+          sums: as of `checksums`.
+          what: has them, in words.
+        Raises:
+          ValueError: the data have changed.
+        """
+        for step, expected in sums.items():
+            if _as_text(hash_rows(self._batches.batch(int(step)), 0)) != expected:
+                raise ValueError(
+                    f"batch {step} is not the one that {what} was trained on: the data have changed; bring "
+                    f"them back, or start another run"
+                )
+
+
+def _as_text(checksum: int) -> str:
+    return f"{checksum:016x}"

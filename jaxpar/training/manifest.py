@@ -1,0 +1,84 @@
+"""manifest.json of a run's folder: which run it is, and checksums of its files as of the newest checkpoint.
+
+A run knows what it has written, and reads no file again: damage on a disk is not taken for its own writing.
+"""
+
+import uuid
+from pathlib import Path
+
+import xxhash
+
+from jaxpar.training.checksums import read_table, write_table
+
+NAME = "manifest.json"
+# The size of a file and its XXH3, 128 bits; of what was there then, if lines were added since.
+_Known = tuple[int, str]
+
+
+class Manifest:
+    """What a run has written into its folder.
+
+    Args:
+      run: its name, the same wherever the folder is copied; None makes a new one.
+    """
+
+    def __init__(self, run: str | None = None):
+        self.run = run or uuid.uuid4().hex[:16]
+        self._sizes: dict[str, int] = {}
+        self._hashes: dict[str, xxhash.xxh3_128] = {}
+
+    def put(self, name: str, content: bytes) -> None:
+        """Notes a file that was written anew."""
+        self._sizes[name], self._hashes[name] = 0, xxhash.xxh3_128()
+        self.extend(name, content)
+
+    def extend(self, name: str, content: bytes) -> None:
+        """Notes what was added to a file."""
+        self._sizes[name] += len(content)
+        self._hashes[name].update(content)
+
+    def write(self, folder: Path) -> None:
+        """Writes the file.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        known = {name: (size, self._hashes[name].hexdigest()) for name, size in self._sizes.items()}
+        write_table(folder / NAME, {"run": self.run, "files": known})
+
+
+def read_manifest(folder: Path) -> tuple[str, dict[str, _Known]] | None:
+    """The run's name, and what it knows of its files; None if there is no such file.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is damaged.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return None
+    try:
+        content = read_table(path, {"run": str, "files": dict})
+        files = {name: (int(size), str(text)) for name, (size, text) in content["files"].items()}
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{path} is damaged: it is not what was written; bring it back from a copy, or remove it: then "
+            f"nothing tells whether other files of the folder are as they were written"
+        ) from None
+    return content["run"], files
+
+
+def is_changed(path: Path, known: _Known, *, grows: bool = False) -> bool:
+    """Whether a file is not what it was.
+
+    Args:
+      grows: lines may have been added since.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return True
+    size, expected = known
+    if len(content) < size or (len(content) > size and not grows):
+        return True
+    return xxhash.xxh3_128_hexdigest(content[:size]) != expected
