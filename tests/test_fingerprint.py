@@ -1,0 +1,328 @@
+"""Data that change are never another number in silence: between reads, processes, and runs of one folder."""
+
+import dataclasses
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxpar
+from jaxpar import ArrayBatches, Parallel, TrainConfig, fit
+from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.step import batch_sharding
+from jaxpar.training.evaluate import CheckedBatches
+from jaxpar.training.fingerprint import HashedBatches, describe_data, hash_rows
+from jaxpar.training.run_folder import RunFolder
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+SOURCE = '''
+import dataclasses
+import itertools
+import os
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar import ArrayBatches, OptimizerConfig, Stack, Sums, Task
+from jaxpar.nn import Stateless
+
+
+class Line(nnx.Module):
+    """y = wx + b, and layers that change little."""
+
+    time_major = False
+
+    def __init__(self, rngs):
+        make = lambda rngs: Stateless(nnx.Linear(4, 4, rngs=rngs))
+        self.layers = Stack([make] * 2, rngs=rngs)
+
+    def first(self, batch, at):
+        return batch["x"]
+
+    def last(self, y, batch, at):
+        error = jnp.sum((y - batch["y"]) ** 2, axis=-1) * batch["weight"]
+        return Sums(jnp.sum(error), jnp.sum(batch["weight"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit(Task):
+    """Fits lines to the arrays of a file, which says nothing of its data."""
+
+    path: str = os.environ.get("DATA", "data.npy")
+    batch_size: int = 8
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-3, warmup_steps=0)
+
+    def make_model(self, rngs):
+        return Line(rngs)
+
+    def make_batches(self, split, seed=None):
+        rows = np.load(self.path)
+        if split != "train":
+            rows = rows[:16]
+        return ArrayBatches({"x": rows, "y": 2 * rows}, self.batch_size, seed)
+'''
+
+
+def rows(num_rows=64):
+    return np.random.default_rng(0).normal(size=(num_rows, 4)).astype(np.float32)
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A task of one's own, by its file of data."""
+    (tmp_path / "own.py").write_text(SOURCE)
+    np.save(tmp_path / "data.npy", rows())
+    found = jaxpar.task.find_task(f"{tmp_path / 'own.py'}:Fit")
+    return found(path=str(tmp_path / "data.npy"))
+
+
+def on(shape):
+    """A mesh of the first devices."""
+    mesh = jaxpar.MeshConfig.parse(shape)
+    return dataclasses.replace(mesh, devices=tuple(range(mesh.num_devices)))
+
+
+def make_train(tmp_path, **train):
+    return TrainConfig(
+        **{"num_steps": 4, "log_every": 1, "out_dir": str(tmp_path / "run"), **train}
+    )
+
+
+# ---- checksums ----
+
+
+@given(st.lists(st.integers(0, 12), max_size=4), st.integers(0, 11))
+def test_checksums_of_parts_add_up_and_any_row_changes_them(cuts, row):
+    batch = {
+        "x": rows(12),
+        "half": rows(12).astype(jnp.bfloat16),
+        "there": np.arange(12) % 3 > 0,
+        "starts": True,
+        "scale": np.float32(3),
+    }
+    whole, ends = hash_rows(batch, 0), sorted({0, 12, *cuts})
+    parts = [
+        hash_rows({k: v[a:b] if np.ndim(v) else v for k, v in batch.items()}, a)
+        for a, b in itertools.pairwise(ends)
+    ]
+    assert sum(parts) % 2**64 == whole
+    for name in ("x", "half", "there"):
+        other = {**batch, name: batch[name].copy()}
+        other[name][row] = ~other[name][row] if name == "there" else other[name][row] + 1
+        assert hash_rows(other, 0) != whole
+    swapped = {**batch, "x": np.roll(batch["x"], 1, axis=0)}
+    assert len({hash_rows(swapped, 0), hash_rows({**batch, "starts": False}, 0), whole}) == 3
+
+
+def test_checksums_are_the_same_on_every_mesh(own):
+    found = set()
+    for mesh in ("dp1", "dp2", "dp4tp2", "pp2", "dp2pp2"):
+        parallel = Parallel(on(mesh))
+        devices = parallel.mesh.build()
+        batches = HashedBatches(CheckedBatches(own, own.make_batches("train", 0)))
+        sharding = batch_sharding(own, parallel, devices)
+        for step in range(6):
+            jaxpar.batches.place_batch(batches, step, sharding)
+        sums = batches.checksums(6, sharding)
+        assert list(sums) == ["2", "3", "4", "5"]
+        found.add(tuple(sums.items()))
+        batches.check(sums, "the checkpoint")
+        with pytest.raises(ValueError, match="batch 4 is not the one that it was trained on"):
+            batches.check({**sums, "4": sums["5"]}, "it")
+    assert len(found) == 1
+
+
+# ---- what is no function of step and rows ----
+
+
+class Drawing:
+    """Batches by an iterator."""
+
+    batch_size, num_windows = 8, 4
+
+    def __init__(self):
+        self.source = iter(range(10**6))
+
+    def batch(self, step, rows=slice(None)):
+        n = next(self.source)
+        x = np.full((8, 4), n, np.float32)[rows]
+        return {"x": x, "y": x, "weight": np.ones(len(x), np.float32)}
+
+
+class Whole(ArrayBatches):
+    """Batches that do not look at the rows that are asked for."""
+
+    def batch(self, step, rows=slice(None)):
+        return super().batch(step)
+
+
+class NoRows(ArrayBatches):
+    """Batches that cannot be asked for rows."""
+
+    def batch(self, step):
+        return super().batch(step)
+
+
+ARRAYS = {"x": rows(), "y": rows()}
+WRONG = {
+    "an iterator": (
+        Drawing,
+        r"split 'train': batch\(0\) has other rows when it is read again in two halves; .* instead of an "
+        r"iterator use arrays \(jaxpar\.ArrayBatches, SeriesBatches\)",
+    ),
+    "whole batches": (
+        lambda: Whole(ARRAYS, 8, 0),
+        r"split 'train': batch\(0, slice\(0, 4\)\) has \[8\] rows, not 4; return these rows",
+    ),
+    "no rows": (
+        lambda: NoRows(ARRAYS, 8, 0), r"split 'train'.*rows.*write batch\(self, step, rows=slice\(None\)\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_batches_that_are_no_function_of_step_and_rows_are_refused(own, tmp_path, wrong):
+    make, message = WRONG[wrong]
+
+    class Wrong(type(own)):
+        def make_batches(self, split, seed=None):
+            return make() if split == "train" else super().make_batches(split, seed)
+
+    with pytest.raises(ValueError, match=message):
+        fit(Wrong(path=own.path), on("dp2"), make_train(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+# ---- a run that is resumed ----
+
+
+def test_other_data_of_a_task_that_does_not_describe_them_are_refused(own, tmp_path):
+    fit(own, on("dp2"), make_train(tmp_path))
+    fit(own, on("dp4"), make_train(tmp_path, num_steps=5), resume=True)  # the same, on another mesh
+    np.save(tmp_path / "data.npy", rows() + 1)
+    message = r"not those that the run in .* began with: batches\.train was [0-9a-f]{16}, is [0-9a-f]{16}; "
+    with pytest.raises(ValueError, match=message):
+        fit(own, on("dp2"), make_train(tmp_path, num_steps=6), resume=True)
+    with pytest.raises(ValueError, match=message):
+        jaxpar.load_run(tmp_path / "run").evaluate()
+
+
+def test_a_row_that_changes_in_a_later_batch_is_found(own, tmp_path):
+    """Batch 0 of each split is what it was; one of the last before the checkpoint is not."""
+    fit(own, on("dp2"), make_train(tmp_path))
+    batches, data = own.make_batches("train", 0), rows()
+    ids = np.random.default_rng([0, 0]).permutation(64)[2 * 8 : 3 * 8]  # of batch 2
+    before = describe_data(own, 0)
+    data[max(ids[ids >= 16])] += 1
+    np.save(tmp_path / "data.npy", data)
+    assert batches.num_windows == 8
+    assert describe_data(own, 0) == before
+    with pytest.raises(
+        ValueError, match="batch 2 is not the one that the checkpoint of step 4 was trained on: the"
+    ):
+        fit(own, on("dp4"), make_train(tmp_path, num_steps=6), resume=True)
+
+
+def test_batches_that_are_cut_otherwise_are_not_compared(own, tmp_path):
+    """Their settings say so: other rows are what was asked for."""
+    free = dataclasses.make_dataclass(
+        "Free",
+        [("batch_size", int, dataclasses.field(default=8, metadata={"free": True}))],
+        bases=(type(own),),
+        frozen=True,
+    )
+    fit(free(path=own.path), on("dp2"), make_train(tmp_path))
+    result = fit(
+        free(path=own.path, batch_size=16),
+        on("dp2"),
+        make_train(tmp_path, num_steps=6),
+        resume=True,
+    )
+    assert result.first_step == 4
+
+
+# ---- processes ----
+
+PROGRAM = """
+import os, sys
+import jax
+{before}
+from jaxpar.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+# Rows of batch 5 alone, as the second process reads them.
+LATER = """
+import jaxpar
+read = jaxpar.ArrayBatches.batch
+def other(self, step, rows=slice(None)):
+    batch = read(self, step, rows)
+    if step == 5 and self.seed is not None:
+        batch["x"] = batch["x"] + 1
+    return batch
+jaxpar.ArrayBatches.batch = other
+"""
+
+
+def start_two(own, tmp_path, data, mesh, before=""):
+    address = f"127.0.0.1:{_free_port()}"
+    command = ["train", str(tmp_path / "own.py:Fit"), "--mesh", mesh, "--train.num-steps", "8"]
+    command += ["--train.out-dir", str(tmp_path / "run")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(before=before if index else ""), *command],
+            env=_environ(os.environ, address, 2, index, 1) | {"DATA": str(data[index])},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [process.returncode for process in processes], said
+
+
+def _command_line(source):
+    """The path of the data is the same for all, so it is no option here."""
+    return source.replace('    path: str = os.environ.get("DATA", "data.npy")\n', "").replace(
+        "np.load(self.path)", 'np.load(os.environ["DATA"])'
+    )
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_processes_with_other_data_are_refused(own, tmp_path, mesh):
+    (tmp_path / "own.py").write_text(_command_line(SOURCE))
+    np.save(tmp_path / "other.npy", rows() + 1)
+    data = tmp_path / "data.npy", tmp_path / "other.npy"
+    codes, said = start_two(own, tmp_path, data, mesh)
+    assert codes == [2, 2], said
+    for each in said:
+        assert re.search(
+            r"error: the processes do not agree: batches\.train is '[0-9a-f]{16}' in process 0, ",
+            each,
+        )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_processes_that_read_other_rows_later_are_found_at_the_next_checkpoint(own, tmp_path, mesh):
+    (tmp_path / "own.py").write_text(_command_line(SOURCE))
+    data = (tmp_path / "data.npy",) * 2
+    codes, said = start_two(own, tmp_path, data, mesh, LATER)
+    assert codes == [2, 2], said
+    for each in said:
+        assert re.search(
+            "error: process 0 and process 1 have read other data as rows 0 to 7 of batch 5; ", each
+        )
+    assert RunFolder(tmp_path / "run").holds_run
