@@ -12,6 +12,8 @@ import tomllib
 
 import pytest
 
+from jaxpar.training.manifest import Manifest, read_manifest
+
 FILE = '''"""Forecasts of waves whose period changes: a GRU says the next value."""
 
 import dataclasses
@@ -133,9 +135,14 @@ def here(world, tmp_path):
     """A copy of the folder, whose run is of the file beside it."""
     folder, _ = world
     shutil.copytree(folder, tmp_path / "user")
-    config = tmp_path / "user/runs/0001/config.toml"
-    own = config.read_text().replace(str(folder), str(tmp_path / "user")).rsplit("\n", 2)[0]
-    config.write_text(own + "\n")  # without the line of its hash, for it is changed by hand
+    run = tmp_path / "user/runs/0001"
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace(str(folder), str(tmp_path / "user")))
+    name, files = read_manifest(run)
+    manifest = Manifest(name)
+    for file in files:  # as if it had been written so
+        manifest.put(file, (run / file).read_bytes())
+    manifest.write(run)
     return tmp_path / "user"
 
 
