@@ -17,9 +17,6 @@ of its optimizer, of the pipeline and of training in tables.
 
 import dataclasses
 import difflib
-import functools
-import hashlib
-import logging
 import os
 import tomllib
 import typing
@@ -35,11 +32,9 @@ from jaxpar.parallel import Parallel, short_name
 from jaxpar.task import Task, find_task, spec_of
 from jaxpar.training.settings import Settings
 
-_log = logging.getLogger(__name__)
-
-TASK, SHA256, SIMULATE, TRAIN, MESH = "task", "task_sha256", "simulate", "train", "mesh"
+TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
-RESERVED = (TASK, SHA256, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
+RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 
 def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> Settings:
@@ -56,7 +51,7 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
     tables = _read(path)
     try:
         tables.pop(SIMULATE, None)  # see `read_simulated`
-        return _change(_base(path, tables, base), tables)
+        return _change(_base(tables, base), tables)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -95,7 +90,7 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
         tables[MESH] = short_name(parallel.mesh)
     try:
         simulated = {} if simulate is None else {SIMULATE: simulate}
-        text = tomli_w.dumps({TASK: spec, **_sha256(spec), **simulated, **tables})
+        text = tomli_w.dumps({TASK: spec, **simulated, **tables})
     except TypeError as error:
         raise ValueError(f"the settings of {spec} cannot be written as TOML: {error}") from error
     found = _change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables)))
@@ -140,12 +135,11 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
 
-def _base(path: Path, tables: dict[str, Any], base: Settings | None) -> Settings:
+def _base(tables: dict[str, Any], base: Settings | None) -> Settings:
     """The settings that a file changes; its names of the task are removed."""
-    spec, sha256 = tables.pop(TASK, None), tables.pop(SHA256, None)
-    for key, value in ((TASK, spec), (SHA256, sha256)):
-        if not isinstance(value, str | None):
-            raise ValueError(f'{key}={value!r}: use a text, such as {key} = "lm"')
+    spec = tables.pop(TASK, None)
+    if not isinstance(spec, str | None):
+        raise ValueError(f'{TASK}={spec!r}: use a text, such as {TASK} = "lm"')
     if spec is None and base is None:
         raise ValueError(
             'it names no task; add a line such as task = "lm" or task = "path/to/file.py:Name" at the top'
@@ -153,26 +147,7 @@ def _base(path: Path, tables: dict[str, Any], base: Settings | None) -> Settings
     if base is not None and spec in (None, spec_of(base.task)):
         return base
     assert spec is not None
-    settings = default_settings(find_task(spec))
-    if sha256 is not None and _sha256(spec) != {SHA256: sha256}:
-        copy = path.with_name("task.py")  # that a run keeps
-        _warn(
-            f"{spec.rpartition(':')[0]} has changed since {path} was written; the task is as it is now"
-            + f", {copy} as it was" * copy.exists()
-        )
-    return settings
-
-
-def _sha256(spec: str) -> dict[str, str]:
-    """Of the file of a task, if it is a user's own, as a line of the settings."""
-    file, colon, _ = spec.rpartition(":")
-    return {SHA256: hashlib.sha256(Path(file).read_bytes()).hexdigest()} if colon else {}
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    """Once, however often a file is read."""
-    _log.warning(message)
+    return default_settings(find_task(spec))
 
 
 def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
@@ -180,7 +155,7 @@ def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
     task, parallel, train = settings
     paths = [*_paths(task), *_paths(parallel), TRAIN, *_paths(train, f"{TRAIN}.")]
     for key, value in tables.items():
-        if (key not in paths or "." in key) and key not in task.retired:
+        if key not in paths or "." in key:
             raise ValueError(_unknown(key, value, paths))
 
     def changed(config: Any) -> Any:
@@ -202,8 +177,6 @@ def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]
     names = [field.name for field in dataclasses.fields(config)]
     changes = {}
     for key, value in values.items():
-        if key in getattr(config, "retired", ()):
-            continue
         if key not in names:
             raise ValueError(_unknown(f"{path}{key}", value, paths))
         now = getattr(config, key)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import (
@@ -47,8 +47,6 @@ class PipelineConfig:
         carries, and then again one by one, the last first, forward and backward, with the residuals of one
         segment at a time.
     """
-
-    retired: ClassVar[tuple[str, ...]] = ("steady_loop",)  # see `Task`
 
     schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     num_microbatches: int = 1

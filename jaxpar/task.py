@@ -42,14 +42,12 @@ class Task:
       frozen: an NNX filter for parameters that are not trained: they have no gradient, no buffer and no
         optimizer state.
       train, parallel: the settings that its runs have by default.
-      retired: fields that it once had; files of settings may still name them, and nothing comes of it.
     """
 
     unit: ClassVar[str] = "rows"
     frozen: ClassVar[Any] = nnx.Nothing()
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
-    retired: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         check_fields(self)

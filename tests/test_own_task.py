@@ -260,7 +260,7 @@ def test_a_file_that_has_changed_is_told(here):
     assert evaluated(printed).keys() == {"valid", "test"}
     assert said.count("\n") == 1
     assert f"{file} has changed since " in said
-    assert "runs/0001/config.toml was written" in said
+    assert "has changed since the run began; the task is as it is now, runs/0001/task.py as" in said
 
 
 def test_a_file_that_is_gone_is_told_with_its_copy(here):

@@ -395,7 +395,7 @@ def test_a_folder_without_its_manifest_goes_on_and_says_so(run, text, caplog):
     name = RunFolder(run).find_run()
     (run / "manifest.json").unlink()
     fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True)
-    assert re.search(r"manifest\.json is not there: nothing tells whether files", caplog.text)
+    assert re.search(r"manifest\.json is not there: nothing tells which files", caplog.text)
     assert RunFolder(run).find_run() == name
 
 

@@ -163,21 +163,24 @@ class RunFolder:
         """Warns of files that people may change and that are not as they were written."""
         if jax.process_index() != 0:
             return
-        manifest = read_manifest(self.path)
+        manifest, file = read_manifest(self.path), _file_of(self._task_name())
         if manifest is None:
             _log.warning(
-                "%s is not there: nothing tells whether files of the run have changed",
-                self.path / MANIFEST,
+                "%s is not there: nothing tells which files have changed", self.path / MANIFEST
             )
-            return
         for path in (self.config_path, self.task_path, self.metrics_path):
-            known, grows = manifest[1].get(path.name), path == self.metrics_path
-            if known is not None and is_changed(path, known, grows=grows):
+            known = manifest and manifest[1].get(path.name)
+            if known and is_changed(path, known, grows=path == self.metrics_path):
                 _log.warning(
                     "%s has changed since the run wrote it; if you have not changed it, bring it back from a "
                     "copy",
                     path,
                 )
+        both = [path for path in (file, self.task_path) if path is not None and path.is_file()]
+        if len({path.read_bytes() for path in both}) == 2:
+            _log.warning(
+                "%s has changed since the run began; the task is as it is now, %s as it was", *both
+            )
 
     def find_run(self) -> str | None:
         """The name of the run in the folder, by its manifest or its newest checkpoint; None without both.

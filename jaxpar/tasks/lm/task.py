@@ -91,7 +91,6 @@ class LM(Task):
     """
 
     unit: ClassVar[str] = "tokens"
-    retired: ClassVar[tuple[str, ...]] = ("kernel",)
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
 
     num_layers: int = 4
