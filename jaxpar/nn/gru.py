@@ -9,12 +9,10 @@ Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z 
 (Cho et al. 2014, with the reset gate applied after the product, as in `torch.nn.GRU` and cuDNN.)
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxpar.at import At
@@ -33,38 +31,6 @@ class GRUParams(NamedTuple):
     w_x_I3H: jax.Array
     w_h_H3H: jax.Array
     b_4H: jax.Array
-
-    @classmethod
-    def from_torch(cls, tensors: Mapping[str, np.ndarray], layer: int = 0) -> Self:
-        """The weights of one layer and direction of a `torch.nn.GRU`, from its `state_dict` as NumPy arrays.
-
-        Raises:
-          ValueError: one of its tensors is missing.
-        """
-        names = [f"{name}_l{layer}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-        if missing := [name for name in names if name not in tensors]:
-            raise ValueError(
-                f"there is no tensor {', '.join(missing)} among {', '.join(sorted(tensors))}; give the "
-                f"state_dict of a torch.nn.GRU with biases, without what its model adds to their names"
-            )
-        weight_ih, weight_hh, bias_ih, bias_hh = (np.asarray(tensors[name]) for name in names)
-        H = weight_hh.shape[1]
-        b_x, b_h = bias_ih.reshape(3, H), bias_hh.reshape(3, H)
-        b_4H = np.stack([b_x[0] + b_h[0], b_x[1] + b_h[1], b_x[2], b_h[2]])
-        w_x, w_h = weight_ih.T.reshape(-1, 3, H), weight_hh.T.reshape(H, 3, H)
-        return cls(*map(jnp.asarray, (w_x, w_h, b_4H)))
-
-    def to_torch(self, layer: int = 0) -> dict[str, np.ndarray]:
-        """The other way round, as a `state_dict`; where PyTorch adds two biases, the second is zero."""
-        w_x, w_h, b = (np.asarray(a) for a in self)
-        H, zeros = w_h.shape[0], np.zeros_like(b[:2])
-        tensors = {
-            "weight_ih": w_x.reshape(-1, 3 * H).T,
-            "weight_hh": w_h.reshape(-1, 3 * H).T,
-            "bias_ih": b[:3].ravel(),
-            "bias_hh": np.concatenate([zeros, b[3:]]).ravel(),
-        }
-        return {f"{name}_l{layer}": np.ascontiguousarray(a) for name, a in tensors.items()}
 
 
 def gru_layer(
