@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from jaxpar.tasks.lm import corpus as corpora
 from jaxpar.tasks.lm.corpus import (
     EOS,
+    SPLITS,
     UNK,
     Corpus,
     Vocabulary,
@@ -258,7 +260,16 @@ def test_vocabulary_refuses(words, tokenizer, message):
 
 
 @pytest.mark.parametrize(
-    "content", ["a b c", "[]", '{"words": ["a"]}', '{"words": [1], "tokenizer": "chars"}']
+    "content",
+    [
+        "a b c",
+        "[]",
+        "[" * 100_000,
+        '{"words": ["a"]}',
+        '{"words": [1], "tokenizer": "chars"}',
+        '{"words": ["<unk>", "<eos>"], "tokenizer": []}',
+        '{"words": ["<unk>", "<eos>"], "tokenizer": "subword", "pieces": 3}',
+    ],
 )
 def test_loading_something_else_names_the_file(tmp_path, content):
     (tmp_path / "v.json").write_text(content, encoding="utf-8")
@@ -266,6 +277,73 @@ def test_loading_something_else_names_the_file(tmp_path, content):
         ValueError, match=r"v\.json is not a vocabulary \(.+\); give the vocabulary"
     ):
         Vocabulary.load(tmp_path / "v.json")
+
+
+def test_pieces_that_are_no_tokenizer_are_refused():
+    pytest.importorskip("tokenizers")
+    vocabulary = Vocabulary(("<unk>", "<eos>"), "subword", "{")
+    with pytest.raises(ValueError, match=r"^the pieces of the vocabulary are no tokenizer: EOF"):
+        vocabulary.encode("a text")
+
+
+def test_a_vocabulary_has_a_limit(monkeypatch):
+    monkeypatch.setattr("jaxpar.tasks.lm.corpus.MOST_WORDS", 3)
+    with pytest.raises(
+        ValueError, match="a vocabulary of 4 words: must be at most 3; use a smaller"
+    ):
+        Vocabulary(("a", "b", "<unk>", "<eos>"))
+
+
+# Texts in one line.
+
+
+def test_a_long_line_takes_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    line = "the cat sat on the mat " * 200_000
+    for split in SPLITS:
+        (tmp_path / f"{split}.txt").write_text(line if split == "train" else "a cat")
+    tracemalloc.start()
+    try:
+        corpus = load_corpus(tmp_path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(corpus.train) == 1_200_001
+    assert most < 5 * len(line)  # the text, its bytes, and tokens of as many
+
+
+@pytest.mark.parametrize("tokenizer", ["spaces", "chars", "subword"])
+def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxpar.tasks.lm.corpus._PART", 7)
+    text = "a  cat's\u00a0\tfriend ,, sat\n\n  on  the x" + "y" * 20 + " mat"
+    if tokenizer == "subword":
+        package = pytest.importorskip("tokenizers")
+        (tmp_path / "text").write_text(text * 3 + "\nb\nc\nd\n")
+        vocabulary = load_corpus(tmp_path / "text", "subword", 270).vocabulary
+        whole = package.Tokenizer.from_str(vocabulary.pieces)
+        lines = [whole.encode(line).ids for line in text.split("\n")]
+        expected = [*lines[0], 1, *lines[1], 1, *lines[2]]
+        assert vocabulary.separator == 1
+    else:
+        words = [*text.replace("\n", " ")] if tokenizer == "chars" else text.split()
+        vocabulary = Vocabulary((*dict.fromkeys([*words, "<unk>", "<eos>"]),), tokenizer)
+        words = [*text] if tokenizer == "chars" else text.replace("\n", " <eos> ").split()
+        expected = [vocabulary.words.index("<eos>" if word == "\n" else word) for word in words]
+    assert vocabulary.encode(text).tolist() == expected
+
+
+@pytest.mark.parametrize("level", ["word", "subword"])
+def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch, level):
+    if level == "subword":
+        pytest.importorskip("tokenizers")
+    monkeypatch.setattr("jaxpar.tasks.lm.corpus._PART", 10)
+    monkeypatch.setattr("jaxpar.tasks.lm.corpus._LONGEST_WORD", 100)
+    for split in SPLITS:
+        (tmp_path / f"{split}.txt").write_text("a cat " + "x" * 200)
+    message = r"the text has 100 characters without a space or newline, after '.*x'; read it with --level ch"
+    with pytest.raises(ValueError, match=message):
+        load_corpus(tmp_path, level, 300)
+    assert len(load_corpus(tmp_path, "char").train) == 207
 
 
 def test_loading_a_missing_vocabulary_names_the_file(tmp_path):

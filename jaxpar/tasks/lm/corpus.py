@@ -18,7 +18,6 @@ import dataclasses
 import difflib
 import functools
 import importlib
-import io
 import itertools
 import json
 import logging
@@ -37,7 +36,7 @@ import numpy as np
 import xxhash
 
 from jaxpar.fields import require_instance
-from jaxpar.files import cache_folder, whole_file
+from jaxpar.files import cache_folder, read_file, read_json, whole_file
 
 Level = Literal["auto", "word", "char", "subword"]
 
@@ -51,24 +50,29 @@ SPLITS = ("train", "valid", "test")
 LAYOUTS = ("ptb.{}.txt", "wiki.{}.tokens", "{}.txt")  # the first that a folder has is taken
 SOURCE_CHARS = 2_000_000
 LEAST_VOCAB = 3  # <unk>, <eos> and a word
+MOST_WORDS = 2**22  # of a vocabulary
 LEAST_SUBWORDS = 258  # <unk>, <eos> and the 256 bytes, of which all is made
 # Letters that words between spaces have at most on average; and in scripts that are written without spaces.
 LONGEST_MEAN_WORD, LONGEST_MEAN_CJK_WORD = 15, 4
 _WITHOUT_SPACES = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+# A text is cut into words in parts of so many characters, whatever its lines; a word has at most so many.
+_PART, _LONGEST_WORD = 2**16, 2**20
 # A text of fewer bytes is read as quickly as its tokens; of others, so many are kept.
 LEAST_CACHED_BYTES, MAX_CACHED = 2_000_000, 8
 _CORPORA, _CACHE_VERSION = "corpora", 1
 
 # A word with its contraction, or a run of one punctuation mark: `==`, `...`, `**`.
 _WORD_OR_MARK = re.compile(r"<unk>|<eos>|\w+(?:['\u2019](?:t|s|re|ve|ll|d|m)\b)?|([^\w\s])\1*")
+# Where a text can be cut and has the same words, or the same pieces of words, which have their space first.
+_SPACE, _BEFORE_SPACE = re.compile(r"\s"), re.compile(r"\n|(?<=\S)(?= \S)")
 _RULE = re.compile(r"[-+=*~^]{4,}")  # under headings, around tables
 
 _CUTTERS: dict[str, Callable[[str], list[str]]] = {
-    "spaces": lambda line: line.replace("\n", f" {EOS}").split(),
-    "marks": lambda line: [
-        match.group() for match in _WORD_OR_MARK.finditer(line.lower().replace("\n", f" {EOS}"))
+    "spaces": lambda part: part.replace("\n", f" {EOS} ").split(),
+    "marks": lambda part: [
+        match.group() for match in _WORD_OR_MARK.finditer(part.lower().replace("\n", f" {EOS} "))
     ],
-    "chars": lambda line: [EOS if char == "\n" else char for char in line],
+    "chars": lambda part: [EOS if char == "\n" else char for char in part],
 }
 
 
@@ -88,6 +92,10 @@ class Vocabulary:
     pieces: str = ""
 
     def __post_init__(self) -> None:
+        if len(self) > MOST_WORDS:
+            raise ValueError(
+                f"a vocabulary of {len(self)} words: must be at most {MOST_WORDS}; use a smaller max_vocab"
+            )
         if self.tokenizer not in (*_CUTTERS, SUBWORD):
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} is unknown; use {' or '.join((*_CUTTERS, SUBWORD))}"
@@ -117,7 +125,10 @@ class Vocabulary:
         Raises:
           ValueError: the package is not installed.
         """
-        return _tokenizers().Tokenizer.from_str(self.pieces)
+        try:
+            return _tokenizers().Tokenizer.from_str(self.pieces)
+        except Exception as error:  # the package has no error of its own
+            raise ValueError(f"the pieces of the vocabulary are no tokenizer: {error}") from error
 
     @property
     def separator(self) -> int:
@@ -137,8 +148,8 @@ class Vocabulary:
         words = _tokenize(text, self.tokenizer) if isinstance(text, str) else text
         if strict:
             words = map(self._known, words)
-        get, unk = self._ids.get, self._ids[UNK]
-        return np.fromiter((get(word, unk) for word in words), np.int32)
+        unk = itertools.repeat(self._ids[UNK])
+        return np.fromiter(map(self._ids.get, words, unk), np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids, with spaces between words and `<eos>` as a newline.
@@ -175,19 +186,15 @@ class Vocabulary:
           ValueError: it holds something else.
         """
         try:
-            content = json.loads(_read(Path(path)))
-            words, tokenizer, pieces = (
-                content["words"],
-                content["tokenizer"],
-                content.get("pieces", ""),
-            )
-            if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
-                raise TypeError("its words are not strings")
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            content = read_json(_read(Path(path)))
+            words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
+            if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
+                raise ValueError("its words, tokenizer or pieces are missing, or no texts")
+            return cls(tuple(words), *texts)
+        except ValueError as error:
             raise ValueError(
                 f"{path} is not a vocabulary ({error}); give the vocabulary.json of a run"
             ) from error
-        return cls(tuple(words), tokenizer, pieces)
 
     def _known(self, word: str) -> str:
         if word not in self._ids:
@@ -343,22 +350,19 @@ def _learn_pieces(text: str, max_vocab: int) -> Vocabulary:
         initial_alphabet=sorted(package.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((line.rstrip("\n") for line in io.StringIO(text)), trainer)
+    parts = (line for part in _parts(text, _BEFORE_SPACE) for line in part.split("\n"))
+    tokenizer.train_from_iterator(parts, trainer)
     ids = tokenizer.get_vocab()
     return Vocabulary(tuple(sorted(ids, key=ids.__getitem__)), SUBWORD, tokenizer.to_str())
 
 
 def _encode_pieces(tokenizer: Any, text: str, separator: int) -> np.ndarray:
-    lines = list(io.StringIO(text))
-    parts: list[int] = []
-    for start in range(0, len(lines), 10_000):  # so many at once are in memory twice
-        some = lines[start : start + 10_000]
-        encoded = tokenizer.encode_batch(
-            [line.removesuffix("\n") for line in some], add_special_tokens=False
-        )
-        for line, pieces in zip(some, encoded, strict=True):
-            parts += [*pieces.ids, separator] if line.endswith("\n") else pieces.ids
-    return np.array(parts, np.int32)
+    ids = [np.zeros(0, np.int32)]
+    for part in _parts(text, _BEFORE_SPACE):
+        encoded = tokenizer.encode_batch(part.split("\n"), add_special_tokens=False)
+        for number, pieces in enumerate(encoded):
+            ids.append(np.array([separator][:number] + pieces.ids, np.int32))
+    return np.concatenate(ids)
 
 
 def _warn_of_long_words(name: str, tokenizer: str, text: str) -> None:
@@ -382,13 +386,13 @@ def _warn_of_long_words(name: str, tokenizer: str, text: str) -> None:
 
 def _key(texts: Mapping[str, str], level: str, tokenizer: str, max_vocab: int) -> str | None:
     """The name of what is kept of texts; None if they are read too quickly to be kept."""
-    parts = {split: texts[split].encode() for split in SPLITS}
-    if sum(map(len, parts.values())) < LEAST_CACHED_BYTES:
-        return None
     hashed = xxhash.xxh3_128(repr((_CACHE_VERSION, level, tokenizer, max_vocab)).encode())
-    for content in parts.values():
+    num_bytes = 0
+    for split in SPLITS:
+        content = texts[split].encode()
+        num_bytes += len(content)
         hashed.update(xxhash.xxh3_128_digest(content))
-    return hashed.hexdigest()
+    return None if num_bytes < LEAST_CACHED_BYTES else hashed.hexdigest()
 
 
 def _cached(key: str, name: str, level: str) -> Corpus | None:
@@ -426,7 +430,31 @@ def _keep(key: str, corpus: Corpus) -> None:
 
 
 def _tokenize(text: str, tokenizer: str) -> Iterator[str]:
-    return itertools.chain.from_iterable(map(_CUTTERS[tokenizer], io.StringIO(text)))
+    parts = _parts(text, None if tokenizer == "chars" else _SPACE)
+    return itertools.chain.from_iterable(map(_CUTTERS[tokenizer], parts))
+
+
+def _parts(text: str, between: re.Pattern[str] | None) -> Iterator[str]:
+    """A text in parts of about `_PART` characters, whatever its lines.
+
+    Args:
+      between: where it may be cut, after the match; None is anywhere.
+    Raises:
+      ValueError: there is no such place for too long.
+    """
+    start = 0
+    while start < len(text):
+        end = start + _PART
+        if between is not None and end < len(text):
+            found = between.search(text, end, start + _LONGEST_WORD)
+            end = found.end() if found else len(text)
+            if end - start > _LONGEST_WORD:
+                raise ValueError(
+                    f"the text has {_LONGEST_WORD:,} characters without a space or newline, after "
+                    f"{text[start : start + 20]!r}; read it with --level char"
+                )
+        yield text[start:end]
+        start = end
 
 
 def _vocabulary(counts: Counter[str], tokenizer: str, max_vocab: int, min_count: int) -> Vocabulary:
@@ -480,18 +508,23 @@ def _user_texts(name: str) -> dict[str, str]:
         )
     if path.is_dir():
         return {split: _read_text(file) for split, file in _split_files(path).items()}
-    lines = list(io.StringIO(_read_text(path)))
-    if len(lines) < 3:
+    text = _read_text(path)
+    num_lines = text.count("\n")
+    if num_lines < 3:
         raise ValueError(
-            f"{path} is too short: {len(lines)} lines do not split into train, valid and test; give "
+            f"{path} is too short: {num_lines} lines do not split into train, valid and test; give "
             f"3 or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}"
         )
-    held_out = max(1, len(lines) // 20)
-    parts = lines[: -2 * held_out], lines[-2 * held_out : -held_out], lines[-held_out:]
-    texts = {split: "".join(part) for split, part in zip(SPLITS, parts, strict=True)}
+    held_out, starts = max(1, num_lines // 20), [len(text)]
+    for _ in range(2):  # test, and valid before it
+        start = starts[0]
+        for _ in range(held_out):
+            start = text.rfind("\n", 0, start - 1) + 1
+        starts.insert(0, start)
+    texts = dict(zip(SPLITS, (text[a:b] for a, b in itertools.pairwise([0, *starts])), strict=True))
     if empty := [split for split in SPLITS if not texts[split].strip()]:
         raise ValueError(
-            f"{path} leaves {empty[0]} empty: of its {len(lines)} lines, the last {held_out} are "
+            f"{path} leaves {empty[0]} empty: of its {num_lines} lines, the last {held_out} are "
             f"for test and {held_out} before them for valid; remove empty lines"
         )
     return texts
@@ -515,7 +548,7 @@ def _split_files(folder: Path) -> dict[str, Path]:
 
 def _read_text(path: Path) -> str:
     text = _read(path)
-    if not text.strip():
+    if not text or text.isspace():
         raise ValueError(
             f"{path} is empty ({len(text)} characters, all of them white space); give a text"
         )
@@ -524,11 +557,9 @@ def _read_text(path: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode().removeprefix("\ufeff").replace("\r\n", "\n")
+        return read_file(path).decode().removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
             f"convert it, e.g. iconv -f latin1 -t utf-8"
         ) from error
-    except OSError as error:
-        raise type(error)(f"cannot read {path}: {error.strerror}; give a readable file") from error
