@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -337,11 +339,75 @@ def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
 
 def test_broken_files_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
-    with pytest.raises(FileNotFoundError, match=r"cannot read the weights: .*model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"cannot read the weights .*model\.safetensors"):
         read_weights(path)
     save(path, foreign())
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"not a safetensors file, or not all of it"):
+        read_weights(path)
+
+
+def raw_file(path, header, data=b"", length=None):
+    """A safetensors file of this header, of which it may lie."""
+    header = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(header) if length is None else length
+    path.write_bytes(struct.pack("<Q", length) + header + data)
+
+
+def tensor(dtype, *shape, at=0, size=0):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+
+
+# What a header says, and what follows it.
+CRAFTED = {
+    **{
+        dtype: ({"embedding.weight": tensor(dtype, 4, 4, size=16)}, bytes(16), f"is of the type {dtype}, wh")
+        for dtype in ("F8_E4M3", "F8_E5M2", "F8_E8M0")
+    },
+    "a longer header": ({}, b"", "header too large", 2**60),
+    "no header": ({}, b"", "not a safetensors file, or not all of it", 0),
+    "deep": (b'{"a": ' * 100_000, b"", "not a safetensors file, or not all of it"),
+    "huge": ({"embedding.weight": tensor("F32", 10**19, 4)}, b"", "overflow computing buffer size"),
+    "huge and empty": (
+        {"embedding.weight": tensor("F32", 0, 10**12), "lstm.weight_hh_l0": tensor("F32", 0, 10**12)},
+        b"", r"embedding\.weight is 0 x 1000000000000 and lstm\.weight_hh_l0 0 x 10+: that is no model",
+    ),
+    "layers by name alone": (
+        {
+            "embedding.weight": tensor("F32", 1, 1, size=4),
+            "lstm.weight_hh_l0": tensor("F32", 4096, 1024, at=4, size=2**24),
+            **{f"lstm.weight_hh_l{n}": tensor("F32", 0, at=2**24 + 4) for n in range(1, 10**4)},
+        },
+        bytes(2**24 + 4), r"no tensor lstm\.weight_ih_l0",
+    ),
+    "metadata": ({"__metadata__": {"words": 3}}, b"", "not a safetensors file, or not all of it"),
+    "complex": (
+        {"embedding.weight": tensor("C64", 1, 1, size=8)}, bytes(8), "1 x 1 of complex64, .* floating-point",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_crafted_files_are_refused(name, tmp_path):
+    header, data, message, *length = CRAFTED[name]
+    path = tmp_path / "model.safetensors"
+    raw_file(path, header, data, *length)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"^{re.escape(str(path))}\W.*{message}"):
+            read_weights(path)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 2 * path.stat().st_size + 2**26
+
+
+def test_a_pipe_is_no_file_of_weights(tmp_path):
+    path = tmp_path / "model.safetensors"
+    os.mkfifo(path)
+    with pytest.raises(
+        OSError, match=r"cannot read the weights .*: it is a pipe, .*; give a safet"
+    ):
         read_weights(path)
 
 

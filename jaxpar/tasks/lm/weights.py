@@ -23,12 +23,13 @@ import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxpar.files import whole_file
+from jaxpar.files import check_file, read_file, read_json, whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
@@ -254,13 +255,18 @@ def read_weights(
     """
     path = Path(path).expanduser()
     try:
+        check_file(path)
         with safetensors.safe_open(path, framework="np") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: _tensor(file, name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except OSError as error:
-        raise type(error)(f"cannot read the weights: {error}; give a safetensors file") from error
+        raise type(error)(
+            f"cannot read the weights {path}: {error.strerror or error}; give a safetensors file"
+        ) from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or not all of it: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     words = metadata.get(WORDS)
     if SHA256 in metadata and metadata[SHA256] != _sha256(tensors, words):
         raise ValueError(
@@ -276,6 +282,16 @@ def read_weights(
         raise ValueError(f"{path}: {error}") from error
 
 
+def _tensor(file: Any, name: str) -> np.ndarray:
+    try:
+        return file.get_tensor(name)
+    except (AttributeError, TypeError):
+        dtype = file.get_slice(name).get_dtype()
+        raise ValueError(
+            f"{name} is of the type {dtype}, which NumPy does not have; convert it to F32 or BF16"
+        ) from None
+
+
 def _sha256(tensors: Mapping[str, np.ndarray], words: str | None) -> str:
     """Of all that a file says: its words, and the names, types, shapes and values of its tensors."""
     sha256 = hashlib.sha256(repr(words).encode())
@@ -287,10 +303,10 @@ def _sha256(tensors: Mapping[str, np.ndarray], words: str | None) -> str:
 
 def _parse_words(text: str) -> Sequence[str]:
     try:
-        words = json.loads(text)
+        words = read_json(text, list)
     except ValueError:
-        words = None
-    if not (isinstance(words, list) and all(isinstance(word, str) for word in words)):
+        words = [None]
+    if not all(isinstance(word, str) for word in words):
         raise ValueError(f"{WORDS!r} in its metadata is not a JSON list of texts; export it again")
     return words
 
@@ -328,27 +344,37 @@ def _from_torch(
     L = sum(1 for name in tensors if pattern.fullmatch(name))
     first = take(f"{recurrent}.weight_hh_l0", None, None)
     left[f"{recurrent}.weight_hh_l0"], H = first, first.shape[1]
+    if 0 in (V, E, H):
+        raise ValueError(
+            f"{embedding}.weight is {V} x {E} and {recurrent}.weight_hh_l0 {len(first)} x {H}: "
+            f"that is no model; give all of its weights"
+        )
     for other, (num_gates, _) in _GATES.items():
         if other != kind and len(first) == num_gates * H:
             raise ValueError(
                 f"{recurrent}.weight_hh_l0 is {len(first)} x {H}, that of {num_gates} gates: the layers are "
                 f"layer={other!r}, the task has layer={kind!r}; use --layer {other}"
             )
-    w_x, w_h, b = np.zeros((L, H, G, H)), np.zeros((L, H, G, H)), np.zeros((L, G + num_apart, H))
-    for layer in range(L):
+    layers = []
+    for layer in range(
+        L
+    ):  # all of them first: their names alone may promise more than there is memory
         inputs = H if layer else E
-        weight_ih = take(f"{recurrent}.weight_ih_l{layer}", G * H, inputs)
-        weight_hh = take(f"{recurrent}.weight_hh_l{layer}", G * H, H)
-        if inputs <= H:  # else the task refuses it
-            w_x[layer, :inputs] = weight_ih.T.reshape(inputs, G, H)
-        w_h[layer] = weight_hh.T.reshape(H, G, H)
-        for name, rows in (
-            ("ih", [*range(G)]),
-            ("hh", [*range(G - num_apart), *range(G, len(b[0]))]),
-        ):
+        weights = [
+            take(f"{recurrent}.weight_{name}_l{layer}", G * H, size)
+            for name, size in (("ih", inputs), ("hh", H))
+        ]
+        b = np.zeros((G + num_apart, H), np.float32)
+        for name, rows in (("ih", [*range(G)]), ("hh", [*range(G - num_apart), *range(G, len(b))])):
             bias = f"{recurrent}.bias_{name}_l{layer}"
             if bias in left:
-                b[layer, rows] += take(bias, G * H).reshape(G, H)
+                b[rows] += take(bias, G * H).reshape(G, H)
+        # The rows beyond E meet nothing but zeros; an E beyond H is refused by the task.
+        w_x, w_h = (
+            np.pad(weight, ((0, 0), (0, max(H - weight.shape[1], 0)))) for weight in weights
+        )
+        layers.append([w_x.T[:H].reshape(H, G, H), w_h.T.reshape(H, G, H), b])
+    w_x, w_h, b = map(np.stack, zip(*layers, strict=True))
 
     bias = f"{head}.bias"
     head_bias = take(bias, V) if bias in left else np.zeros(V)
@@ -377,9 +403,7 @@ def _read_words(path: Path) -> Sequence[str]:
             folder.read(VOCABULARY)  # is it as it was written?
         return Vocabulary.load(path).words
     try:
-        return path.read_bytes().decode().removesuffix("\n").split("\n")
-    except OSError as error:
-        raise type(error)(f"cannot read the vocabulary {path}: {error.strerror}") from error
+        return read_file(path, "the vocabulary").decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"the vocabulary {path} is not UTF-8: {error}") from error
 
