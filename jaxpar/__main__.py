@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("stopped", file=sys.stderr)
         return leave_processes(130, "it was stopped")
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
         if debug:
             raise
         print(f"error: {error}{_place_of(error)}", file=sys.stderr)

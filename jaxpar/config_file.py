@@ -26,7 +26,7 @@ from typing import Any
 
 import tomli_w
 
-from jaxpar.files import whole_file
+from jaxpar.files import read_file, whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel, short_name
 from jaxpar.task import Task, find_task, spec_of
@@ -34,6 +34,7 @@ from jaxpar.training.settings import Settings
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
+MOST_BYTES = 2**18  # of a file; reading TOML takes the square of the length of a key
 RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 
@@ -52,6 +53,8 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
     try:
         tables.pop(SIMULATE, None)  # see `read_simulated`
         return _change(_base(tables, base), tables)
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -125,12 +128,11 @@ def default_settings(task: type[Task]) -> Settings:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    content = read_file(path, "the config", "give a readable TOML file", MOST_BYTES)
     try:
-        return tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise type(error)(
-            f"cannot read the config {path}: {error.strerror}; give a readable TOML file"
-        ) from error
+        return tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
@@ -185,7 +187,7 @@ def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]
         elif dataclasses.is_dataclass(now):
             table = _as_table(f"{path}{key}", value)
             changes[key] = _replace(now, table, f"{path}{key}.", paths)
-        elif type(value) is int and hints[key] in (float, float | None):
+        elif type(value) is int and value.bit_length() < 64 and hints[key] in (float, float | None):
             changes[key] = float(value)
         else:
             changes[key] = _tuple(value)

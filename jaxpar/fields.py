@@ -4,17 +4,26 @@ import dataclasses
 import functools
 import inspect
 import math
+import reprlib
 import types
 import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
+MOST = 2**30  # of a size: JAX counts the places along a dim with 31 bits
+_LARGEST = (
+    2**63
+)  # whole numbers are below it: TOML promises no more, and nobody has so many of anything
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+
 
 def check_fields(config: Any) -> None:
     """Nothing, if every field has a value of its type; to be called in `__post_init__`.
 
-    Whole numbers are numbers; truth values are not. Numbers must be finite. A list is taken for a
-    tuple, as JSON and TOML have no other.
+    Whole numbers are numbers; truth values are not. Numbers must be finite, and whole ones of 64 bits. A list
+    is taken for a tuple, as JSON and TOML have no other.
 
     Args:
       config: a dataclass whose fields are of int, float, bool, str, None, a class, a Literal, a tuple
@@ -28,6 +37,7 @@ def check_fields(config: Any) -> None:
         if isinstance(value, list):
             value = tuple(value)
             object.__setattr__(config, name, value)
+        _check_bits(name, value)
         options = _options(hint)
         if any(_fits(value, option) for option in options):
             continue
@@ -35,7 +45,17 @@ def check_fields(config: Any) -> None:
             raise ValueError(f"{name}={value}: use a finite number")
         wanted = " or ".join(map(_describe, options))
         kind = f" ({type(value).__name__})" if isinstance(value, int | float) else ""
-        raise ValueError(f"{name}={value!r}{kind}: use {wanted}")
+        raise ValueError(f"{name}={_SHORT.repr(value)}{kind}: use {wanted}")
+
+
+def _check_bits(name: str, value: Any) -> None:
+    """Raises for a whole number that is too large for 64 bits, also in a tuple."""
+    if isinstance(value, tuple):
+        for each in value:
+            _check_bits(name, each)
+    elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
+        shown = value if value.bit_length() < 1000 else f"a number of {value.bit_length()} bits"
+        raise ValueError(f"{name}={shown}: must be below 2**63")
 
 
 _hints = functools.cache(typing.get_type_hints)
@@ -98,9 +118,7 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
         raise ValueError(
             f"{name}={value.__name__} is a class; give an object of it, {value.__name__}()"
         )
-    text = repr(value)
-    shown = text if len(text) <= 60 else f"{text[:60]}..."
-    raise ValueError(f"{name}={shown} ({type(value).__name__}): use {use}")
+    raise ValueError(f"{name}={_SHORT.repr(value)} ({type(value).__name__}): use {use}")
 
 
 def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
@@ -119,6 +137,14 @@ def require_positive(config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value > 0, f"{name}={value}: must be positive")
+
+
+def require_sizes(config: Any, *names: str) -> None:
+    """Raises if one of these fields is not from 1 to `MOST`, so that it could be the size of a dim."""
+    require_positive(config, *names)
+    for name in names:
+        value = getattr(config, name)
+        require(value <= MOST, f"{name}={value}: must be at most {MOST}")
 
 
 def require_rate(config: Any, *names: str) -> None:

@@ -5,24 +5,36 @@ import errno
 import json
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any])
 
 
 def read_file(
-    path: str | os.PathLike[str], what: str = "", remedy: str = "give a readable file"
+    path: str | os.PathLike[str],
+    what: str = "",
+    remedy: str = "give a readable file",
+    most_bytes: int = sys.maxsize,
 ) -> bytes:
     """The bytes of a file.
 
     Args:
       what: the file is, for the message, such as "the config".
+      most_bytes: that such a file has.
     Raises:
-      OSError: as of `check_file`, or it cannot be read; in words.
+      OSError: as of `check_file`, it has more bytes, or it cannot be read; in words.
     """
     try:
         check_file(path)
+        if (size := os.path.getsize(path)) > most_bytes:
+            told = f"it has {size:,} bytes, more than {most_bytes:,}"
+            raise OSError(errno.EFBIG, told, os.fspath(path))
         return Path(path).read_bytes()
+    except MemoryError:
+        raise MemoryError(f"{path} does not fit into the memory of this machine") from None
     except OSError as error:
         named = f"{what} {path}".lstrip()
         raise type(error)(f"cannot read {named}: {error.strerror}; {remedy}") from error
@@ -42,8 +54,8 @@ def check_file(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, told, os.fspath(path))
 
 
-def read_json(content: str | bytes) -> dict[str, Any]:
-    """The object that a text of JSON holds.
+def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
+    """The object that a text of JSON holds, or its list.
 
     Raises:
       ValueError: it is not JSON in UTF-8, is nested too deeply, or holds something else.
@@ -52,8 +64,8 @@ def read_json(content: str | bytes) -> dict[str, Any]:
         found = json.loads(content)
     except (ValueError, RecursionError):
         raise ValueError("it is not JSON, or nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError("it holds no JSON object")
+    if not isinstance(found, kind):
+        raise ValueError(f"it holds no JSON {'object' if kind is dict else kind.__name__}")
     return found
 
 

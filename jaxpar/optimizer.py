@@ -88,6 +88,9 @@ class OptimizerConfig:
         for name in ("warmup_steps", "hold_steps", "weight_decay", "average_after"):
             value = getattr(self, name)
             require(value >= 0, f"{name}={value}: must not be negative")
+        for name in ("warmup_steps", "hold_steps", "lr_decay_every", "average_after"):
+            value = getattr(self, name)
+            require(value < 2**31, f"{name}={value}: must be below {2**31}")
         for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
             require(
                 getattr(self, name) == 0 or self.name in optimizers,

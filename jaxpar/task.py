@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxpar.batches import Batches
 from jaxpar.fields import check_fields, require_instance
+from jaxpar.files import read_file
 from jaxpar.packing import PackedBatches
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import RULES, Rules
@@ -198,12 +199,7 @@ def locate_task(spec: str) -> Found:
             f"there is no task {spec!r}; {hint} {', '.join(TASKS)}, or one of yours as path/to/file.py:Name"
         )
     path = Path(file).expanduser()
-    try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise type(error)(
-            f"cannot read {path}, the file of task {spec!r}: {error.strerror}; give a file of Python"
-        ) from error
+    source = read_file(path, f"the file of task {spec!r},", "give a file of Python")
     # The program itself is not run once more: it may train, or load what it has trained.
     main, resolved = sys.modules["__main__"], path.resolve()
     main_path = getattr(main, "__file__", None)

@@ -166,7 +166,7 @@ CALLS = {
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "weights of no run": (lambda m: jaxpar.lm.export_weights("nowhere", "x"), "nowhere holds no run"),
     "weights from no file": (
-        lambda m: jaxpar.lm.import_weights("nowhere", "x", TASK), "cannot read the weights: .*nowhere",
+        lambda m: jaxpar.lm.import_weights("nowhere", "x", TASK), "cannot read the weights .*nowhere",
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): use python-docs, "),

@@ -443,7 +443,7 @@ FILES = {
         r"cannot write new/metrics\.jsonl: Is a directory",
     ),
     "weights that are not there": (
-        import_("-i", "none.safetensors"), r"cannot read the weights: .*none\.safetensors",
+        import_("-i", "none.safetensors"), r"cannot read the weights .*none\.safetensors",
     ),
     "no weights": (import_("-i", "no.safetensors"), r"no\.safetensors is not a safetensors file"),
     "weights by other names": (

@@ -143,7 +143,7 @@ def test_a_task_is_as_its_file_is_now(tmp_path, own):
     (tmp_path / "own.py").write_text(f"{OWN}    unit = 'metres'\n")
     assert read_config(path).task.unit == "metres"
     (tmp_path / "own.py").unlink()
-    with pytest.raises(FileNotFoundError, match=r"cannot read .*own\.py, the file of task"):
+    with pytest.raises(FileNotFoundError, match=r"cannot read the file of task .*own\.py: No such"):
         read_config(path)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.files import read_json
 from jaxpar.hosts.agreement import describe_processes, differences
 
 # What makes another program of the same sources, or other numbers of the same program.
@@ -190,7 +191,7 @@ def _read_line(connection: socket.socket) -> Any:
             if not (part := connection.recv(4096)):
                 return None
             text += part
-        return json.loads(text)
+        return read_json(text)
     except (OSError, ValueError):
         return None
 

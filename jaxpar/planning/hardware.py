@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from jaxpar.files import whole_file
+from jaxpar.files import read_file, read_json, whole_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +193,9 @@ class Hardware:
           OSError: the file cannot be read.
           ValueError: it does not describe hardware.
         """
+        content = read_file(path, "the machine")
         try:
-            fields = json.loads(Path(path).read_text())
+            fields = read_json(content)
             near, far = (
                 Link(**{**link, "sizes": tuple(map(tuple, link["sizes"]))})
                 for link in (fields.pop("near"), fields.pop("far"))
@@ -212,7 +214,7 @@ class Hardware:
 def _check_positive(zero: float | None = None, **numbers: float) -> None:
     """Raises if one of the numbers is not finite, or not above zero; one that equals `zero` is allowed."""
     for name, value in numbers.items():
-        if not (0 < value < math.inf or value == zero):
+        if not (0 < value < sys.float_info.max or value == zero):
             least = "positive" if zero is None else "0 or more"
             raise ValueError(f"{name}={value}: must be {least} and finite")
 

@@ -40,7 +40,7 @@ from jaxpar.files import check_file, read_json
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
-from jaxpar.state import TrainState, abstract_state
+from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.checksums import (
@@ -195,6 +195,7 @@ class Checkpoints:
 
         path = self._folder / str(self._resolve(step, best))
         target = abstract_state(self._task, self._parallel, mesh)
+        check_room(target, mesh)
         abstract = abstract_by_layer(target, self._task, self._parallel)
         before, now = _read_described(path), self._describe(0, {})
         _check_task(path, before, now)

@@ -55,7 +55,9 @@ class TrainConfig:
             value = getattr(self, name)
             require(value >= 0, f"{name}={value}: must not be negative")
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
-        require(self.num_steps < 2**31, f"num_steps={self.num_steps}: must be below {2**31}")
+        for name in ("num_steps", "max_skipped"):  # a state counts with 32 bits
+            value = getattr(self, name)
+            require(value < 2**31, f"{name}={value}: must be below {2**31}")
         for name in ("out_dir", "fallback_dir"):
             require(getattr(self, name) != "", f"{name}='' names no folder; leave it out")
 

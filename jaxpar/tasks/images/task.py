@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import BATCH, DATA, INPUT, STAGE, TENSOR
 from jaxpar.batches import WEIGHT, ArrayBatches
-from jaxpar.fields import require, require_positive, require_rate
+from jaxpar.fields import MOST, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import OptimizerConfig
 from jaxpar.parallel import Parallel, check_divides
@@ -29,6 +30,8 @@ from jaxpar.tasks.images.model import (
     num_features,
 )
 from jaxpar.training.settings import TrainConfig
+
+MOST_PIXELS = 2**28  # that a batch can have here
 
 # What all devices of a mesh split of a network with convolutions below and dense layers above. The hybrid
 # ("one weird trick", arXiv:1404.5997) splits the images of the convolutions, which have many activations,
@@ -85,15 +88,21 @@ class Images(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require_positive(self, "num_classes", "batch_size")
+        require_sizes(self, "num_classes", "batch_size")
         require_rate(self, "dropout")
         for name in ("channels", "hidden_sizes", "image_shape"):
             sizes = getattr(self, name)
             require(min(sizes, default=1) > 0, f"{name}={sizes}: all must be positive")
+            require(max(sizes, default=1) <= MOST, f"{name}={sizes}: all must be at most {MOST}")
         require(len(self.channels) > 0, f"channels={self.channels}: give one convolution or more")
         require(
             len(self.image_shape) == 3,
             f"image_shape={self.image_shape}: give height, width and colours",
+        )
+        require(
+            self.batch_size * math.prod(self.image_shape) <= MOST_PIXELS,
+            f"batch_size={self.batch_size} x image_shape={self.image_shape} are more numbers in a batch than "
+            f"{MOST_PIXELS}; use fewer or smaller images",
         )
         num_poolings = len(self.channels) // 2
         require(

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.batches import Batches
-from jaxpar.fields import nearest_multiples, require, require_positive, require_rate
+from jaxpar.fields import nearest_multiples, require, require_rate, require_sizes
 from jaxpar.nn import GRU, LSTM, RGLRU, SLSTM, MinGRU
 from jaxpar.optimizer import OptimizerConfig
 from jaxpar.parallel import Parallel, PipelineConfig, check_divides
@@ -40,6 +40,11 @@ from jaxpar.tasks.lm.windows import Windows, in_window
 VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
+
+MOST_LAYERS, MOST_TOKENS = (
+    10_000,
+    2**28,
+)  # that a list of layers and the tokens of a batch can have here
 
 LAYERS = {"lstm": LSTM, "gru": GRU, "rglru": RGLRU, "mingru": MinGRU, "slstm": SLSTM}
 FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
@@ -120,10 +125,19 @@ class LM(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require_positive(
+        require(
+            self.num_layers <= MOST_LAYERS,
+            f"num_layers={self.num_layers}: must be at most {MOST_LAYERS}",
+        )
+        require_sizes(
             self, "num_layers", "hidden_size", "embed_size", "max_vocab", "batch_size", "seq_len",
             "bucket_multiple",
         )  # fmt: skip
+        require(
+            self.batch_size * self.seq_len <= MOST_TOKENS,
+            f"batch_size={self.batch_size} x seq_len={self.seq_len} are more tokens in a batch than "
+            f"{MOST_TOKENS}; use fewer rows or steps",
+        )
         require_rate(self, "dropout")
         require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
         require(
@@ -138,7 +152,7 @@ class LM(Task):
         )
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
-                require_positive(self, name)
+                require_sizes(self, name)
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
