@@ -1,6 +1,6 @@
 """Processes agree on a run, or all of them refuse: who has come, and who differs in what.
 
-The twenty disagreements of whole processes:
+The disagreements of whole processes:
 
     pytest -n 0 -m slow -s tests/test_agreement.py
 """
@@ -108,7 +108,7 @@ def test_a_stranger_at_the_door_is_no_process():
     address = f"127.0.0.1:{_free_port()}"
     host = threading.Thread(target=meet, args=(address, 0, 2, {}, 20.0, address))
     host.start()
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": [1], "facts": 3}\n', b""):
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": [1], "facts": 3}\n', b"[" * 2**16, b""):
         while True:
             try:
                 with socket.create_connection(
@@ -147,6 +147,39 @@ def test_the_program_is_its_sources_and_packages():
     assert re.fullmatch(r"\d+\.\d+\.\d+ \(sources [0-9a-f]{12}\)", facts["jaxpar"])
     assert {"jax", "jaxlib", "flax", "orbax-checkpoint", "jax_enable_x64"} <= facts.keys()
     assert program_facts(3) == facts | {"the number of processes": "3"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "other", "message"),
+    [
+        (
+            "--xla_cpu_enable_fast_math=true --xla_a=1",
+            "  --xla_a=1\n --xla_cpu_enable_fast_math ",
+            "",
+        ),
+        ("--xla_dump_to=/a --xla_gpu_dump_llvmir --xla_gpu_cuda_data_dir=/b", "", ""),
+        (
+            "--xla_force_host_platform_device_count=4",
+            "--xla_force_host_platform_device_count=2",
+            "",
+        ),
+        ("--xla_a=1 --xla_a=2", "--xla_a=2", ""),
+        ("", "--xla_a=1", "{} xla_a is not there in process 0, 1 in process 1"),
+        ("--xla_a=2", "--xla_a=1 --xla_dump_to=/a", "{} xla_a is 2 in process 0, 1 in process 1"),
+        ("{file}", "--xla_a=1 --xla_b=2", ""),
+        ("{file}", "--xla_a=1", "{} xla_b is 2 in process 0, not there in process 1"),
+    ],
+)
+@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+def test_flags_of_the_compiler_are_compared_where_they_change_a_program(
+    variable, flags, other, message, monkeypatch, tmp_path
+):
+    (tmp_path / "flags").write_text("--xla_b=2\n--xla_a=1\n")
+    facts = {}
+    for number, text in enumerate((flags, other)):
+        monkeypatch.setenv(variable, text.format(file=tmp_path / "flags"))
+        facts[number] = program_facts(2)
+    assert differences(facts) == message.format(variable)
 
 
 # ---- whole processes ----
@@ -204,11 +237,15 @@ OTHER_DEVICES = """
 import types, jax
 jax.local_devices = lambda: [types.SimpleNamespace(device_kind="TPU v9")]
 """
+OTHER_FLAGS = """
+import os
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true"
+"""
 OTHER_JAX = """
 import importlib.metadata as found
 version, found.version = found.version, lambda name: "9.9" if name == "jax" else version(name)
 """
-# What process 1 has beside the others' options, and what is said of it: twenty.
+# What process 1 has beside the others' options, and what is said of it.
 DISAGREEMENTS = {
     "several": (
         {"more": ["--train.seed", "7", "--optimizer.learning-rate", "0.5"]},
@@ -238,6 +275,10 @@ DISAGREEMENTS = {
     "jax": ({"before": OTHER_JAX}, r"jax is 0\.\S+ in process 0, 9\.9 in process 1; start all of them"),
     "jaxpar": (
         {"before": "import jaxpar; jaxpar.__version__ = '9.9'"}, r"jaxpar is 0\.\S+ .* 9\.9 .* in process 1"
+    ),
+    "flags": (
+        {"before": OTHER_FLAGS},
+        "XLA_FLAGS xla_cpu_enable_fast_math is not there in process 0, true in process 1; start all",
     ),
     "count": ({"count": 3}, "the number of processes is 2 in process 0, 3 in process 1"),
 }  # fmt: skip

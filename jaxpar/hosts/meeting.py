@@ -5,25 +5,34 @@ coordinator's port until JAX's own service takes it over. Every other process se
 and its facts, and gets one back: the verdict.
 """
 
+import contextlib
 import errno
 import hashlib
 import importlib.metadata
 import json
+import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxpar.files import read_json
+from jaxpar.files import read_file, read_json
 from jaxpar.hosts.agreement import describe_processes, differences
 
 # What makes another program of the same sources, or other numbers of the same program.
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
 _FLAGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
+
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# What is written down of a program, and where; how many devices there are is compared as such.
+_HARMLESS = re.compile(
+    r"xla_(\w+_)?dump_\w+|xla_force_host_platform_device_count|xla_gpu_cuda_data_dir"
+)
 
 _NOTICE_SECONDS = 15.0
 _AFTER_A_CONFLICT_SECONDS = 5.0  # for the others to come and hear of it
@@ -42,7 +51,19 @@ def program_facts(num_processes: int) -> dict[str, str]:
         "jaxpar": f"{version} (sources {sources.hexdigest()[:12]})",
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
         **{name: str(getattr(jax.config, name)) for name in _FLAGS},
+        **{f"{name} {flag}": value for name in _VARIABLES for flag, value in _flags_of(name)},
     }
+
+
+def _flags_of(variable: str) -> Iterator[tuple[str, str]]:
+    """The compiler's flags in a variable of the environment that may change a program; the last of equals."""
+    text = os.environ.get(variable, "")
+    if text and not text.lstrip().startswith("-"):  # XLA takes it for the name of a file of flags
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = read_file(text).decode()
+    flags = (flag.lstrip("-").partition("=") for flag in text.split())
+    found = {name: value if equals else "true" for name, equals, value in flags}
+    yield from ((name, found[name]) for name in sorted(found) if not _HARMLESS.fullmatch(name))
 
 
 def meet(
@@ -184,7 +205,7 @@ def _listen(address: str, bind_address: str | None) -> socket.socket:
 
 
 def _read_line(connection: socket.socket) -> Any:
-    """A line of JSON; None if there comes none in time, or something else."""
+    """An object as a line of JSON; None if there comes none in time, or something else."""
     text = b""
     try:
         while not text.endswith(b"\n") and len(text) < _LINE_BYTES:
