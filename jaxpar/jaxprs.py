@@ -18,6 +18,8 @@ _CHEAP = {
     "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
 
+_HAND_ON = {"jit", "pjit", "checkpoint", "remat2"}  # calls of a program, with its own arguments
+
 
 def made_of(
     jaxpr: Jaxpr, known: Iterable[Var], by: Callable[[Any], bool] = lambda eqn: True
@@ -45,6 +47,22 @@ def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
         if eqn.effects or any(v in found for v in eqn.invars if isinstance(v, Var)):
             found |= {*eqn.outvars}
     return found
+
+
+def handed_on(jaxpr: Jaxpr, out: Any) -> Any:
+    """What an output is: the variable itself, or that which calls inside only hand on."""
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    while isinstance(out, Var) and out in made_by:
+        eqn = made_by[out]
+        if eqn.primitive.name not in _HAND_ON:
+            return out
+        called = eqn.params["jaxpr"]
+        called = getattr(called, "jaxpr", called)
+        inner = handed_on(called, called.outvars[eqn.outvars.index(out)])
+        if inner not in called.invars:
+            return out
+        out = eqn.invars[called.invars.index(inner)]
+    return out
 
 
 def inlined(jaxpr: Jaxpr) -> Jaxpr:

@@ -19,7 +19,8 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.batches import STARTS
 from jaxpar.fields import check_takes
-from jaxpar.model import NO_SLOTS, Stack, checked_sums, in_words, values
+from jaxpar.jaxprs import handed_on
+from jaxpar.model import NO_SLOTS, Stack, check_variables, checked_sums, in_words, values
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
@@ -62,6 +63,7 @@ class ModelLayout:
         _check_numbers(task, batch)
         self.batch = jax.tree.map(shape_of, batch)
         plain = _checked_model(task, lambda: nnx.eval_shape(lambda: self._make(0)))
+        check_variables(f"the model of task {task.name}", nnx.state(plain))
         self.time_major = bool(getattr(plain, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         parallel.check(self.batch_size, self.num_steps)
@@ -88,7 +90,6 @@ class ModelLayout:
         self.slots = self._place(plain)
         model = nnx.eval_shape(lambda: self.make(0))
         self.graphdef, self.params, self.frozen = self.split(model)
-        self._check_variables()
 
     # ---- making and taking apart ----
 
@@ -277,11 +278,10 @@ class ModelLayout:
         self._abstract = plain
         self._block = jax.tree.map(self._to_block, self.batch)
 
-        def first(leaves, batch):
-            return _with_leaves(plain, leaves).first(batch, _At(self, batch))
+        def first(model, batch):
+            return model.first(batch, _At(self, batch))
 
-        leaves = jax.tree.leaves(nnx.state(plain))
-        self.x = _named("first", lambda: jax.eval_shape(first, leaves, self._block))
+        self.x = _traced("first", first, plain, self._block)
         _check_floats("what `first` gives", self.x)
         self._layer_traces = []
         for kind, name in enumerate(self.kinds):
@@ -292,53 +292,41 @@ class ModelLayout:
                     f"layer {name} reads the whole window at once, num_chunks={self.parallel.num_chunks} "
                     f"cuts it; use num_chunks=1, and more microbatches"
                 )
-            graphdef, state = nnx.split(layer)
             carry = ()
             if hasattr(layer, "initial_carry"):
 
-                def begin(state, graphdef=graphdef):
-                    return nnx.merge(graphdef, state).initial_carry(self.batch_size)
+                def begin(layer):
+                    return layer.initial_carry(self.batch_size)
 
-                carry = _named(
-                    f"layer {name}",
-                    lambda begin=begin, state=state: jax.eval_shape(begin, state),
-                )
+                carry = _traced(f"layer {name}", begin, layer)
                 _check_floats(f"layer {name}: its initial_carry", carry)
-            function = _LayerFunction(name, graphdef)
 
-            def run(state, carry, x, batch, function=function):
-                return function(state, nnx.State({}), carry, x, _At(self, batch))
+            def call(layer, carry, x, batch, name=name):
+                return _called(name, layer, carry, x, _At(self, batch))
 
-            args = (state, carry, self.x, self._block)
-            after, y = _named(
-                f"layer {name}", lambda run=run, args=args: jax.eval_shape(run, *args)
-            )
+            args = (carry, self.x, self._block)
+            after, y = _traced(f"layer {name}", call, layer, *args)
             _check_same(f"layer {name}: its output", y, "its input", self.x)
             _check_same(
                 f"layer {name}: the carry that it returns", after, "the one it takes", carry
             )
-            self._layer_traces.append((run, args))
-        last, *args = self._last
-        sums = _named(
-            "last", lambda: jax.eval_shape(lambda *args: checked_sums(last(*args), plain), *args)
-        )
-        self.num_sums = len(jax.tree.leaves(sums))
+            graphdef, state = nnx.split(layer)
+
+            def run(state, *args, graphdef=graphdef, call=call):
+                return call(nnx.merge(graphdef, state), *args)
+
+            self._layer_traces.append((run, (state, *args)))
+
+        def last(model, x, batch):
+            return checked_sums(model.last(x, batch, _At(self, batch)), model)
+
+        self.num_sums = len(jax.tree.leaves(_traced("last", last, plain, self.x, self._block)))
 
     def _to_block(self, leaf: Any) -> Any:
         """A leaf of the batch as the model sees it, of the whole batch."""
         if self.time_major and len(leaf.shape) > 1:
             return jax.ShapeDtypeStruct((*leaf.shape[1::-1], *leaf.shape[2:]), leaf.dtype)
         return leaf
-
-    def _check_variables(self) -> None:
-        for path, leaf in nnx.to_flat_state(self.frozen):
-            if isinstance(leaf, nnx.RngState | nnx.BatchStat | nnx.Cache | nnx.Intermediate):
-                raise ValueError(
-                    f"the model of task {self.task.name} has {'.'.join(map(str, path))}, a "
-                    f"{type(leaf).__name__}, which its calls change; `first`, `last` and layers are "
-                    f"functions of parameters and inputs: use jaxpar.nn.dropout(x, rate, at) for dropout, "
-                    f"and a norm without running statistics"
-                )
 
     # ---- what of the model a function before or after the layers uses ----
 
@@ -462,13 +450,18 @@ class _LayerFunction:
         self.name, self.graphdef = name, graphdef
 
     def __call__(self, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
-        out = nnx.merge(self.graphdef, params, frozen)(carry, x, at)
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise ValueError(
-                f"layer {self.name} returns {in_words(out)}; let its __call__ return (carry, y), or wrap a "
-                f"module that returns y alone: jaxpar.nn.Stateless(module)"
-            )
-        return out
+        return _called(self.name, nnx.merge(self.graphdef, params, frozen), carry, x, at)
+
+
+def _called(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
+    """What a layer returns, if it is two things."""
+    out = layer(carry, x, at)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ValueError(
+            f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or wrap a module "
+            f"that returns y alone: jaxpar.nn.Stateless(module)"
+        )
+    return out
 
 
 def _At(layout: ModelLayout, batch: Any) -> At:
@@ -582,7 +575,38 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
     return rows.pop(), max(steps, default=1)
 
 
-def _named(what: str, trace: Callable[[], Any]) -> Any:
+def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """The shapes that `call(module, *args)` gives, of shapes; the module must keep its variables.
+
+    Raises:
+      ValueError: the call changes a variable of the module, or adds one.
+    """
+    graphdef, state = nnx.split(module)
+
+    def run(state, *args):
+        own = nnx.merge(graphdef, state)
+        return call(own, *args), nnx.state(own)
+
+    program, (out, after) = named(
+        what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
+    )
+    jaxpr = program.jaxpr
+    names, names_after = (_flatten(tree)[0] for tree in (state, after))
+    before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
+    given = jaxpr.outvars[len(jaxpr.outvars) - len(names_after) :]
+    left = {name: handed_on(jaxpr, v) for name, v in zip(names_after, given, strict=True)}
+    changed = [name for name in [*before, *left] if before.get(name) is not left.get(name)]
+    if changed:
+        name = changed[0].removesuffix("/value").replace("/", ".")
+        raise ValueError(
+            f"{what} changes its variable {name} when it is called, and that would be lost: it runs many "
+            f"times in a step, in an order that the schedule decides; keep what lasts from step to step in "
+            f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
+        )
+    return out
+
+
+def named(what: str, trace: Callable[[], Any]) -> Any:
     """What a trace gives; its errors get a note with a name."""
     try:
         return trace()

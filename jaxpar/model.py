@@ -82,6 +82,18 @@ def in_words(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
+def check_variables(what: str, state: nnx.State) -> None:
+    """Raises a ValueError for variables that calls change, going by their type, such as `nnx.BatchStat`."""
+    for path, leaf in nnx.to_flat_state(state):
+        if isinstance(leaf, _CHANGING):
+            raise ValueError(
+                f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change; "
+                f"`first`, `last` and layers are functions of parameters and inputs: use "
+                f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm over features, such as "
+                f"nnx.LayerNorm or nnx.RMSNorm, instead of one over the batch"
+            )
+
+
 class Model(Protocol):
     """What a model has; the methods that are commented out are optional.
 
@@ -312,13 +324,7 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
     require_instance("what a maker of a Stack returns", module, nnx.Module, use)
     graphdef, state = nnx.split(module)
     name = getattr(module, "kind_name", type(module).__name__)
-    for path, leaf in nnx.to_flat_state(state):
-        if isinstance(leaf, _CHANGING):
-            raise ValueError(
-                f"layer {name} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls "
-                f"change; layers of a stack are functions of their parameters, carry and inputs: use "
-                f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm without running statistics"
-            )
+    check_variables(f"layer {name}", state)
     check_takes(
         module,
         ("carry", "x", "at"),

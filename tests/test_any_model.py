@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import Regress
+from models import WIDTH, Regress
 from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
@@ -273,7 +273,7 @@ def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
             return jnp.ones((*batch["x"].shape[:2], 16))
 
         def last(self, y, batch, at):
-            return Sums(jnp.sum(y), jnp.float32(1))
+            return Sums(jnp.sum(y), jnp.float32(y.size))
 
     class Task(Regress):
         def make_model(self, rngs):
@@ -281,6 +281,71 @@ def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
 
     with pytest.raises(ValueError, match=message):
         init_state(Task(), Parallel(on_devices((1, 1, 1))))
+
+
+class Counts(nnx.Module):
+    """Its `count` is changed by calls, in a way that a test chooses."""
+
+    def __init__(self, change, *, rngs):
+        self.change, self.count = change, nnx.Variable(jnp.zeros(()))
+        self.w = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, carry, x, at):
+        if self.change == "a variable":
+            self.count[...] += 1
+        elif self.change == "a parameter of another module":
+            self.w.kernel[...] *= 0.9
+        elif self.change == "in a function that is compiled by itself":
+            nnx.jit(lambda layer: layer.count.set_value(layer.count + 1))(self)
+        elif self.change == "a new one":
+            self.seen = nnx.Variable(x)
+        elif self.change == "what it was":
+            self.count[...] = self.count[...]
+            self.seen_before = "a name"
+            return carry, nnx.remat(lambda w, x: w(x))(
+                self.w, nnx.jit(lambda w, x: w(x))(self.w, x)
+            )
+        return carry, self.w(x)
+
+
+class Outside(nnx.Module):
+    """A model that calls `Counts` in its layers, before or after them."""
+
+    def __init__(self, part, change, rngs):
+        self.part, self.mine = part, Counts(change, rngs=rngs)
+        changes = change if part == "layer counts" else "nothing"
+        self.layers = Stack([lambda rngs: Counts(changes, rngs=rngs)] * 2, rngs=rngs)
+
+    def first(self, batch, at):
+        x = batch["x"][..., :1] * jnp.ones(WIDTH)[None, None]
+        return self.mine((), x, at)[1] if self.part == "first" else x
+
+    def last(self, y, batch, at):
+        y = self.mine((), y, at)[1] if self.part == "last" else y
+        return Sums(jnp.sum(y * batch["weight"][..., None]), jnp.sum(batch["weight"]))
+
+
+CHANGES = {
+    "a variable": "count",
+    "a parameter of another module": r"w\.kernel",
+    "in a function that is compiled by itself": "count",
+    "a new one": "seen",
+}
+
+
+@pytest.mark.parametrize("part", ["layer counts", "first", "last"])
+def test_a_variable_that_a_call_changes_is_refused_and_no_other(part):
+    class Task(Regress):
+        def make_model(self, rngs):
+            return Outside(part, self.kinds[0], rngs)
+
+    for change, name in CHANGES.items():
+        name = name if part == "layer counts" else rf"mine\.{name}"
+        with pytest.raises(
+            ValueError, match=f"^{part} changes its variable {name} when .* carry of"
+        ):
+            lay_out(Task((change,)), Parallel(on_devices((1, 1, 1))))
+    lay_out(Task(("what it was",)), Parallel(on_devices((1, 1, 1))))
 
 
 def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
@@ -324,7 +389,7 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
             return jnp.ones((*batch["x"].shape[:2], 16))
 
         def last(self, y, batch, at):
-            return Sums(jnp.sum(y), jnp.float32(1))
+            return Sums(jnp.sum(y), jnp.float32(y.size))
 
     class Task(Regress):
         def make_model(self, rngs):
