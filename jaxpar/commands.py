@@ -20,8 +20,8 @@ from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
-from jaxpar.layout import lay_out
-from jaxpar.mesh import MeshConfig
+from jaxpar.layout import lay_out, on_devices, with_sizes
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.parallel import Parallel, short_name
 from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.picture import Picture
@@ -46,7 +46,7 @@ from jaxpar.tasks.lm.sample import sample
 from jaxpar.tasks.lm.weights import NAMES, export_weights, import_weights
 from jaxpar.training.console import ConsoleReport, evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
+from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 # An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
@@ -163,8 +163,11 @@ class Train(RunOptions):
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
         if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
             return self.settings
-        sized = _with_sizes(task)
-        _check_room(sized, jax.device_count() if plans else parallel.mesh.num_devices, num_bytes)
+        sized = with_sizes(task)
+        takes_all = -1 in parallel.mesh.sizes.values()
+        _check_room(
+            sized, jax.device_count() if takes_all else parallel.mesh.num_devices, num_bytes
+        )
         if self.elastic:
             parallel, reason = fit_devices(sized, parallel, train, keep=not plans)
             if reason and jax.process_index() == 0:
@@ -180,11 +183,11 @@ class Train(RunOptions):
             ranking = plan_here(sized, parallel, train, num_bytes)
             print(ranking, end="\n\n")
             parallel = ranking.best.parallel
-        parallel = parallel.resolve()
+        asked, (parallel, _) = parallel, on_devices(sized, parallel)
         if not plans and self.balance == "work":
             needed = compiled_cost(predict_step(sized, parallel, train)).memory_bytes
             if num_bytes is None or needed <= num_bytes:
-                return Settings(task, parallel, train)
+                return Settings(task, asked, train)
         if not plans:
             _say_what_takes_long()
         machine = find_machine(HERE, num_bytes)
@@ -213,7 +216,7 @@ class Plan(TaskOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        task, num_bytes = _with_sizes(self.task), _num_bytes(self.memory)
+        task, num_bytes = with_sizes(self.task), _num_bytes(self.memory)
         parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
         require_positive(self, *["devices"] * (self.devices is not None))
         _check_room(task, self.devices or jax.device_count(), num_bytes)
@@ -327,11 +330,10 @@ class Inspect(RunOptions):
     def run(self) -> int:
         """The exit code, 0."""
         task, parallel, train = self.settings
-        mesh = parallel.mesh.build()
         if self.compare:
-            print(compare_here(task, parallel, train, mesh))
+            print(compare_here(task, parallel, train))
             return 0
-        report = inspect_step(task, parallel, train, mesh)
+        report = inspect_step(task, parallel, train)
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
@@ -527,11 +529,6 @@ COMMANDS: Mapping[str, type[Command]] = {
     "launch": Launch,
     "doctor": Doctor,
 }
-
-
-def _with_sizes(task: Task) -> Task:
-    """The task with the sizes that its data tell, for the cost model, which looks at no devices."""
-    return task.resolve(Parallel(ONE_DEVICE), ONE_DEVICE.build())
 
 
 def _check_room(task: Task, num_devices: int, num_bytes: float | None) -> None:

@@ -4,6 +4,7 @@ A task says what the model is, a `Parallel` how devices share it; here the two m
 all is known from shapes. `state` makes the arrays, `step` computes with them.
 """
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.batches import STARTS
 from jaxpar.fields import check_takes
 from jaxpar.jaxprs import handed_on
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.model import NO_SLOTS, Stack, check_variables, checked_sums, in_words, values
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
@@ -58,10 +60,7 @@ class ModelLayout:
           ValueError: task and parallel do not fit each other, or the model is not one.
         """
         self.task, self.parallel = task, parallel
-        _check_methods(task)
-        batch = task.example_batch()
-        _check_numbers(task, batch)
-        self.batch = jax.tree.map(shape_of, batch)
+        self.batch = _example_of(task)
         plain = _checked_model(task, lambda: nnx.eval_shape(lambda: self._make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(plain))
         self.time_major = bool(getattr(plain, "time_major", True))
@@ -443,6 +442,46 @@ def lay_out(task: Task, parallel: Parallel) -> ModelLayout:
     return ModelLayout(task, parallel)
 
 
+def on_devices(
+    task: Task, parallel: Parallel | MeshConfig | str | None = None, mesh: Mesh | None = None
+) -> tuple[Parallel, Mesh]:
+    """A layout whose sizes are all known, and its mesh.
+
+    Where `data` is -1, all devices share the batch. If its rows do not divide by their number, as many of
+    the first ones do as they divide by; not in several processes, nor where devices are named.
+
+    Args:
+      parallel: as for `init_state`; None is the task's own.
+      mesh: None builds that of `parallel`.
+    Raises:
+      ValueError: there are other devices than the mesh needs; see `MeshConfig.build`.
+    """
+    parallel = Parallel.of(parallel, task.parallel)
+    if mesh is None:
+        parallel = _shared_by_rows(task, parallel)
+        mesh = parallel.mesh.build()
+    return (parallel.resolve(mesh.size) if -1 in parallel.mesh.sizes.values() else parallel), mesh
+
+
+def with_sizes(task: Task) -> Task:
+    """The task with the sizes that its data tell, whatever the devices."""
+    return task.resolve(Parallel(ONE_DEVICE), ONE_DEVICE.build())
+
+
+def _shared_by_rows(task: Task, parallel: Parallel) -> Parallel:
+    """With a `data` of -1 filled in, if it is for this process alone to choose."""
+    config, num_microbatches = parallel.mesh, parallel.pipeline.num_microbatches
+    if config.data != -1 or config.devices is not None or parallel.shares is not None:
+        return parallel
+    most = config.resolve().data
+    if most == 1 or jax.process_count() > 1:
+        return parallel
+    rows, _ = _sizes_of(task, _example_of(with_sizes(task)), time_major=False)
+    divide = (size for size in range(most, 0, -1) if rows % (size * num_microbatches) == 0)
+    mesh = dataclasses.replace(config, data=next(divide, most))
+    return dataclasses.replace(parallel, mesh=mesh)
+
+
 class _LayerFunction:
     """A kind of layer as a function of its variables; mistakes inside are told with its name."""
 
@@ -500,6 +539,14 @@ def _check_methods(task: Task) -> None:
     for name, *arguments in (("make_model", "rngs"), ("make_batches", "split", "seed")):
         use = f"write {name}({', '.join(('self', *arguments))})"
         check_takes(getattr(task, name), arguments, f"task {task.name}: {name}", use)
+
+
+def _example_of(task: Task) -> Any:
+    """The shapes of a batch, as users have it."""
+    _check_methods(task)
+    batch = task.example_batch()
+    _check_numbers(task, batch)
+    return jax.tree.map(shape_of, batch)
 
 
 def _check_numbers(task: Task, batch: Any) -> None:

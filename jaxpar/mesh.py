@@ -114,12 +114,12 @@ class MeshConfig(Shown):
         Args:
           num_available: devices to fill; None asks JAX (which starts its backend), or counts `devices`.
         Raises:
-          ValueError: the sizes do not multiply to the number of devices.
+          ValueError: the sizes do not multiply to the number of devices, or JAX has none.
         """
         if self.devices is not None:
             num_available = len(self.devices)
         elif num_available is None:
-            num_available = jax.device_count()
+            num_available = len(_find_devices())
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
         if inferred:
             if num_available % self.num_devices:
@@ -147,19 +147,14 @@ class MeshConfig(Shown):
         """The mesh over real devices, axes (data, stage, tensor), all of type Auto.
 
         Devices are ordered by process, so that `tensor` (the axis with most traffic) stays inside a host
-        where it fits, and `data` is the one that crosses hosts.
+        where it fits, and `data` is the one that crosses hosts. In one process a mesh that is smaller than
+        the machine takes the first devices.
 
         Raises:
-          ValueError: the number of devices is not exactly right, a device number does not exist, or JAX
-            has no devices.
+          ValueError: there are too few devices, or in several processes too many; a device number does not
+            exist, or JAX has no devices.
         """
-        try:
-            found = jax.devices()
-        except RuntimeError as error:
-            raise ValueError(
-                f"JAX starts no devices: {error}; see python -m jaxpar doctor"
-            ) from error
-        devices = sorted(found, key=lambda d: (d.process_index, d.id))
+        devices = sorted(_find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
             if missing:
@@ -168,6 +163,8 @@ class MeshConfig(Shown):
                     f"numbers go from 0 to {len(devices) - 1}"
                 )
             devices = [devices[number] for number in self.devices]
+        elif -1 not in self.sizes.values() and jax.process_count() == 1:
+            devices = devices[: self.num_devices]
         sizes = self.resolve(len(devices)).sizes
         return jax.make_mesh(
             tuple(sizes.values()),
@@ -178,6 +175,11 @@ class MeshConfig(Shown):
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+
+# All devices share the batch: the mesh where none is given.
+DATA_PARALLEL = MeshConfig(data=-1)
+ONE_DEVICE = MeshConfig(devices=(0,))
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -220,6 +222,13 @@ def num_simulated() -> int | None:
     number = jax.config.values["jax_num_cpu_devices"]
     is_cpu = jax.devices()[0].platform == "cpu"
     return number if is_cpu and number > 0 and jax.process_count() == 1 else None
+
+
+def _find_devices() -> list[jax.Device]:
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        raise ValueError(f"JAX starts no devices: {error}; see python -m jaxpar doctor") from error
 
 
 def release_freed_memory() -> None:

@@ -12,7 +12,7 @@ from jaxpar.fields import (
     require_instance,
     require_positive,
 )
-from jaxpar.mesh import SHORT_NAMES, MeshConfig
+from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
 from jaxpar.pipeline.schedule import ZeroBubble
 
 
@@ -89,7 +89,8 @@ class Parallel:
     """Devices, and how they share a step.
 
     Attributes:
-      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2.
+      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2; by default all devices share the batch
+        (-1 is inferred).
       pipeline: how a batch moves through the stages.
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
         is three times as fast as the second; None gives all of them the same.
@@ -99,7 +100,7 @@ class Parallel:
         so that devices hold parameters and gradients alone (ZeRO-Offload, arXiv:2101.06840).
     """
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig = DATA_PARALLEL
     pipeline: PipelineConfig = PipelineConfig()
     shares: tuple[int, ...] | None = None
     fsdp: bool = False
@@ -140,7 +141,7 @@ class Parallel:
     @property
     def has_equal_shares(self) -> bool:
         """Whether all data-parallel groups take the same."""
-        return len(set(self.group_shares)) == 1
+        return self.shares is None or len(set(self.shares)) == 1
 
     @property
     def runs_in_units(self) -> bool:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.display import Shown, format_bytes, format_count
 from jaxpar.fields import require_instance
-from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.layout import ModelLayout, lay_out, on_devices
 from jaxpar.memory import host_memory
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
@@ -67,7 +67,7 @@ def abstract_state(
       ValueError: a size does not split over its axes (see `sharding.check_sizes`), the mesh is not of the
         sizes of `parallel`, or the optimizer's state cannot be laid out.
     """
-    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel, mesh = on_devices(task, parallel, mesh)
     if dict(mesh.shape) != parallel.mesh.sizes:
         raise ValueError(
             f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
@@ -117,8 +117,7 @@ def init_state(
       ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
     """
     check_task(task)
-    parallel = Parallel.of(parallel, task.parallel)
-    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel, mesh = on_devices(task, parallel, mesh)
     task.check(parallel, mesh)
     target, make = _initializer(task, parallel, mesh, num_steps)
     check_room(target, mesh)

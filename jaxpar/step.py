@@ -23,7 +23,7 @@ from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import RATE, part_of, starts_of
 from jaxpar.fields import require_instance
-from jaxpar.layout import ModelLayout, Outer, lay_out
+from jaxpar.layout import ModelLayout, Outer, lay_out, on_devices
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, checked_sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
@@ -264,8 +264,7 @@ def make_train_step(
       ValueError: sizes do not fit the mesh.
     """
     check_task(task)
-    parallel = Parallel.of(parallel, task.parallel)
-    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel, mesh = on_devices(task, parallel, mesh)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
     layout, optimizer = lay_out(task, parallel), task.make_optimizer(train.num_steps)
@@ -417,8 +416,7 @@ def make_eval_step(
       ValueError: sizes do not fit the mesh.
     """
     check_task(task)
-    parallel = Parallel.of(parallel, task.parallel)
-    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel, mesh = on_devices(task, parallel, mesh)
     task.check(parallel, mesh)
     layout = lay_out(task, parallel)
     unroll = _make_unroll(layout, mesh)

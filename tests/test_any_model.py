@@ -40,8 +40,8 @@ def batch_of(task):
 @functools.lru_cache(maxsize=8)
 def plainly(task):
     """Loss, metrics, gradients and carry on one device, from the definition."""
-    settings = Settings(task, Parallel(), TrainConfig())
-    graphdef, state = jax.jit(lambda: nnx.split(lay_out(task, Parallel()).make(0)))()
+    settings = Settings(task, Parallel("dp1"), TrainConfig())
+    graphdef, state = jax.jit(lambda: nnx.split(lay_out(task, settings.parallel).make(0)))()
     key, batch = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
     block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if np.ndim(a) > 1 else a, batch)
 

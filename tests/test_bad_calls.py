@@ -83,7 +83,10 @@ CALLS = {
     ),
     "state of a dict": (lambda m: jaxpar.init_state({}, MESH), A_TASK),
     "state on a number": (lambda m: jaxpar.init_state(TASK, 3), A_LAYOUT),
-    "state on another number of devices": (lambda m: jaxpar.init_state(TASK, "dp3"), "needs 3 devices"),
+    "state on too many devices": (lambda m: jaxpar.init_state(TASK, "dp9"), "needs 9 devices, there are 8"),
+    "state of rows that do not divide": (
+        lambda m: jaxpar.init_state(TASK, "dp3"), "batch_size=8 does not divide by data=3",
+    ),
     "state of no vocabulary": (lambda m: jaxpar.init_state(jaxpar.lm.LM(), "dp8"), "vocab_size=None: set it"),
     "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
     "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),

@@ -309,7 +309,6 @@ IMAGES = {
 }  # fmt: skip
 
 DEVICES = {
-    "too few devices": (train("--mesh", "dp3"), r"needs 3 devices, there are 8; .*devices=\(0, 1"),
     "too many devices": (train("--mesh", "dp16"), "needs 16 devices, there are 8; use .*simulate 16"),
     "no such device": (
         train("--devices", "9"), r"mesh devices=\(9,\): there is no device 9; .* 0 to 7",
@@ -346,9 +345,12 @@ DEVICES = {
     "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "unexpected argument 'pp2'; see"),
     "a mesh of sizes alone": (train("--mesh", "2x2x2"), "cannot read '2x2x2'; write data=2,stage=2,tens"),
     "axes by short names": (train("--mesh", "dp=2,pp=2"), r"unknown axis 'dp'; axes are \('data', 'stage', "),
-    "fewer devices than there are": (
-        ["evaluate", "run", "--mesh", "dp1"],
-        r"needs 1 device, there are 8; name 1 of them with devices=\(0,\), or set one size to -1",
+    "fewer devices than are named": (
+        train("--mesh", "dp1", "--devices", "2", "3"),
+        r"needs 1 device, there are 2; name 1 of them with devices=\(0,\), or set one size to -1",
+    ),
+    "rows that the named devices cannot share": (
+        train("--batch-size", "6", "--devices", *"01234567"), "batch_size=6 does not divide by data=8",
     ),
     "shares as a ratio": (train("--mesh", "dp2tp4", "--shares", "3:1"), "--shares 3:1: use whole numbers"),
     "a range of devices": (train("--devices", "0-3"), "--devices 0-3: use whole numbers; see"),
@@ -359,7 +361,7 @@ DEVICES = {
     "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\) came too late"),
     "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): use 1 to 1024"),
     "evaluation on no such mesh": (
-        ["evaluate", "run", "--mesh", "tp5"], "needs 5 devices, there are 8",
+        ["evaluate", "run", "--mesh", "tp9"], "needs 9 devices, there are 8",
     ),
 }  # fmt: skip
 

@@ -277,6 +277,24 @@ def test_failure_ends_all_with_its_message_and_exit_code(run, text):
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--mesh", "dp2"], "needs 2 devices, there are 4; name 2 of them"),
+        pytest.param(
+            ["--batch-size", "6"], "batch_size=6 does not divide by data=4", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_several_processes_leave_no_device_out(more, message, text, tmp_path):
+    out_dir = tmp_path / "run"
+    arguments = flags(text, "--train.out-dir", str(out_dir), *more)
+    code, out, err = finish(start(arguments, "--devices-per-process", "2"))
+    assert (code, out) == (2, "")
+    assert re.search(rf"^\[[01]\] error: .*{message}", err, re.MULTILINE), err
+    assert not out_dir.exists()
+
+
 @pytest.mark.full
 def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path):
     out_dir = tmp_path / "run"

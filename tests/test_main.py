@@ -79,6 +79,81 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
     ]
 
 
+# How a run is asked for on 8 devices; what the table before it says of them, and the mesh that it keeps.
+ON_DEVICES = {
+    "nothing": (
+        [], "8 x cpu (cpu)",
+        "data=8 x stage=1 x tensor=1 (all devices share the batch; --mesh dp4pp2 changes it)", "dp8",
+    ),
+    "rows for some": (
+        ["--batch-size", "6"], "6 x cpu (cpu), the first of 8",
+        "data=6 x stage=1 x tensor=1 (6 rows cannot be shared evenly by more devices; --mesh dp3pp2 "
+        "changes it)", "dp6",
+    ),
+    "rows for one": (
+        ["--batch-size", "11"], "1 x cpu (cpu), the first of 8",
+        "data=1 x stage=1 x tensor=1 (11 rows cannot be shared evenly by more devices; --mesh pp8 changes "
+        "it)", "dp1",
+    ),
+    "microbatches": (
+        ["--pipeline.num-microbatches", "2"], "4 x cpu (cpu), the first of 8",
+        "data=4 x stage=1 x tensor=1 (8 rows in 2 microbatches cannot be shared evenly by more devices; "
+        "--mesh dp2pp2 changes it)", "dp4",
+    ),
+    "one device": (["--mesh", "dp1"], "1 x cpu (cpu), the first of 8", "data=1 x stage=1 x tensor=1", "dp1"),
+    "stages": (["--mesh", "pp2"], "2 x cpu (cpu), the first of 8", "data=1 x stage=2 x tensor=1", "pp2"),
+    "all": (["--mesh", "dp8"], "8 x cpu (cpu)", "data=8 x stage=1 x tensor=1", "dp8"),
+    "numbers": (
+        ["--devices", "3", "1"], "2 x cpu (cpu)",
+        "data=2 x stage=1 x tensor=1 (all devices share the batch; --mesh dp1pp2 changes it)", None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("compile_once")
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_the_table_says_which_devices_a_run_takes_and_why(name, text, tmp_path, capsys):
+    asked, devices, mesh, kept = ON_DEVICES[name]
+    out_dir = tmp_path / "run"
+    arguments = flags(text, "--simulate", "8", *asked, "--train.num-steps", "2")
+    assert main([*arguments, "--train.out-dir", str(out_dir)]) == 0
+    rows = dict(re.findall(r"^(\w+)  +((?:.|\n  )+)", capsys.readouterr().out, re.M))
+    assert [" ".join(rows[name].split()) for name in ("devices", "mesh")] == [devices, mesh]
+    config = tomllib.loads((out_dir / "config.toml").read_text())
+    assert config["mesh"] == kept or (config["mesh"]["data"], config["mesh"]["devices"]) == (
+        2,
+        [3, 1],
+    )
+
+
+def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path):
+    """As if that had been asked for: on fewer devices it is refused, and takes another one if told so."""
+    run = ["--train.out-dir", str(tmp_path / "run")]
+    assert main(flags(text, *run)) == 0
+
+    def resume(*more):
+        command = [
+            sys.executable,
+            "-m",
+            "jaxpar",
+            "train",
+            "--resume",
+            "--simulate",
+            "4",
+            *run,
+            *more,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=END_SECONDS)
+
+    refused = resume("--train.num-steps", "6")
+    assert refused.returncode == 2
+    assert "data=8,stage=1,tensor=1 needs 8 devices, there are 4; use sizes" in refused.stderr
+    done = resume("--train.num-steps", "6", "--mesh", "dp-1")
+    assert done.returncode == 0, done.stderr
+    assert "mesh        data=4 x stage=1 x tensor=1 (all devices share the batch;" in done.stdout
+    assert "resumed at step 4" in done.stdout
+
+
 def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     out_dir, printed = run
     assert main(["evaluate", str(out_dir)]) == 0
@@ -223,8 +298,8 @@ def test_options_that_mean_nothing_are_not_there(capsys):
 
 
 def test_debug_raises_the_error(text):
-    with pytest.raises(ValueError, match="needs 3 devices"):
-        main(flags(text, "--mesh", "dp3", "--debug"))
+    with pytest.raises(ValueError, match="needs 9 devices"):
+        main(flags(text, "--mesh", "dp9", "--debug"))
 
 
 DIVERGES = [

@@ -136,7 +136,6 @@ def test_parse_refuses(text, message):
         (lambda: MeshConfig(devices=(0, 0)), r"devices=\(0, 0\) name \[0\] twice"),
         (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\).*numbers from 0"),
         (lambda: MeshConfig(devices=()), r"devices=\(\): name at least one"),
-        (lambda: MeshConfig(data=4).build(), "needs 4 devices, there are 8.*set one size to -1"),
         (lambda: MeshConfig(data=16).build(), "needs 16 devices, there are 8.*simulate 16 devices"),
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
         (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "no device 9; numbers go from 0 to 7"),
@@ -147,6 +146,15 @@ def test_parse_refuses(text, message):
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_mesh_smaller_than_the_machine_takes_the_first_devices(monkeypatch):
+    np.testing.assert_array_equal(device_ids(MeshConfig().build()), [[[0]]])
+    mesh = MeshConfig(data=3, tensor=2).build()
+    np.testing.assert_array_equal(device_ids(mesh), np.arange(6).reshape(3, 1, 2))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"needs 6 devices, there are 8.*set one size to -1"):
+        MeshConfig(data=3, tensor=2).build()
 
 
 def test_devices_are_chosen_by_number():

@@ -43,7 +43,7 @@ class Random(Forecast):
 
 def make_plain(task: Random, batch: Any):
     """A function that takes a step without jaxpar; its loss."""
-    graphdef, params = jax.jit(lambda: nnx.split(lay_out(task, Parallel()).make(0)))()
+    graphdef, params = jax.jit(lambda: nnx.split(lay_out(task, Parallel("dp1")).make(0)))()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     layers = [graphdef_of(graphdef, params, n) for n in range(task.num_layers)]
     structure, stack = layers[0][0], [state for _, state in layers]
@@ -89,7 +89,7 @@ def graphdef_of(graphdef: Any, params: Any, number: int):
 
 def make_ours(task: Random, batch: Any):
     """A function that takes a step of jaxpar; its loss."""
-    parallel, train = Parallel(), TrainConfig()
+    parallel, train = Parallel("dp1"), TrainConfig()
     state = init_state(task, parallel)
     step = make_train_step(task, parallel, train)
 

@@ -89,7 +89,7 @@ def with_weights(params: Any, kind: str, work: Work) -> Any:
 def main() -> None:
     """Serves steps."""
     kind, work = sys.argv[1], Work.from_arguments()
-    task, parallel = Learn(kind, work), Parallel()
+    task, parallel = Learn(kind, work), Parallel("dp1")
     state = init_state(task, parallel)
     state = dataclasses.replace(state, params=with_weights(state.params, kind, work))
     step = make_train_step(task, parallel, TrainConfig(clip_norm=0.0))

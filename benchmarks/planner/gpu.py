@@ -46,7 +46,7 @@ def main() -> None:
     for name in options.models:
         for M in NUM_MICROBATCHES:
             task = MODELS[name]
-            parallel = Parallel(pipeline=PipelineConfig(num_microbatches=M)).resolve(1)
+            parallel = Parallel("dp1", PipelineConfig(num_microbatches=M))
             settings = task, parallel, TRAIN
             run = make_stepper(*settings)
             before = quickest(run, 1.0)

@@ -142,7 +142,7 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     work = WORKS[args.work]
     jaxpar.simulate_devices(1)
-    task, parallel = make_task(work), Parallel()
+    task, parallel = make_task(work), Parallel("dp1")
     mesh = parallel.mesh.build()
     state = initial_state(work, task, parallel, mesh)
     step = make_train_step(task, parallel, TRAIN, mesh)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.display import format_bytes, format_shape
-from jaxpar.layout import lay_out
+from jaxpar.layout import lay_out, on_devices
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Tables, make_table
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
@@ -188,9 +188,7 @@ def settle(
 ) -> tuple[Settings, Mesh]:
     """The arguments of `inspect_step`, with everything that was left open filled in."""
     check_task(task)
-    parallel = Parallel.of(parallel, task.parallel)
-    mesh = parallel.mesh.build() if mesh is None else mesh
-    parallel = parallel.resolve(mesh.size)
+    parallel, mesh = on_devices(task, parallel, mesh)
     task = task.resolve(parallel, mesh)
     task.check(parallel, mesh)
     return Settings(task, parallel, train or task.train), mesh

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel, short_name
 from jaxpar.planning.hardware import MACHINES
 from jaxpar.planning.planner import describe, divisors, plan
@@ -40,7 +41,10 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
         )
     if keep:
         with contextlib.suppress(ValueError):
-            return Layout(parallel.resolve(num_devices), "")
+            kept = parallel.resolve(num_devices)
+            if kept != parallel:  # a size was inferred, and rows may not divide by it
+                lay_out(task, kept)
+            return Layout(kept, "")
     machine = _find_machine(jax.devices()[0])
     tensor = divisors(max(asked.tensor, 1)) if keep else None
     ranking = plan(

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxpar.axes import BATCH, DATA, LAYERS, MESH_AXES, STAGE, TENSOR
-from jaxpar.layout import lay_out, rules_of
+from jaxpar.layout import lay_out, on_devices, rules_of
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
 from jaxpar.optimizer import Safe
@@ -99,8 +99,8 @@ class ModelShapes:
     def __init__(self, task: Task, num_steps: int):
         """Traces shapes; no array is made."""
         self.task = task
-        self.layout = layout = lay_out(task, Parallel())
-        state = abstract_state(task, Parallel(), simulated_mesh(ONE), num_steps=num_steps)
+        self.layout = layout = lay_out(task, Parallel(ONE))
+        state = abstract_state(task, Parallel(ONE), simulated_mesh(ONE), num_steps=num_steps)
         self.params, self.frozen, self.opt_state, self.carry = (
             tuple(self._arrays(tree))
             for tree in (state.params, state.frozen, state.opt_state, state.carry)
@@ -175,12 +175,15 @@ class StepShape:
         parallel: Parallel | str | None = None,
         train: TrainConfig | None = None,
     ):
-        """Reads the sizes of a task on a mesh without -1; what `resolve` fills in must already be there.
+        """Reads the sizes of a task on a mesh; what `Task.resolve` fills in must already be there.
 
         Raises:
           ValueError: sizes do not fit each other.
         """
-        self.parallel = parallel = Parallel.of(parallel, task.parallel)
+        parallel = Parallel.of(parallel, task.parallel)
+        if -1 in parallel.mesh.sizes.values():
+            parallel, _ = on_devices(task, parallel)
+        self.parallel = parallel
         self.settings = Settings(task, parallel, train or task.train)
         self.train = self.settings.train
         self.model = model = shapes_of(task, self.train.num_steps)

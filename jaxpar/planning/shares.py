@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.batches import put_batch
+from jaxpar.layout import on_devices
 from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
@@ -70,9 +71,7 @@ def measure_groups(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps}: must be positive; 3 are usual")
-    parallel = Parallel.of(parallel, task.parallel)
-    parallel = parallel.resolve() if mesh is None else parallel
-    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel, mesh = on_devices(task, parallel, mesh)
     parts = sum(parallel.group_shares) * parallel.pipeline.num_microbatches
     pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=parts)
     seconds = []
@@ -101,9 +100,7 @@ def make_stepper(
     Raises:
       ValueError: the task does not fit the mesh.
     """
-    parallel = Parallel.of(parallel, task.parallel)
-    parallel = parallel.resolve() if mesh is None else parallel
-    mesh = parallel.mesh.build() if mesh is None else mesh
+    parallel, mesh = on_devices(task, parallel, mesh)
     task = task.resolve(parallel, mesh)
     train_step = make_train_step(task, parallel, train or task.train, mesh)
     state = init_state(task, parallel, mesh)

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jaxpar.fields import require, require_instance
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import wait_for_processes
-from jaxpar.layout import lay_out
-from jaxpar.mesh import MeshConfig
+from jaxpar.layout import lay_out, on_devices
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
 from jaxpar.step import check_batch_shape
@@ -30,7 +30,7 @@ from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batc
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report
-from jaxpar.training.run_folder import ONE_DEVICE, RunFolder, newest_run_folder, next_run_folder
+from jaxpar.training.run_folder import RunFolder, newest_run_folder, next_run_folder
 from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 _log = logging.getLogger(__name__)
@@ -107,10 +107,10 @@ def fit(
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
     require_instance("report", report, Report | None, "a Report, such as ConsoleReport()")
-    parallel = Parallel.of(parallel, task.parallel)
+    given = Parallel.of(parallel, task.parallel)
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
-        task, parallel, {"task": task.name, "train": train, **options},
+        task, given, {"task": task.name, "train": train, **options},
         remedy="start all of them with the same options",
     )  # fmt: skip
     if train.fallback_dir is not None and jax.process_count() > 1:
@@ -119,8 +119,7 @@ def fit(
             f"{jax.process_count()}: they cannot agree once one of them cannot write; leave it out"
         )
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
-    mesh = parallel.mesh.build()
-    parallel = parallel.resolve(mesh.size)
+    parallel, mesh = on_devices(task, given)
     asked, task = task, task.resolve(parallel, mesh)
     task.check(parallel, mesh)
     settings = Settings(task, parallel, train)
@@ -140,7 +139,7 @@ def fit(
     found = _what_was_found(texts, parallel)
     agree(found, remedy="give all of them the same data, task and devices", last=True)
     report = report if report is not None and jax.process_index() == 0 else Report()
-    report.plan(settings, mesh, target)
+    report.plan(Settings(task, given, train), mesh, target)
 
     with contextlib.ExitStack() as stack:
         state = None

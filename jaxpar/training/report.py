@@ -129,7 +129,7 @@ class Report:
     """Hears what a run does, and says nothing. Derive from it to say something."""
 
     def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
-        """Before anything is compiled; `state` is abstract."""
+        """Before anything is compiled; `state` is abstract, the layout in `settings` as it was asked for."""
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Before the first step taken here; `step` were taken before."""

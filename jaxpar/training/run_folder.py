@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, to_toml
 from jaxpar.files import read_file, read_json, whole_file
-from jaxpar.mesh import MeshConfig, num_simulated
+from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.state import TrainState, averaged
 from jaxpar.task import Task, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, is_of_run, newest_run
@@ -44,7 +44,6 @@ from jaxpar.training.manifest import Manifest, is_changed, read_manifest
 from jaxpar.training.settings import Settings
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
-ONE_DEVICE = MeshConfig(devices=(0,))
 _NAMED = 3  # differences that a message names
 _OF_SETTINGS = ("settings", "batches")  # in data.json: what depends on the settings
 

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from jaxpar.axes import TENSOR
 from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
-from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.layout import ModelLayout, lay_out, on_devices
+from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import LAYER_COST
 from jaxpar.sharding import annotated, dims_of, is_variable, named_leaves
@@ -26,12 +27,17 @@ TOLERATED_IMBALANCE = 1.1
 
 
 def describe_plan(settings: Settings, mesh: Mesh) -> list[tuple[str, str]]:
-    """Devices, mesh, layers, what the task tells, optimizer: (what, in words)."""
-    task, parallel, train = settings
-    device, optimizer = mesh.devices.flat[0], getattr(task, "optimizer", None)
+    """Devices, mesh, layers, what the task tells, optimizer: (what, in words).
+
+    Args:
+      settings: as they were asked for; the task's sizes are known.
+      mesh: what was made of theirs.
+    """
+    task, asked, train = settings
+    parallel, _ = on_devices(task, asked, mesh)
+    optimizer = getattr(task, "optimizer", None)
     rows = [
-        ("devices", f"{mesh.size} x {device.device_kind} ({device.platform})"),
-        ("mesh", " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())),
+        *_describe_mesh(asked.mesh, lay_out(task, parallel), mesh),
         *_describe_layers(task, parallel),
         *describe_balance(task, parallel),
         *_describe_tensor(task, parallel),
@@ -44,6 +50,26 @@ def describe_plan(settings: Settings, mesh: Mesh) -> list[tuple[str, str]]:
         ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
     )
     return rows
+
+
+def _describe_mesh(asked: MeshConfig, layout: ModelLayout, mesh: Mesh) -> list[tuple[str, str]]:
+    """Devices and mesh; where nobody chose that, why it is so, and how to have another."""
+    device, found = mesh.devices.flat[0], jax.device_count()
+    devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
+    shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    leaves_some = mesh.size < found and asked.devices is None
+    if leaves_some:
+        devices += f", the first of {found}"
+    if asked.data == -1 and (leaves_some or mesh.size > asked.num_devices == 1):
+        why, M = "all devices share the batch", layout.parallel.pipeline.num_microbatches
+        if leaves_some:
+            units = f" in {M} microbatches" * (M > 1)
+            why = f"{layout.batch_size} rows{units} cannot be shared evenly by more devices"
+        other = "pp" if len(layout.kind_of) > 1 else "tp"
+        half = mesh.size // 2
+        other = f"dp{half}{other}2" if mesh.size == 2 * half else f"{other}{found}"
+        shape += f" ({why}; --mesh {other} changes it)"
+    return [("devices", devices), ("mesh", shape)]
 
 
 def _describe_layers(task: Task, parallel: Parallel) -> list[tuple[str, str]]:

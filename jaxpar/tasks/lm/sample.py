@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.layout import lay_out
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
 from jaxpar.tasks.lm.corpus import EOS, Vocabulary, check_tokens
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.run_folder import ONE_DEVICE
 
 
 def sample(

@@ -30,7 +30,8 @@ import safetensors
 import safetensors.numpy
 
 from jaxpar.files import check_file, read_file, read_json, whole_file
-from jaxpar.mesh import MeshConfig
+from jaxpar.layout import on_devices
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
@@ -38,7 +39,7 @@ from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import begin_run, choose_folder
-from jaxpar.training.run_folder import ONE_DEVICE, RunFolder
+from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import Settings, TrainConfig
 
 # In the metadata of a file: a JSON list, and the hash of it and of the tensors.
@@ -172,9 +173,7 @@ def import_weights(
         num_words=len(words),
         vocab_size=padded(len(words)),
     )
-    parallel = Parallel.of(parallel, task.parallel)
-    mesh = parallel.mesh.build()
-    parallel = parallel.resolve(mesh.size)
+    parallel, mesh = on_devices(task, parallel)
     task = task.resolve(parallel, mesh)
     task.check(parallel, mesh)
 
