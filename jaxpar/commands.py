@@ -44,7 +44,7 @@ from jaxpar.task import Task, spec_of
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sample import sample
 from jaxpar.tasks.lm.weights import NAMES, export_weights, import_weights
-from jaxpar.training.console import ConsoleReport, evaluation_table
+from jaxpar.training.console import evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.settings import Adaptation, Settings, TrainConfig
@@ -153,7 +153,6 @@ class Train(RunOptions):
             resume=self.resume,
             overwrite=self.overwrite,
             profile=self.profile,
-            report=ConsoleReport(),
         )
         return 0 if result.stopped_by is None else 128 + result.stopped_by
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -224,7 +225,7 @@ def num_simulated() -> int | None:
     return number if is_cpu and number > 0 and jax.process_count() == 1 else None
 
 
-def _find_devices() -> list[jax.Device]:
+def _find_devices() -> list[Any]:
     try:
         return jax.devices()
     except RuntimeError as error:

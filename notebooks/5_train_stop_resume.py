@@ -44,7 +44,8 @@ def settings(out_dir):
 # %% [markdown]
 # ## A run that is stopped
 #
-# A report is told what happens. This one presses Ctrl-C at step 40: the current step is finished, the state is saved.
+# A report is told what happens, in place of the one that prints it. This one presses Ctrl-C at step 40: the current
+# step is finished, the state is saved.
 
 
 # %%
@@ -65,7 +66,7 @@ print("stopped by", stopped.stopped_by.name, "after", len(stopped.losses), "step
 
 # %%
 four = dataclasses.replace(eight, mesh=MeshConfig(data=4, devices=(0, 1, 2, 3)))
-resumed = jaxpar.fit(task, four, settings("stopped"), resume=True)
+resumed = jaxpar.fit(task, four, settings("stopped"), resume=True, quiet=True)
 print(f"steps {resumed.first_step + 1} to {resumed.first_step + len(resumed.losses)}")
 jaxpar.show(resumed.state)
 
@@ -75,7 +76,7 @@ jaxpar.show(resumed.state)
 # A third run never stopped. The losses of both, step by step:
 
 # %%
-whole = jaxpar.fit(task, eight, settings("whole"))
+whole = jaxpar.fit(task, eight, settings("whole"), quiet=True)
 pieced = stopped.losses + resumed.losses
 for step in (1, 20, 40, 41, 60, 80, 100):
     print(

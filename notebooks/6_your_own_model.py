@@ -136,8 +136,6 @@ def load(split):
 eight = Parallel("dp2pp4", PipelineConfig(num_chunks=4))
 train = TrainConfig(num_steps=300, out_dir="eight")
 result = jaxpar.fit(Forecast(), eight, train)
-for evaluation in result.evaluations.values():
-    print(evaluation.to_text())
 
 # %% [markdown]
 # Better than expecting no change, and as sure of itself as it should be: 68 % of a normal distribution are within one
@@ -149,7 +147,7 @@ for evaluation in result.evaluations.values():
 
 # %%
 one = Parallel(MeshConfig(devices=(0,)))
-alone = jaxpar.fit(Forecast(), one, dataclasses.replace(train, out_dir="one"))
+alone = jaxpar.fit(Forecast(), one, dataclasses.replace(train, out_dir="one"), quiet=True)
 for step in (1, 100, 200, 300):
     print(
         f"step {step:3}  eight devices {result.losses[step - 1]:.6f}  one {alone.losses[step - 1]:.6f}"

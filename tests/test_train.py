@@ -662,6 +662,47 @@ def test_what_is_frozen_stays_as_it_was(whole_walk):
     assert [any(jax.tree.leaves(part)) for part in changed] == [True, False]
 
 
+def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
+    """Where there is no terminal, in plain lines; what is returned is short enough to be looked at."""
+    run = (Walk(), make_layout(), make_train(tmp_path / "run", num_steps=10))
+    result = fit(*run)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "devices   1 x cpu (cpu)"
+    steps = [line.split()[1] for line in lines if line.startswith("step ")]
+    assert steps == ["1/10", "5/10", "10/10", "10", "10"]
+    assert lines[-1].endswith(
+        f"{tmp_path / 'run'} holds checkpoints/, config.toml, data.json, metrics.jsonl, notes.txt, task.py"
+    )
+    assert re.fullmatch(
+        rf"FitResult\(Walk on dp1: 10 of 10 steps; loss [\d.]+; valid rmse [\d.]+  .*; test rmse [\d.]+  "
+        rf".*; in {tmp_path}/run\)", repr(result)
+    )  # fmt: skip
+    again = fit(*run, resume=True, quiet=True)
+    assert "Walk on dp1: 10 of 10 steps; valid rmse" in repr(again)
+    stopped = fit(
+        *run, overwrite=True, report=Recorder(5, lambda: signal.raise_signal(signal.SIGINT))
+    )
+    assert re.search(r": 5 of 10 steps; loss [\d.]+; stopped by SIGINT; in ", repr(stopped))
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(ValueError, match=r"quiet=True is for what is printed, and report=.* takes"):
+        fit(*run, report=Recorder(), quiet=True)
+
+
+def test_a_live_line_ends_with_its_run_however_that_ends(tmp_path):
+    """Else it would be drawn again and again over what is printed, or typed, later."""
+
+    class Breaks(ConsoleReport):
+        def evaluation(self, step, evaluation):
+            assert self._live.live.is_started
+            raise RuntimeError("broken")
+
+    report = Breaks(Console(width=100, file=io.StringIO(), force_terminal=True))
+    with pytest.raises(RuntimeError, match="broken"):
+        fit(Walk(), make_layout(), make_train(tmp_path / "run", eval_every=5), report=report)
+    assert report._live is None
+    assert report.console.file.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
+
+
 def test_a_plan_says_what_is_known_of_any_task():
     layout = make_layout((2, 4, 1), (2, 2))
     rows = dict(

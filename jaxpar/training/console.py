@@ -1,4 +1,4 @@
-"""A run in a terminal: tables before it begins and after it ends, progress lines in between."""
+"""A run as a person reads it: tables before it begins and after it ends, progress lines in between."""
 
 import datetime
 import signal
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from jaxpar.display import FittingTable, format_seconds, make_console
 from jaxpar.state import TrainState
+from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.settings import Settings
 from jaxpar.training.summary import describe_bytes, describe_plan, parameter_table
@@ -23,10 +24,13 @@ ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the nu
 
 
 class ConsoleReport(Report):
-    """Prints tables and progress with rich: a live line on a terminal, plain lines elsewhere."""
+    """Prints tables and progress with rich.
+
+    A terminal has a live line, a notebook one display that changes; elsewhere lines are plain.
+    """
 
     def __init__(self, console: Console | None = None):
-        self.console = console or make_console()
+        self.console = console or _make_console()
         self._live: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
         # When the line before was told, and of which step.
@@ -35,6 +39,8 @@ class ConsoleReport(Report):
 
     def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
         """Devices, mesh, placement, data, parameters."""
+        if isinstance(self.console, NotebookConsole):
+            self.console = NotebookConsole()  # of its own for each run
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold")
         for name, value in describe_plan(settings, mesh):
@@ -46,12 +52,12 @@ class ConsoleReport(Report):
         self._print("\n" + describe_bytes(state))
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
-        """Where it goes; a live line on a terminal."""
+        """Where it goes; a live line where there can be one."""
         self._mark = None
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
-        if self.console.is_terminal:
+        if self.console.is_terminal or isinstance(self.console, NotebookConsole):
             columns = rich.progress
             # Where there is little room, the metrics give way first; the bar is not there at all.
             whole, part = Column(no_wrap=True), Column(no_wrap=True, ratio=1, overflow="ellipsis")
@@ -72,7 +78,8 @@ class ConsoleReport(Report):
                 eta="",
                 text="",
             )
-            live.start()
+            if self.console.is_terminal:
+                live.start()
             self._live = live
 
     def progress(self, progress: Progress, num_steps: int) -> None:
@@ -86,6 +93,8 @@ class ConsoleReport(Report):
             self._live.update(
                 self._task, completed=progress.step, step=step, eta=eta, text=progress.to_text()
             )
+            if isinstance(self.console, NotebookConsole):
+                self.console.show_below(self._live.get_renderable())
         else:
             self._print(f"{step}  {progress.to_text()}  {eta}")
 
@@ -109,14 +118,20 @@ class ConsoleReport(Report):
 
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """Says so if the run was stopped."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self.close()
         if stopped_by is not None:
             self._print(
                 f"stopped by {stopped_by.name} after step {step}/{num_steps}; its state is saved, "
                 f"go on with python -m jaxpar train --resume --train.out-dir {self._out_dir}"
             )
+
+    def close(self) -> None:
+        """The live line changes no more."""
+        live, self._live = self._live, None
+        if live is not None and isinstance(self.console, NotebookConsole):
+            self.console.print(live.get_renderable())
+        elif live is not None:
+            live.stop()
 
     def profile(self, path: Path) -> None:
         """How to look at it."""
@@ -147,6 +162,10 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
     for part in evaluations:
         table.add_row(part.split, *part.to_columns().values())
     return table
+
+
+def _make_console() -> Console:
+    return NotebookConsole() if Console().is_jupyter else make_console()
 
 
 def _duration(seconds: float) -> str:

@@ -20,16 +20,17 @@ from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.layout import lay_out, on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.parallel import Parallel
+from jaxpar.parallel import Parallel, short_name
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
 from jaxpar.step import check_batch_shape
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
+from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
-from jaxpar.training.report import Evaluation, Report
+from jaxpar.training.report import Evaluation, Report, format_number
 from jaxpar.training.run_folder import RunFolder, newest_run_folder, next_run_folder
 from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
@@ -59,6 +60,16 @@ class FitResult:
     evaluations: dict[str, Evaluation]
     stopped_by: signal.Signals | None = None
 
+    def __repr__(self) -> str:
+        """What came of it, in a line."""
+        facts = [f"{self.first_step + len(self.losses)} of {self.train.num_steps} steps"]
+        facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
+        for evaluation in self.evaluations.values():
+            facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
+        facts += [f"stopped by {self.stopped_by.name}"] if self.stopped_by else []
+        where = short_name(self.parallel.mesh)
+        return f"FitResult({self.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
+
     @property
     def out_dir(self) -> Path:
         """Where metrics, settings and checkpoints are."""
@@ -75,6 +86,7 @@ def fit(
     overwrite: bool = False,
     profile: bool = False,
     report: Report | None = None,
+    quiet: bool = False,
 ) -> FitResult:
     """Trains a model as the task says, and evaluates it.
 
@@ -91,7 +103,8 @@ def fit(
         run), or from the start if there is none yet; the mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
-      report: receives what happens while it runs, e.g. `ConsoleReport()`; None is silent.
+      report: receives what happens while it runs; None prints it (`ConsoleReport`).
+      quiet: prints nothing.
 
     Raises:
       ValueError: sizes do not fit each other or the mesh, a split has no batches of the task's sizes, or the
@@ -107,6 +120,10 @@ def fit(
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
     require_instance("report", report, Report | None, "a Report, such as ConsoleReport()")
+    require(
+        report is None or not quiet,
+        "quiet=True is for what is printed, and report=... takes its place; leave out one of them",
+    )
     given = Parallel.of(parallel, task.parallel)
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
@@ -138,7 +155,8 @@ def fit(
     is_cut_alike = resume and folder is not None and folder.check_data(data)
     found = _what_was_found(texts, parallel)
     agree(found, remedy="give all of them the same data, task and devices", last=True)
-    report = report if report is not None and jax.process_index() == 0 else Report()
+    silent = quiet or jax.process_index() > 0
+    report = Report() if silent else report or ConsoleReport()
     report.plan(Settings(task, given, train), mesh, target)
 
     with contextlib.ExitStack() as stack:
@@ -157,6 +175,7 @@ def fit(
         if state is None:
             state = init_state(task, parallel, mesh, seed=train.seed, num_steps=train.num_steps)
         audit(state)
+        stack.callback(report.close)
         run = Run(settings, asked, mesh, batches, folder, checkpoints, report, state)
         try:
             first_step, losses, stopped_by = run.train(profile=profile)

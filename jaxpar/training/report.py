@@ -152,6 +152,9 @@ class Report:
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """After the last step taken here."""
 
+    def close(self) -> None:
+        """At the end of a run that has begun, however it ends; nothing follows if that is an error."""
+
     def profile(self, path: Path) -> None:
         """After `end`, if steps were traced; `path` is for Perfetto."""
 

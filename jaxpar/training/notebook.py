@@ -1,0 +1,57 @@
+"""A run in a notebook: all that it prints is one display, which is shown anew as it grows."""
+
+import io
+import time
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from jaxpar.display import WIDTH
+
+_PAGE = (
+    '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;margin:0;'
+    "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace\">{}</pre>"
+)
+_REFRESH_SECONDS = 0.1  # a browser is sent no more, however quick the steps are
+
+
+class NotebookConsole(Console):
+    """A console that prints into one display, under which a line may stand that changes.
+
+    rich by itself makes a display of every line, and needs ipywidgets for one that changes.
+    """
+
+    def __init__(self):
+        super().__init__(
+            width=WIDTH, file=io.StringIO(), record=True, force_jupyter=False, force_terminal=False
+        )
+        self._text, self._html, self._display = "", "", None
+        self._shown_at = float("-inf")
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Adds to the display; lines are cut at `WIDTH`, as no page shows where one goes on."""
+        text, html = self._rendered(*objects, **options | {"soft_wrap": False})
+        self._text, self._html = self._text + text, self._html + html
+        self._show(self._text, self._html)
+
+    def show_below(self, line: RenderableType) -> None:
+        """Shows a line below what was printed, until the next one or the next print."""
+        if time.monotonic() > self._shown_at + _REFRESH_SECONDS:
+            text, html = self._rendered(line)
+            self._show(self._text + text, self._html + html)
+
+    def _rendered(self, *objects: Any, **options: Any) -> tuple[str, str]:
+        super().print(*objects, **options)
+        html = self.export_html(clear=False, inline_styles=True, code_format="{code}")
+        return self.export_text(), html
+
+    def _show(self, text: str, html: str) -> None:
+        # A package of notebooks, where alone this console is used.
+        from IPython.display import display
+
+        bundle = {"text/plain": text, "text/html": _PAGE.format(html)}
+        if self._display is None:
+            self._display = display(bundle, raw=True, display_id=True)
+        else:
+            self._display.update(bundle, raw=True)
+        self._shown_at = time.monotonic()
