@@ -47,6 +47,7 @@ from jaxpar.config_file import default_settings, read_config, read_simulated
 from jaxpar.files import cache_folder
 from jaxpar.hosts.agreement import await_agreement
 from jaxpar.hosts.distributed import leave_processes, start_processes
+from jaxpar.hosts.together import SharedError
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.option_errors import shorten
 from jaxpar.parallel import short_name
@@ -102,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"error: {error}{_place_of(error)}", file=sys.stderr)
-        return leave_processes(3 if isinstance(error, FloatingPointError) else 2, str(error))
+        code = 3 if isinstance(error, FloatingPointError) else 2
+        return leave_processes(code, str(error), shared=isinstance(error, SharedError))
     except Exception as error:
         place = _place_of(error)
         if debug or not place:  # a slip of our own

@@ -323,6 +323,6 @@ def test_processes_that_read_other_rows_later_are_found_at_the_next_checkpoint(o
     assert codes == [2, 2], said
     for each in said:
         assert re.search(
-            "error: process 0 and process 1 have read other data as rows 0 to 7 of batch 5; ", each
+            "error: processes 0 and 1 have read other data as rows 0 to 7 of batch 5; ", each
         )
     assert RunFolder(tmp_path / "run").holds_run

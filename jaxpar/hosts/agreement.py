@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,28 +91,57 @@ class _Agreements:
     def agree(
         self, facts: dict[str, str], remedy: str, *, last: bool, seconds: float = float("inf")
     ) -> None:
-        client, number = global_state.client, global_state.process_id
-        if client is None or global_state.num_processes == 1:
+        if global_state.client is None or global_state.num_processes == 1:
             return
         self.is_ahead, self._turn = not last, self._turn + 1
-        folder, until = f"jaxpar/agreement/{self._turn}", time.monotonic() + seconds
-        client.key_value_set(f"{folder}/{number}", json.dumps(facts))
-        verdict_key = f"{folder}/verdict"
-        if number == 0:
-            others = range(1, global_state.num_processes)
-            texts = {each: _wait_for(f"{folder}/{each}", each, until) for each in others}
-            everyone = {0: facts} | {each: json.loads(text) for each, text in texts.items()}
-            verdict = _judge(everyone, remedy)
-            client.key_value_set(verdict_key, verdict)
-        else:
-            verdict = _wait_for(verdict_key, 0, until)
+
+        def judge(told: Mapping[int, str]) -> str:
+            return _judge({number: json.loads(text) for number, text in told.items()}, remedy)
+
+        verdict = exchange(
+            f"jaxpar/agreement/{self._turn}", json.dumps(facts), judge,
+            notice="to begin the run", until=time.monotonic() + seconds,
+        )  # fmt: skip
         if verdict:
             self.is_ahead = False
-            _shut_down()
+            shut_down()
             raise ValueError(verdict)
 
 
 _state = _Agreements()
+
+
+def exchange(
+    folder: str,
+    text: str,
+    judge: Callable[[Mapping[int, str]], str],
+    *,
+    notice: str = "",
+    until: float = float("inf"),
+) -> str:
+    """What process 0 makes of the texts of all processes, in each of them; a thread of its own may call it.
+
+    Args:
+      folder: of keys that nothing else uses.
+      text: of this process.
+      judge: called in process 0 with the texts by the numbers of processes.
+      notice: what a process is waited for that takes long, to be said on stderr; "" says nothing.
+      until: when to give up, by the clock `time.monotonic`.
+    Raises:
+      RuntimeError: a process has not come here by then.
+    """
+    client = global_state.client
+    assert client is not None
+    number, verdict_key = global_state.process_id, f"{folder}/verdict"
+    if number != 0:
+        client.key_value_set(f"{folder}/{number}", text)
+        return _wait_for(verdict_key, 0, notice, until)
+    told = {0: text}
+    for each in range(1, global_state.num_processes):
+        told[each] = _wait_for(f"{folder}/{each}", each, notice, until)
+    verdict = judge(told)
+    client.key_value_set(verdict_key, verdict)
+    return verdict
 
 
 def _judge(facts: Mapping[int, Mapping[str, str]], remedy: str) -> str:
@@ -128,7 +157,7 @@ def _judge(facts: Mapping[int, Mapping[str, str]], remedy: str) -> str:
     return f"the processes do not agree: {found}; {remedy}" if found else ""
 
 
-def _wait_for(key: str, process: int, until: float) -> str:
+def _wait_for(key: str, process: int, notice: str, until: float) -> str:
     """The value of a key, once that process has set it.
 
     Raises:
@@ -143,15 +172,15 @@ def _wait_for(key: str, process: int, until: float) -> str:
             now = time.monotonic()
             if "DEADLINE_EXCEEDED" not in str(error) or now > until:
                 raise
-        if now > notice_at:
+        if notice and now > notice_at:
             print(
-                f"waiting for process {process} to begin the run, for {now - began:.0f} s",
+                f"waiting for process {process} {notice}, for {now - began:.0f} s",
                 file=sys.stderr,
             )
             notice_at = now + (now - began)
 
 
-def _shut_down() -> None:
+def shut_down() -> None:
     """Parts from the others, so that none ends for the loss of another; not forever."""
     thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
     thread.start()

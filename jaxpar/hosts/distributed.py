@@ -22,9 +22,10 @@ import jax
 from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 from jax.experimental import multihost_utils
 
-from jaxpar.hosts.agreement import tell_failure
+from jaxpar.hosts.agreement import shut_down, tell_failure
 from jaxpar.hosts.interface import listen_on
 from jaxpar.hosts.meeting import meet, program_facts
+from jaxpar.hosts.together import SharedError
 
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 BIND_ADDRESS = (
@@ -169,13 +170,18 @@ def wait_for_processes(event: str) -> None:
         multihost_utils.sync_global_devices(f"jaxpar: {event}")
 
 
-def leave_processes(code: int, reason: str = "it failed") -> int:
+def leave_processes(code: int, reason: str = "it failed", *, shared: bool = False) -> int:
     """Ends this process at once if there are others; else gives the exit code back.
 
     For a process that fails: at an ordinary exit JAX waits for the others, and they, in the middle
     of a step, for this one. When it is gone they fail too. Before the run has begun it tells them why.
+
+    Args:
+      shared: all processes fail, so each of them has the time to say why.
     """
     if jax.distributed.is_initialized():
+        if shared:
+            shut_down()
         tell_failure(reason)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -187,7 +193,8 @@ def _leave_on_error(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     traceback.print_exception(kind, error, trace)
-    leave_processes(130 if issubclass(kind, KeyboardInterrupt) else 1, f"{kind.__name__}: {error}")
+    code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+    leave_processes(code, f"{kind.__name__}: {error}", shared=issubclass(kind, SharedError))
 
 
 def _keep_stdout_for_python() -> None:

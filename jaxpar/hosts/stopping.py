@@ -4,7 +4,8 @@
     process 1    step 41 | step 42 | stop        was in step 42 then: all go as far as the farthest
 
 They talk by way of the coordinator, in threads of their own that look twice a second: what a step pays is
-a lock that nobody else holds. If each left after its own step, some would wait in a collective forever.
+a lock that nobody else holds. If each left after its own step, some would wait in a collective forever. What
+one of them cannot write ends the run in the same way.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ POLL_SECONDS = 0.5
 # It takes one POLL_SECONDS; a process that is gone is missed, and JAX ends the others, before that.
 _AGREE_MILLISECONDS = 300_000
 
+_REQUESTED = 0  # is no signal
 _num_opened = 0  # in this process; all processes open them in the same order
 
 
@@ -34,12 +36,12 @@ class Stop:
     ask equally often.
 
     Attributes:
-      signal: that ended the run; None as long as `now` says no.
+      signal: that ended the run; None as long as `now` says no, or if `request` did.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._received: list[signal.Signals] = []
+        self._received: list[int] = []  # numbers of signals, or _REQUESTED
         self._handlers = {}
         self._group = _Group() if jax.process_count() > 1 else None
 
@@ -59,9 +61,15 @@ class Stop:
 
     def now(self) -> bool:
         """Whether this is the place to stop."""
-        received = self._received[0] if self._received else None
-        self.signal = received if self._group is None else self._group.pass_by(received)
-        return self.signal is not None
+        reason = self._received[0] if self._received else None
+        if self._group is not None:
+            reason = self._group.pass_by(reason)
+        self.signal = signal.Signals(reason) if reason else None
+        return reason is not None
+
+    def request(self) -> None:
+        """Asks to stop as a signal does; any thread of any process may."""
+        self._received.append(_REQUESTED)
 
     def check(self) -> None:
         """Asks in the middle of something.
@@ -73,7 +81,7 @@ class Stop:
             raise Stopped
 
     def _receive(self, number: int, _frame: object) -> None:
-        self._received.append(signal.Signals(number))
+        self._received.append(number)
         self._restore()
 
     def _restore(self) -> None:
@@ -92,22 +100,22 @@ class _Group:
         assert client is not None
         self._client = client
         self._num_calls, self._has_asked, self._has_told = 0, False, False
-        self._agreed: tuple[int, signal.Signals] | None = None  # after how many calls, and why
+        self._agreed: tuple[int, int] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._hangs = HangWatch(client)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def pass_by(self, received: signal.Signals | None) -> signal.Signals | None:
-        """Counts the call; the signal that all stop by here, if they do.
+    def pass_by(self, received: int | None) -> int | None:
+        """Counts the call; why all stop here, if they do.
 
         Args:
-          received: by this process.
+          received: why this process asks for it.
         """
         if received is not None and not self._has_asked:
             self._has_asked = True
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has asked already
-                self._client.key_value_set(f"{self._keys}/asked", str(received.value))
+                self._client.key_value_set(f"{self._keys}/asked", str(received))
         with self._lock:
             if self._agreed is not None and self._num_calls >= self._agreed[0]:
                 return self._agreed[1]
@@ -117,7 +125,7 @@ class _Group:
     def close(self) -> None:
         """For a process that will not call again: the others do not wait for it."""
         self._closed.set()
-        with self._lock:
+        with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may be gone
             self._tell()
         self._watcher.join()
 
@@ -136,7 +144,7 @@ class _Group:
                         )
                         for n in range(jax.process_count())
                     ]
-                    self._agreed = max(map(int, told)), signal.Signals(int(asked))
+                    self._agreed = max(map(int, told)), int(asked)
             except jax.errors.JaxRuntimeError:
                 pass  # the coordinator is gone, and JAX ends this process
             return

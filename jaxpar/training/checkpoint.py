@@ -22,14 +22,13 @@ import functools
 import json
 import logging
 import math
-import os
 import re
+import shutil
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,7 +36,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar.files import check_file, read_json
-from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.hosts.together import SharedError, Together
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room
@@ -52,12 +51,8 @@ from jaxpar.training.checksums import (
     read_table,
     write_table,
 )
+from jaxpar.training.writing import HALF_WRITTEN, METADATA, Writing
 
-if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
-    from orbax.checkpoint import v1 as orbax
-
-# By Orbax the first two.
-_METADATA, _HALF_WRITTEN = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp"
 _CHECKSUMS, _LOSS = "checksums.json", "loss.json"
 # What a checkpoint says of itself.
 _DESCRIBED = {
@@ -70,9 +65,8 @@ _DESCRIBED = {
     "losses": dict,
     "batches": dict,
 }
-_METADATA_SECONDS = 60.0
 # Of what stands in the folder.
-CHECKPOINT_NAMES = re.compile(rf"\d+(\.damaged-\d+|{re.escape(_HALF_WRITTEN)}.*)?")
+CHECKPOINT_NAMES = re.compile(rf"\d+(\.damaged-\d+|{re.escape(HALF_WRITTEN)}.*)?")
 FREE = "free"  # in the metadata of a task's field: it may change between two runs of one state
 _ELSEWHERE = "or use another out_dir"
 
@@ -94,6 +88,8 @@ class Checkpoints:
       run: the name of the run; checkpoints of another one are not restored. None: of no run.
     Attributes:
       losses: step -> validation loss, to be filled in by the caller; stored in every checkpoint.
+      on_failure: called from another thread if a save in the background fails, to be set by the caller; the
+        next call of a method that waits for it raises the error, in all processes.
     Raises:
       ValueError: `keep` is not positive.
     """
@@ -115,9 +111,10 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._task, self._parallel, self._keep = task, parallel, keep
         self._keep_best, self._files, self._run = keep_best, files, run
-        self._writer: orbax.training.Checkpointer | None = None
-        self._saving: orbax.AsyncResponse[bool] | None = None
-        self._saving_step, self._saving_described = -1, {}
+        self.on_failure: Callable[[], None] = lambda: None
+        self._together, self._is_tidy = Together(), False
+        self._saving: Writing | None = None
+        self._saving_step = -1
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -141,22 +138,23 @@ class Checkpoints:
         self._wait()
         step = int(state.step)
         arrays = _nest(by_layer(state, self._task, self._parallel))
-        self._saving_step, self._saving_described = step, self._describe(step, batches or {})
-        if self._writer is None:
+        self._saving_step = step
+        if not self._is_tidy:
             _leave_out_late_writes()
             with self._failing_in_words():
-                self._writer = self._make_writer(step)
+                self._together.do(lambda: self._move_damaged_aside(step))
+            self._is_tidy = True
         if later := [s for s in self.steps() if s >= step]:
             raise ValueError(
                 f"cannot save step {step}: {self._folder} has step {max(later)} already; continue "
                 f"from that one, delete it, or use another out_dir"
             )
         with self._failing_in_words():
-            # Forced, for the caller has decided when.
-            self._saving = self._writer.save_async(
-                step, arrays, force=True, custom_metadata=self._saving_described
-            )
-        assert self._saving is not None, "a forced save is never skipped"
+            self._saving = Writing(
+                self._folder / str(step), arrays, self._describe(step, batches or {}),
+                together=self._together, seal=self._write_checksums, clean_up=self._delete_old,
+                on_failure=self.on_failure,
+            )  # fmt: skip
 
     @property
     def is_empty(self) -> bool:
@@ -229,12 +227,12 @@ class Checkpoints:
         return found
 
     def note_loss(self, step: int, loss: float) -> None:
-        """Writes a validation loss into the checkpoint of its step, which is there already.
+        """Writes a validation loss into the checkpoint of its step, which is there; for process 0.
 
         Raises:
           OSError: it cannot be written.
         """
-        if jax.process_index() == 0 and self.stored_losses().get(step) != loss:
+        if self.stored_losses().get(step) != loss:
             write_table(self._folder / str(step) / _LOSS, {"loss": loss})
 
     @functools.cached_property
@@ -252,82 +250,46 @@ class Checkpoints:
         Raises:
           OSError: it failed.
         """
-        try:
-            self._wait()
-        finally:
-            writer, self._writer = self._writer, None
-            if writer is not None:
-                writer.close()
+        self._wait()
 
-    def _make_writer(self, step: int) -> orbax.training.Checkpointer:
-        """Made by the first save: a reader makes no folder, and deletes no half-written one."""
-        from orbax.checkpoint import v1 as orbax
-
-        if jax.process_index() == 0:
-            self._move_damaged_aside(step)
-        wait_for_processes("the folder has whole checkpoints only")
-        kept: Any = _Kept(
-            self._keep, self.losses if self._keep_best else {}
-        )  # Any: Orbax's hints contradict each other
-        context = orbax.Context()
-        # Called when all is written, before the folder gets its name. A function, for Orbax copies the
-        # options deeply, and with a method the object that it belongs to.
-        context.asynchronous.post_finalization_callback = lambda: self._write_checksums()
-        # Where a folder cannot be made, threads would wait for it for minutes, at the end of the process too.
-        context.asynchronous.create_directories_asynchronously = False
-        return orbax.training.Checkpointer(
-            str(self._folder),
-            context=context,
-            preservation_policy=kept,
-            cleanup_tmp_directories=True,
-        )
-
-    def _write_checksums(self) -> None:
+    def _write_checksums(self, path: Path) -> None:
         """Notes the checksum of every file of the checkpoint that is being written."""
-        path = self._folder / f"{self._saving_step}{_HALF_WRITTEN}"
         files = (file for file in sorted(path.rglob("*")) if file.is_file())
-        names = [str(file.relative_to(path)) for file in files if file != path / _METADATA]
-        metadata = self._digest_metadata(path)
+        names = [str(file.relative_to(path)) for file in files if file != path / METADATA]
+        metadata = digest(_metadata(path))
         write_table(path / _CHECKSUMS, {"files": checksums(path, names), "metadata": metadata})
 
-    def _digest_metadata(self, path: Path) -> str:
-        """Of what Orbax says of the checkpoint, which a thread of its own writes."""
-        deadline = time.monotonic() + _METADATA_SECONDS
-        while True:
-            with contextlib.suppress(OSError, ValueError):
-                metadata = _metadata(path)
-                if metadata["custom_metadata"] == self._saving_described:
-                    return digest(metadata)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{path / _METADATA} was not written in {_METADATA_SECONDS} s")
-            time.sleep(0.01)
+    def _delete_old(self) -> None:
+        """Deletes whole checkpoints that are neither among the newest nor the best."""
+        steps, losses = self.steps(), self.losses if self._keep_best else {}
+        for step in {*steps} - {*steps[-self._keep :], best_of(steps, losses)}:
+            path = self._folder / str(step)
+            half = path.rename(path.with_name(f"{step}{HALF_WRITTEN}"))  # if this is killed here
+            shutil.rmtree(half)
 
     def _wait(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
             with self._failing_in_words():
-                saving.result()
+                saving.wait()
 
     @contextlib.contextmanager
     def _failing_in_words(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self._writer = None  # it would raise the same again, forever
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> OSError:
-        """In words; TensorStore has the operating system's error in the text of a ValueError."""
-        code = re.search(r"os_error_code='(\d+)'", str(error))
-        reason = os.strerror(int(code[1])) if code else str(error).split("\n")[0]
-        newest = max(self.steps(), default=None)
-        left = (
-            f"the newest whole one is of step {newest}" if newest is not None else "there is none"
-        )
-        return OSError(
-            f"the checkpoint of step {self._saving_step} could not be written in {self._folder}: "
-            f"{reason}; {left}"
-        )
+            self._is_tidy = False
+            newest = max(self.steps(), default=None)
+            left = (
+                f"the newest whole one is of step {newest}"
+                if newest is not None
+                else "there is none"
+            )
+            kind = SharedError if isinstance(error, SharedError) else OSError
+            raise kind(
+                f"the checkpoint of step {self._saving_step} could not be written in {self._folder}: "
+                f"{error}; {left}"
+            ) from error
 
     def _examine(self) -> dict[int, str | None]:
         """Steps that have a subfolder, and what is wrong with it."""
@@ -337,7 +299,9 @@ class Checkpoints:
         return {int(path.name): _problem(path, self._run) for path in paths}
 
     def _move_damaged_aside(self, step: int) -> None:
-        """Moves what would be in the way of a step and those after it."""
+        """Moves what would be in the way of a step and those after it; process 0 does."""
+        if jax.process_index() != 0:
+            return
         for each, problem in self._examine().items():
             path, number = self._folder / str(each), 1
             if problem is None and each >= step:  # passed over by a restore, or else an error
@@ -433,18 +397,6 @@ def _leave_out_late_writes() -> None:
     sys.unraisablehook = show_others
 
 
-class _Kept:
-    """What Orbax asks which checkpoints to keep: the newest, and the one with the lowest loss."""
-
-    def __init__(self, newest: int, losses: Mapping[int, float]):
-        self._newest, self._losses = newest, losses
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> list[bool]:
-        steps = sorted(checkpoint.step for checkpoint in checkpoints)
-        kept = {*steps[-self._newest :], best_of(steps, self._losses)}
-        return [checkpoint.step in kept for checkpoint in checkpoints]
-
-
 def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
     """The step with the lowest loss, the later one of equals; None if none has a loss that is finite."""
     known = (step for step in steps if math.isfinite(losses.get(step, math.inf)))
@@ -509,7 +461,7 @@ def _read_checksums(path: Path) -> dict[str, Checksum]:
     metadata = _metadata(path)
     content = read_table(path / _CHECKSUMS, {"files": dict, "metadata": str})
     if content["metadata"] != digest(metadata):
-        raise ValueError(f"{_METADATA} is not what was written")
+        raise ValueError(f"{METADATA} is not what was written")
     try:
         return {name: (int(size), str(text)) for name, (size, text) in content["files"].items()}
     except (TypeError, ValueError):
@@ -527,7 +479,7 @@ def _reading_in_words(path: Path) -> Iterator[None]:
 
 def _metadata(path: Path) -> dict[str, Any]:
     """What is read of what Orbax says of a checkpoint; the time of its end comes after the checksums."""
-    metadata = _read_json(path / _METADATA)
+    metadata = _read_json(path / METADATA)
     read = {name: metadata.get(name) for name in ("custom_metadata", "item_handlers")}
     return {**read, "names": sorted(metadata.keys() - {"commit_timestamp_nsecs"})}
 

@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 
 from jaxpar.batches import Batches
 from jaxpar.fields import check_takes
-from jaxpar.hosts.agreement import describe_processes
 from jaxpar.task import Task
 from jaxpar.training.checksums import digest
 from jaxpar.training.evaluate import CheckedBatches
@@ -131,37 +130,29 @@ class HashedBatches:
         Raises:
           ValueError: processes that read the same rows have read other data; in all processes alike.
         """
-        shape = (self.batch_size,)
-        places = sharding.devices_indices_map(shape).values()
-        ranges = sorted({(*index, slice(None))[0].indices(shape[0])[:2] for index in places})
+        places = sharding.devices_indices_map((self.batch_size,)).values()
+        ranges = sorted({(*index, slice(None))[0].indices(self.batch_size)[:2] for index in places})
         steps = [each for each in sorted(self._read) if each < step]
-        table = [[self._read[each].get(part) for part in ranges] for each in steps]
-        found: list[Any] = [table]
+        size = (len(steps), len(ranges))
+        read = [self._read[each].get(part) for each in steps for part in ranges]
+        is_read = np.array([value is not None for value in read]).reshape(1, *size)
+        values = np.array([value or 0 for value in read], np.uint64).reshape(1, *size)
         if jax.process_count() > 1:
-            known = np.array([[value is not None for value in row] for row in table])
-            values = np.array([[value or 0 for value in row] for row in table], np.uint64)
-            gathered, is_known = multihost_utils.process_allgather((values.view(np.uint32), known))
-            gathered = np.ascontiguousarray(gathered).view(np.uint64)
-            found = np.where(is_known, gathered, None).tolist()
-        sums = {}
-        for number, each in enumerate(steps):
-            total = 0
-            for place, (start, stop) in enumerate(ranges):
-                read = {
-                    process: rows[number][place]
-                    for process, rows in enumerate(found)
-                    if rows[number][place] is not None
-                }
-                first = min(read)
-                others = [process for process, value in read.items() if value != read[first]]
-                if others:
-                    raise ValueError(
-                        f"process {first} and {describe_processes(others)} have read other data as rows "
-                        f"{start} to {stop - 1} of batch {each}; give all processes the same data"
-                    )
-                total += read[first]
-            sums[str(each)] = _as_text(total % _MODULUS)
-        return sums
+            pair = is_read[0], values[0].view(np.uint32)  # JAX has no 64 bits
+            is_read, halves = multihost_utils.process_allgather(pair)
+            values = np.ascontiguousarray(halves).view(np.uint64)
+        first = is_read.argmax(0)[None]  # of the processes that have read a part
+        told = np.take_along_axis(values, first, 0)
+        others = np.argwhere(is_read & (values != told))
+        if others.size:
+            process, number, place = others[0]
+            start, stop = ranges[place]
+            raise ValueError(
+                f"processes {first[0, number, place]} and {process} have read other data as rows {start} to "
+                f"{stop - 1} of batch {steps[number]}; give all processes the same data"
+            )
+        sums = told[0].sum(axis=1, dtype=np.uint64)
+        return {str(each): _as_text(int(total)) for each, total in zip(steps, sums, strict=True)}
 
     def check(self, sums: Mapping[str, str], what: str) -> None:
         """Reads batches again, and compares.

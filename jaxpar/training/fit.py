@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -11,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxpar.fields import require, require_instance
 from jaxpar.hosts.agreement import agree
-from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.hosts.together import SharedError, in_process_0, together
 from jaxpar.layout import lay_out, on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.parallel import Parallel, short_name
@@ -29,6 +28,7 @@ from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
+from jaxpar.training.lock import said_by_process_0
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, format_number
 from jaxpar.training.run_folder import RunFolder, newest_run_folder, next_run_folder
@@ -130,11 +130,6 @@ def fit(
         task, given, {"task": task.name, "train": train, **options},
         remedy="start all of them with the same options",
     )  # fmt: skip
-    if train.fallback_dir is not None and jax.process_count() > 1:
-        raise ValueError(
-            f"fallback_dir={train.fallback_dir!r} is for one process, there are "
-            f"{jax.process_count()}: they cannot agree once one of them cannot write; leave it out"
-        )
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     parallel, mesh = on_devices(task, given)
     asked, task = task, task.resolve(parallel, mesh)
@@ -165,7 +160,8 @@ def fit(
             stack.enter_context(folder.lock())
             state = _restore(folder, settings, mesh, batches if is_cut_alike else None)
         if train.fallback_dir is not None:
-            _make_fallback(Path(train.fallback_dir).expanduser())
+            fallback = Path(train.fallback_dir).expanduser()
+            together(lambda: _make_fallback(fallback))
         if profile:
             _check_profile(train.num_steps, 0 if state is None else int(state.step))
         folder, settings = stack.enter_context(
@@ -181,7 +177,7 @@ def fit(
             first_step, losses, stopped_by = run.train(profile=profile)
             evaluations = run.finish(stopped_by)
         except OSError as error:
-            if jax.process_count() > 1:
+            if jax.process_count() > 1 and not isinstance(error, SharedError):
                 raise  # the others do not know; they end when this process does
             raise run.rescue(error) from error
     return FitResult(losses, first_step, run.state, mesh, *settings, evaluations, stopped_by)
@@ -233,14 +229,25 @@ def begin_run(
     train = dataclasses.replace(settings.train, out_dir=str(folder))
     settings = settings._replace(train=train)
     with folder.lock():
-        if jax.process_index() == 0:
-            if overwrite:
-                folder.clear()
-            elif not resume:
-                _check_holds_no_run(folder)  # since this process looked
-            folder.start(settings, asked, data)
-        wait_for_processes("the run's folder is ready")
+        how = {"resume": resume, "overwrite": overwrite}
+        in_process_0(functools.partial(_start, folder, settings, asked, data, **how))
         yield folder, settings
+
+
+def _start(
+    folder: RunFolder,
+    settings: Settings,
+    asked: Task | None,
+    data: Mapping[str, Any] | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> None:
+    if overwrite:
+        folder.clear()
+    elif not resume:
+        _check_holds_no_run(folder)  # since this process looked
+    folder.start(settings, asked, data)
 
 
 def evaluate_run(
@@ -312,12 +319,14 @@ def _check_profile(num_steps: int, taken: int) -> None:
 
 def _claim_numbered_folder() -> RunFolder:
     """A new numbered folder, the same one for all processes."""
-    number = 0
-    if jax.process_index() == 0:
-        number = int(next_run_folder().path.name)
-    if jax.process_count() > 1:
-        number = int(multihost_utils.broadcast_one_to_all(np.int32(number)))
-    return RunFolder(f"runs/{number:04d}")
+    path = ""
+
+    def claim() -> None:
+        nonlocal path
+        path = str(next_run_folder())
+
+    in_process_0(claim)
+    return RunFolder(said_by_process_0(path))
 
 
 def _restore(

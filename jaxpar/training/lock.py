@@ -57,7 +57,7 @@ class FolderLock:
                 self._take()
             except OSError as error:
                 problem = error
-        if said := _said_by_process_0("" if problem is None else str(problem)):
+        if said := said_by_process_0("" if problem is None else str(problem)):
             raise OSError(said) if problem is None else problem
         return self
 
@@ -142,7 +142,7 @@ def _describe(holder: bytes) -> str:
         return "another process has it"
 
 
-def _said_by_process_0(text: str) -> str:
+def said_by_process_0(text: str) -> str:
     """A text of process 0, in every process."""
     if jax.process_count() == 1:
         return text

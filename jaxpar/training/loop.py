@@ -1,6 +1,7 @@
 """The loop: steps, with what is written and reported of them, until the last one or a signal."""
 
 import dataclasses
+import functools
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jaxpar.batches import place_batch
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.hosts.stopping import Stop, Stopped
+from jaxpar.hosts.together import in_process_0, together
 from jaxpar.optimizer import Averaged, begin_average
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
@@ -21,6 +23,7 @@ from jaxpar.task import Task
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
+from jaxpar.training.lock import said_by_process_0
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
@@ -56,6 +59,8 @@ class Run:
         self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.started = time.perf_counter()
+        self._stop: Stop | None = None  # of the steps
+        self._unwritten: OSError | None = None  # which the other processes have not heard of
 
     def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last.
@@ -68,12 +73,11 @@ class Run:
         losses: list[float] = []
         waiting: list[Metrics] = []  # on the device until the next log point
         step_once = make_train_step(*self.settings, self.mesh)
-        if jax.process_index() == 0:
-            self.folder.rewind_metrics(step)
-            self.lines = self.folder.metrics()
+        in_process_0(lambda: self.folder.rewind_metrics(step))
         stored = self.checkpoints.stored_losses().items()
-        validated = {each: loss for each, loss in stored if each <= step}
-        self.checkpoints.losses |= validated
+        self.checkpoints.losses |= {each: loss for each, loss in stored if each <= step}
+        validated = {*self.checkpoints.losses}
+        self.lines = self.folder.metrics()
         losses_before = (line["loss"] for line in self.lines if line["split"] == "train")
         self.first_loss = next(losses_before, None)
         self.report.begin(step, config.num_steps, self.folder.path)
@@ -81,6 +85,7 @@ class Run:
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with Stop() as stop, tracer:
+            self._stop, self.checkpoints.on_failure = stop, stop.request
             if self._validates(step) and step in validated:
                 self._begin_average(step)  # the run was to end here
             elif self._validates(step):
@@ -115,7 +120,8 @@ class Run:
                     self._save()
                 clock += time.perf_counter() - before  # speed is that of steps
             losses += [float(each.loss) for each in self._look(waiting, step)]
-            if step > first_step and self.checkpoints.latest_step() != step:
+            self._tell_unwritten()
+            if self.checkpoints.latest_step() != step > first_step:
                 self._save()
         self.report.end(step, config.num_steps, stop.signal)
         if tracer.path is not None:
@@ -128,22 +134,14 @@ class Run:
         if stopped_by is None:
             for split in ("valid", "test"):
                 evaluations[split] = self.evaluate(int(self.state.step), split)
+        self._tell_unwritten()
         self.checkpoints.close()  # what is named in the last lines is there
-        self.folder.check_lock()
         if evaluations:
-            self.checkpoints.note_loss(int(self.state.step), evaluations["valid"].loss)
-        if jax.process_index() == 0:
-            self.folder.write_manifest()
+            loss = evaluations["valid"].loss
+            in_process_0(lambda: self.checkpoints.note_loss(int(self.state.step), loss))
+        in_process_0(self.folder.write_manifest)
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
-
-    def _save(self) -> None:
-        """Begins to write a checkpoint, and says in the manifest what is there with it."""
-        self.folder.check_lock()
-        read = self.batches.checksums(int(self.state.step), self.sharding)
-        self.checkpoints.save(self.state, read)
-        if jax.process_index() == 0:
-            self.folder.write_manifest()
 
     def rescue(self, error: OSError) -> OSError:
         """Saves the state where that is possible, when something could not be written.
@@ -153,20 +151,20 @@ class Run:
         """
         step, places = int(self.state.step), [self.folder]
         self.report.end(step, self.config.num_steps, None)
+        free = "free some space and go on with --resume, or "
         try:
-            self.folder.check_lock()
-        except FileNotFoundError as gone:
-            error, places = gone, []
+            together(self.folder.check_lock)
+        except OSError as gone:
+            error, places, free = gone, [], ""
         message = str(error)
         if self.config.fallback_dir is not None:
-            places.append(_fallback_folder(self.config.fallback_dir, self.folder, step))
+            path = _fallback_path(self.config.fallback_dir, self.folder, step)
+            places.append(RunFolder(said_by_process_0(path)))
         for folder in places:
             try:
                 if folder is not self.folder:
-                    config = dataclasses.replace(self.config, out_dir=str(folder))
-                    folder.start(self.settings._replace(train=config), self.asked)
-                    folder.take_metrics(self.folder, step)
-                with folder.checkpoints(self.settings) as checkpoints:
+                    in_process_0(functools.partial(self._begin_elsewhere, folder, step))
+                with together(functools.partial(folder.checkpoints, self.settings)) as checkpoints:
                     checkpoints.losses |= self.checkpoints.losses
                     if checkpoints.latest_step() != step:
                         checkpoints.save(self.state)
@@ -177,14 +175,20 @@ class Run:
                 f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
                 f"--train.out-dir {folder}"
             )
-        free = (
-            ""
-            if isinstance(error, FileNotFoundError)
-            else "free some space and go on with --resume, or "
-        )
         return type(error)(
             f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
         )
+
+    def _begin_elsewhere(self, folder: RunFolder, step: int) -> None:
+        config = dataclasses.replace(self.config, out_dir=str(folder))
+        folder.start(self.settings._replace(train=config), self.asked)
+        folder.take_metrics(self.folder, step)
+
+    def _save(self) -> None:
+        """Begins to write a checkpoint; the manifest says what there is with it."""
+        read = self.batches.checksums(int(self.state.step), self.sharding)
+        in_process_0(self.folder.write_manifest)
+        self.checkpoints.save(self.state, read)
 
     def _validates(self, step: int) -> bool:
         """Whether a validation follows this step of the loop."""
@@ -309,8 +313,25 @@ class Run:
         )
 
     def _write(self, line: dict[str, object]) -> None:
-        if jax.process_index() == 0:
+        """Process 0 writes a line; if it cannot, all stop at one step, and `_tell_unwritten` says why."""
+        if jax.process_index() != 0 or self._unwritten is not None:
+            return
+        try:
             self.folder.append_metrics(line)
+        except OSError as error:
+            if jax.process_count() == 1 or self._stop is None:
+                raise
+            self._unwritten = error
+            self._stop.request()
+
+    def _tell_unwritten(self) -> None:
+        """Raises in all processes what one of them could not write."""
+
+        def tell() -> None:
+            if self._unwritten is not None:
+                raise self._unwritten
+
+        together(tell)
 
 
 def is_worse(losses: Mapping[int, float], patience: int) -> bool:
@@ -330,11 +351,11 @@ def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]
     return "update" if np.isfinite(metrics.grad_norm) else "gradient"
 
 
-def _fallback_folder(root: str, folder: RunFolder, step: int) -> RunFolder:
+def _fallback_path(root: str, folder: RunFolder, step: int) -> str:
     """A folder for the state of a run that cannot be written in its own: `root/0001-step-700`."""
     name = f"{folder.path.name}-step-{step}"
     path, number = Path(root).expanduser() / name, 1
     while path.exists():
         number += 1
         path = path.with_name(f"{name}-{number}")
-    return RunFolder(path)
+    return str(path)

@@ -346,6 +346,7 @@ class RunFolder:
         Raises:
           OSError: it cannot be written.
         """
+        self.check_lock()
         self._manifest.write(self.path)
 
     def _write(self, path: Path, text: str) -> None:

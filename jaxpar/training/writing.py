@@ -1,0 +1,168 @@
+"""A checkpoint while it is written: by all processes, in the background, and whole or not at all.
+
+    checkpoints/60.orbax-checkpoint-tmp-1/   made by process 0; each process writes its shards there
+    checkpoints/60/                          its name, once process 0 has put the parts together
+
+Orbax writes and reads the arrays. Its own checkpointers wait at barriers, where a process that cannot write
+never comes; here a failure of one is the error of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxpar.hosts.together import SharedError, Together
+
+if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
+    from orbax import checkpoint as orbax
+
+METADATA, HALF_WRITTEN = (
+    "_CHECKPOINT_METADATA",
+    ".orbax-checkpoint-tmp",
+)  # by these names Orbax knows them
+_ARRAYS = "state"
+
+_attempts = itertools.count(1)  # late writes of one that failed do not come into the next
+
+
+class Writing:
+    """Begins to write a checkpoint; returns as soon as the arrays may change.
+
+    Args:
+      path: its folder, once it is whole.
+      arrays: nested tables of arrays; may be donated afterwards.
+      metadata: stored beside them, as JSON.
+      together: how the processes keep pace; all of them do the same.
+      seal: called in process 0 when all is written, with the folder, before that gets its name.
+      clean_up: called in process 0 after that.
+      on_failure: called in every process, from another thread, if the checkpoint cannot be written.
+    Raises:
+      OSError: its folder cannot be made; in every process alike.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        arrays: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+        *,
+        together: Together,
+        seal: Callable[[Path], None],
+        clean_up: Callable[[], None],
+        on_failure: Callable[[], None],
+    ):
+        self._path, self._metadata, self._together = path, metadata, together
+        self._seal, self._clean_up, self._on_failure = seal, clean_up, on_failure
+        self._partial = path.with_name(f"{path.name}{HALF_WRITTEN}-{next(_attempts)}")
+        self._is_first, self._error = jax.process_index() == 0, None
+        self._do(self._make_folder)
+        self._copied = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(arrays,), name="checkpoint")
+        self._thread.start()
+        self._copied.wait()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is whole.
+
+        Raises:
+          OSError: it could not be written; in every process alike.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _do(self, work: Callable[[], None]) -> None:
+        try:
+            self._together.do(work, self._describe)
+        except SharedError:
+            raise
+        except Exception as error:
+            raise OSError(self._describe(error)) from error
+
+    def _run(self, arrays: Mapping[str, Any]) -> None:
+        try:
+            handler = _handler()
+            self._do(lambda: self._write(handler, arrays))
+            self._do(lambda: self._finish(handler))
+        except Exception as error:
+            self._error = error
+            if self._is_first:  # the room may be needed for the next
+                shutil.rmtree(self._partial, ignore_errors=True)
+            self._on_failure()
+        finally:
+            self._copied.set()
+
+    def _make_folder(self) -> None:
+        if self._is_first:
+            for half_written in self._path.parent.glob(f"*{HALF_WRITTEN}*"):
+                shutil.rmtree(half_written, ignore_errors=True)
+            (self._partial / _ARRAYS).mkdir(parents=True)
+
+    def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Mapping[str, Any]) -> None:
+        """Writes the shards of this process."""
+        from etils import epath  # which Orbax's paths are
+        from orbax import checkpoint as orbax
+
+        loop = asyncio.new_event_loop()
+        try:
+            written = handler.async_save(
+                epath.Path(self._partial / _ARRAYS), args=orbax.args.PyTreeSave(arrays)
+            )
+            futures = loop.run_until_complete(written)
+        finally:
+            loop.close()
+        self._copied.set()
+        for future in futures or []:
+            future.result()
+
+    def _finish(self, handler: orbax.PyTreeCheckpointHandler) -> None:
+        """Puts the parts of all processes together, and gives the folder its name."""
+        if not self._is_first:
+            return
+        from etils import epath
+        from orbax.checkpoint import v1
+
+        handler.finalize(epath.Path(self._partial / _ARRAYS))
+        reader = v1.handlers.PyTreeHandler
+        described = {
+            "item_handlers": {_ARRAYS: f"{reader.__module__}.{reader.__qualname__}"},
+            "commit_timestamp_nsecs": time.time_ns(),
+            "custom_metadata": self._metadata,
+        }
+        (self._partial / METADATA).write_text(json.dumps(described), encoding="utf-8")
+        self._seal(self._partial)
+        self._partial.rename(self._path)
+        self._clean_up()
+
+    def _describe(self, error: Exception) -> str:
+        """The operating system's reason, and the file or folder."""
+        text, path = str(error), None
+        if code := re.search(r"os_error_code='(\d+)'", text):  # TensorStore's, in a ValueError
+            reason, named = os.strerror(int(code[1])), re.search(r'"(/[^"]+)"', text)
+            path = named and named[1]
+        elif isinstance(error, OSError) and error.strerror:
+            reason, path = error.strerror, error.filename
+        else:
+            reason = text.split("\n")[0] or type(error).__name__
+        if path is None or Path(path) == self._partial:
+            return reason
+        inner = Path(path).is_relative_to(self._partial)
+        return f"{reason} ({Path(path).relative_to(self._partial) if inner else path})"
+
+
+def _handler() -> orbax.PyTreeCheckpointHandler:
+    from orbax import checkpoint as orbax
+
+    return orbax.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
