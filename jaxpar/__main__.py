@@ -50,6 +50,7 @@ from jaxpar.hosts.distributed import leave_processes, start_processes
 from jaxpar.hosts.together import SharedError
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.option_errors import shorten
+from jaxpar.output import keep_printing
 from jaxpar.parallel import short_name
 from jaxpar.task import FILE_OF_TASK, Task, find_task, spec_of
 from jaxpar.training.run_folder import RunFolder, newest_run_folder
@@ -76,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "utf8",
         ):
             stream.reconfigure(errors="backslashreplace")
+    if argv[:1] in (["train"], ["launch"]):  # of what others print nothing may be missing
+        keep_printing()
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
     if not debug:  # Orbax logs the tracebacks of errors that it also raises
         logging.getLogger("absl").setLevel(logging.CRITICAL)

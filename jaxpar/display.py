@@ -1,7 +1,7 @@
 """How things are shown: sizes and times in words, consoles, and pictures, which `pictures` draws."""
 
 import functools
-from typing import Any
+from typing import Any, TextIO
 
 import rich.box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -92,10 +92,10 @@ class FittingTable(Table):
             yield Padding(Text("; ").join(parts), (0, 0, 0, 2))
 
 
-def make_console() -> Console:
-    """A console as wide as the terminal, or `WIDTH` columns in a file or pipe."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
+def make_console(file: TextIO | None = None) -> Console:
+    """A console as wide as the terminal, or `WIDTH` columns in a file or pipe; None is stdout."""
+    console = Console(file=file)
+    return console if console.is_terminal else Console(file=file, width=WIDTH)
 
 
 def format_count(number: int, noun: str, ending: str = "s") -> str:

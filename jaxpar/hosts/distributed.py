@@ -26,6 +26,7 @@ from jaxpar.hosts.agreement import shut_down, tell_failure
 from jaxpar.hosts.interface import listen_on
 from jaxpar.hosts.meeting import meet, program_facts
 from jaxpar.hosts.together import SharedError
+from jaxpar.output import dropping
 
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 BIND_ADDRESS = (
@@ -209,7 +210,8 @@ def _keep_stdout_for_python() -> None:
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     descriptor = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(descriptor, "w", buffering=1, encoding=encoding, errors=errors)
+    stdout = os.fdopen(descriptor, "w", buffering=1, encoding=encoding, errors=errors)
+    sys.stdout = dropping(stdout)
 
 
 def _start_seconds(environ: Mapping[str, str], group: ProcessGroup) -> float:

@@ -2,6 +2,7 @@
 
 import datetime
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from jaxpar.display import FittingTable, format_seconds, make_console
+from jaxpar.output import dropping
 from jaxpar.state import TrainState
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
@@ -165,7 +167,7 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
 
 
 def _make_console() -> Console:
-    return NotebookConsole() if Console().is_jupyter else make_console()
+    return NotebookConsole() if Console().is_jupyter else make_console(dropping(sys.stdout))
 
 
 def _duration(seconds: float) -> str:

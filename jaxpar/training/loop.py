@@ -1,5 +1,6 @@
 """The loop: steps, with what is written and reported of them, until the last one or a signal."""
 
+import contextlib
 import dataclasses
 import functools
 import signal
@@ -152,6 +153,8 @@ class Run:
         step, places = int(self.state.step), [self.folder]
         self.report.end(step, self.config.num_steps, None)
         free = "free some space and go on with --resume, or "
+        with contextlib.suppress(OSError):
+            self.checkpoints.close()  # which may be saving this very step
         try:
             together(self.folder.check_lock)
         except OSError as gone:
@@ -313,7 +316,7 @@ class Run:
         )
 
     def _write(self, line: dict[str, object]) -> None:
-        """Process 0 writes a line; if it cannot, all stop at one step, and `_tell_unwritten` says why."""
+        """Process 0 writes a line. If it cannot, all stop after one step, and `_tell_unwritten` says why."""
         if jax.process_index() != 0 or self._unwritten is not None:
             return
         try:
