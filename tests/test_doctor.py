@@ -66,7 +66,7 @@ FINDINGS = {
         "error", "devices", "none: Unable to initialize backend 'cuda'", "JAX_PLATFORMS=cpu",
     ),
     "unused GPUs": (
-        {"has_nvidia_driver": True}, "warning", "devices", "JAX does not use them", "jaxpar[cuda",
+        {"has_nvidia_driver": True}, "warning", "devices", "JAX does not use them", "jax[cuda",
     ),
     "GPUs left alone on request": (
         {"has_nvidia_driver": True, **environ(JAX_PLATFORMS="cpu")}, "ok", "devices", "4 x cpu", "",

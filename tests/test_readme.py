@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar import show
+from jaxpar import Parallel, show
 from jaxpar.__main__ import _parse, main
 from jaxpar.config_file import default_settings, write_config
+from jaxpar.layout import on_devices
 from jaxpar.pipeline import make_schedule
 from jaxpar.tasks.lm import LM
+from jaxpar.training.settings import Settings
+from jaxpar.training.summary import describe_plan
 
 ROOT = Path(__file__).parent.parent
 GUIDES = (
@@ -162,6 +165,22 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         (tmp_path / start.removeprefix("# ")).write_text(own)
     for command in commands(page):
         _parse(command)
+
+
+def test_a_run_without_a_mesh_is_described_as_the_readme_shows():
+    parallel, mesh = on_devices(LM())
+    settings = Settings(LM().resolve(parallel, mesh), Parallel(), LM.train)
+    rows = [f"{name:10}  {value}" for name, value in describe_plan(settings, mesh)]
+    assert "\n".join([*rows[:3], "...\n"]) in blocks("text")
+
+
+def test_where_jaxpar_comes_from_is_said_in_one_place():
+    """It is in no registry, so nothing says that pip finds it there: `pip install jaxpar[plot]` fails."""
+    sources = [path.relative_to(ROOT) for path in (ROOT / "jaxpar").rglob("*.py")]
+    for page in (*PAGES, *OTHERS, *sources):
+        said = re.search(r"pip install (-\S+ )*['\"]?jaxpar.*", (ROOT / page).read_text())
+        assert said is None, (page, said[0])
+    assert "jaxpar is not on PyPI yet" in (ROOT / "README.md").read_text()
 
 
 def test_options_in_the_text_exist():

@@ -147,7 +147,7 @@ def check_devices(machine: Machine) -> list[Finding]:
                 "warning",
                 "devices",
                 f"{fact}; this machine has NVIDIA GPUs, JAX does not use them",
-                "pip install 'jaxpar[cuda12]' or 'jaxpar[cuda13]', as the driver allows",
+                "pip install 'jax[cuda12]' or 'jax[cuda13]', as the driver allows",
             )
         ]
     return [Finding("ok", "devices", fact)]

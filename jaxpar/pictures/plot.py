@@ -76,9 +76,7 @@ def plot(
         _write(path, picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
     else:
         if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError(
-                "this picture needs matplotlib; pip install 'jaxpar[plot]', in a clone -e '.[plot]'"
-            )
+            raise ValueError("this picture needs the package matplotlib; pip install matplotlib")
         # An extra: what else is here works without.
         from jaxpar.pictures.figures import save_figure
 

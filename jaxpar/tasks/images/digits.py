@@ -26,8 +26,7 @@ def load_digits() -> dict[str, dict[str, np.ndarray]]:
         from sklearn import datasets
     except ImportError as error:
         raise ValueError(
-            "the digits come with scikit-learn, which is not installed; "
-            "pip install scikit-learn, or jaxpar with its extra [images]"
+            "the digits come with scikit-learn, which is not installed; pip install scikit-learn"
         ) from error
     points_NP, labels_N = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels_N))

@@ -334,7 +334,7 @@ def _tokenizers() -> Any:
         return importlib.import_module("tokenizers")
     except ImportError as error:
         raise ValueError(
-            "level='subword' needs the package tokenizers; pip install 'jaxpar[subword]'"
+            "level='subword' needs the package tokenizers; pip install tokenizers"
         ) from error
 
 

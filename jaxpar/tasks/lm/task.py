@@ -81,7 +81,7 @@ class LM(Task):
       dtype: of activations and matmul inputs; parameters, accumulation and c stay float32.
       corpus: "python-docs" (words), "python-source" (characters), or a file or folder of your own.
       level: what a token is; "auto" takes the corpus's own. "subword" learns pieces of words from the text
-        (pip install 'jaxpar[subword]').
+        (pip install tokenizers).
       max_vocab: how many of the most frequent tokens are kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
