@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,9 @@ def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
     return found
 
 
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
+
+
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to write instead of `path`, in the same folder; it takes that name when all went well.
@@ -96,6 +100,21 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise type(error)(
             f"cannot write {path}: {error.strerror or error}; give a place that can be written"
         ) from error
+
+
+def refuse_address(name: str, path: str | os.PathLike[str]) -> None:
+    """Raises for an address such as gs://bucket/run, also as `Path` writes it: it would name a local folder.
+
+    Args:
+      name: of the setting that the path is of.
+    Raises:
+      ValueError: it is one.
+    """
+    if _ADDRESS.match(os.fspath(path)):
+        raise ValueError(
+            f"{name}={os.fspath(path)!r} is an address, and jaxpar writes and reads folders of this machine; "
+            f"mount the storage, and give the folder where it is"
+        )
 
 
 def cache_folder() -> Path:

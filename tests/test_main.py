@@ -331,34 +331,6 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_pa
     assert "a larger --train.max-skipped (now 1)" in captured.err
 
 
-@pytest.mark.full
-def test_on_a_full_disk_the_state_goes_to_the_fallback(text, tmp_path):
-    disk, out_dir = tmp_path / "disk", tmp_path / "disk" / "run"
-    disk.mkdir()
-    private = ["unshare", "--map-root-user", "--mount"]
-    mount = f"mount -t tmpfs -o size=1m none {disk}"
-    if subprocess.run([*private, "sh", "-c", mount], capture_output=True).returncode:
-        pytest.skip("this process may not mount a small disk")
-    command = [sys.executable, "-m", "jaxpar", *flags(
-        text, "--devices", "0", "--hidden-size", "128", "--train.checkpoint-every", "1",
-        "--train.out-dir", str(out_dir), "--train.fallback-dir", str(tmp_path / "other"),
-    )]  # fmt: skip
-    script = f'{mount} && "$@"; code=$?; ls {out_dir}; exit $code'
-    ended = subprocess.run(
-        [*private, "sh", "-c", script, "sh", *command],
-        capture_output=True, text=True, timeout=END_SECONDS, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
-    )  # fmt: skip
-    assert ended.returncode == 2, ended.stderr
-    assert re.fullmatch(
-        r"error: the checkpoint of step \d could not be written in .*disk/run/checkpoints: No space left "
-        r"on device; .*; the state of step (\d) is saved in (\S+/other/run-step-\1): go on with "
-        r"--resume --train\.out-dir \2\n",
-        ended.stderr,
-    ), ended.stderr
-    (saved,) = (tmp_path / "other").iterdir()
-    assert main(["train", "--resume", "--train.out-dir", str(saved)]) == 0
-
-
 def test_ctrl_c_saves_and_resume_goes_on(text, tmp_path):
     out_dir = tmp_path / "run"
     command = [sys.executable, "-m", "jaxpar"]

@@ -25,7 +25,7 @@ STOP_SECONDS = 5.0  # with steps that are quicker than that
 NEVER = str(10**6)
 
 
-def start_by_hand(arguments, num_processes=2):
+def start_by_hand(arguments, num_processes=2, program=("-m", "jaxpar")):
     """Processes that know of each other by variables alone."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ def start_by_hand(arguments, num_processes=2):
     }  # fmt: skip
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "jaxpar", *arguments], stdout=subprocess.PIPE,
+            [sys.executable, *program, *arguments], stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True,
             env=os.environ | group | {"JAXPAR_PROCESS_ID": str(index)},
         )

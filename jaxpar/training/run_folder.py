@@ -31,7 +31,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, to_toml
-from jaxpar.files import read_file, read_json, whole_file
+from jaxpar.files import read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.state import TrainState, averaged
 from jaxpar.task import Task, spec_of
@@ -54,6 +54,7 @@ class RunFolder:
     """A run's folder by its path; nothing is read or written until a method is called."""
 
     def __init__(self, path: str | Path):
+        refuse_address("folder", path)
         self.path = Path(path).expanduser()
         self.config_path = self.path / "config.toml"
         self.data_path = self.path / "data.json"

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from jaxpar.fields import check_fields, require, require_positive
+from jaxpar.files import refuse_address
 from jaxpar.parallel import Parallel
 
 if TYPE_CHECKING:  # a task has a TrainConfig
@@ -30,7 +31,7 @@ class TrainConfig:
       keep_checkpoints: the newest ones kept.
       keep_best: also save and keep the state with the lowest validation loss.
       fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
-        the disk is full, or read-only.
+        the disk is full, or read-only. All processes write there.
       out_dir: where metrics, settings and checkpoints are written; None takes the next free folder of
         runs/0001, runs/0002, ...
     """
@@ -60,6 +61,7 @@ class TrainConfig:
             require(value < 2**31, f"{name}={value}: must be below {2**31}")
         for name in ("out_dir", "fallback_dir"):
             require(getattr(self, name) != "", f"{name}='' names no folder; leave it out")
+            refuse_address(name, getattr(self, name) or "")
 
     @property
     def allowed_skips(self) -> int:

@@ -1,0 +1,273 @@
+"""The law: a disk that is full for one process ends all of them with the same words, and no state is lost."""
+
+import contextlib
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from test_stopping import NEVER, start_by_hand
+from test_train import make_run
+
+from jaxpar.__main__ import main
+from jaxpar.training.console import ConsoleReport
+from jaxpar.training.fit import fit
+from jaxpar.training.report import Report
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.settings import TrainConfig
+from jaxpar.training.writing import Writing
+
+END_SECONDS = 90  # of which starting takes most; a process that hangs takes longer
+SMALL = [
+    "--batch-size", "12", "--seq-len", "8", "--num-layers", "1", "--hidden-size", "16",
+    "--embed-size", "16", "--optimizer.warmup-steps", "2", "--train.log-every", "1",
+]  # fmt: skip
+
+# Runs a command; files of some work in some process cannot grow beyond 100 bytes, as on a full disk.
+FULL = """
+import os, resource, signal, sys
+from pathlib import Path
+from jaxpar.__main__ import main
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.writing import Writing
+
+case, culprit, out_dir, *arguments = sys.argv[1:]
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+def is_full(self):
+    if isinstance(self, RunFolder):
+        lines = self.metrics_path.read_text().count("train") if self.metrics_path.exists() else 0
+        return str(self) == out_dir and (case == "start" or lines >= 10)
+    return str(self._path.parents[1]) == out_dir and int(self._path.name) >= 10
+
+def on_full_disk(work):
+    def limited(self, *rest):
+        if not is_full(self):
+            return work(self, *rest)
+        if case == "folder":
+            raise OSError(28, os.strerror(28), str(self._partial))
+        limit(100)
+        try:
+            return work(self, *rest)
+        finally:
+            limit(resource.RLIM_INFINITY)
+    return limited
+
+kind, name = {
+    "shards": (Writing, "_write"), "parts": (Writing, "_finish"), "folder": (Writing, "_make_folder"),
+    "metrics": (RunFolder, "_append"), "start": (RunFolder, "start"),
+}[case]
+if os.environ.get("JAXPAR_PROCESS_ID", "0") == culprit:
+    setattr(kind, name, on_full_disk(getattr(kind, name)))
+sys.exit(main(arguments))
+"""
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("case", "num_processes", "culprit", "ends_by"),
+    [
+        ("shards", 2, 1, "a step"),
+        *(slow("shards", n, k, "a step") for n, k in ((1, 0), (2, 0), (3, 2))),
+        *(slow("shards", n, k, how) for n, k in ((1, 0), (2, 0), (2, 1)) for how in ("end", "signal")),
+        *(slow("parts", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
+        *(slow("folder", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
+        *(slow("metrics", n, 0, how) for n in (1, 2, 3) for how in ("a step", "end")),
+    ],
+)  # fmt: skip
+def test_a_full_disk_of_one_process_ends_all_alike(
+    case, num_processes, culprit, ends_by, text, tmp_path
+):
+    out_dir, other = tmp_path / "run", tmp_path / "other"
+    num_steps, every = {"a step": (NEVER, 5), "end": (10, 0), "signal": (NEVER, 0)}[ends_by]
+    arguments = [
+        "train", "lm", "--corpus", str(text), *SMALL, "--mesh", f"dp{num_processes}",
+        "--train.num-steps", str(num_steps), "--train.checkpoint-every", str(every),
+        "--train.out-dir", str(out_dir), "--train.fallback-dir", str(other),
+    ]  # fmt: skip
+    errors = run_on_full_disk(
+        tmp_path, num_processes, case, culprit, arguments, signals=ends_by == "signal"
+    )
+    assert len({*errors}) == 1, errors
+    who = f"process {culprit}: " if num_processes > 1 else ""
+    saved = re.fullmatch(
+        r"error: (.*); the state of step (\d+) is saved in (\S+): go on with --resume --train\.out-dir \3\n",
+        errors[0],
+    )
+    assert saved, errors[0]
+    if case == "metrics":
+        reason, place = rf"{who}cannot write {out_dir}/metrics\.jsonl: File too large", out_dir
+    else:
+        reason = {
+            "shards": r"File too large \(state/\S+\)",
+            "parts": r"File too large( \(state/\S+\))?",
+            "folder": "No space left on device",
+        }[case]
+        newest = "the newest whole one is of step 5" if ends_by == "a step" else "there is none"
+        reason = (
+            rf"the checkpoint of step \d+ could not be written in {out_dir}/checkpoints: {who}{reason}; "
+            rf"{newest}"
+        )
+        place = other / f"run-step-{saved[2]}"
+        if ends_by == "a step":
+            assert int(saved[2]) <= 15  # the next save
+            settings = RunFolder(out_dir).settings()
+            assert RunFolder(out_dir).checkpoints(settings).steps() == [5]
+    assert re.match(reason, saved[1]), saved[1]
+    assert saved[3] == str(place)
+    _, _, state = RunFolder(place).restore()
+    assert int(state.step) == int(saved[2])
+    steps = [line["step"] for line in RunFolder(place).metrics()]
+    assert steps[:9] == [*range(1, 10)]
+    assert steps[-1] <= int(saved[2])
+    if num_processes > 1 and ends_by == "end":
+        again = ["train", "--resume", "--train.out-dir", str(place)]
+        assert wait_for(start_by_hand(again, num_processes))[0] == [0] * num_processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_a_run_that_cannot_begin_ends_in_all_processes(num_processes, text, tmp_path):
+    arguments = [
+        "train", "lm", "--corpus", str(text), *SMALL, "--mesh", f"dp{num_processes}",
+        "--train.out-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    errors = run_on_full_disk(tmp_path, num_processes, "start", 0, arguments)
+    assert len({*errors}) == 1, errors
+    assert re.fullmatch(
+        r"error: process 0: cannot write \S+/run/\S+: File too large; give a place that .*\n",
+        errors[0],
+    )
+
+
+def run_on_full_disk(tmp_path, num_processes, case, culprit, arguments, signals=False):
+    """What each of the processes of `FULL` says; all end by themselves, as it is an error."""
+    script = tmp_path / "full.py"
+    script.write_text(FULL)
+    out_dir = arguments[arguments.index("--train.out-dir") + 1]
+    processes = start_by_hand(
+        [case, str(culprit), out_dir, *arguments], num_processes, program=[str(script)]
+    )
+    if signals:
+        with contextlib.suppress(StopIteration):
+            next(line for line in processes[0].stdout if re.match(r"step +10/", line))
+        processes[-1].send_signal(signal.SIGTERM)
+    codes, errors = wait_for(processes)
+    assert codes == [2] * num_processes, errors
+    return errors
+
+
+def wait_for(processes):
+    """Exit codes of processes, and what they have said on stderr."""
+    try:
+        said = [process.communicate(timeout=END_SECONDS)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [re.sub(r"(?m)^\[Gloo\].*\n", "", each) for each in said]
+    return [process.returncode for process in processes], lines
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_processes", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_on_a_small_disk_the_state_goes_to_the_fallback(num_processes, text, tmp_path):
+    disk, out_dir = tmp_path / "disk", tmp_path / "disk" / "run"
+    disk.mkdir()
+    private = ["unshare", "--map-root-user", "--mount"]
+    mount = f"mount -t tmpfs -o size=1m none {disk}"
+    if subprocess.run([*private, "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("this process may not mount a small disk")
+    launch = ["launch", "--processes", str(num_processes), "--"] if num_processes > 1 else []
+    command = [
+        sys.executable, "-m", "jaxpar", *launch, "train", "lm", "--corpus", str(text), *SMALL,
+        "--hidden-size", "128", "--mesh", f"dp{num_processes}", "--train.checkpoint-every", "1",
+        "--train.out-dir", str(out_dir), "--train.fallback-dir", str(tmp_path / "other"),
+    ]  # fmt: skip
+    script = f'{mount} && "$@"; code=$?; ls {out_dir}; exit $code'
+    ended = subprocess.run(
+        [*private, "sh", "-c", script, "sh", *command],
+        capture_output=True, text=True, timeout=END_SECONDS, env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    said = re.findall(
+        r"error: the checkpoint of step \d+ could not be written in \S+disk/run/checkpoints: (.*); the "
+        r"state of step (\d+) is saved in (\S+/other/run-step-\2): go on with --resume --train\.out-dir \3\n",
+        ended.stderr,
+    )
+    assert len(said) == num_processes, ended.stderr
+    assert all("No space left on device (state" in reason for reason, *_ in said)
+    (saved,) = (tmp_path / "other").iterdir()
+    assert main(["train", "--resume", "--train.out-dir", str(saved), "--mesh", "1"]) == 0
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(
+    text, tmp_path, monkeypatch
+):
+    write = Writing._write
+
+    def fail(self, *rest):
+        monkeypatch.setattr(Writing, "_write", write)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Writing, "_write", fail)
+    run = make_run(text, tmp_path / "run", checkpoint_every=5, num_steps=10**6, log_every=1)
+    with pytest.raises(OSError, match=r"of step 5 could not .*; the state of step [5-9] is saved"):
+        fit(*run, report=Slow())
+
+
+class Slow(Report):
+    def progress(self, progress, num_steps):
+        time.sleep(0.2)
+
+
+def test_a_full_disk_under_stdout_ends_no_run(text, tmp_path):
+    out_dir = tmp_path / "run"
+    command = [
+        sys.executable, "-m", "jaxpar", "train", "lm", "--corpus", str(text), *SMALL,
+        "--train.num-steps", "12", "--train.out-dir", str(out_dir),
+    ]  # fmt: skip
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=END_SECONDS,
+            env=os.environ | {"JAX_NUM_CPU_DEVICES": "1"},
+        )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == "warning: what is printed gets lost: No space left on device\n"
+    lines = RunFolder(out_dir).metrics()
+    assert [line["step"] for line in lines if line["split"] == "train"] == [*range(1, 13)]
+
+
+def test_what_a_script_prints_on_a_full_disk_ends_no_run(text, tmp_path, monkeypatch, capfd):
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        result = fit(*make_run(text, tmp_path / "run"), report=ConsoleReport())
+        with contextlib.suppress(OSError):
+            full.close()
+    assert len(result.losses) == 20
+    assert capfd.readouterr().err == "warning: what is printed gets lost: No space left on device\n"
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "file:///tmp/run"])
+def test_an_address_is_refused_before_a_folder_is_made(address, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = f"='{address}' is an address, and jaxpar writes and reads folders of this machine; mount"
+    for name in ("out_dir", "fallback_dir"):
+        with pytest.raises(ValueError, match=f"^{name}{said}"):
+            TrainConfig(**{name: address})
+        option = f"--train.{name.replace('_', '-')}"
+        assert main(["train", "lm", option, address]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {name}{said}")
+    for command in (["evaluate"], ["sample"], ["export", "--output", "weights"]):
+        assert main([*command, address]) == 2
+        assert "is an address" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
