@@ -168,7 +168,7 @@ class Run:
                 if folder is not self.folder:
                     in_process_0(functools.partial(self._begin_elsewhere, folder, step))
                 with together(functools.partial(folder.checkpoints, self.settings)) as checkpoints:
-                    checkpoints.losses |= self.checkpoints.losses
+                    checkpoints.losses |= self.checkpoints.losses  # the best is kept
                     if checkpoints.latest_step() != step:
                         checkpoints.save(self.state)
             except OSError as another:
