@@ -47,6 +47,7 @@ class ModelLayout:
       slots: where each layer lies.
       rules: how parameters lie while a step computes.
       param_rules, opt_rules, carry_rules: how parameters, optimizer state and carry lie between steps.
+      plain: the model of shapes as the task makes it, not yet in its slots.
       graphdef: of the model in its slots.
       params, frozen: `nnx.State`s of shapes: what is trained, and all other variables.
       x: shapes of what goes through the layers, of a whole batch.
@@ -250,7 +251,7 @@ class ModelLayout:
     @property
     def _last(self) -> tuple[Any, ...]:
         """What follows the layers, as a function, and its arguments over a whole batch."""
-        model = self._abstract
+        model = self.plain
 
         def last(leaves, x, batch):
             return _with_leaves(model, leaves).last(x, batch, _At(self, batch))
@@ -274,8 +275,8 @@ class ModelLayout:
 
     def _check_layers(self, plain: Any) -> None:
         """Traces `first`, every kind of layer and `last` once by itself, so that a mistake has a name."""
-        self._abstract = plain
-        self._block = jax.tree.map(self._to_block, self.batch)
+        self.plain = plain
+        self._block = jax.eval_shape(self.to_block, self.batch)
 
         def first(model, batch):
             return model.first(batch, _At(self, batch))
@@ -321,11 +322,13 @@ class ModelLayout:
 
         self.num_sums = len(jax.tree.leaves(_traced("last", last, plain, self.x, self._block)))
 
-    def _to_block(self, leaf: Any) -> Any:
-        """A leaf of the batch as the model sees it, of the whole batch."""
-        if self.time_major and len(leaf.shape) > 1:
-            return jax.ShapeDtypeStruct((*leaf.shape[1::-1], *leaf.shape[2:]), leaf.dtype)
-        return leaf
+    def to_block(self, batch: Any) -> Any:
+        """A batch as the model sees it: time before rows."""
+        if not self.time_major:
+            return jax.tree.map(jnp.asarray, batch)
+        return jax.tree.map(
+            lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch
+        )
 
     # ---- what of the model a function before or after the layers uses ----
 

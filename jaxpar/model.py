@@ -184,7 +184,9 @@ class Stack(nnx.Module):
         self._kind_of = tuple(_number(kinds, _structure(make)) for make in makers)
         names = [kind.name for kind in kinds]
         self.kinds = tuple(
-            name if names.count(name) == 1 else f"{name}{names[:number].count(name)}"
+            f"{name}{names[:number].count(name)}"
+            if names.count(name) > 1 or hasattr(self, name)  # as for a class called Layer
+            else name
             for number, name in enumerate(names)
         )
         self.slots = make_slots((len(makers),), kind_of=self._kind_of) if makers else NO_SLOTS
@@ -197,6 +199,11 @@ class Stack(nnx.Module):
 
     def __len__(self) -> int:
         return len(self._kind_of)
+
+    def maker(self, number: int) -> Callable[[nnx.Rngs], Any]:
+        """The function that makes a layer; until the stack is placed."""
+        assert self._source is not None
+        return self._source.makers[number]
 
     def place(self, slots: Slots) -> None:
         """Draws the layers again, now in these slots; each has the same values as before.

@@ -611,7 +611,7 @@ def _run_at_once(
             time=jnp.int32(0),
             row=jnp.int32(first_row),
             key=key,
-            batch=_to_block(layout, batch),
+            batch=layout.to_block(batch),
             layout=at_layout,
             time_major=layout.time_major,
         )
@@ -690,13 +690,6 @@ def run_kind(unroll: int, layer, stacked: tuple[Any, Any, Any], x, at: At, numbe
     return after, y
 
 
-def _to_block(layout: ModelLayout, batch: Any) -> Any:
-    """A batch as the model sees it: time before rows."""
-    if not layout.time_major:
-        return jax.tree.map(jnp.asarray, batch)
-    return jax.tree.map(lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch)
-
-
 def _run_in_units(
     layout: ModelLayout, mesh, layers, params, probes, frozen, carry, batch, key, plan
 ):
@@ -739,7 +732,7 @@ def _run_in_units(
             tuple(leaves[n] for n in last),
         )
 
-    block = _to_block(layout, jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
+    block = layout.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(
         parts(outer.leaves, outer.first, outer.last, trained, probes),

@@ -20,6 +20,7 @@ from jaxpar.hosts.together import SharedError, in_process_0, together
 from jaxpar.layout import lay_out, on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.parallel import Parallel, short_name
+from jaxpar.rows import check_rows_alone
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
 from jaxpar.step import check_batch_shape
 from jaxpar.task import Task, check_task
@@ -107,8 +108,8 @@ def fit(
       quiet: prints nothing.
 
     Raises:
-      ValueError: sizes do not fit each other or the mesh, a split has no batches of the task's sizes, or the
-        data have changed since the run began.
+      ValueError: sizes do not fit each other or the mesh, a part of the model mixes rows of the batch, a
+        split has no batches of the task's sizes, or the data have changed since the run began.
       FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow the step to
         be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
         same batch.
@@ -142,6 +143,7 @@ def fit(
             f"average_after={task.average_after} depends on validations, and eval_every=0 has none before "
             f"the end; set eval_every to an epoch's steps, or average_after=0"
         )
+    check_rows_alone(task, parallel)
     abstract_by_layer(target, task, parallel)  # can it be stored?
     _check_evaluations(task, parallel)
     data = describe_data(task, train.seed)

@@ -1,0 +1,276 @@
+"""Whether each row of a batch stands alone: what a model makes of it must not depend on the others.
+
+A step gives each device, and each microbatch, some of the rows. What mixes rows, as a norm by the statistics
+of a batch or a loss that balances a batch do, would give another loss on every mesh, and no error. It is
+found before a run, on a few rows: where one of them is replaced, `first` and each kind of layer must give the
+same bits for all others; and what `last` gives for two halves must add up to what it gives for the whole.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.at import At
+from jaxpar.layout import ModelLayout, lay_out, named
+from jaxpar.model import Sums
+from jaxpar.parallel import Parallel
+from jaxpar.task import Task
+from jaxpar.trees import shape_of
+
+ROWS = 4  # two in each half
+
+# How far two halves of a sum may be from the whole, relative to their sizes: a million float32 numbers in
+# another order are off by a tenth of it. Sums in fewer digits may be off by a few units in the last.
+TOLERANCE, UNITS = 1e-5, 4
+# Random inputs on which the sums must be wrong. Once in thousands, two scores tie: then rounding decides
+# which is the largest, and whether a prediction counts as right.
+TRIES = 3
+
+_NOWHERE = -1  # the dim of rows of an array that has none
+
+_passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
+
+
+def check_rows_alone(task: Task, parallel: Parallel) -> None:
+    """Checks that no row of a batch depends on another, by running parts of the model on random numbers.
+
+    Each part is drawn and run by itself on one device, in its real size, on few rows; not again in a process
+    for an equal model.
+
+    Args:
+      parallel: with no -1 left, as `Parallel.resolve` gives it.
+    Raises:
+      ValueError: `first` or a layer mixes rows, or sums of `last` do not add up.
+    """
+    layout, batch = lay_out(task, parallel), task.example_batch()
+    num_rows = min(ROWS, layout.batch_size) // 2 * 2
+    batch = jax.tree.map(lambda a: np.asarray(a)[:num_rows] if np.ndim(a) else a, batch)
+    graphdef, state = nnx.split(layout.plain)
+    model = (graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
+    if num_rows and model not in _passed:
+        trial = _Trial(layout, batch, num_rows)
+        for kind in range(len(layout.kinds)):
+            trial.check_layer(kind)
+        trial.check_last()
+        _passed.append(model)
+
+
+class _Trial:
+    """Parts of a model, run on few rows.
+
+    Attributes:
+      x: shapes of what goes through the layers.
+      in_batch, in_x: the dim of rows in each of their arrays.
+    """
+
+    def __init__(self, layout: ModelLayout, batch: Any, num_rows: int):
+        """Looks at `first`, which tells the shapes of x."""
+        self.layout, self.batch, self.num_rows = layout, batch, num_rows
+        self.outer, self.rng = layout.outer(layout.abstract_model()), np.random.default_rng(0)
+        self.in_batch = [0 if np.ndim(leaf) else _NOWHERE for leaf in jax.tree.leaves(batch)]
+
+        @_quick_jit
+        def first(variables, batch):
+            leaves, frozen = variables
+            return self.outer.run_first(leaves, frozen, self.at(batch))
+
+        variables = self.draw_outer(self.outer.first, self.outer.first_frozen)
+        twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
+        sizes = (jax.eval_shape(first, variables, rows) for rows in (batch, twice))
+        self.x, x_of_twice = named("first", lambda: tuple(sizes))
+        self.in_x = list(map(_dim_of_rows, *map(jax.tree.leaves, (self.x, x_of_twice))))
+        run = functools.partial(first, variables)
+        outputs = [("output", dim) for dim in self.in_x]
+        self.check_alone("first", run, (batch,), self.in_batch, outputs)
+
+    def check_layer(self, kind: int) -> None:
+        """By what a layer of a kind returns, and the state that it leaves."""
+        name, number = self.layout.kinds[kind], self.layout.kind_of.index(kind)
+        maker = self.layout.plain.layers.maker(number)
+
+        @_quick_jit
+        def draw():
+            with nnx.use_eager_sharding(False):
+                layer = maker(nnx.Rngs(0))
+            begins = hasattr(layer, "initial_carry")
+            return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
+
+        @_quick_jit
+        def layer(variables, carry, x, batch):
+            return nnx.merge(*variables)(carry, x, self.at(batch, layer=number))
+
+        variables, start = draw()
+        # Not below where it starts: a state may be a divisor.
+        carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
+        in_carry = [0] * len(jax.tree.leaves(carry))
+        inputs, dims = (carry, self.random_x(), self.batch), in_carry + self.in_x + self.in_batch
+        outputs = [("carry", dim) for dim in in_carry] + [("output", dim) for dim in self.in_x]
+        run = functools.partial(layer, variables)
+        self.check_alone(f"layer {name}", run, inputs, dims, outputs)
+
+    def check_last(self) -> None:
+        """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
+
+        def last(variables, y, batch, row):
+            leaves, frozen = variables
+            return self.outer.run_last(leaves, frozen, y, self.at(batch, row), is_part=False)
+
+        def gradients_and_sums(variables, y, batch):
+            def loss(y):
+                sums = last(variables, y, batch, 0)
+                return sums.loss, sums
+
+            found, sums = jax.grad(loss, has_aux=True)(y)
+            pairs = zip(jax.tree.leaves(found), self.in_x, strict=True)
+            return [d_y for d_y, dim in pairs if dim != _NOWHERE], sums
+
+        variables = self.draw_outer(self.outer.last, self.outer.last_frozen)
+        of_whole = functools.partial(_quick_jit(gradients_and_sums), variables)
+        of_half, half, wrong = _quick_jit(last), self.num_rows // 2, None
+        with jax.default_matmul_precision("float32"):  # whatever the size of a block
+            for _ in range(TRIES):
+                y = self.random_x()
+                sums = [named("last", lambda y=y: of_whole(y, self.batch))[1]]
+                for row in (0, half):
+                    ends = row, row + half
+                    part = _cut(y, self.in_x, *ends), _cut(self.batch, self.in_batch, *ends)
+                    sums.append(of_half(variables, *part, row))
+                wrong = _not_added(*jax.device_get(sums))
+                if wrong is None:
+                    break
+            else:
+                raise ValueError(
+                    f"the sums of `last` do not add up: its {wrong}, and a step adds up what it gives for "
+                    f"the rows of each device and microbatch; let it return sums over rows, each computed "
+                    f"from one row alone: no means, and times the weight what counts once, such as a penalty "
+                    f"on parameters"
+                )
+            outputs = [("gradient", dim) for dim in self.in_x if dim != _NOWHERE]
+            run, dims = (lambda *inputs: of_whole(*inputs)[0]), self.in_x + self.in_batch
+            self.check_alone("last", run, (y, self.batch), dims, outputs)
+
+    def check_alone(
+        self,
+        what: str,
+        run: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        dims: Sequence[int],
+        outputs: Sequence[tuple[str, int]],
+    ) -> None:
+        """Runs something with a row of its inputs replaced, by another one or NaN, and looks at the others.
+
+        Args:
+          dims: of rows, in the arrays of the inputs.
+          outputs: what each array that it returns is, and its dim of rows.
+        Raises:
+          ValueError: they change.
+        """
+
+        def results(row: int | None = None, *, by_nan: bool = False) -> list[np.ndarray]:
+            leaves, structure = jax.tree.flatten(inputs)
+            if row is not None:
+                leaves = [_replace(a, d, row, by_nan) for a, d in zip(leaves, dims, strict=True)]
+            return jax.tree.leaves(jax.device_get(run(*structure.unflatten(leaves))))
+
+        whole, last = named(what, results), self.num_rows - 1
+        repeats = all(map(_same, whole, results()))  # else NaN alone tells what depends on what
+        for row, by_nan in [(0, False), (last, False), (0, True), (last, True)]:
+            found = results(row, by_nan=by_nan)
+            for (name, dim), *both in zip(outputs, whole, found, strict=True):
+                others = [np.delete(a, row, dim) if dim != _NOWHERE else a for a in both]
+                if not _same(*(others if repeats else map(np.isnan, others))):
+                    raise ValueError(
+                        f"{what} mixes the rows of a batch: where row {row} of its input is replaced, its "
+                        f"{name} changes in others, too. A step gives each device and microbatch only some "
+                        f"rows, so the loss would depend on the mesh; compute each row from itself alone, "
+                        f"with a norm over features (nnx.LayerNorm, nnx.RMSNorm), not over the batch"
+                    )
+
+    def at(self, batch: Any, row: Any = 0, layer: int = 0) -> At:
+        """Of a block of these rows, in training."""
+        place, block = (jnp.int32(layer), jnp.int32(0), jnp.int32(row)), self.layout.to_block(batch)
+        return At(*place, jax.random.key(0), block, time_major=self.layout.time_major)
+
+    def random_x(self) -> Any:
+        """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
+        leaves, structure = jax.tree.flatten(self.x)
+
+        def draw(shape: Any, dim: int) -> np.ndarray:
+            kept = {dim, len(shape.shape) - 1}
+            means = [size if number in kept else 1 for number, size in enumerate(shape.shape)]
+            return self.random(shape) + self.rng.standard_normal(means).astype(shape.dtype)
+
+        return structure.unflatten(map(draw, leaves, self.in_x))
+
+    def random(self, shape: Any) -> np.ndarray:
+        """Normal numbers."""
+        return self.rng.standard_normal(shape.shape).astype(shape.dtype)
+
+    def draw_outer(self, numbers: Sequence[int], frozen: Sequence[int]) -> Any:
+        """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
+
+        @_quick_jit
+        def draw():
+            _, *states = self.layout.split(self.layout.make(0))
+            leaves = map(jax.tree.leaves, states)
+            return [[own[n] for n in of] for own, of in zip(leaves, (numbers, frozen), strict=True)]
+
+        return draw()
+
+
+def _quick_jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.jit`, for what runs a few times: a CPU's code takes far longer to be made well."""
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return jax.jit(function, compiler_options=quick if jax.default_backend() == "cpu" else None)
+
+
+def _replace(array: Any, dim: int, row: int, by_nan: bool) -> Any:
+    """With another row in place of one, or NaN if it is of floating-point numbers."""
+    if dim == _NOWHERE:
+        return array
+    rows = np.moveaxis(np.array(array), dim, 0)
+    is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.floating)
+    rows[row] = np.nan if is_nan else rows[len(rows) - 1 - row]
+    return np.moveaxis(rows, 0, dim)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether all bits are the same."""
+    return a.tobytes() == b.tobytes()
+
+
+def _dim_of_rows(shape: Any, of_twice: Any) -> int:
+    """The dim that differs between the shapes of what is made of some rows and of twice as many."""
+    sizes = enumerate(zip(shape.shape, of_twice.shape, strict=True))
+    return next((dim for dim, (a, b) in sizes if a != b), _NOWHERE)
+
+
+def _cut(tree: Any, dims: Sequence[int], start: int, stop: int) -> Any:
+    """Some rows of a tree of arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    rows = range(start, stop)
+    return structure.unflatten(
+        leaf if dim == _NOWHERE else np.take(leaf, rows, dim)
+        for leaf, dim in zip(leaves, dims, strict=True)
+    )
+
+
+def _not_added(whole: Sums, *halves: Sums) -> str | None:
+    """The first number of a whole that is not the sum of those of its halves, in words; None if all are."""
+
+    def numbers(sums: Sums) -> dict[str, Any]:
+        return {"loss": sums.loss, "weight": sums.weight, **sums.metrics}
+
+    for name, number in numbers(whole).items():
+        parts = [float(numbers(half)[name]) for half in halves]
+        tolerance = max(TOLERANCE, UNITS * float(jnp.finfo(number.dtype).eps))
+        if abs(float(number) - sum(parts)) > tolerance * sum(map(abs, parts)):
+            each = " and ".join(f"{part:.6g}" for part in parts)
+            return f"{name} is {float(number):.6g} for some rows, and {each} for the two halves of them"
+    return None

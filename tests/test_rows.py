@@ -1,0 +1,359 @@
+"""Rows that mix are found before a run, and named: on another mesh they would give another loss."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import MAKERS, WIDTH, Regress
+from test_equivalence import full, on_devices
+
+from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
+from jaxpar.batches import place_batch
+from jaxpar.nn import Residual, Stateless
+from jaxpar.rows import check_rows_alone
+from jaxpar.state import init_state
+from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.tasks.images.task import Images
+from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.task import LM
+from jaxpar.tasks.lm.windows import Windows
+from jaxpar.training.settings import TrainConfig
+
+ONE = Parallel(on_devices((1, 1, 1))).resolve(8)
+
+
+class Layer(nnx.Module):
+    """What a test gives, as a layer with a carry [rows, WIDTH]."""
+
+    def __init__(self, call, *, rngs):
+        self.function, self.w = call, nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, WIDTH))
+
+    def __call__(self, carry, x, at):
+        return self.function(carry, self.w(x), at)
+
+
+def plain_first(model, batch):
+    return model.inputs(batch["x"])
+
+
+def plain_last(model, y, batch):
+    weight = batch["weight"]
+    error = jnp.mean(jnp.square(model.outputs(y) - batch["y"]), -1)
+    return Sums(jnp.sum(error * weight), jnp.sum(weight), {"mae": jnp.sum(jnp.abs(error) * weight)})
+
+
+class Model(nnx.Module):
+    def __init__(self, make, first, last, rngs):
+        self.inputs, self.outputs = nnx.Linear(3, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 3, rngs=rngs)
+        self.layers = Stack([make] * 2, rngs=rngs)
+        self.before, self.after = first, last
+
+    def first(self, batch, at):
+        return self.before(self, batch)
+
+    def last(self, y, batch, at):
+        return self.after(self, y, batch)
+
+
+def task_of(layer=None, make=None, first=plain_first, last=plain_last, **options):
+    """A task whose layers are a function (carry, x, at), or what is made of `make`."""
+    layer = layer or (lambda carry, x, at: (carry + x[-1], x))
+
+    class Own(Regress):
+        def make_model(self, rngs):
+            return Model(make or (lambda rngs: Layer(layer, rngs=rngs)), first, last, rngs)
+
+    return Own(**options)
+
+
+def batch_norm(x):
+    return (x - x.mean((0, 1), keepdims=True)) / (x.std((0, 1), keepdims=True) + 1e-5)
+
+
+def loss_on(task, mesh, **units):
+    parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
+    mesh = parallel.mesh.build()
+    state, step = init_state(task, parallel, mesh), make_train_step(task, parallel, mesh=mesh)
+    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh))
+    return float(step(state, batch)[1].loss)
+
+
+def test_a_norm_over_the_batch_is_refused_before_a_file_is_written(tmp_path):
+    task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
+    losses = [loss_on(task, (1, 1, 1)), loss_on(task, (2, 1, 1))]
+    losses += [loss_on(task, (1, 1, 1), num_microbatches=2)]
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]  # why
+    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+    train = TrainConfig(num_steps=2, out_dir=str(tmp_path / "run"))
+    refused = r"^layer layer0 mixes the rows of a batch: where row 0 .* its output changes .*nnx\.LayerNorm"
+    for mesh in ((1, 1, 1), (2, 1, 1), (2, 2, 2)):
+        with pytest.raises(ValueError, match=refused):
+            fit(task, Parallel(on_devices(mesh)), train)
+    assert not (tmp_path / "run").exists()
+
+
+def last_with(change):
+    """`plain_last`, but for what a function (sums, y, batch) changes."""
+    return lambda model, y, batch: change(plain_last(model, y, batch), y, batch)
+
+
+def balance(sums, y, batch, share=0.1):
+    """As of a mixture of experts: how evenly all places of the batch choose."""
+    mean, best = jax.nn.softmax(y).mean((0, 1)), jax.nn.one_hot(y.argmax(-1), WIDTH).mean((0, 1))
+    cost = share * WIDTH * jnp.sum(mean * best)
+    return sums._replace(loss=sums.loss + sums.weight * cost)
+
+
+def plain_sums(sums, y, batch, number):
+    return sums._replace(metrics={"balance": number})
+
+
+MIXED = {
+    "the carry": (
+        {"layer": lambda carry, x, at: (carry + x.mean((0, 1))[None], x)},
+        "layer layer0 mixes .* row 0 .* its carry changes",
+    ),
+    "what was carried": (
+        {"layer": lambda carry, x, at: (carry, x + carry[::-1][None])},
+        "layer layer0 mixes .* its output changes",
+    ),
+    "the largest": (
+        {"layer": lambda carry, x, at: (carry, x / jnp.max(jnp.abs(x)))},
+        "layer layer0 mixes .* its output changes",
+    ),
+    "the next row": (
+        {"layer": lambda carry, x, at: (carry, x + 1e-6 * jnp.roll(x, 1, 1))},
+        "layer layer0 mixes",
+    ),
+    "the batch": (
+        {"layer": lambda carry, x, at: (carry, x * at.batch["weight"].mean(1)[:, None, None])},
+        "layer layer0 mixes",
+    ),
+    "what is multiplied by 0 at first": (
+        {"make": lambda rngs: Residual(Zero(rngs=rngs))},
+        "layer residual mixes",
+    ),
+    "channels of a group": (
+        {"make": lambda rngs: Stateless(nnx.GroupNorm(WIDTH, num_groups=4, rngs=rngs))},
+        "layer stateless mixes",
+    ),
+    "inputs": (
+        {
+            "first": lambda model, batch: model.inputs(
+                batch["x"] - batch["x"].mean(1, keepdims=True)
+            )
+        },
+        "^first mixes .* row 0 .* its output changes",
+    ),
+    "only whether there are resets": (
+        {"first": lambda model, batch: model.inputs(batch["x"]) * jnp.sum(batch["resets"])},
+        "^first mixes",
+    ),
+    "a balanced loss": (
+        {"last": last_with(balance)},
+        "^the sums of `last` .* its loss is .* halves",
+    ),
+    "a loss that is hardly balanced": (
+        {"last": last_with(lambda *args: balance(*args, share=1e-6))},
+        "^last mixes .* its gradient changes",
+    ),
+    "a balanced metric": (
+        {"last": last_with(lambda *args: plain_sums(*args, balance(*args).loss))},
+        "^the sums of `last` .* its balance is .* halves",
+    ),
+    "a balanced metric over many time steps": (
+        {
+            "last": last_with(lambda *args: plain_sums(*args, balance(*args).loss)),
+            "seq_len": 128,
+            "batch_size": 4,
+        },
+        "^the sums of `last` .* its balance is .* halves",
+    ),
+    "a mean": (
+        {"last": last_with(lambda sums, y, batch: Sums(sums.loss / sums.weight, jnp.float32(1)))},
+        "its loss is .* no means",
+    ),
+    "a weight that is no sum": (
+        {"last": last_with(lambda sums, y, batch: sums._replace(weight=jnp.float32(1)))},
+        "its weight is 1 for some rows, and 1 and 1 for the two halves",
+    ),
+    "a penalty once a call": (
+        {"last": last_with(lambda sums, y, batch: sums._replace(loss=sums.loss + 0.1))},
+        "its loss is .* such as a penalty",
+    ),
+    "a metric": (
+        {"last": last_with(lambda sums, y, batch: sums._replace(metrics={"best": jnp.max(y)}))},
+        "its best is",
+    ),
+}
+
+
+class Zero(nnx.Module):
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.zeros(()))
+
+    def __call__(self, x):
+        return self.scale[...] * batch_norm(x)
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_rows_that_mix_are_named_by_where_they_do(mixed):
+    options, message = MIXED[mixed]
+    with pytest.raises(ValueError, match=message):
+        check_rows_alone(task_of(**options), ONE)
+
+
+def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
+    """A cost of all rows, handed from layer to layer in an array that has no rows."""
+
+    class Costs(nnx.Module):
+        def __init__(self, *, rngs):
+            self.w = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, carry, x, at):
+            h = self.w(x["h"])
+            return carry, {"h": h, "cost": x["cost"] + jnp.mean(h)}
+
+    task = task_of(
+        make=lambda rngs: Costs(rngs=rngs),
+        first=lambda model, batch: {"h": plain_first(model, batch), "cost": jnp.zeros(())},
+        last=lambda model, y, batch: plain_last(model, y["h"], batch),
+    )
+    with pytest.raises(ValueError, match="layer costs mixes"):
+        check_rows_alone(task, ONE)
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(
+    place=st.sampled_from(["x", "carry", "new carry", "nowhere"]),
+    share=st.sampled_from([1.0, 1e-3, 1e-6]),
+    shift=st.sampled_from([1, 2, 3]),
+    reads=st.sampled_from(["a row", "all", "signs"]),
+    number=st.integers(0, 1000),
+)
+def test_any_mix_is_found_and_nothing_else(place, share, shift, reads, number):
+    def mix(a, dim):
+        others = jnp.sign(a) if reads == "signs" else a
+        others = a.mean(dim, keepdims=True) if reads == "all" else jnp.roll(others, shift, dim)
+        return a + share * others
+
+    def layer(carry, x, at):
+        x = jnp.tanh(x + number) if number % 2 else nnx.softmax(jnp.cumsum(x, axis=0))
+        x = mix(x, 1) if place == "x" else x
+        x = x + (mix(carry, 0) if place == "carry" else carry)[None]
+        after = carry + x.mean(0)
+        return mix(after, 0) if place == "new carry" else after, x
+
+    task = task_of(layer)
+    if place == "nowhere":
+        check_rows_alone(task, ONE)
+        return
+    with pytest.raises(ValueError, match="layer layer0 mixes"):
+        check_rows_alone(task, ONE)
+
+
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "embed_size": 16,
+    "vocab_size": 24,
+    "batch_size": 6,
+    "seq_len": 8,
+}
+PENALTIES = Regularization(0.1, 0.2, True, 0.1, 0.3, activations=1.0, slowness=2.0)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        LM(**SMALL, regularization=PENALTIES, windows=Windows(mean=6, spread=1)),
+        LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
+        full(LM(**SMALL, dtype="bfloat16")),
+        *(full(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm")),
+        full(LM(**SMALL | {"batch_size": 2})),
+        full(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
+        full(Images()),
+        *(full(Regress((kind,))) for kind in MAKERS),
+        Regress(freeze="dense"),
+    ],
+    ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
+)
+def test_what_comes_with_jaxpar_mixes_no_rows(task):
+    rows._passed.clear()
+    check_rows_alone(task, ONE)
+    assert rows._passed
+
+
+def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
+    class Rows(nnx.Module):
+        time_major = False
+
+        def __init__(self, rngs):
+            self.embed = nnx.Linear(3, WIDTH, rngs=rngs)
+            norm = lambda rngs: Stateless(nnx.GroupNorm(WIDTH, num_groups=4, rngs=rngs))  # noqa: E731
+            self.layers = Stack([norm] * 2, rngs=rngs)
+
+        def first(self, batch, at):
+            return self.embed(batch["x"])
+
+        def last(self, y, batch, at):
+            return Sums(jnp.sum(y.mean((1, 2)) * batch["weight"]), jnp.sum(batch["weight"]))
+
+    @dataclasses.dataclass(frozen=True)
+    class Grouped(Task):
+        def make_model(self, rngs):
+            return Rows(rngs)
+
+        def make_batches(self, split, seed=None):
+            x = np.random.default_rng(0).normal(size=(40, 5, 3)).astype(np.float32)
+            return ArrayBatches({"x": x}, 8, seed)
+
+    check_rows_alone(Grouped(), ONE)
+
+
+def test_an_equal_model_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
+    rows._passed.clear()
+    check_rows_alone(Regress(), ONE)
+    monkeypatch.setattr(rows, "_Trial", None)
+    check_rows_alone(Regress(batch_size=8), Parallel(on_devices((2, 2, 1))).resolve(8))
+    check_rows_alone(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE)
+    with pytest.raises(TypeError):
+        check_rows_alone(Regress(seq_len=4), ONE)
+
+
+def noise(x, scale):
+    """Differs from run to run, as sums in an order that threads decide do on a GPU."""
+    rng = np.random.default_rng()
+    draw = jax.pure_callback(lambda: rng.normal(size=x.shape).astype(x.dtype) * scale, x)
+    return x + draw
+
+
+def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
+    check_rows_alone(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7)))), ONE)
+    mixes = task_of(lambda carry, x, at: (carry, noise(batch_norm(x), np.float32(1e-7))))
+    with pytest.raises(ValueError, match="layer layer0 mixes"):
+        check_rows_alone(mixes, ONE)
+
+
+def test_a_prediction_that_rounding_decides_is_no_mix():
+    """One try of three, in which a count is off by one."""
+    calls = []
+
+    def off_by_one():
+        calls.append(1)
+        return np.float32(len(calls) == 2)
+
+    def change(sums, y, batch):
+        right = jax.pure_callback(off_by_one, jnp.float32(0)) + jnp.float32(y.size)
+        return sums._replace(metrics={"right": right})
+
+    check_rows_alone(task_of(last=last_with(change)), ONE)
+    assert len(calls) == 12  # three for each of two tries, then six for the gradients
