@@ -53,7 +53,7 @@ class Metrics(NamedTuple):
     """What a training step reports; scalars.
 
     Attributes:
-      loss: of the batch, `sums.loss / sums.weight`; float32.
+      loss: of the batch, `sums.loss / sums.weight`; float32. Where that weight is 0 it is `sums.loss`.
       grad_norm: global norm of the gradients, before clipping; float32.
       skipped: of the state after the step.
       sums: over the batch, as the model's `last` gives them.

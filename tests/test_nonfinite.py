@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from models import Regress, Series
 
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
 from jaxpar.axes import STAGE
@@ -522,6 +523,47 @@ def test_a_loss_that_explodes_is_told_once(text, tmp_path):
         r"the loss of step \d+ is [\d.]+, \d+ times that of the first step: .*now 0; 0 is none",
         said,
     )
+
+
+class Unweighted(Series):
+    """Nothing counts in steps 1 and 3, from 0."""
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step, rows)
+        return {**batch, "weight": batch["weight"] * np.float32(step not in (1, 3))}
+
+
+class SometimesEmpty(Regress):
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        return batches if seed is None else Unweighted(batches.arrays, 16, 8, seed)
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_a_batch_in_which_nothing_counts_has_no_loss(log_every, tmp_path):
+    class Told(Report):
+        def __init__(self):
+            self.warnings, self.steps = [], []
+
+        def warning(self, text):
+            self.warnings.append(text)
+
+        def progress(self, progress, num_steps):
+            self.steps.append(progress.step)
+            assert np.isfinite(progress.loss)
+            assert progress.loss > 0
+
+    train, report = TrainConfig(5, log_every=log_every, out_dir=str(tmp_path / "run")), Told()
+    parallel = Parallel(MeshConfig(2, devices=(0, 1)))
+    result = fit(SometimesEmpty(("dense",)), parallel, train, report=report)
+    assert [np.isnan(loss) for loss in result.losses] == [False, True, False, True, False]
+    assert [text.split(" counts")[0] for text in report.warnings] == [
+        "nothing in the batch of step 2", "nothing in the batch of step 4",
+    ]  # fmt: skip
+    assert report.steps == ([1, 3, 5] if log_every == 1 else [1, 5])
+    lines = RunFolder(tmp_path / "run").metrics()
+    assert [line["step"] for line in lines if line["split"] == "train"] == report.steps
+    assert int(result.state.skipped) == 0
 
 
 def test_other_optimizers_are_looked_at():

@@ -43,7 +43,8 @@ class FitResult:
     """What `fit` leaves behind, besides the files in `out_dir`.
 
     Attributes:
-      losses: of each step taken here; that of a skipped step may not be finite.
+      losses: of each step taken here; that of a skipped step may not be finite, and NaN is that of a batch in
+        which nothing counts.
       first_step: the number of steps taken before; 0 unless resumed.
       state: after the last step, on `mesh`.
       task, parallel, train: as they were used, with what was left open filled in.

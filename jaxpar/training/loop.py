@@ -235,6 +235,12 @@ class Run:
         fetched: list[Metrics] = jax.device_get(waiting)
         waiting.clear()
         for number, metrics in enumerate(fetched, step - len(fetched)):
+            if metrics.sums.weight == 0:
+                fetched[number - step] = metrics._replace(loss=np.float32(np.nan))
+                self.report.warning(
+                    f"nothing in the batch of step {number + 1} counts: its weights sum to 0, so it has no "
+                    f"loss; leave such batches out"
+                )
             if metrics.skipped == self.num_skipped:
                 continue
             self.num_skipped += 1
@@ -282,7 +288,7 @@ class Run:
 
     def _log(self, step: int, metrics: Metrics, units_per_second: float | None) -> None:
         if not np.isfinite(metrics.loss) or not np.isfinite(metrics.grad_norm):
-            return  # a step that was skipped
+            return  # a step that was skipped, or has no loss
         rate = None
         if self.rate is not None:
             with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
