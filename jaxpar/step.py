@@ -32,6 +32,7 @@ from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.schedule import Schedule, make_schedule
 from jaxpar.pipeline.ticks import Plan, largest, make_plan
+from jaxpar.rows import check_rows_alone
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task, check_task
@@ -81,9 +82,9 @@ class CompiledStep:
         """Runs the step.
 
         Raises:
-          ValueError: the state is of another mesh. The batch is not as the task's example: other arrays,
-            other sizes, more time steps, or fewer where the task has batches of one length; or it has values
-            that the task refuses.
+          ValueError: the state is of another mesh. The model mixes rows of a batch that is divided. The batch
+            is not as the task's example: other arrays, other sizes, more time steps, or fewer where the task
+            has batches of one length; or it has values that the task refuses.
         """
         self._check_state(state)
         check_batch_shape(self._layout, batch)
@@ -96,6 +97,9 @@ class CompiledStep:
         """The same, without checking the values of the batch."""
         arguments = (state, *self._planned(batch))
         if not self.num_programs:
+            parallel = self._layout.parallel
+            if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
+                check_rows_alone(self._layout.task, parallel)
             self._check_program(arguments)
             release_freed_memory()
         return self._jitted(*arguments)
@@ -248,7 +252,9 @@ def make_train_step(
 ) -> CompiledStep:
     """One optimizer step on a global batch, compiled for the mesh; the state passed in is consumed.
 
-    Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding.
+    Any mesh, schedule and microbatching give the loss and the gradients of one device, to float32 rounding. A
+    model that mixes rows of the batch cannot: where a step does not take the batch as a whole, its first call
+    refuses it.
 
     A loss, gradient or update that is not finite changes no parameter: the step is skipped, or, where the
     settings do not allow that, the state is halted. No later step changes it then, so it is enough to look at

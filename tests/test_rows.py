@@ -17,7 +17,7 @@ from jaxpar.batches import place_batch
 from jaxpar.nn import Residual, Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.images.task import Images
 from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.task import LM
@@ -78,26 +78,43 @@ def batch_norm(x):
     return (x - x.mean((0, 1), keepdims=True)) / (x.std((0, 1), keepdims=True) + 1e-5)
 
 
-def loss_on(task, mesh, **units):
+def loss_on(task, mesh, make_step, **units):
     parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
     mesh = parallel.mesh.build()
-    state, step = init_state(task, parallel, mesh), make_train_step(task, parallel, mesh=mesh)
     batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh))
-    return float(step(state, batch)[1].loss)
+    return make_step(task, parallel, mesh)(init_state(task, parallel, mesh), batch)
+
+
+def unchecked(task, parallel, mesh):
+    step = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    return lambda state, batch: float(step(state, batch)[0][0])
+
+
+def checked(task, parallel, mesh):
+    return make_train_step(task, parallel, mesh=mesh)
 
 
 def test_a_norm_over_the_batch_is_refused_before_a_file_is_written(tmp_path):
     task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
-    losses = [loss_on(task, (1, 1, 1)), loss_on(task, (2, 1, 1))]
-    losses += [loss_on(task, (1, 1, 1), num_microbatches=2)]
-    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]  # why
-    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+    whole, halves = (loss_on(task, (data, 1, 1), unchecked) for data in (1, 2))
+    assert abs(whole - halves) > 1e-3 * whole  # why
     train = TrainConfig(num_steps=2, out_dir=str(tmp_path / "run"))
-    refused = r"^layer layer0 mixes the rows of a batch: where row 0 .* its output changes .*nnx\.LayerNorm"
+    refused = (
+        r"^layer layer0 mixes the rows of a batch: where row 0 .* its output changes .*nnx\.Layer"
+    )
     for mesh in ((1, 1, 1), (2, 1, 1), (2, 2, 2)):
         with pytest.raises(ValueError, match=refused):
             fit(task, Parallel(on_devices(mesh)), train)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_step_of_ones_own_refuses_it_where_rows_lie_apart():
+    task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
+    for mesh, units in (((2, 1, 1), {}), ((1, 1, 1), {"num_microbatches": 2})):
+        with pytest.raises(ValueError, match="layer layer0 mixes"):
+            loss_on(task, mesh, checked, **units)
+    _, metrics = loss_on(task, (1, 1, 1), checked)
+    assert float(metrics.loss) == pytest.approx(loss_on(task, (1, 1, 1), unchecked), rel=1e-5)
 
 
 def last_with(change):
