@@ -18,6 +18,7 @@ of its optimizer, of the pipeline and of training in tables.
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,11 @@ from jaxpar.training.settings import Settings
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
-MOST_BYTES = 2**18  # of a file; reading TOML takes the square of the length of a key
+MOST_BYTES = 2**18  # of a file
+# A hundred parts of a key: to read one takes the square of their number.
+_LONG_KEY = re.compile(
+    rb"""(\.\s*+([\w-]++|"(\\.|[^"\\\n])*+"|'[^'\n]*+')\s*+){100}""",
+)
 RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 
@@ -129,6 +134,8 @@ def default_settings(task: type[Task]) -> Settings:
 
 def _read(path: Path) -> dict[str, Any]:
     content = read_file(path, "the config", "give a readable TOML file", MOST_BYTES)
+    if _LONG_KEY.search(content):
+        raise ValueError(f"{path} is nested too deeply")
     try:
         return tomllib.loads(content.decode())
     except RecursionError:

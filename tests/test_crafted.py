@@ -1,0 +1,261 @@
+"""Files that somebody has made to harm end in one line: no traceback, no hanging, no memory filled.
+
+The messages below each other:
+
+    pytest -n 0 -s tests/test_crafted.py
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpar.__main__ import main
+
+SECONDS = 3.0  # of this process that a message may take, without its imports
+HANGS_AFTER_SECONDS = 60
+PIPE = "it is a pipe, a socket or a device, not a file"
+DEEP = "[" * 100_000
+SIZES = [
+    "--batch-size", "8", "--seq-len", "4", "--num-layers", "2", "--hidden-size", "8", "--embed-size", "8",
+    "--optimizer.warmup-steps", "1", "--train.num-steps", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(text, tmp_path_factory, compile_once):
+    """A folder with a text and a run of two steps."""
+    world = tmp_path_factory.mktemp("world")
+    shutil.copytree(text, world / "text")
+    arguments = ["--corpus", str(world / "text"), "--train.out-dir", str(world / "run")]
+    assert main(["train", "lm", *SIZES, *arguments, "--devices", "0"]) == 0
+    return world
+
+
+def write(name, content):
+    """Puts a file there instead of what there is."""
+
+    def change():
+        path = Path(name)
+        path.unlink(missing_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    return change
+
+
+def pipe(name):
+    def change():
+        Path(name).unlink(missing_ok=True)
+        os.mkfifo(name)
+
+    return change
+
+
+def listen(name):
+    def change():
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+
+    return change
+
+
+def weights(tensors, size=0, **metadata):
+    """A file of weights with this header, and so many bytes."""
+    header = json.dumps({"__metadata__": metadata, **tensors}).encode()
+    return write("w", struct.pack("<Q", len(header)) + header + bytes(size))
+
+
+def tensor(dtype, *shape, at=0, size=0):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+
+
+def with_model(change):
+    """The change, and a file of weights that has nothing wrong."""
+    return lambda: (weights(MODEL, 40)(), change())
+
+
+def config(text):
+    return write("c.toml", text), ["train", "lm", "--config", "c.toml", "--corpus", "text"]
+
+
+def in_run(pattern, replacement):
+    """Changes what the settings of the run say."""
+
+    def change():
+        path = Path("run/config.toml")
+        path.write_text(re.sub(pattern, replacement, path.read_text()))
+
+    return change
+
+
+def nothing():
+    pass
+
+
+TRAIN = ["train", "lm", "--devices", "0", "--corpus", "text"]
+IMPORT = ["import", "new", "--corpus", "text", "-i", "w"]
+PLAN = ["plan", "lm", "--corpus", "text", "--devices", "2", "--machine", "m.json"]
+RESUME = ["train", "--resume", "--train.out-dir", "run"]
+EMBEDDING = {"embedding.weight": tensor("F32", 1, 1, size=4)}
+MODEL = {
+    "embedding.weight": tensor("F32", 2, 1, size=8),
+    "lstm.weight_ih_l0": tensor("F32", 4, 1, at=8, size=16),
+    "lstm.weight_hh_l0": tensor("F32", 4, 1, at=24, size=16),
+}
+
+# Name: what happens to the files, the arguments, and the message.
+CRAFTED = {
+    # Settings
+    "TOML nested deeply": (*config(f"a = {DEEP}"), r"c\.toml is nested too deeply"),
+    "a key of many parts": (*config(f"hidden_size{'.a' * 20_000} = 1"), r"c\.toml is nested too deeply"),
+    "a key of some parts": (
+        *config(f"hidden_size{'.a' * 90} = 1"), r"c\.toml: hidden_size=\{'a': \{'a': .*: use a whole number",
+    ),
+    "TOML without end": (
+        *config("#" * 300_000), r"cannot read the config c\.toml: it has 300,000 bytes, more than 262,144; g",
+    ),
+    "a width of 1e20": (*config("hidden_size = 1e20"), r"hidden_size=1e\+20 \(float\): use a whole number"),
+    "a width of 67 bits": (*config(f"hidden_size = {10**20}"), r"size=1000\d+: must be below 2\*\*63"),
+    "a rate of 1329 bits": (
+        *config(f"[optimizer]\nlearning_rate = {10**400}"), r"learning_rate=a number of 1329 bits: must be b",
+    ),
+    "a rate of 20,000 bits": (
+        *config(f"[optimizer]\nlearning_rate = 0x{'f' * 5000}"), "rate=a number of 20000 bits: must be below",
+    ),
+    "no rate at all": (*config("[optimizer]\nlearning_rate = nan"), "learning_rate=nan: use a finite number"),
+    "a long text": (*config(f'layer = "{"x" * 200_000}"'), r"c\.toml: layer='x+\.\.\.x+': use 'lstm' or"),
+    "settings in a pipe": (pipe("c.toml"), config("")[1], rf"cannot read the config c\.toml: {PIPE}; give"),
+    "settings of a device": (
+        nothing, [*TRAIN, "--config", "/dev/zero"], f"cannot read the config /dev/zero: {PIPE}",
+    ),
+    "a task in a pipe": (
+        pipe("own.py"), ["train", "own.py:Own"], rf"the file of task 'own\.py:Own', own\.py: {PIPE}",
+    ),
+    # Options
+    "a width without end": (nothing, [*TRAIN, "--hidden-size", str(10**20)], r"hidden_size=1.*2\*\*63"),
+    "a width beyond arrays": (nothing, [*TRAIN, "--hidden-size", str(2**31)], "must be at most 1073741824"),
+    "layers without end": (nothing, [*TRAIN, "--num-layers", str(10**9)], "num_layers=1.*at most 10000"),
+    "steps without end": (nothing, [*TRAIN, "--seq-len", str(10**9)], "batch_size=16 x seq_len=1000000000"),
+    "words without end": (nothing, [*TRAIN, "--vocab-size", str(2**31)], "vocab_size=2147483648: must be at"),
+    "images without end": (nothing, ["train", "images", "--batch-size", str(10**9)], "batch_size=1000000000"),
+    # Texts
+    "a text in a pipe": (pipe("text/train.txt"), TRAIN, rf"cannot read text/train\.txt: {PIPE}; give"),
+    "a pipe for a text": (pipe("p"), [*TRAIN[:-1], "p"], f"cannot read p: {PIPE}"),
+    "a socket for a text": (listen("s"), [*TRAIN[:-1], "s"], f"cannot read s: {PIPE}"),
+    "a device for a text": (nothing, [*TRAIN[:-1], "/dev/zero"], f"cannot read /dev/zero: {PIPE}"),
+    "a word without end": (
+        write("text/train.txt", "a cat " + "x" * 3_000_000), TRAIN, "the text has 1,048,576 characters witho",
+    ),
+    # Weights and vocabularies
+    "weights in a pipe": (pipe("w"), IMPORT, f"cannot read the weights w: {PIPE}; give a safetensors file"),
+    "weights of 8 bits": (
+        weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), IMPORT,
+        r"w: embedding\.weight is of the type F8_E4M3, which NumPy does not have; convert it to F32 or BF16",
+    ),
+    "weights that are cut": (weights(EMBEDDING, 3), IMPORT, "w is not a safetensors file, or not all of it"),
+    "a header without end": (
+        write("w", struct.pack("<Q", 2**60) + b"{}"), IMPORT, "w is not a safetensors file, or not all of it",
+    ),
+    "weights of 1e20 rows": (
+        weights({"embedding.weight": tensor("F32", 10**20, 4)}), IMPORT, "w is not a safetensors file",
+    ),
+    "weights of nothing": (
+        weights({"embedding.weight": tensor("F32", 0, 9), "lstm.weight_hh_l0": tensor("F32", 0, 10**12)}),
+        IMPORT, r"w: embedding\.weight is 0 x 9 and lstm\.weight_hh_l0 0 x 1000000000000: that is no model",
+    ),
+    "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), IMPORT, "'words' in its metadata is not a"),
+    "a vocabulary in a pipe": (
+        with_model(pipe("v")), [*IMPORT, "--vocabulary", "v"], f"cannot read the vocabulary v: {PIPE}; give",
+    ),
+    "a vocabulary nested deeply": (
+        with_model(write("v.json", DEEP)), [*IMPORT, "--vocabulary", "v.json"],
+        r"v\.json is not a vocabulary \(it is not JSON, or nested too deeply\); give the vocabulary\.json of a",
+    ),
+    "a vocabulary of numbers": (
+        with_model(write("v.json", '{"words": [1], "tokenizer": "spaces"}')),
+        [*IMPORT, "--vocabulary", "v.json"], r"v\.json is not a vocabulary \(its words, tokenizer or pieces",
+    ),
+    # Machines
+    "a machine nested deeply": (write("m.json", DEEP), PLAN, r"m\.json describes no hardware \(it is not"),
+    "a machine that is a list": (write("m.json", "[]"), PLAN, r"m\.json describes no hardware \(it holds no"),
+    # Runs
+    "a model of 1.2 TB": (
+        in_run("(?m)^(hidden_size|embed_size) = 8$", r"\1 = 40000"), ["evaluate", "run"],
+        r"parameters and optimizer state alone need [\d.]+ .B on 1 device, this machine has .*; use a",
+    ),
+    "a model of 1.2 TB, sampled": (
+        in_run("(?m)^hidden_size = 8$", "hidden_size = 40000"), ["sample", "run"], "state alone need",
+    ),
+    "a model of 1.2 TB, exported": (
+        in_run("(?m)^hidden_size = 8$", "hidden_size = 40000"), ["export", "run", "-o", "x"], "alone need",
+    ),
+    "data in a pipe": (pipe("run/data.json"), ["evaluate", "run"], rf"run/data\.json: {PIPE}; bring it back"),
+    "a run's words in a pipe": (pipe("run/vocabulary.json"), ["sample", "run"], rf"vocabulary\.json: {PIPE}"),
+    "a report in a pipe": (pipe("run/metrics.jsonl"), RESUME, rf"run/metrics\.jsonl: {PIPE}"),
+    "a run's words nested deeply": (
+        write("run/vocabulary.json", DEEP), ["sample", "run"], r"run/vocabulary\.json",
+    ),
+}  # fmt: skip
+
+
+def assert_one_line(argv, message, capsys):
+    """The command ends in time with one line of error, and exit code 2."""
+
+    def hangs(*_):
+        pytest.fail(f"it hangs: {argv}")
+
+    signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(HANGS_AFTER_SECONDS)
+    began = time.process_time()
+    try:
+        code = main(argv)
+    finally:
+        signal.alarm(0)
+    out, err = capsys.readouterr()
+    print(err.strip())
+    assert code == 2, out + err
+    assert len(err) < 500
+    assert re.search(rf"^error: .*{message}.*\n\Z", err), err
+    assert time.process_time() - began < SECONDS
+
+
+@pytest.fixture
+def here(world, tmp_path, monkeypatch):
+    """A copy of the world, as the working directory."""
+    here = tmp_path / "here"
+    shutil.copytree(world, here)
+    config_path = here / "run" / "config.toml"
+    text = config_path.read_text().replace(str(world), str(here))
+    config_path.write_text(re.sub("(?m)^# sha256.*\n", "", text))  # changed by hand
+    monkeypatch.chdir(here)
+    return here
+
+
+@pytest.mark.parametrize("name", CRAFTED)
+def test_a_crafted_file_ends_in_one_line(name, here, capsys):
+    change, argv, message = CRAFTED[name]
+    change()
+    assert_one_line(argv, message, capsys)
+
+
+def test_a_run_of_a_huge_model_takes_no_memory(here):
+    in_run("(?m)^(hidden_size|embed_size) = 8$", r"\1 = 40000")()
+    program = (
+        "import re; from jaxpar.__main__ import main; code = main(['evaluate', 'run'])\n"
+        r"print(code, re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGS_AFTER_SECONDS
+    )
+    code, kibibytes = map(int, done.stdout.split())
+    assert (code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert kibibytes < 1_000_000
