@@ -80,8 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] in (["train"], ["launch"]):  # of what others print nothing may be missing
         keep_printing()
     debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
-    if not debug:  # Orbax logs the tracebacks of errors that it also raises
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if not debug:  # Orbax, and what it awaits, log the tracebacks of errors that it also raises
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         _check_encoding(argv)
         # Before the file of a task is read: it may touch a device.

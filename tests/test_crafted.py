@@ -5,6 +5,7 @@ The messages below each other:
     pytest -n 0 -s tests/test_crafted.py
 """
 
+import contextlib
 import json
 import os
 import re
@@ -18,8 +19,11 @@ import time
 from pathlib import Path
 
 import pytest
+import tensorstore as ts
 
 from jaxpar.__main__ import main
+from jaxpar.training.checkpoint import _metadata
+from jaxpar.training.checksums import checksums, digest
 
 SECONDS = 3.0  # of this process that a message may take, without its imports
 HANGS_AFTER_SECONDS = 60
@@ -178,7 +182,7 @@ CRAFTED = {
     ),
     "a vocabulary nested deeply": (
         with_model(write("v.json", DEEP)), [*IMPORT, "--vocabulary", "v.json"],
-        r"v\.json is not a vocabulary \(it is not JSON, or nested too deeply\); give the vocabulary\.json of a",
+        r"v\.json is not a vocabulary \(it is not JSON, or nested too deeply\); give the vocabulary\.json",
     ),
     "a vocabulary of numbers": (
         with_model(write("v.json", '{"words": [1], "tokenizer": "spaces"}')),
@@ -245,6 +249,101 @@ def test_a_crafted_file_ends_in_one_line(name, here, capsys):
     change, argv, message = CRAFTED[name]
     change()
     assert_one_line(argv, message, capsys)
+
+
+# ---- checkpoints, with checksums of what they hold ----
+
+CHECKPOINT = Path("run/checkpoints/2")
+METADATA = "_CHECKPOINT_METADATA"
+
+
+def reseal():
+    """Checksums of what is there now."""
+    path = CHECKPOINT / "checksums.json"
+    files = [file for file in CHECKPOINT.rglob("*") if not file.is_dir() and file != path]
+    names = [str(file.relative_to(CHECKPOINT)) for file in files if file.name != METADATA]
+    content = {"files": checksums(CHECKPOINT, names)}
+    with contextlib.suppress(ValueError, OSError):
+        content["metadata"] = digest(_metadata(CHECKPOINT))
+    path.write_text(json.dumps({**content, "sha256": digest(content)}))
+
+
+def described(**values):
+    """What a checkpoint says of its task; None leaves a part out."""
+
+    def change():
+        path = CHECKPOINT / METADATA
+        content = json.loads(path.read_text())
+        for name, value in values.items():
+            if value is None:
+                del content["custom_metadata"][name]
+            else:
+                content["custom_metadata"][name] = value
+        path.write_text(json.dumps(content))
+
+    return change
+
+
+def state_file(pattern, content):
+    """Puts something else into the place of one of Orbax's files; None is a pipe."""
+
+    def change():
+        path = str(next(CHECKPOINT.glob(pattern)))
+        (pipe(path) if content is None else write(path, content))()
+
+    return change
+
+
+def chunks_of_one_gigabyte():
+    """A parameter of 12 kB in chunks of 1 GB, which zeros make a file of some kB."""
+    rows, name = 2**25, "params.embedding.table"
+    folder = f"file://{CHECKPOINT.absolute()}/state/"
+    store = ts.KvStore.open({"driver": "ocdbt", "base": folder}).result()
+    zarr = json.loads(store.read(f"{name}/zarr.json").result().value)
+    zarr["chunk_grid"]["configuration"]["chunk_shape"] = [rows, 8]
+    zarr["codecs"] = [
+        {"name": "bytes", "configuration": {"endian": "little"}},
+        {"name": "zstd", "configuration": {"level": 3}},
+    ]
+    store.write(f"{name}/zarr.json", json.dumps(zarr).encode()).result()
+
+
+DAMAGED = r"no whole checkpoint in .*: 2 is damaged"
+CHECKPOINTS = {
+    "a task that is a number": (described(task=3), "2 cannot be read .*it does not describe a task"),
+    "no task": (described(task=None), "2 cannot be read .*it does not describe a task"),
+    "no fields": (described(fields=None), "2 cannot be read .*it does not describe a task"),
+    "a list of fields": (described(fields=[1]), "2 cannot be read .*it does not describe a task"),
+    "files that are a number": (described(files=3), "2 cannot be read .*it does not describe a task"),
+    "a file that is a number": (described(files={"vocabulary.json": 3}), r"the files of its task are no tex"),
+    "no optimizer": (described(optimizer=None), "2 cannot be read .*it does not describe a task"),
+    "metadata nested deeply": (state_file(METADATA, DEEP), rf"{DAMAGED}, {METADATA} is not what was written"),
+    "metadata that is a list": (state_file(METADATA, "[]"), rf"{DAMAGED}, {METADATA} is not what was wr"),
+    "a description of Orbax's own": (
+        state_file(METADATA, '{"item_handlers": 3, "custom_metadata": {"task": "LM"}}'), "2 cannot be read",
+    ),
+    "names of arrays nested deeply": (state_file("state/_METADATA", DEEP), "run/checkpoints/2"),
+    "names of arrays that are numbers": (
+        state_file("state/_METADATA", '{"tree_metadata": {"a": 3}}'), "run/checkpoints/2",
+    ),
+    "arrays that are no arrays": (state_file("state/ocdbt.process_0/d/*", "x"), "2 cannot be read"),
+    "an index of arrays that is none": (state_file("state/manifest.ocdbt", "{}"), "run/checkpoints/2"),
+    "metadata in a pipe": (state_file(METADATA, None), rf"{DAMAGED}, {METADATA}: {PIPE}"),
+    "names of arrays in a pipe": (state_file("state/_METADATA", None), rf"2 is damaged, .*: {PIPE}"),
+    "arrays in a pipe": (state_file("state/ocdbt.process_0/d/*", None), rf"{DAMAGED}, state/.*: {PIPE}"),
+    "chunks that are larger than their array": (
+        chunks_of_one_gigabyte,
+        r"params/embedding/table \[384, 8\] is stored in chunks of \[33554432, 8\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
+    change, message = CHECKPOINTS[name]
+    change()
+    reseal()
+    assert_one_line(["evaluate", "run"], message, capsys)
 
 
 def test_a_run_of_a_huge_model_takes_no_memory(here):

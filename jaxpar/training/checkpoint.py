@@ -199,6 +199,7 @@ class Checkpoints:
         _check_task(path, before, now)
         with _reading_in_words(path):
             stored = _flatten(orbax.metadata(str(path)).metadata)
+            _check_chunks(stored)
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
         with _reading_in_words(path):
             arrays = _flatten(orbax.load(str(path), _nest(abstract)))
@@ -428,6 +429,9 @@ def _problem(path: Path, run: str | None) -> str | None:
             return f"it is the checkpoint of step {described['step']}"
         if run is not None and described["run"] != run:
             return f"it is of another run ({described['run']}, not {run})"
+        for found in path.rglob("*"):
+            if not found.is_dir():
+                check_file(found)
         for name, (size, _) in _read_checksums(path).items():
             if (found := (path / name).stat().st_size) != size:
                 return f"{name} has {found} of {size} bytes"
@@ -446,7 +450,11 @@ def _read_described(path: Path) -> dict[str, Any]:
       ValueError: it is not what was written, or of another program.
     """
     described = _metadata(path)["custom_metadata"]
-    if not isinstance(described, dict) or not has_types(described, _DESCRIBED):
+    if (
+        not isinstance(described, dict)
+        or not has_types(described, _DESCRIBED)
+        or not all(isinstance(text, str) for text in described["files"].values())
+    ):
         raise ValueError("it does not say what this version of jaxpar writes")
     return described
 
@@ -468,15 +476,6 @@ def _read_checksums(path: Path) -> dict[str, Checksum]:
         raise ValueError(f"{_CHECKSUMS} is not what was written") from None
 
 
-@contextlib.contextmanager
-def _reading_in_words(path: Path) -> Iterator[None]:
-    """What Orbax and TensorStore raise for files that are whole, and make no sense."""
-    try:
-        yield
-    except Exception as error:
-        raise OSError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
-
-
 def _metadata(path: Path) -> dict[str, Any]:
     """What is read of what Orbax says of a checkpoint; the time of its end comes after the checksums."""
     metadata = _read_json(path / METADATA)
@@ -490,6 +489,25 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path.name} is not what was written: {error}") from error
+
+
+@contextlib.contextmanager
+def _reading_in_words(path: Path) -> Iterator[None]:
+    """What Orbax raises of files that it did not write may be anything, of many lines."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        reason = f"{kind}{error}".split("\n")[0]
+        raise ValueError(f"{path} cannot be read ({reason}); bring it back from a copy") from error
+
+
+def _check_chunks(arrays: Mapping[str, Any]) -> None:
+    """Raises if an array is stored in chunks larger than itself: a chunk is unpacked whole."""
+    for name, array in arrays.items():
+        chunk = array.storage_metadata.chunk_shape
+        if any(part > max(size, 1) for part, size in zip(chunk, array.shape, strict=True)):
+            raise ValueError(f"{name} {list(array.shape)} is stored in chunks of {list(chunk)}")
 
 
 def _describe(task: Task, files: Mapping[str, str]) -> dict[str, Any]:
