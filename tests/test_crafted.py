@@ -346,6 +346,41 @@ def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
     assert_one_line(["evaluate", "run"], message, capsys)
 
 
+# What SECURITY.md says.
+RUNS_THE_FILE = {
+    "train": ["train", "own.py:Own", "--help"],
+    "train, by settings": ["train", "--config", "run/config.toml", "--mesh", "dp9"],
+    "resume": [*RESUME, "--mesh", "dp9"],
+    "resume or begin": ["train", "--resume-or-begin", "--train.out-dir", "run", "--mesh", "dp9"],
+    "plan": ["plan", "own.py:Own", "--devices", "0"],
+    "inspect": ["inspect", "own.py:Own", "--mesh", "dp9"],
+    "plot": ["plot", "schedule", "own.py:Own", "--mesh", "dp9"],
+    "evaluate": ["evaluate", "run", "--mesh", "dp9"],
+    "sample": ["sample", "run", "--mesh", "dp9"],
+    "export": ["export", "run", "-o", "x", "--mesh", "dp9"],
+}
+RUNS_NO_FILE = {
+    "import": IMPORT,
+    "import with a run's words": [*IMPORT, "--vocabulary", "run/vocabulary.json"],
+    "plot curves": ["plot", "curves", "run", "-o", "curves.svg"],
+    "doctor": ["doctor", "--help"],
+}
+
+
+@pytest.mark.parametrize("name", [*RUNS_THE_FILE, *RUNS_NO_FILE])
+def test_who_runs_the_file_of_a_task(name, here):
+    weights(MODEL, 40)()
+    (here / "own.py").write_text(
+        "import dataclasses, pathlib\nfrom jaxpar.tasks.lm.task import LM\n"
+        f"pathlib.Path({str(here / 'ran')!r}).touch()\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Own(LM):\n    depth: int = 1\n"
+    )
+    in_run('(?m)^task = "lm"$', f'task = "{here}/own.py:Own"')()
+    with contextlib.suppress(SystemExit):
+        main((RUNS_THE_FILE | RUNS_NO_FILE)[name])
+    assert (here / "ran").exists() == (name in RUNS_THE_FILE)
+
+
 def test_a_run_of_a_huge_model_takes_no_memory(here):
     in_run("(?m)^(hidden_size|embed_size) = 8$", r"\1 = 40000")()
     program = (
