@@ -89,8 +89,8 @@ class Parallel:
     """Devices, and how they share a step.
 
     Attributes:
-      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2; by default all devices share the batch
-        (-1 is inferred).
+      mesh: its shape, such as dp2pp2tp2 or data=2,stage=2,tensor=2; without it all devices share the
+        batch.
       pipeline: how a batch moves through the stages.
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
         is three times as fast as the second; None gives all of them the same.

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from jaxpar.display import WIDTH
 
 _PAGE = (
-    '<pre style="white-space:pre;overflow-x:auto;line-height:1.3;margin:0;'
+    '<pre style="white-space:pre;overflow-x:auto;font-size:13px;line-height:1.3;margin:0;'
     "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace\">{}</pre>"
 )
 _REFRESH_SECONDS = 0.1  # a browser is sent no more, however quick the steps are

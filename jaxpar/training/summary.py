@@ -10,11 +10,11 @@ from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.axes import TENSOR
+from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
 from jaxpar.layout import ModelLayout, lay_out, on_devices
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel
+from jaxpar.parallel import Parallel, short_name
 from jaxpar.pipeline.placement import LAYER_COST
 from jaxpar.sharding import annotated, dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
@@ -64,11 +64,10 @@ def _describe_mesh(asked: MeshConfig, layout: ModelLayout, mesh: Mesh) -> list[t
         why, M = "all devices share the batch", layout.parallel.pipeline.num_microbatches
         if leaves_some:
             units = f" in {M} microbatches" * (M > 1)
-            why = f"{layout.batch_size} rows{units} cannot be shared evenly by more devices"
-        other = "pp" if len(layout.kind_of) > 1 else "tp"
-        half = mesh.size // 2
-        other = f"dp{half}{other}2" if mesh.size == 2 * half else f"{other}{found}"
-        shape += f" ({why}; --mesh {other} changes it)"
+            why = f"the most that {layout.batch_size} rows{units} divide by"
+        axis, (half, odd) = STAGE if len(layout.kind_of) > 1 else TENSOR, divmod(mesh.size, 2)
+        other = MeshConfig(**({axis: found} if odd else {DATA: half, axis: 2}))
+        shape += f" ({why}; --mesh {short_name(other)} changes it)"
     return [("devices", devices), ("mesh", shape)]
 
 
