@@ -66,7 +66,8 @@ def _describe_mesh(asked: MeshConfig, layout: ModelLayout, mesh: Mesh) -> list[t
             units = f" in {M} microbatches" * (M > 1)
             why = f"the most that {layout.batch_size} rows{units} divide by"
         axis, (half, odd) = STAGE if len(layout.kind_of) > 1 else TENSOR, divmod(mesh.size, 2)
-        other = MeshConfig(**({axis: found} if odd else {DATA: half, axis: 2}))
+        sizes = {axis: found} if odd else {DATA: half, axis: 2}
+        other = dataclasses.replace(MeshConfig(), **sizes)
         shape += f" ({why}; --mesh {short_name(other)} changes it)"
     return [("devices", devices), ("mesh", shape)]
 
