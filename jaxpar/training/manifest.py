@@ -8,9 +8,11 @@ from pathlib import Path
 
 import xxhash
 
+from jaxpar.files import read_file
 from jaxpar.training.checksums import read_table, write_table
 
 NAME = "manifest.json"
+REMEDY = "bring it back from a copy"  # what a run has written
 # The size of a file and its XXH3, 128 bits; of what was there then, if lines were added since.
 _Known = tuple[int, str]
 
@@ -74,11 +76,9 @@ def is_changed(path: Path, known: _Known, *, grows: bool = False) -> bool:
     Args:
       grows: lines may have been added since.
     """
-    try:
-        content = path.read_bytes()
-    except OSError:
+    if not path.exists():
         return True
-    size, expected = known
+    content, (size, expected) = read_file(path, remedy=REMEDY), known
     if len(content) < size or (len(content) > size and not grows):
         return True
     return xxhash.xxh3_128_hexdigest(content[:size]) != expected

@@ -40,7 +40,7 @@ from jaxpar.training.checksums import has_types
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.lock import FolderLock
 from jaxpar.training.manifest import NAME as MANIFEST
-from jaxpar.training.manifest import Manifest, is_changed, read_manifest
+from jaxpar.training.manifest import REMEDY, Manifest, is_changed, read_manifest
 from jaxpar.training.settings import Settings
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
@@ -146,7 +146,7 @@ class RunFolder:
                 + (_known_runs(self.path) or _known_runs(self.path.parent))
             )
         try:
-            tables = tomllib.loads(read_file(self.config_path).decode())
+            tables = tomllib.loads(read_file(self.config_path, remedy=REMEDY).decode())
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.config_path} is damaged: {error}; bring it back from a copy"
@@ -244,14 +244,14 @@ class RunFolder:
         files = self._data()["files"]
         if name not in files:
             raise ValueError(f"the run in {self} keeps no {name}")
-        content = read_file(self.path / name)
+        content = read_file(self.path / name, remedy=REMEDY)
         if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
             raise _damaged(self.path / name)
         return content.decode()
 
     def _data(self) -> dict[str, Any]:
         """What the run has written of its data."""
-        content, manifest = read_file(self.data_path), read_manifest(self.path)
+        content, manifest = read_file(self.data_path, remedy=REMEDY), read_manifest(self.path)
         known = manifest and manifest[1].get(self.data_path.name)
         try:
             data = read_json(content)
@@ -438,7 +438,9 @@ class RunFolder:
         """
         if not self.metrics_path.exists():
             return []
-        *contents, _ = read_file(self.metrics_path).split(b"\n")  # b"" after a whole line
+        *contents, _ = read_file(self.metrics_path, remedy=REMEDY).split(
+            b"\n"
+        )  # b"" after a whole line
         lines = [_from_line(content) for content in contents]
         bad = [str(number) for number, line in enumerate(lines, 1) if line is None]
         if bad:
