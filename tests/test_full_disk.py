@@ -111,7 +111,7 @@ def test_a_full_disk_of_one_process_ends_all_alike(
         place = out_dir
     else:
         reason = {
-            "shards": r"File too large \(state/\S+\)",
+            "shards": r"File too large( \(state/\S+\))?",  # Python does not know the file of a write
             "parts": r"File too large( \(state/\S+\))?",
             "folder": "No space left on device",
         }[case]
@@ -210,7 +210,8 @@ def test_on_a_small_disk_the_state_goes_to_the_fallback(num_processes, text, tmp
     assert len(said) == num_processes, ended.stderr
     assert all("No space left on device (state" in reason for reason, *_ in said)
     (saved,) = (tmp_path / "other").iterdir()
-    assert main(["train", "--resume", "--train.out-dir", str(saved), "--mesh", "1"]) == 0
+    _, _, state = RunFolder(saved).restore()
+    assert int(state.step) == int(said[0][1])
 
 
 def test_a_save_that_fails_in_the_background_ends_the_run_before_the_next(

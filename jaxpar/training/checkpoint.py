@@ -25,6 +25,7 @@ import math
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -386,7 +387,8 @@ class Checkpoints:
 def _leave_out_late_writes() -> None:
     """Where a save fails, its other writes end after Orbax has closed the event loop that they report to.
 
-    TensorStore would print a traceback for each of them, tens of pages beside the one error that tells.
+    TensorStore and asyncio would print a traceback for each of them, tens of pages beside the one error that
+    tells.
     """
     show = sys.unraisablehook
 
@@ -395,7 +397,13 @@ def _leave_out_late_writes() -> None:
         if not (isinstance(error, RuntimeError) and error.args == ("Event loop is closed",)):
             show(raised)
 
+    def is_other(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not ("never retrieved" in record.msg and isinstance(error, OSError | ValueError))
+
     sys.unraisablehook = show_others
+    logging.getLogger("asyncio").addFilter(is_other)
+    warnings.filterwarnings("ignore", r"coroutine '.*write_fragment' was never awaited")
 
 
 def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
