@@ -54,7 +54,7 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
         gives its full path and the nearest), or a value has the wrong type or is out of range.
     """
     path = Path(path).expanduser()
-    tables = _read(path)
+    tables = read_toml(path)
     try:
         tables.pop(SIMULATE, None)  # see `read_simulated`
         return _change(_base(tables, base), tables)
@@ -70,10 +70,28 @@ def read_simulated(path: str | os.PathLike[str]) -> int | None:
     Raises:
       OSError, ValueError: the file cannot be read, or does not have a number of devices there.
     """
-    number = _read(Path(path).expanduser()).get(SIMULATE)
+    number = read_toml(Path(path).expanduser()).get(SIMULATE)
     if number is not None and (type(number) is not int or number < 1):
         raise ValueError(f"{path}: {SIMULATE}={number!r}: use a number of devices, 1 or more")
     return number
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file of settings.
+
+    Raises:
+      OSError: it cannot be read, or is longer than any settings.
+      ValueError: it is not TOML in UTF-8, or nested too deeply.
+    """
+    content = read_file(path, "the config", "give a readable TOML file", MOST_BYTES)
+    if _LONG_KEY.search(content):
+        raise ValueError(f"{path} is nested too deeply")
+    try:
+        return tomllib.loads(content.decode())
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
 
 def write_config(settings: Settings, path: str | os.PathLike[str]) -> None:
@@ -130,18 +148,6 @@ def default_settings(task: type[Task]) -> Settings:
                 f"the field {field.name!r} of {task.__name__} has no default; give it one"
             )
     return Settings(task(), task.parallel, task.train)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = read_file(path, "the config", "give a readable TOML file", MOST_BYTES)
-    if _LONG_KEY.search(content):
-        raise ValueError(f"{path} is nested too deeply")
-    try:
-        return tomllib.loads(content.decode())
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
 
 def _base(tables: dict[str, Any], base: Settings | None) -> Settings:

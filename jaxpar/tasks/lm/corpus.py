@@ -521,7 +521,8 @@ def _user_texts(name: str) -> dict[str, str]:
         for _ in range(held_out):
             start = text.rfind("\n", 0, start - 1) + 1
         starts.insert(0, start)
-    texts = dict(zip(SPLITS, (text[a:b] for a, b in itertools.pairwise([0, *starts])), strict=True))
+    ends = itertools.pairwise([0, *starts])
+    texts = {split: text[a:b] for split, (a, b) in zip(SPLITS, ends, strict=True)}
     if empty := [split for split in SPLITS if not texts[split].strip()]:
         raise ValueError(
             f"{path} leaves {empty[0]} empty: of its {num_lines} lines, the last {held_out} are "

@@ -29,6 +29,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxpar.fields import require
 from jaxpar.files import check_file, read_file, read_json, whole_file
 from jaxpar.layout import on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
@@ -303,10 +304,11 @@ def _sha256(tensors: Mapping[str, np.ndarray], words: str | None) -> str:
 def _parse_words(text: str) -> Sequence[str]:
     try:
         words = read_json(text, list)
-    except ValueError:
-        words = [None]
-    if not all(isinstance(word, str) for word in words):
-        raise ValueError(f"{WORDS!r} in its metadata is not a JSON list of texts; export it again")
+        require(all(isinstance(word, str) for word in words), "its words are not texts")
+    except ValueError as error:
+        raise ValueError(
+            f"{WORDS!r} in its metadata is not a JSON list of texts; export it again"
+        ) from error
     return words
 
 
