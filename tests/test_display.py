@@ -26,9 +26,10 @@ from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
 from jaxpar.display import FittingTable
 from jaxpar.pictures.animation import make_animation, make_strategies
+from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.figures import draw_chart
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
-from jaxpar.pictures.timeline import FEET, GAP, MAX_WIDTH, unit_color
+from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.planning import find_machine, plan
 from jaxpar.state import abstract_state, init_state
@@ -214,7 +215,8 @@ def test_one_of_a_thing_is_said_so():
 @pytest.mark.parametrize("args", SCHEDULES)
 def test_the_colours_of_a_text_are_those_of_the_picture(args):
     schedule = make_schedule(*args)
-    colors = {b.label: b.colors[0] for row in show(schedule).chart().rows for b in row.blocks}
+    chart = show(schedule).chart()
+    colors = {b.label: chart.colors[b.unit][0] for row in chart.rows for b in row.blocks}
     console = rich.console.Console(width=10_000)
     *texts, caption = show(schedule).__rich_console__(console, console.options)
     assert "\n".join(text.plain for text in texts) + f"\n{caption.plain}" == schedule.to_text()

@@ -22,11 +22,11 @@ from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
-from jaxpar.pictures.chart import Block, Chart, Drawing, Key, Row, round_marks
+from jaxpar.pictures.chart import Chart, Drawing, Key, Row, round_marks
 from jaxpar.pictures.picture import Tables, make_table, table_html
-from jaxpar.pictures.timeline import FEET, blocks_of, half_times, legend_of, unit_color
+from jaxpar.pictures.timeline import legend_of, unit_colors
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.schedule import Block, Schedule
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
 from jaxpar.task import Task
@@ -160,7 +160,7 @@ class MeasuredStep(Drawing, Tables):
     def chart(self) -> Chart:
         """Two rows per stage, in ms: as predicted, and as measured."""
         costs = [1000 * seconds for seconds in self.unit_seconds]
-        units, end = blocks_of(self.schedule, costs), float(half_times(self.schedule, costs)[-1])
+        units, end = self.schedule.blocks(costs), float(self.schedule.half_times(costs)[-1])
         rows, loop_end = [], 1000 * self.loop_seconds
         for stage in range(self.schedule.num_stages):
             top = 2.3 * stage
@@ -171,6 +171,7 @@ class MeasuredStep(Drawing, Tables):
         return Chart(
             title=f"{self.schedule.title}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%}",
             rows=rows,
+            colors={**unit_colors(self.schedule), -1: (REST,)},
             marks=round_marks(max(end, loop_end)),
             unit="ms",
             width=WIDTH,
@@ -184,13 +185,12 @@ class MeasuredStep(Drawing, Tables):
     def _block(self, span: Span) -> Block:
         times, schedule = (1000 * span.start, 1000 * span.seconds), self.schedule
         if span.part == HEAD:
-            return Block(span.stage, *times, "H", (REST,), 0.0)
+            return Block(span.stage, *times, "H", "H", -1)
         letter, lane = {FORWARD: ("F", schedule.forward), BACKWARD: ("B", schedule.backward)}.get(
             span.part
         ) or ("W", schedule.weights[int(span.part.removeprefix(WEIGHTS))])
         unit, group = (int(a[span.tick, span.stage]) for a in (lane.unit, lane.group))
-        label = schedule.label(letter, unit, group)
-        return Block(span.stage, *times, label, (unit_color(schedule, unit),), FEET[letter])
+        return Block(span.stage, *times, schedule.label(letter, unit, group), letter, unit)
 
 
 def measure_step(

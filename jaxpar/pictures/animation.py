@@ -2,12 +2,13 @@
 
 import html
 import json
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxpar.pictures.chart import IDLE, ROW, Block, Chart, Key, Row, draw, draw_legend
+from jaxpar.pictures.chart import FEET, IDLE, ROW, Chart, Key, Row, draw, draw_legend
 from jaxpar.pictures.picture import STYLE, color_of, make_page
-from jaxpar.pictures.timeline import FEET, blocks_of
-from jaxpar.pipeline.schedule import Schedule, make_schedule
+from jaxpar.pictures.timeline import unit_colors
+from jaxpar.pipeline.schedule import Block, Schedule, make_schedule
 
 WIDTH, NAME = 640, 32  # pixels of the longest step; letters before it
 
@@ -19,12 +20,14 @@ class Strategy(NamedTuple):
       name, words: title, and what is sent.
       holds: which weights, of each device.
       blocks: `stage` is the device; time 1 is the forward pass of one layer.
+      colors: of their units, as a `Chart` takes them.
     """
 
     name: str
     words: str
     holds: list[str]
     blocks: list[Block]
+    colors: Mapping[int, tuple[str, ...]]
 
     @property
     def end(self) -> float:
@@ -48,43 +51,44 @@ def make_strategies(num_devices: int = 4, num_chunks: int = 2) -> list[Strategy]
       ValueError: a number is below 1.
     """
     n, devices = num_devices, range(num_devices)
-    colors = tuple(map(color_of, devices))
 
-    def units(schedule: Schedule) -> list[Block]:
+    def blocks_of(schedule: Schedule) -> list[Block]:
         cost = 1 / schedule.num_units
-        return [block._replace(label="") for block in blocks_of(schedule, (cost, 2 * cost))]
+        return [block._replace(label="") for block in schedule.blocks((cost, 2 * cost))]
 
-    def on_each(*colors_of: tuple[str, ...]) -> list[Block]:
-        """All layers, a part of the work on each device."""
-        alone = units(make_schedule("gpipe", 1, 1))
-        return [b._replace(stage=d, colors=c) for d, c in enumerate(colors_of) for b in alone]
-
-    a_layer = [f"layer {device}" for device in devices]
+    stripes = dict.fromkeys(devices, tuple(map(color_of, devices)))
+    a_layer, pipeline = [f"layer {d}" for d in devices], make_schedule("1f1b", n, n, num_chunks)
+    all_layers = blocks_of(make_schedule("gpipe", 1, 1))
+    on_each = [block._replace(stage=d, unit=d) for d in devices for block in all_layers]
     return [
         Strategy(
             "model parallelism",
             "A layer on each device; activations go to the neighbour. One works, the others wait.",
             a_layer,
-            [block._replace(colors=colors) for block in units(make_schedule("gpipe", n, 1))],
+            blocks_of(make_schedule("gpipe", n, 1)),
+            stripes,
         ),
         Strategy(
             "tensor parallelism",
             "A part of every layer on each device; all exchange at every time step of every layer.",
             [f"part {device} of all layers" for device in devices],
-            on_each(*[colors] * n),
+            on_each,
+            stripes,
         ),
         Strategy(
             "data parallelism",
             "All layers on every device, for its rows of the batch; gradients are summed at the end.",
             ["all layers"] * n,
-            on_each(*((color,) for color in colors)),
+            on_each,
+            {device: (color_of(device),) for device in devices},
         ),
         Strategy(
             "pipeline parallelism",
             f"A layer on each device, the batch in {n} parts, their sentences in {num_chunks}; pieces go to "
             f"the neighbour.",
             a_layer,
-            units(make_schedule("1f1b", n, n, num_chunks)),
+            blocks_of(pipeline),
+            unit_colors(pipeline),
         ),
     ]
 
@@ -97,24 +101,19 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
     """
     strategies = make_strategies(num_devices, num_chunks)
     last = max(strategy.end for strategy in strategies)
-    legend, height = draw_legend(
-        (
-            Key(
-                tuple(map(color_of, range(num_devices))),
-                "parts of the batch (stripes: all parts at once)",
-            ),
-            Key((color_of(0), color_of(0, 0.65)), "paler: later in the sentences"),
-            Key((color_of(0),), "dark band: backward, twice the work", FEET["B"]),
-            Key((IDLE,), "idle"),
-        ),
-        "",
-        WIDTH + 230,
-    )
+    colors, width = tuple(map(color_of, range(num_devices))), WIDTH + 230
+    keys = [
+        Key(colors, "parts of the batch (stripes: all parts at once)"),
+        Key((color_of(0), color_of(0, 0.65)), "paler: later in the sentences"),
+        Key((color_of(0),), "dark band: backward, twice the work", FEET["B"]),
+        Key((IDLE,), "idle"),
+    ]
+    legend, height = draw_legend(keys, "", width)
     panels = "".join(_panel(strategy, last) for strategy in strategies)
     body = (
         f'<div class="jaxpar"><style>{STYLE}\n{_STYLE}</style>'
         f"<h1>One training step, {num_devices} layers, {num_devices} devices, four ways to share it</h1>"
-        f'<svg width="{WIDTH + 230}" viewBox="0 0 {WIDTH + 230} {height:g}">{legend}</svg>'
+        f'<svg width="{width}" viewBox="0 0 {width} {height:g}">{legend}</svg>'
         f'<p class="controls"><button type="button">pause</button> <input type="range" min="0" '
         f'max="{last:g}" step="any" value="{last:g}" aria-label="time"> <output></output></p>{panels}'
         f"<p>Time: 1 is the forward pass of one layer over the whole batch. Devices of a pipeline keep step. "
@@ -124,29 +123,29 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
 
 
 def _panel(strategy: Strategy, last: float) -> str:
-    n, end = len(strategy.holds), strategy.end
-    own = [[block for block in strategy.blocks if block.stage == d] for d in range(n)]
+    end, rows = strategy.end, []
+    for d, holds in enumerate(strategy.holds):
+        blocks = [block for block in strategy.blocks if block.stage == d]
+        rows.append(Row(f"device {d}: {holds}", d, [(0, end)], blocks))
     chart = Chart(
         title=strategy.name,
-        rows=[
-            Row(f"device {d}: {holds}", d, [(0, end)], own[d])
-            for d, holds in enumerate(strategy.holds)
-        ],
+        rows=rows,
+        colors=strategy.colors,
         marks=[(t, str(t)) for t in range(int(end) + 1)],
         unit="time",
         width=WIDTH * end / last,
         name_letters=NAME,  # time begins at one place in all pictures
     )
     drawing, _, height = draw(chart)
-    width, unit = chart.left + WIDTH + 16, WIDTH / last
-    work = [[[b.start, b.start + b.cost] for b in blocks] for blocks in own]
-    data = {"end": end, "left": chart.left, "unit": unit, "work": work}
+    width, bottom = chart.left + WIDTH + 16, ROW * len(rows)
+    work = [[[b.start, b.start + b.cost] for b in row.blocks] for row in rows]
+    data = {"end": end, "left": chart.left, "unit": WIDTH / last, "work": work}
     says = f"busy {strategy.busy:.0%}, done at {end:.1f}"
     return (
         f'<section data-strategy="{html.escape(json.dumps(data))}"><h2>{strategy.name} <output>{says}'
         f'</output></h2><p>{strategy.words}</p><svg width="{width:g}" viewBox="0 0 {width:g} {height:g}" '
         f'role="img" aria-label="{strategy.name}: {says}">{drawing}<rect class="future" y="0" width="0" '
-        f'height="{ROW * n}"/><path class="now" d="M{chart.left:g} 0v{ROW * n}"/></svg></section>'
+        f'height="{bottom}"/><path class="now" d="M{chart.left:g} 0v{bottom}"/></svg></section>'
     )
 
 

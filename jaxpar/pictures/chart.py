@@ -5,40 +5,24 @@ A `Chart` is what is to be seen. Its renderers are `draw`, for SVG, and `figures
 
 import html
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.pictures.picture import STYLE, Picture, text_color_on
+from jaxpar.pipeline.schedule import Block
 
 ROW = 26  # pixels of a row
 LETTER, TEXT = 6.4, 5.9  # pixels that letters 11 pixels high take, in labels and in running text
 IDLE = "var(--idle)"  # the colour of waiting
+FEET = {"F": 0.0, "B": 0.45, "W": 0.2, "H": 0.0}  # how dark the band along the bottom of a block is
 
 
 class Key(NamedTuple):
-    """An entry of a legend: colours side by side, and what they mean; `foot` as of a `Block`."""
+    """An entry of a legend: colours side by side, and what they mean; `foot` as in `FEET`."""
 
     colors: Sequence[str]
     text: str
     foot: float = 0.0
-
-
-class Block(NamedTuple):
-    """A piece of work of a stage.
-
-    Attributes:
-      start, cost: when it begins, and how long it takes.
-      label: "" for none.
-      colors: from top to bottom.
-      foot: how dark the band along its bottom is, from 0 to 1.
-    """
-
-    stage: int
-    start: float
-    cost: float
-    label: str
-    colors: tuple[str, ...]
-    foot: float
 
 
 class Row(NamedTuple):
@@ -61,6 +45,7 @@ class Chart(NamedTuple):
     Attributes:
       title: of few words.
       rows: from top to bottom.
+      colors: of each unit of the blocks, from top to bottom.
       marks: places on the axis, and what is written there.
       unit: what the axis counts.
       width: pixels of the whole time.
@@ -70,6 +55,7 @@ class Chart(NamedTuple):
 
     title: str
     rows: Sequence[Row]
+    colors: Mapping[int, tuple[str, ...]]
     marks: Sequence[tuple[float, str]]
     unit: str
     width: float
@@ -115,23 +101,21 @@ class Drawing(Picture):
 
     def to_html(self) -> str:
         """An SVG, which shrinks where there is less room, as far as it can be read."""
-        drawing, width, height = draw(self.chart())
+        chart = self.chart()
+        drawing, width, height = draw(chart)
         return (
-            f'<svg role="img" aria-label="{html.escape(self.chart().title)}" viewBox="0 0 {width:.0f} '
-            f'{height:.0f}" style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">'
-            f"{drawing}</svg>"
+            f'<svg role="img" aria-label="{html.escape(chart.title)}" viewBox="0 0 {width:.0f} {height:.0f}" '
+            f'style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">{drawing}</svg>'
         )
 
     def to_svg(self) -> str:
         """A file of SVG that needs no other."""
         drawing, width, height = draw(self.chart())
-        width, height = width + 24, height + 20
+        size = f"{width + 24:.0f}", f"{height + 20:.0f}"
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{width:.0f}" '
-            f'height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}" '
-            'style="max-width:100%;height:auto">'
-            f"<style>{STYLE}</style>"
-            f'<rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
+            '<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{0}" height="{1}" '
+            'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto">'.format(*size)
+            + f'<style>{STYLE}</style><rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
             f'<svg x="12" y="10">{drawing}</svg></svg>\n'
         )
 
@@ -154,12 +138,22 @@ def draw(chart: Chart) -> tuple[str, float, float]:
         parts.append(f'<path class="tick" d="M{x:.1f} 0V{bottom + 5:g}"/>')
         parts.append(_text(x, bottom + 17, label, 'class="dim" text-anchor="middle"'))
     for row in chart.rows:
+        y = ROW * row.top
         for block in row.blocks:
-            parts += _draw_block(
-                block, left + block.start * scale, ROW * row.top, block.cost * scale
+            x, width, colors = (
+                left + block.start * scale,
+                block.cost * scale,
+                chart.colors[block.unit],
             )
+            gap, high = 1 if width > 8 else 0.3, (ROW - 2) / len(colors)
+            title = f"<title>{html.escape(block.label)}</title>" * bool(block.label)
+            for i, color in enumerate(colors):
+                parts.append(
+                    _rect(x + gap, y + 1 + i * high, width - 2 * gap, high, color, inside=title)
+                )
+            parts += _foot(x + gap, y + ROW - 6, width - 2 * gap, 5, FEET[block.letter])
             if chart.fits(block.label, block.cost, chart.width):
-                style = f'style="fill:{text_color_on(block.colors[0])}" text-anchor="middle"'
+                style = f'style="fill:{text_color_on(colors[0])}" text-anchor="middle"'
                 middle = left + (block.start + block.cost / 2) * scale
                 parts.append(_text(middle, ROW * (row.top + 0.5) + 3, block.label, style))
     lines = [TEXT * len(line) for line in chart.caption.splitlines()]
@@ -182,8 +176,7 @@ def draw_legend(
         if x and (x + step > width or i >= len(legend)):
             x, y = 0.0, y + 19
         parts += [_rect(x + 15 * j, y, 14, 12, color) for j, color in enumerate(colors)]
-        if foot:
-            parts.append(_draw_foot(x, y + 8, 15 * len(colors) - 1, 4, foot))
+        parts += _foot(x, y + 8, 15 * len(colors) - 1, 4, foot)
         parts.append(_text(x + 15 * len(colors) + 4 * bool(colors), y + 10, text))
         x += step
     return "".join(parts), y + 16 * bool(parts)
@@ -196,18 +189,8 @@ def round_marks(end: float) -> list[tuple[float, str]]:
     return [(n * step, f"{n * step:g}") for n in range(int(end / step) + 1)]
 
 
-def _draw_block(block: Block, x: float, y: float, width: float) -> Iterator[str]:
-    gap = 1 if width > 8 else 0.3
-    x, width, high = x + gap, width - 2 * gap, (ROW - 2) / len(block.colors)
-    title = f"<title>{html.escape(block.label)}</title>" * bool(block.label)
-    for i, color in enumerate(block.colors):
-        yield _rect(x, y + 1 + i * high, width, high, color, inside=title)
-    if block.foot:
-        yield _draw_foot(x, y + ROW - 6, width, 5, block.foot)
-
-
-def _draw_foot(x: float, y: float, width: float, height: float, darkness: float) -> str:
-    return _rect(x, y, width, height, "#000", f'fill-opacity="{darkness:g}"')
+def _foot(x: float, y: float, width: float, height: float, darkness: float) -> list[str]:
+    return [_rect(x, y, width, height, "#000", f'fill-opacity="{darkness:g}"')] * bool(darkness)
 
 
 def _rect(

@@ -16,7 +16,7 @@ from matplotlib.ticker import StrMethodFormatter
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.display import format_count
 from jaxpar.files import whole_file
-from jaxpar.pictures.chart import IDLE, Chart, Key
+from jaxpar.pictures.chart import FEET, IDLE, Chart, Key
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pipeline.schedule import ZeroBubble, make_schedule
 from jaxpar.state import TrainState
@@ -49,14 +49,12 @@ def draw_chart(chart: Chart) -> Figure:
         for start, end in row.spans:
             axes.add_patch(Rectangle((start, row.top), end - start, 0.92, fc=GREY, lw=0))
         for block in row.blocks:
-            corner, [color] = (block.start, row.top), block.colors
+            corner, [color] = (block.start, row.top), chart.colors[block.unit]
             edge: Any = {"ec": "white", "lw": min(0.8, 0.1 * block.cost * width / chart.end)}
             axes.add_patch(Rectangle(corner, block.cost, 0.92, fc=color, **edge))
-            if block.foot:
-                foot = (block.start, row.top + 0.74)
-                axes.add_patch(
-                    Rectangle(foot, block.cost, 0.18, fc="black", alpha=block.foot, lw=0)
-                )
+            if foot := FEET[block.letter]:
+                corner = (block.start, row.top + 0.74)
+                axes.add_patch(Rectangle(corner, block.cost, 0.18, fc="black", alpha=foot, lw=0))
             if chart.fits(block.label, block.cost, width):
                 style: Any = {"ha": "center", "va": "center", "fontsize": 7}
                 middle = (block.start + block.cost / 2, row.top + 0.46)

@@ -149,6 +149,11 @@ def text_color_on(color: str) -> str:
     return "#000000" if luminance > 0.179 else "#ffffff"
 
 
+def style_on(color: str) -> str:
+    """What rich calls text that can be read on a background."""
+    return f"{text_color_on(color)} on {color}"
+
+
 def _cell_html(column: Column, cell: RenderableType, tag: str) -> str:
     text = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
     parts = []

@@ -33,6 +33,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -84,6 +85,24 @@ class Work(NamedTuple):
     def busy_TS(self) -> np.ndarray:
         """Which stages have some."""
         return self.lane.unit >= 0
+
+
+class Block(NamedTuple):
+    """A piece of work of a stage: what texts and pictures of schedules and measured steps are drawn from.
+
+    Attributes:
+      start, cost: when it begins, and how long it takes.
+      label: "" for none.
+      letter: F, B or W, as of a `Work`; H for a head.
+      unit: what is worked on, the first if several; -1 if it is not one of the schedule's.
+    """
+
+    stage: int
+    start: float
+    cost: float
+    label: str
+    letter: str
+    unit: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -216,38 +235,55 @@ class Schedule(Shown):
             weights=tuple(map(pad, self.weights)),
         )
 
-    def to_text(self) -> str:
-        """The schedule as a picture: a row per stage, a column per tick, and its numbers below.
+    def half_times(self, costs: Sequence[float]) -> np.ndarray:
+        """When each half of a tick begins, and when the last one ends, [2 * num_ticks + 1].
+
+        Stages run in lockstep: a half lasts as long as its busiest stage has work.
+
+        Args:
+          costs: of a forward unit, a backward unit, and W if it is apart.
+        """
+        work_T2 = self.work_at(*costs)[: self.num_ticks].max(axis=2)
+        return np.concatenate([[0.0], np.cumsum(work_T2)])
+
+    def blocks(self, costs: Sequence[float]) -> list[Block]:
+        """All work in its place in time; costs as of `half_times`."""
+        begins_TS = self.half_times(costs)[:-1, None].repeat(
+            self.num_stages, 1
+        )  # of what comes next
+        cost_of, blocks = dict(zip("FBW", costs, strict=False)), []
+        for letter, half, lane, num_units in self.lanes:
+            cost = cost_of.get(letter, 0.0) * num_units
+            for tick, stage in np.argwhere(lane.unit >= 0).tolist():
+                unit, start = int(lane.unit[tick, stage]), float(begins_TS[2 * tick + half, stage])
+                label = self.label(letter, unit, lane.group[tick, stage])
+                blocks.append(Block(stage, start, cost, label, letter, unit))
+                begins_TS[2 * tick + half, stage] += cost
+        return blocks
+
+    def columns(self) -> list[list[str]]:
+        """The schedule in text: names of its rows, then a column per tick, whose cells are as wide.
 
         Each half of a tick is as wide as the work of its busiest stage: the share of dots is the bubble at
         equal costs.
         """
-        stages = range(self.num_stages)
-        columns_T = []
-        for tick in range(self.num_ticks):
-            columns = []
-            for half in (0, 1):
-                cells_S = [self.labels(tick, half, stage) for stage in stages]
-                columns += itertools.zip_longest(*cells_S, fillvalue=".")
-            columns_T.append(columns)
-        width = max(len(cell) for columns in columns_T for column in columns for cell in column)
-        rows = [["tick", *map(str, range(self.num_ticks))]]
-        for s in stages:
-            cells_T = [
-                " ".join(column[s].ljust(width) for column in columns) for columns in columns_T
-            ]
-            rows.append([f"stage {s}", *cells_T])
-        widths = [len(max(cells, key=len)) for cells in zip(*rows, strict=True)]
-        lines = ["|".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self.caption])
+        costs = (1.0, 1.0, 1.0 / self.lanes[-1].num_units)  # one label of any kind takes 1
+        bounds = self.half_times(costs)[::2].round().astype(int)
+        cells_SC = np.full((self.num_stages, bounds[-1]), ".", object)
+        for block in self.blocks(costs):
+            cells_SC[block.stage, round(block.start)] = block.label
+        width = max(map(len, cells_SC.flat))
+        columns = [["tick", *(f"stage {stage}" for stage in range(self.num_stages))]]
+        for tick, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            rows = cells_SC[:, begin:end]
+            cells = (" ".join(cell.ljust(width) for cell in row) for row in rows)
+            columns.append([str(tick), *cells])
+        return [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
 
-    def labels(self, tick: int, half: int, stage: int) -> list[str]:
-        """What a stage does in half a tick, one thing after the other."""
-        return [
-            self.label(work.letter, work.lane.unit[tick, stage], work.lane.group[tick, stage])
-            for work in self.lanes
-            if work.half == half and work.lane.unit[tick, stage] >= 0
-        ]
+    def to_text(self) -> str:
+        """The schedule as a picture: a row per stage, a column per tick, and its numbers below."""
+        lines = map("|".join, zip(*self.columns(), strict=True))
+        return "\n".join([*map(str.rstrip, lines), self.caption])
 
     def label(self, letter: str, unit: int, group: int) -> str:
         """F1.0/2, of what is more than one: microbatch 1, chunk 0, group 2; a dot for no unit.
