@@ -20,10 +20,11 @@ from jaxpar.analysis.hlo import Module
 from jaxpar.analysis.program import busy_of, settle
 from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
+from jaxpar.display import FittingTable
 from jaxpar.layout import lay_out
 from jaxpar.parallel import Parallel
 from jaxpar.pictures.chart import Chart, Drawing, Key, Row, round_marks
-from jaxpar.pictures.picture import Tables, make_table, table_html
+from jaxpar.pictures.picture import table_html
 from jaxpar.pictures.timeline import legend_of, unit_colors
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Block, Schedule
@@ -58,7 +59,7 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MeasuredStep(Drawing, Tables):
+class MeasuredStep(Drawing):
     """When the stages of a pipeline worked in one step, and when they waited.
 
     Attributes:
@@ -126,7 +127,7 @@ class MeasuredStep(Drawing, Tables):
     def _table(self) -> Table:
         parts = _PARTS if self.schedule.weights else _PARTS[:-1]
         columns = (*(f">{name}, ms" for name in (*parts, "idle")), ">idle")
-        table = make_table("stage", *columns)
+        table = FittingTable("stage", *columns)
         for s, busy in enumerate(self.busy_seconds):
             idle = self.loop_seconds - busy
             cells = [*(sum(self._seconds(s, part)) for part in parts), idle]

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
-from jaxpar.display import format_bytes, format_shape
+from jaxpar.display import FittingTable, format_bytes, format_shape
 from jaxpar.layout import lay_out, on_devices
 from jaxpar.parallel import Parallel
-from jaxpar.pictures.picture import Tables, make_table
+from jaxpar.pictures.picture import Picture
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
@@ -72,7 +72,7 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ProgramReport(Tables):
+class ProgramReport(Picture):
     """What one device does when a compiled program runs once. `print` it, or read its attributes.
 
     Attributes:
@@ -286,7 +286,7 @@ def _planned(collective: Collective, plan: Plan) -> Collective:
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
-    table = make_table(
+    table = FittingTable(
         "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass", "module"
     )
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
@@ -308,7 +308,7 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
-    table = make_table("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
+    table = FittingTable("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
     for total in totals:
         table.add_row(
             " ".join(total.axes),

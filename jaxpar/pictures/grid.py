@@ -17,7 +17,7 @@ from rich.text import Text
 
 from jaxpar.display import format_bytes, format_count, format_shape, show
 from jaxpar.mesh import MeshConfig
-from jaxpar.pictures.picture import HEAD, Picture, color_of, table_html, text_color_on
+from jaxpar.pictures.picture import HEAD, Picture, color_of, style_on, table_html
 from jaxpar.sharding import dims_of
 
 HTML_WIDTH = 150  # letters of a table in a notebook
@@ -47,11 +47,12 @@ class Grid(Picture):
     def _table(self, max_width: int) -> Table:
         """As many dims to the right as there is room for, the others downwards."""
         dims = [list(dict.fromkeys(labels)) for labels in zip(*self.devices, strict=True)]
-        half = len(dims) // 2
-        tables = [self._table_of(dims[:n], dims[n:]) for n in range(half, len(dims) + 1)]
         console = Console(width=10_000)
-        fit = (table for table in tables if console.measure(table).maximum <= max_width)
-        return next(fit, tables[-1])
+        for n in range(len(dims) // 2, len(dims)):
+            table = self._table_of(dims[:n], dims[n:])
+            if console.measure(table).maximum <= max_width:
+                return table
+        return self._table_of(dims, [])
 
     def _table_of(self, down: list[list[str]], right: list[list[str]]) -> Table:
         table = Table(box=rich.box.SQUARE, show_lines=True, show_header=bool(right))
@@ -69,9 +70,8 @@ class Grid(Picture):
 def _chips(devices: list[int]) -> Text:
     if len(devices) > MAX_CHIPS:
         return Text(_ranges(devices))
-    colors = {d: color_of(d) for d in devices}
-    styles = {d: f"bold {text_color_on(color)} on {color}" for d, color in colors.items()}
-    return Text(" ").join(Text(f" {d} ", style=style) for d, style in styles.items())
+    chips = (Text(f" {d} ", style=f"bold {style_on(color_of(d))}") for d in devices)
+    return Text(" ").join(chips)
 
 
 @show.register
@@ -98,17 +98,12 @@ def show_mesh(mesh: Mesh) -> Grid:
 @show.register(nnx.Variable)
 def show_variable(variable: nnx.Variable) -> Grid:
     """The shards of a parameter, its dims by name."""
-    return array_grid(variable.get_value(), dims_of(variable))
+    return show_array(variable.get_value(), dims_of(variable))
 
 
 @show.register(jax.Array)
 @show.register(jax.ShapeDtypeStruct)
-def show_array(array: Any) -> Grid:
-    """The shards of an array."""
-    return array_grid(array)
-
-
-def array_grid(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
+def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     """Which devices hold which piece of an array; sides are the dims that are split.
 
     Args:
@@ -131,21 +126,18 @@ def array_grid(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     spec = (*sharding.spec, *[None] * len(shape)) if isinstance(sharding, NamedSharding) else ()
     heads = {}
     for dim in split:
-        axes = spec[dim] if spec else ()
+        name, axes = names[dim] if names else None, spec[dim] if spec else None
         axes = (axes,) if isinstance(axes, str) else axes or ()
-        heads[dim] = "/".join([f"dim {dim} {(names[dim] if names else '') or ''}".strip(), *axes])
+        heads[dim] = "/".join([f"dim {dim} {name or ''}".strip(), *axes])
     devices: dict[tuple[str, ...], list[int]] = {}
     for device, ranges in sorted(bounds.items(), key=lambda item: item[::-1]):
         place = tuple(f"{heads[dim]} [{ranges[dim][0]}:{ranges[dim][1]}]" for dim in split)
         devices.setdefault(place, []).append(device)
-    shard = sharding.shard_shape(shape)
-    copies = len(bounds) // len(devices)
-    each = f", each on {copies} devices" if copies > 1 else ""
-    held = (
-        f"{len(devices)} shards of {format_shape(shard)}{each}"
-        if split
-        else f"whole on {format_count(copies, 'device')}"
-    )
+    shard, copies = sharding.shard_shape(shape), len(bounds) // len(devices)
+    held = f"{len(devices)} shards of {format_shape(shard)}"
+    held += f", each on {copies} devices" * (copies > 1)
+    if not split:
+        held = f"whole on {format_count(copies, 'device')}"
     size = format_bytes(math.prod(shard) * array.dtype.itemsize)
     layout = f", {sharding.spec}".replace("PartitionSpec", "P") if spec else ""
     return Grid(f"{array.dtype} {format_shape(shape)}{layout}: {held}; {size} a device", devices)
@@ -163,10 +155,7 @@ def _mesh_grid(ids: np.ndarray, axes: tuple[str, ...], note: str) -> Grid:
 
 def _ranges(numbers: list[int]) -> str:
     """0-3 8-11."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    # Numbers that follow each other are as far from their places.
+    runs = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
+    ends = ([number for _, number in run] for _, run in runs)
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in ends)

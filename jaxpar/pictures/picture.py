@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.display import WIDTH, FittingTable, show
+from jaxpar.display import WIDTH, show
 
 # Okabe and Ito's, which all kinds of colour vision tell apart (https://jfly.uni-koeln.de/color/). Blue and
 # orange first, which differ most in brightness. Theirs has black as its eighth, which is lost on a dark page.
@@ -47,14 +47,25 @@ _CLASSES = {"cyan": "axis", "yellow": "warn"}
 
 
 class Picture:
-    """Something to look at; `__rich_console__` says it in text, `to_html` in HTML."""
+    """Something to look at: tables and lines of text, from `parts`, unless a subclass says it in another way.
+
+    `__rich_console__` says it in text, `to_html` in HTML. A dataclass that is one has `repr=False`.
+    """
+
+    def parts(self) -> Iterator[Table | str]:
+        """From top to bottom."""
+        raise NotImplementedError
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        raise NotImplementedError
+        yield from self.parts()
 
     def to_html(self) -> str:
-        """HTML without its style sheet: `_repr_html_` puts it in."""
-        raise NotImplementedError
+        """The same without a style sheet: `_repr_html_` puts it in."""
+        return "".join(
+            table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
+            for part in self.parts()
+            if isinstance(part, Table) or part.strip()
+        )
 
     def to_page(self, title: str = "jaxpar") -> str:
         """A whole file of HTML, which needs no other."""
@@ -81,30 +92,6 @@ class Picture:
 def show_picture(picture: Picture) -> Picture:
     """Itself: reports, costs, plans and measured steps are pictures."""
     return picture
-
-
-class Tables(Picture):
-    """Tables and lines of text, from `parts`. A dataclass that is one is declared with `repr=False`."""
-
-    def parts(self) -> Iterator[Table | str]:
-        """From top to bottom."""
-        raise NotImplementedError
-
-    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        yield from self.parts()
-
-    def to_html(self) -> str:
-        """The same."""
-        return "".join(
-            table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
-            for part in self.parts()
-            if isinstance(part, Table) or part.strip()
-        )
-
-
-def make_table(*columns: str) -> Table:
-    """A table; a column whose name begins with > is of numbers."""
-    return FittingTable(*columns)
 
 
 def table_html(table: Table) -> str:

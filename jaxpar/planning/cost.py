@@ -15,9 +15,9 @@ from rich.table import Table
 from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.program import ProgramReport, inspect_step, settle
 from jaxpar.axes import STAGE, TENSOR
-from jaxpar.display import format_bytes
+from jaxpar.display import FittingTable, format_bytes
 from jaxpar.parallel import Parallel
-from jaxpar.pictures.picture import Tables, make_table
+from jaxpar.pictures.picture import Picture
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.compiled import report_of
 from jaxpar.planning.hardware import Hardware
@@ -59,7 +59,7 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost(Tables):
+class Cost(Picture):
     """What a step costs each device; `print` it, or read its attributes.
 
     Attributes:
@@ -109,9 +109,9 @@ class Cost(Tables):
         return sum(part.count * part.sent_bytes for part in self.traffic)
 
     def parts(self) -> Iterator[Table | str]:
-        """See `Tables`."""
+        """See `Picture`."""
         if self.traffic:
-            table = make_table("sent", "collective", "axes", ">bytes", ">runs", ">sent in all")
+            table = FittingTable("sent", "collective", "axes", ">bytes", ">runs", ">sent in all")
             for part in sorted(self.traffic, key=lambda part: -part.count * part.sent_bytes):
                 table.add_row(
                     part.what,
@@ -138,7 +138,7 @@ class Cost(Tables):
             facts.add_row("predicted time", f"{seconds.total * 1e3:.3g} ms: {parts}")
         yield facts
 
-    __repr__ = Tables.__repr__
+    __repr__ = Picture.__repr__
 
 
 def predict_step(
@@ -224,7 +224,7 @@ def compare_here(
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison(Tables):
+class Comparison(Picture):
     """What was predicted, and what the compiler says; `print` shows them side by side.
 
     Attributes:
@@ -246,8 +246,8 @@ class Comparison(Tables):
         return self.cost.seconds.total / self.measured_seconds - 1
 
     def parts(self) -> Iterator[Table | str]:
-        """See `Tables`."""
-        table = make_table("", "axes", ">predicted", ">compiled", ">measured", ">difference")
+        """See `Picture`."""
+        table = FittingTable("", "axes", ">predicted", ">compiled", ">measured", ">difference")
         for op, axes in sorted({*self.predicted, *self.compiled}):
             sums = (side.get((op, axes), 0) for side in (self.predicted, self.compiled))
             table.add_row(op, " ".join(axes), *_bytes_side_by_side(*sums))
@@ -260,7 +260,7 @@ class Comparison(Tables):
             table.add_row("step", "", *row)
         yield table
 
-    __repr__ = Tables.__repr__
+    __repr__ = Picture.__repr__
 
 
 def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, str]:

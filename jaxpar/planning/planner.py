@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from jaxpar.display import format_bytes, format_seconds
+from jaxpar.display import FittingTable, format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
 from jaxpar.parallel import Parallel, PipelineConfig, short_name
-from jaxpar.pictures.picture import Tables, make_table
+from jaxpar.pictures.picture import Picture
 from jaxpar.pipeline.placement import balance
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.cost import (
@@ -52,7 +52,7 @@ _UNITS_PER_STAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranking(Tables):
+class Ranking(Picture):
     """What `plan` found; `print` it, or read its attributes.
 
     Attributes:
@@ -133,13 +133,13 @@ class Ranking(Tables):
         return "\n".join(lines)
 
     def parts(self) -> Iterator[Table | str]:
-        """See `Tables`."""
+        """See `Picture`."""
         yield (
             f"{self.num_devices} devices of {self.hardware.name}; {self.num_configs:,} configs, "
             f"the best of each mesh:\n"
         )
         columns = ("layers", "head", "bubble", "ticks", "sending", "update")
-        table = make_table("config", ">step", *(f">{name}" for name in columns), ">memory")
+        table = FittingTable("config", ">step", *(f">{name}" for name in columns), ">memory")
         for cost in self.best_of_meshes[:12]:
             seconds = _seconds(cost)
             table.add_row(
@@ -153,7 +153,7 @@ class Ranking(Tables):
             yield "~: estimated, not compiled"
         yield "\n" + self.explain()
 
-    __repr__ = Tables.__repr__
+    __repr__ = Picture.__repr__
 
 
 def plan(
