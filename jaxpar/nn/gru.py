@@ -16,12 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.at import At
-from jaxpar.axes import GATES, HIDDEN
-from jaxpar.nn.dropout import Dropout, dropout
-from jaxpar.nn.hidden import HiddenState
+from jaxpar.nn.dropout import dropout
+from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
-from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.nn.resets import begin_anew, initial_of
 
 
@@ -68,7 +66,7 @@ def gru_layer(
     return hoisted_scan(step, (params, initial_BH), carry, (x_TBI, resets_TB))
 
 
-class GRU(HiddenState):
+class GRU(Recurrence):
     """One GRU layer.
 
     Attributes:
@@ -76,24 +74,7 @@ class GRU(HiddenState):
       b: [4, H]; the last row belongs to n's product with the state.
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        dropout: float | Dropout = 0.0,
-    ):
-        """Draws the kernels; biases are 0.
-
-        Args:
-          width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
-          dropout: of the inputs; see `nn.dropout`.
-        """
-        self.width, self.dropout = width, dropout
-        self.w_x, self.w_h = (gate_kernel(rngs, width, 3, init) for _ in range(2))
-        self.b = named_param(jnp.zeros((4, width), jnp.float32), (GATES, HIDDEN))
+    num_gates, num_biases = 3, 4
 
     @jax.named_scope("gru")
     def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:

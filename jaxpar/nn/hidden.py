@@ -1,25 +1,79 @@
-"""What layers have in common whose state is h, one vector per row."""
+"""What recurrent layers have in common: their constructors, and a state of h, one vector per row."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.axes import BATCH, HIDDEN
+from jaxpar.axes import BATCH, GATES, HIDDEN
+from jaxpar.nn.dropout import Dropout
+from jaxpar.nn.param import Initializer, gate_kernel, named_param
 
 
-class HiddenState(nnx.Module):
-    """A layer whose state is h.
+class Recurrence(nnx.Module):
+    """A layer with kernels and biases of gates; its state is h, if it does not say otherwise.
 
     Attributes:
       carry_dims: of its state.
+      kernels: what they are called, in the order in which they are drawn.
+      num_gates, num_biases: of each kernel, and of all of them.
       width: H, of inputs, state and outputs.
     """
 
-    carry_dims: ClassVar[tuple[str, str]] = (BATCH, HIDDEN)
-    width: int
+    carry_dims: ClassVar[Any] = (BATCH, HIDDEN)
+    kernels: ClassVar[tuple[str, ...]] = ("w_x", "w_h")
+    num_gates: ClassVar[int]
+    num_biases: ClassVar[int]
+    w: nnx.Param
+    w_x: nnx.Param
+    w_h: nnx.Param
 
-    def initial_carry(self, rows: int) -> jax.Array:
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        dropout: float | Dropout = 0.0,
+    ):
+        """Draws the kernels; biases are 0.
+
+        Args:
+          width: H, of inputs, state and outputs.
+          init: of the kernels; None draws them with variance 1 / width.
+          dropout: of the inputs; see `nn.dropout`.
+        """
+        self.width, self.dropout = width, dropout
+        for name in self.kernels:
+            setattr(self, name, gate_kernel(rngs, width, self.num_gates, init))
+        self.b = named_param(jnp.zeros((self.num_biases, width), jnp.float32), (GATES, HIDDEN))
+
+    def initial_carry(self, rows: int) -> Any:
         """Zeros, [rows, H]; a layer of your own may return something else, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)
+
+
+class ForgetGate(Recurrence):
+    """A layer whose gates are four, and whose second one says what the state forgets."""
+
+    num_gates = num_biases = 4
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        init: Initializer | None = None,
+        forget_bias: float = 1.0,
+        dropout: float | Dropout = 0.0,
+    ):
+        """Draws the kernels; biases are 0 except for the forget gate's.
+
+        Args:
+          width: H, of inputs, state and outputs.
+          init: of the kernels; None draws them with variance 1 / width.
+          forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
+          dropout: of the inputs; see `nn.dropout`.
+        """
+        super().__init__(width, rngs=rngs, init=init, dropout=dropout)
+        self.b[...] = self.b[...].at[1].set(forget_bias)

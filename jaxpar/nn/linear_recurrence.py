@@ -10,15 +10,12 @@ same a.
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
-from jaxpar.axes import GATES, HIDDEN
-from jaxpar.nn.dropout import Dropout, dropout
-from jaxpar.nn.hidden import HiddenState
+from jaxpar.nn.dropout import dropout
+from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.nn.resets import initial_of
 from jaxpar.trees import vary_like
 
@@ -46,7 +43,7 @@ def linear_recurrence(
     return h_TBH[-1], h_TBH
 
 
-class LinearRecurrence(HiddenState):
+class LinearRecurrence(Recurrence):
     """A layer that is a linear recurrence with two gates of its inputs; its `factors` say which.
 
     Attributes:
@@ -54,24 +51,8 @@ class LinearRecurrence(HiddenState):
       b: [2, H].
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        dropout: float | Dropout = 0.0,
-    ):
-        """Draws the kernel; biases are 0.
-
-        Args:
-          width: H, of inputs, state and outputs.
-          init: of the kernel; None draws it with variance 1 / width.
-          dropout: of the inputs; see `nn.dropout`.
-        """
-        self.width, self.dropout = width, dropout
-        self.w = gate_kernel(rngs, width, 2, init)
-        self.b = named_param(jnp.zeros((2, width), jnp.float32), (GATES, HIDDEN))
+    kernels = ("w",)
+    num_gates = num_biases = 2
 
     def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What the state is multiplied by, and what is added to it, by x W + b; float32 [T, B, H]."""

@@ -20,10 +20,11 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN
+from jaxpar.axes import BATCH, HIDDEN
 from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.nn.hidden import ForgetGate
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.param import Initializer, gate_kernel, named_param
+from jaxpar.nn.param import Initializer, named_param
 from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.trees import vary_like
 
@@ -200,7 +201,7 @@ def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(formula, a, b, preferred_element_type=jnp.float32)
 
 
-class LSTM(nnx.Module):
+class LSTM(ForgetGate):
     """One LSTM layer.
 
     Attributes:
@@ -231,12 +232,8 @@ class LSTM(nnx.Module):
           dropout: of the inputs; see `nn.dropout`.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
         """
-        self.width, self.dropout, self.learn_initial = width, dropout, learn_initial
-        self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
-        self.b = named_param(
-            jnp.zeros((4, width), jnp.float32).at[1].set(forget_bias), (GATES, HIDDEN)
-        )
-
+        super().__init__(width, rngs=rngs, init=init, forget_bias=forget_bias, dropout=dropout)
+        self.learn_initial = learn_initial
         if learn_initial:
             self.h_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
             self.c_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))

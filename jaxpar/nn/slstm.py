@@ -18,11 +18,11 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN
-from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.axes import BATCH, HIDDEN
+from jaxpar.nn.dropout import dropout
+from jaxpar.nn.hidden import ForgetGate
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
-from jaxpar.nn.param import Initializer, gate_kernel, named_param
 from jaxpar.nn.resets import begin_anew, initial_of
 
 NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0
@@ -81,7 +81,7 @@ def slstm_layer(
     return hoisted_scan(step, (params, initial), carry, (x_TBI, resets_TB))
 
 
-class SLSTM(nnx.Module):
+class SLSTM(ForgetGate):
     """One sLSTM layer.
 
     Attributes:
@@ -91,29 +91,6 @@ class SLSTM(nnx.Module):
     """
 
     carry_dims: ClassVar[Any] = SLSTMCarry(*[(BATCH, HIDDEN)] * 4)  # pyright: ignore[reportArgumentType]
-
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        forget_bias: float = 1.0,
-        dropout: float | Dropout = 0.0,
-    ):
-        """Draws the kernels; biases are 0 except for the forget gate's.
-
-        Args:
-          width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
-          forget_bias: initial bias of the forget gate.
-          dropout: of the inputs; see `nn.dropout`.
-        """
-        self.width, self.dropout = width, dropout
-        self.w_x, self.w_h = (gate_kernel(rngs, width, 4, init) for _ in range(2))
-        self.b = named_param(
-            jnp.zeros((4, width), jnp.float32).at[1].set(forget_bias), (GATES, HIDDEN)
-        )
 
     def initial_carry(self, rows: int) -> SLSTMCarry:
         """The state that nothing has entered yet, [rows, H] each."""
