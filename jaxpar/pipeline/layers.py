@@ -60,41 +60,10 @@ def run_layers(
     """
 
     def run(kind, params, frozen, carry, x, layer_id):
-        return layers[kind](params, frozen, carry, x, at._replace(layer=layer_id))
+        return *layers[kind](params, frozen, carry, x, at._replace(layer=layer_id)), ()
 
-    if len(layers) == 1:
-
-        def of_one_kind(x, slot):
-            params, frozen, carry, layer_id = slot
-            carry, y = _if_full(
-                layer_id,
-                lambda: run(0, params, frozen, carry, x, layer_id),
-                lambda: (carry, x),
-                has_empty_slots,
-            )
-            return y, carry
-
-        rows = params[0], frozen[0], carry[0], slots.layer
-        if isinstance(params[0], list):
-            y, out = _one_by_one(of_one_kind, x, rows)
-            return (stack(out),), y
-        y, after = lax.scan(of_one_kind, x, rows)
-        return (after,), y
-
-    def body(state, slot):
-        def of_kind(kind):
-            def go(state):
-                x, carry = state
-                own = [pick(tree[kind], slot.place) for tree in (params, frozen, carry)]
-                after, y = run(kind, *own, x=x, layer_id=slot.layer)
-                return vary_like((y, _put(carry, kind, slot.place, after)), x)
-
-            return go
-
-        return _switch(slot, len(layers), of_kind, state), None
-
-    (y, after), _ = lax.scan(body, (x, tuple(carry)), slots)
-    return after, y
+    stacked, kept = (params, frozen, carry), ((),) * len(layers)
+    return _run_stacked(run, kept, stacked, x, slots, has_empty_slots)[:2]
 
 
 class SplitLayers:
@@ -131,17 +100,17 @@ class SplitLayers:
           ValueError: W of a kind cannot be run for several blocks at once.
         """
         self._has_empty_slots = has_empty_slots
-        self.kinds = [
-            SplitLayer(layer, pick(p, 0), pick(f, 0), pick(c, 0), x, at, splits=splits)
-            for layer, p, f, c in zip(layers, params, frozen, carry, strict=True)
-        ]
-        self._weights = self.kinds
-        if whole is not None:
-            x, at, times = whole
-            self._weights = [
+
+        def split(x, at):
+            return [
                 SplitLayer(layer, pick(p, 0), pick(f, 0), pick(c, 0), x, at, splits=splits)
                 for layer, p, f, c in zip(layers, params, frozen, carry, strict=True)
             ]
+
+        self.kinds = self._weights = split(x, at)
+        if whole is not None:
+            *block, times = whole
+            self._weights = split(*block)
             for number, (kind, long) in enumerate(zip(self.kinds, self._weights, strict=True)):
                 if kind.has_weights and not long.is_longer(kind, times):
                     raise ValueError(
@@ -180,42 +149,8 @@ class SplitLayers:
             out = self.kinds[kind].forward(params, frozen, carry, x, at._replace(layer=layer_id))
             return vary_like(out, x)
 
-        if len(self.kinds) == 1:
-
-            def of_one_kind(x, slot):
-                params, frozen, carry, layer_id = slot
-                carry, y, saved = _if_full(
-                    layer_id,
-                    lambda: run(0, params, frozen, carry, x, layer_id),
-                    lambda: vary_like((carry, x, zeros(self.kinds[0].saved)), x),
-                    self._has_empty_slots,
-                )
-                return y, (carry, saved)
-
-            rows = params[0], frozen[0], carry[0], slots.layer
-            if isinstance(params[0], list):
-                y, out = _one_by_one(of_one_kind, x, rows)
-                return (stack([row[0] for row in out]),), y, ([row[1] for row in out],)
-            y, (after, saved) = lax.scan(of_one_kind, x, rows)
-            return (after,), y, (saved,)
-
-        def body(state, slot):
-            def of_kind(kind):
-                def go(state):
-                    x, carry, saved = state
-                    own = [pick(tree[kind], slot.place) for tree in (params, frozen, carry)]
-                    after, y, kept = run(kind, *own, x=x, layer_id=slot.layer)
-                    carry = _put(carry, kind, slot.place, after)
-                    return vary_like((y, carry, _put(saved, kind, slot.place, kept)), x)
-
-                return go
-
-            return _switch(slot, len(self.kinds), of_kind, state), None
-
-        like = zip(params, frozen, carry, strict=True)
-        start = (x, tuple(carry), self._room("saved", like, x))
-        (y, after, saved), _ = lax.scan(body, start, slots)
-        return after, y, saved
+        saved, stacked = [kind.saved for kind in self.kinds], (params, frozen, carry)
+        return _run_stacked(run, saved, stacked, x, slots, self._has_empty_slots)
 
     def backward(
         self,
@@ -303,20 +238,10 @@ class SplitLayers:
 
             return _switch(slot, len(self.kinds), of_kind, state), None
 
-        like = zip(prepared, d_carry, strict=True)
-        start = (dy, tuple(d_carry), tuple(grads), self._room("later", like, dy))
+        room = _room([kind.later for kind in self.kinds], zip(prepared, d_carry, strict=True), dy)
+        start = dy, tuple(d_carry), tuple(grads), room
         (dx, d_before, after, later), _ = lax.scan(body, start, slots, reverse=True)
         return after, d_before, dx, later
-
-    def _room(self, name: str, like: Iterable[Any], x: Any) -> tuple[Any, ...]:
-        """Zeros for what the layers of every kind save, or keep for later, as many as in `like`."""
-
-        def room(kind, stacked):
-            count = jax.tree.leaves(stacked)[0].shape[0]
-            shapes = getattr(self.kinds[kind], name)
-            return jax.tree.map(lambda a: jnp.zeros((count, *a.shape), a.dtype), shapes)
-
-        return vary_like(tuple(room(*each) for each in enumerate(like)), x)
 
     def weights(
         self,
@@ -362,6 +287,71 @@ class SplitLayers:
             return _put((grads,), 0, row, total)[0]
 
         return lax.fori_loop(0, count, body, grads)
+
+
+def _run_stacked(
+    run: Callable[..., Any],
+    kept_of: Sequence[Any],
+    stacked: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    x: Any,
+    slots: SlotArrays,
+    has_empty_slots: bool,
+) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+    """The carry, the output of the last layer, and what each of them keeps, of stacked layers.
+
+    Args:
+      run: (kind, parameters, frozen ones, carry, x, number) of a layer -> carry, y, and what it keeps.
+      kept_of: shapes and dtypes of what a layer of each kind keeps.
+      stacked: parameters, frozen ones and carry, as of `run_layers`.
+    """
+    params, frozen, carry = stacked
+    if len(params) == 1:
+
+        def of_one_kind(x, slot):
+            *own, layer_id = slot
+            after, y, kept = _if_full(
+                layer_id,
+                lambda: run(0, *own, x=x, layer_id=layer_id),
+                lambda: vary_like((own[2], x, zeros(kept_of[0])), x),
+                has_empty_slots,
+            )
+            return y, (after, kept)
+
+        rows = params[0], frozen[0], carry[0], slots.layer
+        if isinstance(params[0], list):
+            y, out = _one_by_one(of_one_kind, x, rows)
+            return (stack([row[0] for row in out]),), y, ([row[1] for row in out],)
+        y, (after, kept) = lax.scan(of_one_kind, x, rows)
+        return (after,), y, (kept,)
+
+    def body(state, slot):
+        def of_kind(kind):
+            def go(state):
+                x, carry, kept = state
+                own = [pick(tree[kind], slot.place) for tree in (params, frozen, carry)]
+                after, y, part = run(kind, *own, x=x, layer_id=slot.layer)
+                carry = _put(carry, kind, slot.place, after)
+                return vary_like((y, carry, _put(kept, kind, slot.place, part)), x)
+
+            return go
+
+        return _switch(slot, len(params), of_kind, state), None
+
+    start = x, tuple(carry), _room(kept_of, zip(*stacked, strict=True), x)
+    (y, after, kept), _ = lax.scan(body, start, slots)
+    return after, y, kept
+
+
+def _room(shapes: Sequence[Any], like: Iterable[Any], x: Any) -> tuple[Any, ...]:
+    """Zeros of these shapes of every kind, as many as there are rows in `like`."""
+
+    def room(own, stacked):
+        def zeros_of_rows(a):
+            return jnp.zeros((jax.tree.leaves(stacked)[0].shape[0], *a.shape), a.dtype)
+
+        return jax.tree.map(zeros_of_rows, own)
+
+    return vary_like(tuple(room(*each) for each in zip(shapes, like, strict=True)), x)
 
 
 def stack(rows: Sequence[Any]) -> Any:
