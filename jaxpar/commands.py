@@ -237,16 +237,24 @@ class Plan(TaskOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate(Options):
-    """Prints how good a trained model is on the validation and test data of its run.
-
-    On one device, or on any --mesh.
-    """
+class TrainedOptions(Options):
+    """Options of commands that are about a trained model."""
 
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     """The folder of the run, such as runs/0001."""
     best: Switch = False
     """Use the state with the lowest validation loss, not the newest."""
+    mesh: MeshConfig = ONE_DEVICE
+    """Axes and sizes of the mesh, such as dp2tp2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(TrainedOptions):
+    """Prints how good a trained model is on the validation and test data of its run.
+
+    On one device, or on any --mesh.
+    """
+
     mesh: MeshConfig = ONE_DEVICE
     """Axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2."""
     batch_size: int | None = None
@@ -281,15 +289,9 @@ class Evaluate(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample(Options):
+class Sample(TrainedOptions):
     """Prints text by a trained language model."""
 
-    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
-    """The folder of the run, such as runs/0001."""
-    best: Switch = False
-    """Use the state with the lowest validation loss, not the newest."""
-    mesh: MeshConfig = ONE_DEVICE
-    """Axes and sizes of the mesh, such as dp2tp2."""
     prompt: str = ""
     """Words that the text begins with, all of them in the run's vocabulary."""
     length: int = 50
@@ -383,15 +385,9 @@ class PlotRuns(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class Export(Options):
+class Export(TrainedOptions):
     """Writes the weights of a language model of LSTM or GRU layers as safetensors, as PyTorch has them."""
 
-    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
-    """The folder of the run, such as runs/0001."""
-    best: Switch = False
-    """Use the state with the lowest validation loss, not the newest."""
-    mesh: MeshConfig = ONE_DEVICE
-    """Axes and sizes of the mesh, such as dp2tp2."""
     output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
     """The file, such as model.safetensors."""
     num_biases: int = 2

@@ -7,7 +7,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 MOST = 2**30  # of a size: JAX counts the places along a dim with 31 bits
@@ -102,6 +102,17 @@ def _describe(wanted: Any) -> str:
         types.NoneType: "None",
     }
     return names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
+
+
+def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in tables and dataclasses, each with the names that lead to it, such as `a.b`."""
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for name, value in tree.items():
+        yield from leaves_of(value, f"{path}.{name}" if path else str(name))
 
 
 def require(condition: bool, message: str) -> None:

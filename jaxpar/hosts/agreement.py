@@ -5,17 +5,18 @@ verdict goes to all. No device takes part, so it comes before anything is compil
 """
 
 import contextlib
-import dataclasses
 import json
 import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax._src.distributed import global_state  # there is no public way to its key-value store
+
+from jaxpar.fields import leaves_of
 
 _FAILED = "failed"
 _NAMED = 5  # differences that a message names
@@ -44,17 +45,6 @@ def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
     return "; ".join(found[:_NAMED] + more)
 
 
-def _flatten(facts: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """The values in tables and dataclasses as texts, each with the names that lead to it."""
-    if dataclasses.is_dataclass(facts) and not isinstance(facts, type):
-        facts = {field.name: getattr(facts, field.name) for field in dataclasses.fields(facts)}
-    if not isinstance(facts, Mapping):
-        yield path, re.sub(r" at 0x[0-9a-f]+", "", repr(facts))  # an object's address is its own
-        return
-    for name, value in facts.items():
-        yield from _flatten(value, f"{path}.{name}" if path else str(name))
-
-
 def agree(*facts: Any, remedy: str, last: bool = False) -> None:
     """Returns when all processes have come here with the same facts; at once in a process that runs alone.
 
@@ -65,7 +55,11 @@ def agree(*facts: Any, remedy: str, last: bool = False) -> None:
     Raises:
       ValueError: they differ, or a process has failed on its way here; in all processes alike.
     """
-    found = {name: text for each in facts for name, text in _flatten(each)}
+    found = {
+        name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an object's address is its own
+        for each in facts
+        for name, value in leaves_of(each)
+    }
     _state.agree(found, remedy, last=last)
 
 

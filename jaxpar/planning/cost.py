@@ -58,7 +58,7 @@ class Seconds:
         return sum(vars(self).values())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cost(Picture):
     """What a step costs each device; `print` it, or read its attributes.
 
@@ -137,8 +137,6 @@ class Cost(Picture):
             parts = ", ".join(f"{k} {v * 1e3:.3g}" for k, v in dataclasses.asdict(seconds).items())
             facts.add_row("predicted time", f"{seconds.total * 1e3:.3g} ms: {parts}")
         yield facts
-
-    __repr__ = Picture.__repr__
 
 
 def predict_step(
@@ -223,7 +221,7 @@ def compare_here(
     return compare(cost, report, quickest(make_stepper(*settings, mesh), 2.0, at_least=5))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Picture):
     """What was predicted, and what the compiler says; `print` shows them side by side.
 
@@ -259,8 +257,6 @@ class Comparison(Picture):
             row = f"{predicted:.4g} ms", "", f"{measured:.4g} ms", f"{self.time_error:+.1%}"
             table.add_row("step", "", *row)
         yield table
-
-    __repr__ = Picture.__repr__
 
 
 def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, str]:

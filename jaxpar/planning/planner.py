@@ -51,7 +51,7 @@ _SLACK = 1.15
 _UNITS_PER_STAGE = 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Ranking(Picture):
     """What `plan` found; `print` it, or read its attributes.
 
@@ -152,8 +152,6 @@ class Ranking(Picture):
         if any(cost.report is None for cost in self.best_of_meshes[:12]):
             yield "~: estimated, not compiled"
         yield "\n" + self.explain()
-
-    __repr__ = Picture.__repr__
 
 
 def plan(

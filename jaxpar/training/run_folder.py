@@ -31,6 +31,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, to_toml
+from jaxpar.fields import leaves_of
 from jaxpar.files import read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.state import TrainState, averaged
@@ -310,7 +311,7 @@ class RunFolder:
                 {k: v for k, v in each.items() if k not in _OF_SETTINGS} for each in (was, now)
             )
         if was != now:
-            before, after = dict(_flatten(was)), dict(_flatten(now))
+            before, after = dict(leaves_of(was)), dict(leaves_of(now))
             changed = [n for n in {**before, **after} if before.get(n) != after.get(n)]
             named = (f"{n} was {before.get(n)}, is {after.get(n)}" for n in changed[:_NAMED])
             raise ValueError(
@@ -548,12 +549,3 @@ def _filled_in(asked: Task, task: Task) -> Task:
         field.name for field in dataclasses.fields(asked) if getattr(asked, field.name) is None
     ]
     return dataclasses.replace(asked, **{name: getattr(task, name) for name in names})
-
-
-def _flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in tables of tables, each with the names that lead to it."""
-    if not isinstance(tree, dict):
-        yield path, tree
-        return
-    for name, value in tree.items():
-        yield from _flatten(value, f"{path}.{name}" if path else name)
