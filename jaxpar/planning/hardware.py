@@ -4,7 +4,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -219,84 +220,12 @@ def _check_positive(zero: float | None = None, **numbers: float) -> None:
             raise ValueError(f"{name}={value}: must be {least} and finite")
 
 
-_GPU_LOOP = 18e-6  # a time step of an LSTM on an H100, forward or backward, with little to compute
-_GPU_TICK = 50e-6  # about ten kernels
-_INFINIBAND = 5e-6
+def _machines() -> Iterator[Hardware]:
+    """Those of `machines.toml`."""
+    tables = tomllib.loads(Path(__file__).with_name("machines.toml").read_text("utf-8"))
+    for name, table in tables.items():
+        near, far = (Link(**table.pop(link)) for link in ("near", "far"))
+        yield Hardware(name=name, near=near, far=far, **table)
 
-# Peaks without sparsity. Bandwidths of links are one way: half of the bidirectional figure.
-_H100 = Hardware(
-    name="h100",
-    flops_per_second={"float32": 494.7e12, "bfloat16": 989.4e12},
-    memory_bytes=80e9,
-    memory_bytes_per_second=3.35e12,
-    host_bytes_per_second=64e9,
-    near=Link(450e9, 3e-6),
-    far=Link(50e9, _INFINIBAND),
-    devices_per_host=8,
-    loop_seconds=_GPU_LOOP,
-    tick_seconds=_GPU_TICK,
-    platform="gpu",
-    source="NVIDIA H100 SXM data sheet (TF32, BF16, HBM3, NVLink 4); DGX H100: one 400 Gb/s "
-    "InfiniBand port a GPU, PCIe 5 x16 to the host; latencies are assumptions",
-)
 
-MACHINES: Mapping[str, Hardware] = {
-    machine.name: machine
-    for machine in (
-        _H100,
-        dataclasses.replace(
-            _H100,
-            name="h200",
-            memory_bytes=141e9,
-            memory_bytes_per_second=4.8e12,
-            source="NVIDIA H200 SXM data sheet (HBM3e; the rest as H100); latencies are assumptions",
-        ),
-        Hardware(
-            name="a100",
-            flops_per_second={"float32": 156e12, "bfloat16": 312e12},
-            memory_bytes=80e9,
-            memory_bytes_per_second=2.039e12,
-            host_bytes_per_second=32e9,
-            near=Link(300e9, 3e-6),
-            far=Link(25e9, _INFINIBAND),
-            devices_per_host=8,
-            loop_seconds=_GPU_LOOP,
-            tick_seconds=_GPU_TICK,
-            platform="gpu",
-            source="NVIDIA A100 80GB SXM data sheet (TF32, BF16, HBM2e, NVLink 3); DGX A100: one 200 Gb/s "
-            "InfiniBand port a GPU, PCIe 4 x16 to the host; latencies are assumptions",
-        ),
-        Hardware(
-            name="tpu-v5e",
-            flops_per_second={"float32": 197e12, "bfloat16": 197e12},
-            memory_bytes=16e9,
-            memory_bytes_per_second=819e9,
-            host_bytes_per_second=16e9,
-            near=Link(100e9, 1e-6),
-            far=Link(3.1e9, 20e-6),
-            devices_per_host=256,
-            loop_seconds=2e-6,
-            tick_seconds=10e-6,
-            platform="tpu",
-            source="Google Cloud TPU v5e documentation: 197 TFLOPs bf16 (float32 in one bf16 pass, JAX's "
-            "default), 16 GB at 819 GB/s, 1600 Gb/s a chip over four links, of which a ring uses two, one "
-            "way each; a pod of 256 as one host, 6.4 Tb/s between pods; latencies and the "
-            "way to the host are assumptions",
-        ),
-        Hardware(
-            name="laptop-cpu",
-            flops_per_second={"float32": 0.38e12, "bfloat16": 0.1e12},
-            memory_bytes=16e9,
-            memory_bytes_per_second=50e9,
-            host_bytes_per_second=50e9,
-            near=Link(10e9, 20e-6),
-            far=Link(0.1e9, 100e-6),
-            devices_per_host=64,
-            loop_seconds=5e-6,
-            tick_seconds=50e-6,
-            platform="cpu",
-            source="4 cores of 3 GHz with two AVX2 multiply-adds a cycle, two channels of DDR4-3200, gigabit "
-            "Ethernet; the rest are assumptions, and calibrate() knows better",
-        ),
-    )
-}
+MACHINES: Mapping[str, Hardware] = {machine.name: machine for machine in _machines()}
