@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
 from jaxpar.task import Task, check_task
+from jaxpar.trees import device_bytes
 from jaxpar.work import reductions
 
 
@@ -159,10 +159,7 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
       ValueError: they do not.
     """
     devices = mesh.local_devices
-    here = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )
+    here = device_bytes(state)
     if devices[0].platform == "cpu":  # they share it
         machine, here = host_memory(), here * len(devices)
         room, what = (

@@ -1,5 +1,6 @@
 """Trees of arrays: added up, zero, as shapes, and cast to differ over the axes of a `shard_map`."""
 
+import math
 from typing import Any
 
 import jax
@@ -23,6 +24,14 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
     dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def device_bytes(tree: Any) -> int:
+    """What the sharded arrays of a tree, which may be abstract, take on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def vary_like(tree: Any, reference: Any) -> Any:

@@ -1,12 +1,12 @@
 """Figures with matplotlib: schedule, bubble, memory, bytes sent, and the curves of a run."""
 
 import io
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.legend_handler import HandlerBase
@@ -20,6 +20,7 @@ from jaxpar.pictures.chart import FEET, IDLE, Chart, Key
 from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pipeline.schedule import ZeroBubble, make_schedule
 from jaxpar.state import TrainState
+from jaxpar.trees import device_bytes
 
 GREY = "#e4e8ec"  # idle
 PIXELS = 95  # of a chart, in an inch
@@ -27,17 +28,17 @@ PIXELS = 95  # of a chart, in an inch
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as .png, as .svg, or as .html with the picture inside."""
-    if path.suffix == ".png":
-        with whole_file(path) as file:
-            figure.savefig(file, dpi=150, format="png")
-        return
-    svg = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "jaxpar"}):  # the same file for the same figure
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-    text = svg.getvalue()
-    page = make_page(path.stem, text[text.index("<svg") :]) if path.suffix == ".html" else text
     with whole_file(path) as file:
-        file.write_text(page, encoding="utf-8")
+        if path.suffix == ".png":
+            figure.savefig(file, dpi=150, format="png")
+            return
+        svg = io.StringIO()
+        with matplotlib.rc_context({"svg.hashsalt": "jaxpar"}):  # the same file for the same figure
+            figure.savefig(svg, format="svg", metadata={"Date": None})
+        text = svg.getvalue()
+        if path.suffix == ".html":
+            text = make_page(path.stem, text[text.index("<svg") :])
+        file.write_text(text, encoding="utf-8")
 
 
 def draw_chart(chart: Chart) -> Figure:
@@ -115,10 +116,10 @@ def memory_by_kind(report: ProgramReport, state: TrainState) -> dict[str, int]:
             "XLA does not report the memory of a program on this backend; use the CPU's"
         )
     kinds = {
-        "parameters": _device_bytes(state.params),
-        "frozen parameters": _device_bytes(state.frozen),
-        "optimizer state": 0 if state.opt_memory else _device_bytes(state.opt_state),
-        "carried state": _device_bytes(state.carry),
+        "parameters": device_bytes(state.params),
+        "frozen parameters": device_bytes(state.frozen),
+        "optimizer state": 0 if state.opt_memory else device_bytes(state.opt_state),
+        "carried state": device_bytes(state.carry),
     }
     return {
         **kinds,
@@ -163,12 +164,14 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
         style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}
         losses.plot(steps, [line["loss"] for line in train], **style)
-        with_speed = [
-            line
-            for line, before in zip(train, [None, *train], strict=False)
-            if _has_speed(line, before, unit)
+        # The first line of a process has compiled in its time: it has no speed. Older versions wrote a number
+        # there too; their lines tell by the seconds, which begin anew.
+        timed = [
+            (line["step"], line[unit])
+            for before, line in itertools.pairwise(train)
+            if line[unit] is not None and line.get("seconds", 0.0) >= before.get("seconds", 0.0)
         ]
-        points = [line["step"] for line in with_speed], [line[unit] for line in with_speed]
+        points = zip(*timed, strict=True) if timed else ((), ())
         speeds.plot(*points, **style | {"label": name})
         valid = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
         if valid:
@@ -183,16 +186,6 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
     if len(runs) > 1:
         speeds.legend(frameon=False)
     return figure
-
-
-def _has_speed(line: Mapping[str, Any], before: Mapping[str, Any] | None, unit: str) -> bool:
-    """Whether the time of a line is that of steps alone: the first of a process has compiled in it.
-
-    Older versions wrote a number there too: their lines tell by the seconds, which begin anew.
-    """
-    if before is None or line[unit] is None:
-        return False
-    return line.get("seconds", 0.0) >= before.get("seconds", 0.0)
 
 
 def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "") -> Figure:
@@ -248,22 +241,10 @@ class _KeyHandler(HandlerBase):
         self, legend, orig_handle: Any, xdescent, ydescent, width, height, fontsize, trans
     ):
         colors = [GREY if color == IDLE else color for color in orig_handle.colors] or ["none"]
-        parts = [
-            Rectangle((i * width / len(colors), 0), width / len(colors), height, fc=color, lw=0)
-            for i, color in enumerate(colors)
+        part, foot = width / len(colors), orig_handle.foot
+        boxes = [(i * part, part, height, color, None) for i, color in enumerate(colors)]
+        boxes += [(0, width, height / 3, "black", foot)] * bool(foot)
+        return [
+            Rectangle((x, 0), wide, high, fc=color, alpha=alpha, lw=0, transform=trans)
+            for x, wide, high, color, alpha in boxes
         ]
-        if orig_handle.foot:
-            parts.append(
-                Rectangle((0, 0), width, height / 3, fc="black", alpha=orig_handle.foot, lw=0)
-            )
-        for part in parts:
-            part.set_transform(trans)
-        return parts
-
-
-def _device_bytes(tree: Any) -> int:
-    """Of all arrays of a tree on one device."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )

@@ -71,7 +71,7 @@ def plot(
         if path.suffix != ".html":
             raise ValueError(f"strategies move, and {str(path)!r} cannot; end its name in .html")
         _write(path, make_animation())
-    elif kind in ("schedule", "timeline") and path.suffix != ".png":
+    elif kind in IN_TERMINAL and path.suffix != ".png":
         picture = _drawing(kind, settings)
         _write(path, picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
     else:
@@ -101,7 +101,7 @@ def _figure(
         if not runs:
             raise ValueError("curves of what? Name folders of runs, such as runs/0001")
         return figures.draw_curves({str(run): _metrics(RunFolder(run)) for run in runs})
-    if kind in ("schedule", "timeline"):
+    if kind in IN_TERMINAL:
         return figures.draw_chart(_drawing(kind, settings).chart())
     if kind == "bubble":
         schedule = _schedule(settings)

@@ -21,6 +21,7 @@ from jaxpar.state import TrainState
 from jaxpar.task import Task
 from jaxpar.training.by_layer import array_of
 from jaxpar.training.settings import Settings
+from jaxpar.trees import device_bytes
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -177,8 +178,8 @@ def parameter_table(params: Any, heading: str = "parameter") -> Table:
         if layout.num_devices > 1 and layout.is_fully_replicated:
             text.append("replicated  ", style="bold yellow")
         text.right_crop(2)
-        shape, shard = format_shape(array.shape), format_shape(_shard(array))
-        table.add_row(name, shape, text, shard, format_bytes(_bytes(array)))
+        shape, shard = format_shape(array.shape), format_shape(layout.shard_shape(array.shape))
+        table.add_row(name, shape, text, shard, format_bytes(device_bytes(array)))
     return table
 
 
@@ -196,16 +197,6 @@ def describe_bytes(state: TrainState) -> str:
     count = sum(math.prod(leaf.shape) for leaf in counted)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in counted)
     on_device = ", ".join(
-        f"{name} {format_bytes(sum(map(_bytes, leaves)))}"
-        for name, leaves in parts.items()
-        if leaves
+        f"{name} {format_bytes(device_bytes(leaves))}" for name, leaves in parts.items() if leaves
     )
     return f"{count:,} parameters, {format_bytes(whole)}; per device: {on_device}\n"
-
-
-def _shard(leaf: Any) -> tuple[int, ...]:
-    return leaf.sharding.shard_shape(leaf.shape)
-
-
-def _bytes(leaf: Any) -> int:
-    return math.prod(_shard(leaf)) * leaf.dtype.itemsize
