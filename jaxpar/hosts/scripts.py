@@ -8,6 +8,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
@@ -113,69 +114,19 @@ def jobset_manifest(
               - name: JAX_NUM_CPU_DEVICES
                 value: "{devices_per_process}\""""
         limit = "cpu: CORES # fill in: of a node"
-    return f"""\
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata:
-  name: jaxpar
-spec:
-  failurePolicy:
-    maxRestarts: {MAX_RESTARTS} # of all pods, when one has failed
-    rules:
-    - action: FailJobSet
-      onJobFailureReasons: [PodFailurePolicy]
-  replicatedJobs:
-  - name: workers
-    replicas: 1
-    template:
-      spec:
-        parallelism: {num_processes}
-        completions: {num_processes}
-        completionMode: Indexed
-        backoffLimit: 0
-        podFailurePolicy:
-          rules:
-          - action: FailJob # would end in the same way again: a mistake, or a number that is not finite
-            onExitCodes:
-              containerName: jaxpar
-              operator: In
-              values: [2, 3]
-        template:
-          spec:
-            restartPolicy: Never # the JobSet starts all of them again
-            terminationGracePeriodSeconds: {NOTICE_SECONDS} # train saves its state and stops
-            containers:
-            - name: jaxpar
-              image: IMAGE # fill in: one that has jaxpar, and JAX for your devices
-              command: {json.dumps(argv)}
-              workingDir: /mnt/runs
-              env:
-              - name: {COORDINATOR_ADDRESS}
-                value: jaxpar-workers-0-0.jaxpar:{_PORT}
-              - name: {NUM_PROCESSES}
-                value: "{num_processes}"
-              - name: {PROCESS_ID}
-                valueFrom:
-                  fieldRef:
-                    fieldPath: metadata.annotations['batch.kubernetes.io/job-completion-index']{variables}
-              ports:
-              - containerPort: {_PORT}
-              resources:
-                limits:
-                  {limit}
-              volumeMounts:
-              - name: runs
-                mountPath: /mnt/runs
-              - name: shared-memory
-                mountPath: /dev/shm
-            volumes:
-            - name: runs
-              persistentVolumeClaim:
-                claimName: CLAIM # fill in: a volume that all pods can write to
-            - name: shared-memory # in which NCCL exchanges within a node; a container has 64 MB
-              emptyDir:
-                medium: Memory
-"""
+    template = Path(__file__).with_name("jobset.yaml").read_text("utf-8")
+    return template.format(
+        max_restarts=MAX_RESTARTS,
+        num_processes=num_processes,
+        notice_seconds=NOTICE_SECONDS,
+        argv=json.dumps(argv),
+        coordinator_name=COORDINATOR_ADDRESS,
+        num_processes_name=NUM_PROCESSES,
+        process_id_name=PROCESS_ID,
+        port=_PORT,
+        variables=variables,
+        limit=limit,
+    )
 
 
 def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
