@@ -359,6 +359,68 @@ def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
     assert_one_line(["evaluate", "run"], message, capsys)
 
 
+def checksums_that_say(**values):
+    """What checksums.json says instead, with a hash of all that; None leaves a part out."""
+
+    def change():
+        path = CHECKPOINT / "checksums.json"
+        content = {**json.loads(path.read_text()), **values}
+        content = {name: value for name, value in content.items() if value is not None}
+        content.pop("sha256", None)
+        path.write_text(json.dumps({**content, "sha256": digest(content)}))
+
+    return change
+
+
+EVALUATE, CHECKSUMS = ["evaluate", "run"], r"2 is damaged, checksums\.json"
+FOLDERS = {
+    "checksums nested deeply": (write(CHECKPOINT / "checksums.json", DEEP), EVALUATE, CHECKSUMS),
+    "checksums that are a list": (write(CHECKPOINT / "checksums.json", "[]"), EVALUATE, CHECKSUMS),
+    "checksums in a pipe": (pipe(CHECKPOINT / "checksums.json"), EVALUATE, rf"{CHECKSUMS}: {PIPE}"),
+    "no checksums": (checksums_that_say(files=None), EVALUATE, CHECKSUMS),
+    "no checksum of the metadata": (checksums_that_say(metadata=None), EVALUATE, CHECKSUMS),
+    "a list of checksums": (checksums_that_say(files=["state/_METADATA"]), EVALUATE, CHECKSUMS),
+    "a checksum that is a number": (checksums_that_say(files={"state/_METADATA": 3}), EVALUATE, CHECKSUMS),
+    "a checksum of three parts": (
+        checksums_that_say(files={"state/_METADATA": [1, "", 2]}), EVALUATE, CHECKSUMS,
+    ),
+    "a size that is a text": (checksums_that_say(files={"state/_METADATA": ["1", ""]}), EVALUATE, CHECKSUMS),
+    "a checksum of no text": (checksums_that_say(files={"state/_METADATA": [1, {}]}), EVALUATE, CHECKSUMS),
+    "a file elsewhere": (checksums_that_say(files={"../../config.toml": [1, ""]}), EVALUATE, CHECKSUMS),
+    "settings of the run in a pipe": (pipe("run/config.toml"), EVALUATE, rf"run/config\.toml: {PIPE}"),
+    "settings of the run nested deeply": (
+        write("run/config.toml", f"a = {DEEP}"), EVALUATE, r"run/config\.toml",
+    ),
+    "settings of the run in a long key": (
+        write("run/config.toml", f"a{'.a' * 20_000} = 1"), EVALUATE, r"run/config\.toml",
+    ),
+    "data nested deeply": (write("run/data.json", DEEP), EVALUATE, r"run/data\.json is damaged"),
+    "data that are a list": (write("run/data.json", "[]"), EVALUATE, r"run/data\.json is damaged"),
+    "a list of files": (
+        write("run/data.json", '{"data": {}, "files": ["vocabulary.json"]}'), EVALUATE, r"run/data\.json is",
+    ),
+    "a file that says nothing": (
+        write("run/data.json", '{"data": {}, "files": {"vocabulary.json": 3}}'), EVALUATE, r"data\.json is",
+    ),
+    "a file outside of the folder": (
+        write("run/data.json", '{"data": {}, "files": {"../text/train.txt": {"sha256": "0"}}}'), EVALUATE,
+        r"run/data\.json is damaged",
+    ),
+    "a report nested deeply": (write("run/metrics.jsonl", f"{DEEP}\n"), RESUME, r"run/metrics\.jsonl is"),
+    "a report of no step": (
+        write("run/metrics.jsonl", '{"step": 1e999, "split": "valid", "loss": 1}\n'), RESUME,
+        r"run/metrics\.jsonl is damaged",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_crafted_folder_ends_in_one_line(name, here, capsys):
+    change, argv, message = FOLDERS[name]
+    change()
+    assert_one_line(argv, message, capsys)
+
+
 # What SECURITY.md says.
 RUNS_THE_FILE = {
     "train": ["train", "own.py:Own", "--help"],
