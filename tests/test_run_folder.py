@@ -321,7 +321,16 @@ def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ['{"note":1}', "[]", "", "\ufffd", '{"step": 1, "split": "valid"}', "[" * 100_000]
+    "line",
+    [
+        '{"note":1}',
+        "[]",
+        "",
+        "\ufffd",
+        '{"step": 1, "split": "valid"}',
+        "[" * 100_000,
+        '{"step": 1e999, "split": "valid", "loss": 1}',
+    ],
 )
 def test_a_line_of_metrics_that_no_run_writes_is_named_and_passed_over(tmp_path, line, caplog):
     folder = RunFolder(tmp_path)

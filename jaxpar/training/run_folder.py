@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import shutil
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.config_file import read_config, to_toml
+from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.fields import leaves_of
 from jaxpar.files import read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
@@ -147,8 +146,8 @@ class RunFolder:
                 + (_known_runs(self.path) or _known_runs(self.path.parent))
             )
         try:
-            tables = tomllib.loads(read_file(self.config_path, remedy=REMEDY).decode())
-        except (ValueError, RecursionError) as error:
+            tables = read_toml(self.config_path)
+        except ValueError as error:
             raise ValueError(
                 f"{self.config_path} is damaged: {error}; bring it back from a copy"
             ) from error
@@ -264,8 +263,8 @@ class RunFolder:
             (known and is_changed(self.data_path, known))
             or not has_types(data, types)
             or not all(
-                isinstance(file, dict) and has_types(file, of_files)
-                for file in data["files"].values()
+                name == Path(name).name and isinstance(file, dict) and has_types(file, of_files)
+                for name, file in data["files"].items()
             )
         ):
             raise _damaged(self.data_path)
