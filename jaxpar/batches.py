@@ -135,7 +135,7 @@ class ArrayBatches:
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
         self.num_rows = _common_length(arrays)
-        check_counts(batch_size=batch_size)
+        check_at_least(1, batch_size=batch_size)
         if seed is not None and batch_size > self.num_rows:
             raise ValueError(
                 f"batch_size={batch_size} is more than the {self.num_rows} rows there are; use "
@@ -196,7 +196,7 @@ class SeriesBatches:
         warmup: int = 0,
     ):
         self.num_steps = _common_length(arrays)
-        check_counts(batch_size=batch_size, seq_len=seq_len)
+        check_at_least(1, batch_size=batch_size, seq_len=seq_len)
         require_instance("warmup", warmup, int | np.integer, "a whole number")
         if warmup < 0 or (warmup and seed is not None):
             raise ValueError(
@@ -254,13 +254,24 @@ def _common_length(arrays: Mapping[str, np.ndarray]) -> int:
     return next(iter(lengths.values()))
 
 
-def check_counts(**counts: int) -> None:
-    """Checks that all are whole numbers of 1 or more.
+def check_at_least(least: int, **values: int) -> None:
+    """Checks that all are whole numbers of `least` or more.
 
     Raises:
       ValueError: names the first that is not.
     """
-    for name, value in counts.items():
+    for name, value in values.items():
         require_instance(name, value, int | np.integer, "a whole number")
-        if value < 1:
-            raise ValueError(f"{name}={value} is too small; use 1 or more")
+        if value < least:
+            raise ValueError(f"{name}={value} is too small; use {least} or more")
+
+
+def place_of(step: int, num_windows: int) -> tuple[int, int]:
+    """The epoch of a step, and its window there.
+
+    Raises:
+      ValueError: step is negative.
+    """
+    if step < 0:
+        raise ValueError(f"step={step} is negative; the first batch is step 0")
+    return divmod(step, num_windows)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.batches import RESETS, STARTS, WEIGHT, check_counts
+from jaxpar.batches import RESETS, STARTS, WEIGHT, check_at_least, place_of
 
 
 class Places(NamedTuple):
@@ -68,7 +68,7 @@ class Packing:
         Raises:
           ValueError: a number is out of range, or no sequence has a step.
         """
-        check_counts(batch_size=batch_size, seq_len=seq_len)
+        check_at_least(1, batch_size=batch_size, seq_len=seq_len)
         lengths_S = np.asarray(lengths_S)
         if not (lengths_S > 0).any():
             raise ValueError(
@@ -92,9 +92,7 @@ class Packing:
         Raises:
           ValueError: step is negative.
         """
-        if step < 0:
-            raise ValueError(f"step={step} is negative; the first batch is step 0")
-        epoch, window = divmod(step, self.num_windows)
+        epoch, window = place_of(step, self.num_windows)
         begins_S, ids_S, lengths_S = self._epoch(epoch)
         T = self.seq_len
         row_B1 = np.arange(self.batch_size)[rows, None]

@@ -24,8 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.batches import check_at_least, place_of
 from jaxpar.fields import nearest_multiples
-from jaxpar.tasks.lm.streams import IGNORE, Batch, check_at_least, check_text
+from jaxpar.tasks.lm.streams import IGNORE, Batch, check_text
 
 
 class Sentences(NamedTuple):
@@ -246,9 +247,7 @@ class BucketedSentences:
 
     def _rows_and_length(self, step: int) -> tuple[np.ndarray, int]:
         """The piece in each row of a step's batch, -1 for none, and T."""
-        if step < 0:
-            raise ValueError(f"step={step} is negative; the first batch is step 0")
-        epoch, window = divmod(step, self.num_windows)
+        epoch, window = place_of(step, self.num_windows)
         pieces_B = self._rows_of_epoch_NB(epoch)[window]
         return pieces_B, self.edges[self._bucket_P[pieces_B.max()]]
 

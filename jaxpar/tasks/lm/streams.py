@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jaxpar.batches import check_at_least, place_of
 from jaxpar.tasks.lm.windows import Windows
 
 IGNORE = -1  # a target that counts in no loss
@@ -116,9 +117,7 @@ class TokenStreams:
         Raises:
           ValueError: step is negative.
         """
-        if step < 0:
-            raise ValueError(f"step={step} is negative; the first batch is step 0")
-        epoch, window = divmod(step, self.num_windows)
+        epoch, window = place_of(step, self.num_windows)
         first, ends_W = self._epoch(epoch)
         length = int(ends_W[window] - (ends_W[window - 1] if window else 0))
         padding = self.seq_len - length
@@ -145,17 +144,6 @@ class TokenStreams:
         first = int(np.random.default_rng([self.seed, epoch]).integers(len(self.tokens)))
         rng = np.random.default_rng([self.seed, epoch, 1])
         return first, np.cumsum(self.windows.draw(rng, self.num_windows, self.seq_len))
-
-
-def check_at_least(least: int, **values: int) -> None:
-    """Nothing, if all values are `least` or more.
-
-    Raises:
-      ValueError: names the first that is less.
-    """
-    for name, value in values.items():
-        if value < least:
-            raise ValueError(f"{name}={value} is too small; use {least} or more")
 
 
 def check_text(tokens: np.ndarray) -> None:
