@@ -224,6 +224,16 @@ def test_the_colours_of_a_text_are_those_of_the_picture(args):
     assert found == colors
 
 
+def test_no_tick_is_cut_wherever_a_text_is_broken():
+    schedule = make_schedule("1f1b", 2, 3, 2, zero_bubble="unit")
+    labels = sorted(b.label for b in schedule.blocks(schedule.unit_costs))
+    for width in range(30, 80):
+        console = Console(width=width, file=io.StringIO())
+        console.print(show(schedule), highlight=False)
+        shown = console.file.getvalue().split("1f1b")[0]
+        assert sorted(re.findall(r"[FBW]\d\.\d", shown)) == labels
+
+
 def test_a_picture_shrinks_to_the_page_and_stays_readable():
     html_of_it = make_schedule("1f1b", 4, 8, 4)._repr_html_()
     box = re.search(

@@ -134,7 +134,4 @@ class Timeline(Drawing):
         return [*range(n)] if n <= limit else [*range(half), *range(n - half, n)]
 
 
-@show.register
-def show_schedule(schedule: Schedule) -> Timeline:
-    """Who works on what, when."""
-    return Timeline(schedule)
+show.register(Schedule, Timeline)
