@@ -671,7 +671,8 @@ def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
     steps = [line.split()[1] for line in lines if line.startswith("step ")]
     assert steps == ["1/10", "5/10", "10/10", "10", "10"]
     assert lines[-1].endswith(
-        f"{tmp_path / 'run'} holds checkpoints/, config.toml, data.json, metrics.jsonl, notes.txt, task.py"
+        f"{tmp_path / 'run'} holds checkpoints/, config.toml, data.json, manifest.json, metrics.jsonl, "
+        "notes.txt, task.py"
     )
     assert re.fullmatch(
         rf"FitResult\(Walk on dp1: 10 of 10 steps; loss [\d.]+; valid rmse [\d.]+  .*; test rmse [\d.]+  "
