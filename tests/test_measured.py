@@ -230,8 +230,8 @@ def test_what_runs_as_predicted_is_shown_so():
     assert [row.name for row in rows[:2]] == ["stage 0 predicted", "measured"]
     for predicted, found in zip(rows[::2], rows[1::2], strict=True):
         assert list(predicted.spans) == list(found.spans) == [(0, 28_000)]
-        backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.foot]
-        assert backward == [(b.start, b.label) for b in found.blocks if b.foot]
+        backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.letter == "B"]
+        assert backward == [(b.start, b.label) for b in found.blocks if b.letter == "B"]
     svg = measured.to_svg()
     widths = {
         label: float(width)
