@@ -31,13 +31,12 @@ class Manifest:
 
     def put(self, name: str, content: bytes) -> None:
         """Notes a file that was written anew."""
-        self._sizes[name], self._hashes[name] = 0, xxhash.xxh3_128()
-        self.extend(name, content)
+        self._sizes[name], self._hashes[name] = len(content), xxhash.xxh3_128(content)
 
     def extend(self, name: str, content: bytes) -> None:
         """Notes what was added to a file."""
-        self._sizes[name] += len(content)
-        self._hashes[name].update(content)
+        self._sizes[name] = self._sizes.get(name, 0) + len(content)
+        self._hashes.setdefault(name, xxhash.xxh3_128()).update(content)
 
     def write(self, folder: Path) -> None:
         """Writes the file.
