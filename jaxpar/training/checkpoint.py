@@ -11,7 +11,8 @@ is the best is known from checkpoints alone.
 
     60/checksums.json      the files with their checksums, and its own; process 0 reads what all have written
     60/loss.json           of its own step, where that was validated after the checkpoint was written
-    60/_CHECKPOINT_METADATA, state/...      by Orbax
+    60/_CHECKPOINT_METADATA                 what it is of, where Orbax looks for it
+    60/state/...                            the arrays, by Orbax
 """
 
 from __future__ import annotations

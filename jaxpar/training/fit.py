@@ -115,7 +115,8 @@ def fit(
         be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
         same batch.
       OSError: the data or the checkpoint cannot be read (FileNotFoundError), `train.out_dir` holds
-        a run already (FileExistsError), or another process trains there (BlockingIOError).
+        a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
+        writes cannot be written, in all of its processes, and the message says where the state is.
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
     check_task(task)

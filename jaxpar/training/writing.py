@@ -112,14 +112,11 @@ class Writing:
 
     def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Mapping[str, Any]) -> None:
         """Writes the shards of this process."""
-        from etils import epath  # which Orbax's paths are
         from orbax import checkpoint as orbax
 
         loop = asyncio.new_event_loop()
         try:
-            written = handler.async_save(
-                epath.Path(self._partial / _ARRAYS), args=orbax.args.PyTreeSave(arrays)
-            )
+            written = handler.async_save(self._path_of_arrays(), args=orbax.args.PyTreeSave(arrays))
             futures = loop.run_until_complete(written)
         finally:
             loop.close()
@@ -131,10 +128,9 @@ class Writing:
         """Puts the parts of all processes together, and gives the folder its name."""
         if not self._is_first:
             return
-        from etils import epath
         from orbax.checkpoint import v1
 
-        handler.finalize(epath.Path(self._partial / _ARRAYS))
+        handler.finalize(self._path_of_arrays())
         reader = v1.handlers.PyTreeHandler
         described = {
             "item_handlers": {_ARRAYS: f"{reader.__module__}.{reader.__qualname__}"},
@@ -145,6 +141,12 @@ class Writing:
         self._seal(self._partial)
         self._partial.rename(self._path)
         self._clean_up()
+
+    def _path_of_arrays(self) -> Any:
+        """Of the kind that Orbax wants."""
+        from orbax.checkpoint import v1
+
+        return v1.options.FileOptions().path_class(self._partial / _ARRAYS)
 
     def _describe(self, error: Exception) -> str:
         """The operating system's reason, and the file or folder."""
