@@ -47,7 +47,7 @@ from jaxpar.config_file import default_settings, read_config, read_simulated
 from jaxpar.files import cache_folder
 from jaxpar.hosts.agreement import await_agreement
 from jaxpar.hosts.distributed import leave_processes, start_processes
-from jaxpar.hosts.together import SharedError
+from jaxpar.hosts.together import DifferentError, SharedError
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.option_errors import shorten
 from jaxpar.output import keep_printing
@@ -108,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}{_place_of(error)}", file=sys.stderr)
         code = 3 if isinstance(error, FloatingPointError) else 2
-        return leave_processes(code, str(error), shared=isinstance(error, SharedError))
+        return leave_processes(
+            code, str(error), shared=isinstance(error, SharedError | DifferentError)
+        )
     except Exception as error:
         place = _place_of(error)
         if debug or not place:  # a slip of our own

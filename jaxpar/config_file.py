@@ -90,6 +90,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(content.decode())
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not TOML in UTF-8: byte {error.start} is no letter") from error
     except ValueError as error:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 

@@ -278,7 +278,7 @@ def test_a_file_that_is_gone_is_told_with_its_copy(here):
 
 
 MISTAKES = {
-    "no such file": ("other.py:Forecast", r"cannot read other\.py, the file of task 'other\.py:F"),
+    "no such file": ("other.py:Forecast", r"cannot read the file of task 'other\.py:Forecast', other\.py: N"),
     "no such class": ("forecast.py:Forcast", r"forecast\.py has no task 'Forcast'; it has Forecast"),
     "no name": ("forecast.py", r"there is no task 'forecast\.py'; .*path/to/file\.py:Name"),
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),

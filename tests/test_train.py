@@ -25,7 +25,7 @@ from rich.console import Console
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig
 from jaxpar.batches import SeriesBatches
 from jaxpar.layout import lay_out
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.pictures import figures
 from jaxpar.state import abstract_state, init_state
@@ -753,7 +753,9 @@ def own_file(tmp_path):
     )
     folder = RunFolder(tmp_path / "run")
     task = find_task(f"{file}:Own")
-    start = Settings(task(), Parallel(), make_train(folder.path))
+    parallel = Parallel(ONE_DEVICE)
+    own = task().resolve(parallel, ONE_DEVICE.build())
+    start = Settings(own, parallel, make_train(folder.path))
     folder.start(start)
     return file, folder, start
 
@@ -762,14 +764,17 @@ def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
     file, folder, start = own_file
     assert folder.settings() == start
     assert (folder.path / "task.py").read_text() == file.read_text()
+    folder.check()
     assert not caplog.messages
 
     file.write_text(file.read_text() + "# another line\n")
+    folder.check()
     again = folder.settings()
     assert dataclasses.asdict(again.task) == dataclasses.asdict(start.task)
     (said,) = caplog.messages
     assert re.search(
-        r"own\.py has changed since .*run/config\.toml was written.*run/task\.py", said
+        r"own\.py has changed since the run began; the task is as it is now, .*run/task\.py as",
+        said,
     )
 
     file.unlink()
@@ -785,7 +790,7 @@ def test_a_run_of_an_older_version_is_named(tmp_path):
         lambda: fit(Walk(), resume=True, train=make_train(tmp_path)),
     ):
         with pytest.raises(
-            ValueError, match=r"names no task: the run in .* is from jaxpar 0\.1; continue"
+            ValueError, match=r"names no task, so no run of jaxpar has written it; bring it back"
         ):
             use()
 

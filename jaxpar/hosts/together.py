@@ -24,6 +24,10 @@ class SharedError(OSError):
     """What failed in some processes, raised in all of them, at the same place."""
 
 
+class DifferentError(ValueError):
+    """What differs between processes, raised in all of them, at the same place."""
+
+
 class Together:
     """Works that all processes do, one after the other, and in the same order.
 

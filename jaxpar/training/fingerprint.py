@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.batches import Batches
 from jaxpar.fields import check_takes
+from jaxpar.hosts.together import DifferentError
 from jaxpar.task import Task
 from jaxpar.training.checksums import digest
 from jaxpar.training.evaluate import CheckedBatches
@@ -128,7 +129,7 @@ class HashedBatches:
         Args:
           sharding: of the rows, as they were read.
         Raises:
-          ValueError: processes that read the same rows have read other data; in all processes alike.
+          DifferentError: processes that read the same rows have read other data.
         """
         places = sharding.devices_indices_map((self.batch_size,)).values()
         ranges = sorted({(*index, slice(None))[0].indices(self.batch_size)[:2] for index in places})
@@ -147,7 +148,7 @@ class HashedBatches:
         if others.size:
             process, number, place = others[0]
             start, stop = ranges[place]
-            raise ValueError(
+            raise DifferentError(
                 f"processes {first[0, number, place]} and {process} have read other data as rows {start} to "
                 f"{stop - 1} of batch {steps[number]}; give all processes the same data"
             )
