@@ -37,7 +37,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.files import check_file, read_json
+from jaxpar.files import check_file
 from jaxpar.hosts.together import SharedError, Together
 from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
@@ -50,6 +50,7 @@ from jaxpar.training.checksums import (
     digest,
     find_changed,
     has_types,
+    read_object,
     read_table,
     write_table,
 )
@@ -487,17 +488,9 @@ def _read_checksums(path: Path) -> dict[str, Checksum]:
 
 def _metadata(path: Path) -> dict[str, Any]:
     """What is read of what Orbax says of a checkpoint; the time of its end comes after the checksums."""
-    metadata = _read_json(path / METADATA)
+    metadata = read_object(path / METADATA)
     read = {name: metadata.get(name) for name in ("custom_metadata", "item_handlers")}
     return {**read, "names": sorted(metadata.keys() - {"commit_timestamp_nsecs"})}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    check_file(path)
-    try:
-        return read_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not what was written: {error}") from error
 
 
 @contextlib.contextmanager

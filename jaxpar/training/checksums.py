@@ -74,14 +74,24 @@ def read_table(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
       OSError: it cannot be read.
       ValueError: it is not what was written.
     """
-    check_file(path)
-    try:
-        content = read_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not what was written: {error}") from error
+    content = read_object(path)
     if content.pop(_SHA256, None) != digest(content) or not has_types(content, types):
         raise ValueError(f"{path.name} is not what was written")
     return content
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is not what was written.
+    """
+    check_file(path)
+    try:
+        return read_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path.name} is not what was written: {error}") from error
 
 
 def has_types(content: Mapping[str, Any], types: Mapping[str, type]) -> bool:
