@@ -91,7 +91,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not TOML in UTF-8: byte {error.start} is no letter") from error
+        byte = f"byte {content[error.start]:#04x} at offset {error.start}"
+        raise ValueError(f"{path} is not TOML in UTF-8: {byte}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 

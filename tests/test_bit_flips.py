@@ -102,7 +102,9 @@ def test_a_bit_that_changes_is_found(run, tmp_path, caplog, num_flips):
         folder = tmp_path / "run"
         shutil.copytree(run, folder)
         kind = kinds[number // 2 % len(kinds)] if number % 2 else "checkpoints"
-        path = folder / chosen.choice([each for each in files if each.parts[0] == kind])
+        # Checkpoints by turns: their files have other names each time.
+        own = (kind, str(4 - number % 4)) if kind == "checkpoints" else (kind,)
+        path = folder / chosen.choice([each for each in files if each.parts[: len(own)] == own])
         content = bytearray(path.read_bytes())
         bit = chosen.randrange(8 * len(content))
         content[bit // 8] ^= 1 << bit % 8
@@ -119,9 +121,9 @@ def test_a_bit_that_changes_is_found(run, tmp_path, caplog, num_flips):
                 assert str(folder) in message, f"{what}: {message}"
                 assert not re.search(RAW, message), f"{what}: {message}"
                 found.append(f"{name} refused")
-            elif not same(result, expected[name]) and name in PLAIN:
+            elif name in PLAIN and re.fullmatch(PLAIN[name], kind):  # whatever its bit means
                 changed = rf"{PLAIN[name]} has changed since the run wrote it"
-                assert re.search(changed, caplog.text), f"{what}: {name} is another"
+                assert re.search(changed, caplog.text), f"{what}: {name} is not told"
                 found.append(f"{name} told")
             elif not same(result, expected[name]):
                 assert name in ("state", "best"), f"{what}: {name} is another"
