@@ -21,12 +21,16 @@ from jaxpar import analysis, nn, pipeline, planning  # noqa: E402
 from jaxpar.analysis import inspect_step, measure_step  # noqa: E402
 from jaxpar.at import At  # noqa: E402
 from jaxpar.batches import ArrayBatches, SeriesBatches  # noqa: E402
+from jaxpar.config import (  # noqa: E402
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    TrainConfig,
+)
 from jaxpar.display import show  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.model import Stack, Sums  # noqa: E402
-from jaxpar.optimizer import OptimizerConfig  # noqa: E402
 from jaxpar.packing import PackedBatches  # noqa: E402
-from jaxpar.parallel import Parallel, PipelineConfig  # noqa: E402
 from jaxpar.sharding import RULES, Rules  # noqa: E402
 from jaxpar.state import init_state  # noqa: E402
 from jaxpar.step import make_eval_step, make_train_step  # noqa: E402
@@ -34,7 +38,6 @@ from jaxpar.task import Task  # noqa: E402
 from jaxpar.tasks import images, lm  # noqa: E402
 from jaxpar.training.fit import fit  # noqa: E402
 from jaxpar.training.loaded import load_run  # noqa: E402
-from jaxpar.training.settings import TrainConfig  # noqa: E402
 
 if _collects:
     gc.enable()

@@ -43,6 +43,7 @@ from jaxpar.commands import (
     Train,
     read_mesh,
 )
+from jaxpar.config import short_name
 from jaxpar.config_file import default_settings, read_config, read_simulated
 from jaxpar.files import cache_folder
 from jaxpar.hosts.agreement import await_agreement
@@ -51,10 +52,8 @@ from jaxpar.hosts.together import DifferentError, SharedError
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.option_errors import shorten
 from jaxpar.output import keep_printing
-from jaxpar.parallel import short_name
-from jaxpar.task import FILE_OF_TASK, Task, find_task, spec_of
+from jaxpar.task import FILE_OF_TASK, Settings, Task, find_task, spec_of
 from jaxpar.training.run_folder import RunFolder, newest_run_folder
-from jaxpar.training.settings import Settings
 
 TASKS = "lm (a language model), images (a network of convolutions), or path/to/file.py:Name, one of your own"
 

@@ -13,6 +13,7 @@ import jax
 from tyro.conf import Fixed, FlagCreatePairsOff, Positional, arg
 
 from jaxpar.analysis import inspect_step
+from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.display import format_bytes, format_count, make_console
 from jaxpar.fields import require_positive
 from jaxpar.hosts import doctor
@@ -22,7 +23,6 @@ from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 from jaxpar.layout import lay_out, on_devices, with_sizes
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.parallel import Parallel, short_name
 from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.plot import plot
@@ -40,14 +40,13 @@ from jaxpar.planning import (
     predict_step,
 )
 from jaxpar.planning.shape import StepShape
-from jaxpar.task import Task, spec_of
+from jaxpar.task import Settings, Task, spec_of
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sample import sample
 from jaxpar.tasks.lm.weights import NAMES, export_weights, import_weights
 from jaxpar.training.console import evaluation_table
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 # An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
 Switch = FlagCreatePairsOff[bool]

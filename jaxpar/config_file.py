@@ -27,11 +27,10 @@ from typing import Any
 
 import tomli_w
 
+from jaxpar.config import Parallel, short_name
 from jaxpar.files import read_file, whole_file
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, short_name
-from jaxpar.task import Task, find_task, spec_of
-from jaxpar.training.settings import Settings
+from jaxpar.task import Settings, Task, find_task, spec_of
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.batches import STARTS
+from jaxpar.config import Parallel
 from jaxpar.fields import check_takes
 from jaxpar.jaxprs import handed_on
-from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.mesh import MeshConfig
 from jaxpar.model import NO_SLOTS, Stack, check_variables, checked_sums, in_words, values
-from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import PARAM_SHAPE, Layout, Rules, is_variable, off_stages, split_over_data
@@ -468,7 +468,7 @@ def on_devices(
 
 def with_sizes(task: Task) -> Task:
     """The task with the sizes that its data tell, whatever the devices."""
-    return task.resolve(Parallel(ONE_DEVICE), ONE_DEVICE.build())
+    return task.resolve()
 
 
 def _shared_by_rows(task: Task, parallel: Parallel) -> Parallel:

@@ -10,10 +10,9 @@ Every host updates the shards of its own devices. Arrays move between memories o
 programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from jaxpar.fields import check_fields, require, require_positive, require_rate
+from jaxpar.config import OptimizerConfig
+from jaxpar.fields import require
 
 HOST_MEMORY = "pinned_host"
 
@@ -50,104 +50,54 @@ class Safe(optax.GradientTransformation):
     """An optimizer that gives finite parameters, and a finite state, for gradients of a finite norm."""
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """An optimizer of optax and its learning rate, as options of a task.
+def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
+    """The optimizer for a run of `num_steps` steps; gradients are clipped before it.
 
-    Attributes:
-      name: as in optax.
-      learning_rate: its peak.
-      lr_schedule: its course after the warm-up. "linear" and "cosine" fall to zero at the last step;
-        "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
-      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
-      hold_steps: steps at the peak after the warm-up, before the rate falls.
-      lr_decay, lr_decay_every: of "exponential".
-      weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
-      momentum: of sgd; 0 with others.
-      average_after: 0, or n: when a validation loss is above the lowest of all but the last n before it,
-        parameters begin to be averaged over the steps that follow, and their mean is what is evaluated
-        (NT-ASGD of Merity et al. 2017, arXiv:1708.02182, which has n = 5 and sgd).
+    Returns:
+      one that is `Safe`, unless the learning rate is far beyond any useful one.
+    Raises:
+      ValueError: the warm-up is longer than the run.
     """
+    rate = learning_rate(config, num_steps)
+    made = {
+        "adam": lambda: optax.adam(rate),
+        "adamw": lambda: optax.adamw(rate, weight_decay=config.weight_decay),
+        "sgd": lambda: optax.sgd(rate, momentum=config.momentum or None),
+        "rmsprop": lambda: optax.rmsprop(rate),
+    }[config.name]()
+    if config.name == "sgd" and config.weight_decay:
+        made = optax.chain(optax.add_decayed_weights(config.weight_decay), made)
+    if config.average_after:
+        made = with_average(made)
+    peak = config.learning_rate
+    is_safe = peak <= MAX_SAFE_RATE and peak * config.weight_decay <= MAX_SAFE_DECAY
+    return Safe(*made) if is_safe else made
 
-    name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
-    learning_rate: float = 5e-3
-    lr_schedule: Literal["constant", "linear", "cosine", "exponential"] = "cosine"
-    warmup_steps: int = 20
-    hold_steps: int = 0
-    lr_decay: float = 0.5
-    lr_decay_every: int = 100
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-    average_after: int = 0
 
-    def __post_init__(self):
-        check_fields(self)
-        require_positive(self, "learning_rate", "lr_decay_every")
-        require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
-        require_rate(self, "momentum")
-        for name in ("warmup_steps", "hold_steps", "weight_decay", "average_after"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name}={value}: must not be negative")
-        for name in ("warmup_steps", "hold_steps", "lr_decay_every", "average_after"):
-            value = getattr(self, name)
-            require(value < 2**31, f"{name}={value}: must be below {2**31}")
-        for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
-            require(
-                getattr(self, name) == 0 or self.name in optimizers,
-                f"{name}={getattr(self, name)} has no effect with optimizer {self.name!r}; "
-                f"use {name}=0 or name={' or '.join(map(repr, optimizers))}",
-            )
+def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Step -> learning rate, in a run of `num_steps` steps.
 
-    def __str__(self) -> str:
-        return f"{self.name}, learning rate {self.learning_rate:g} ({self.lr_schedule})"
-
-    def make(self, num_steps: int) -> optax.GradientTransformation:
-        """The optimizer for a run of `num_steps` steps; gradients are clipped before it.
-
-        Returns:
-          one that is `Safe`, unless the learning rate is far beyond any useful one.
-        Raises:
-          ValueError: the warm-up is longer than the run.
-        """
-        rate = self.rate(num_steps)
-        made = {
-            "adam": lambda: optax.adam(rate),
-            "adamw": lambda: optax.adamw(rate, weight_decay=self.weight_decay),
-            "sgd": lambda: optax.sgd(rate, momentum=self.momentum or None),
-            "rmsprop": lambda: optax.rmsprop(rate),
-        }[self.name]()
-        if self.name == "sgd" and self.weight_decay:
-            made = optax.chain(optax.add_decayed_weights(self.weight_decay), made)
-        if self.average_after:
-            made = with_average(made)
-        peak = self.learning_rate
-        is_safe = peak <= MAX_SAFE_RATE and peak * self.weight_decay <= MAX_SAFE_DECAY
-        return Safe(*made) if is_safe else made
-
-    def rate(self, num_steps: int) -> optax.Schedule:
-        """Step -> learning rate, in a run of `num_steps` steps.
-
-        Raises:
-          ValueError: the warm-up is longer than the run.
-        """
-        peak, falls_at = self.learning_rate, self.warmup_steps + self.hold_steps
-        require(
-            self.warmup_steps <= num_steps,
-            f"warmup_steps={self.warmup_steps} of num_steps={num_steps}: the learning rate would never "
-            f"reach its peak; use warmup_steps={num_steps // 10}, or more steps",
-        )
-        steps = max(num_steps - falls_at, 1)
-        falling = {
-            "constant": optax.constant_schedule(peak),
-            "linear": optax.linear_schedule(peak, 0.0, steps),
-            "cosine": optax.cosine_decay_schedule(peak, steps),
-            "exponential": optax.exponential_decay(
-                peak, self.lr_decay_every, self.lr_decay, staircase=True
-            ),
-        }[self.lr_schedule]
-        warmup = optax.linear_schedule(peak / max(self.warmup_steps, 1), peak, self.warmup_steps)
-        held = optax.constant_schedule(peak)
-        return optax.join_schedules([warmup, held, falling], [self.warmup_steps, falls_at])
+    Raises:
+      ValueError: the warm-up is longer than the run.
+    """
+    peak, falls_at = config.learning_rate, config.warmup_steps + config.hold_steps
+    require(
+        config.warmup_steps <= num_steps,
+        f"warmup_steps={config.warmup_steps} of num_steps={num_steps}: the learning rate would never "
+        f"reach its peak; use warmup_steps={num_steps // 10}, or more steps",
+    )
+    steps = max(num_steps - falls_at, 1)
+    falling = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, steps),
+        "cosine": optax.cosine_decay_schedule(peak, steps),
+        "exponential": optax.exponential_decay(
+            peak, config.lr_decay_every, config.lr_decay, staircase=True
+        ),
+    }[config.lr_schedule]
+    warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
+    held = optax.constant_schedule(peak)
+    return optax.join_schedules([warmup, held, falling], [config.warmup_steps, falls_at])
 
 
 def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.at import At
+from jaxpar.config import Parallel
 from jaxpar.layout import ModelLayout, lay_out, named
 from jaxpar.model import Sums
-from jaxpar.parallel import Parallel
 from jaxpar.task import Task
 from jaxpar.trees import shape_of
 

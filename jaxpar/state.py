@@ -13,13 +13,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.config import Parallel
 from jaxpar.display import Shown, format_bytes, format_count
 from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, lay_out, on_devices
 from jaxpar.memory import host_memory
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
-from jaxpar.parallel import Parallel
 from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
 from jaxpar.task import Task, check_task
 from jaxpar.trees import device_bytes

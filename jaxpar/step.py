@@ -22,12 +22,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import RATE, part_of, starts_of
+from jaxpar.config import Adaptation, Parallel, TrainConfig
 from jaxpar.fields import require_instance
 from jaxpar.layout import ModelLayout, Outer, lay_out, on_devices
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, checked_sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
-from jaxpar.parallel import Parallel
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.schedule import Schedule, make_schedule
@@ -36,7 +36,6 @@ from jaxpar.rows import check_rows_alone
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task, check_task
-from jaxpar.training.settings import Adaptation, TrainConfig
 from jaxpar.trees import vary_like
 
 # A collective-permute in a branch of the loop over ticks, and where in the model it comes from.

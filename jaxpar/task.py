@@ -10,19 +10,19 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxpar import optimizer
 from jaxpar.batches import Batches
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import check_fields, require_instance
 from jaxpar.files import read_file
 from jaxpar.packing import PackedBatches
-from jaxpar.parallel import Parallel
 from jaxpar.sharding import RULES, Rules
-from jaxpar.training.settings import TrainConfig
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
 TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
@@ -85,11 +85,15 @@ class Task:
 
     def make_optimizer(self, num_steps: int) -> optax.GradientTransformation:
         """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
-        return self._optimizer().make(num_steps)
+        return optimizer.make_optimizer(self._optimizer(), num_steps)
 
     def learning_rate(self, num_steps: int) -> optax.Schedule | None:
         """Step -> learning rate; None if there is no single number."""
-        return self._optimizer().rate(num_steps) if hasattr(self, "optimizer") else None
+        return (
+            optimizer.learning_rate(self._optimizer(), num_steps)
+            if hasattr(self, "optimizer")
+            else None
+        )
 
     @property
     def average_after(self) -> int:
@@ -107,8 +111,8 @@ class Task:
             )
         return batches.batch(0)
 
-    def resolve(self, parallel: Parallel, mesh: Mesh) -> "Task":
-        """The task with what the data and devices determine filled in."""
+    def resolve(self) -> "Task":
+        """The task with the sizes that its data tell filled in."""
         return self
 
     def check(self, parallel: Parallel, mesh: Mesh) -> None:
@@ -150,6 +154,14 @@ class Task:
                 f"optimizer: OptimizerConfig; write one"
             )
         return getattr(self, "optimizer")  # noqa: B009 - a field of the user's
+
+
+class Settings(NamedTuple):
+    """All that a run is made from: what is learned, on which devices, and how it proceeds."""
+
+    task: Task
+    parallel: Parallel
+    train: TrainConfig
 
 
 def check_task(task: Any) -> None:

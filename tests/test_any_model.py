@@ -21,11 +21,12 @@ from test_equivalence import assert_close, by_layer, full, on_devices
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.batches import place_batch
+from jaxpar.config import TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.nn import named_param
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, check_program, make_loss_and_grad, make_train_step
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.task import Settings
 
 pytestmark = pytest.mark.law
 

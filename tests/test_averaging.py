@@ -8,9 +8,9 @@ import pytest
 from test_equivalence import MODEL, by_layer, make_batch, make_settings
 
 from jaxpar import OptimizerConfig, TrainConfig
+from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import begin_average
-from jaxpar.parallel import Parallel
+from jaxpar.optimizer import begin_average, make_optimizer
 from jaxpar.state import audit, averaged, init_state
 from jaxpar.step import make_train_step
 from jaxpar.tasks.lm import LM
@@ -67,7 +67,7 @@ def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay
 
 def test_decay_of_sgd_is_that_of_a_penalty():
     plain, decaying = (
-        dataclasses.replace(AVERAGING, average_after=0, weight_decay=decay).make(10)
+        make_optimizer(dataclasses.replace(AVERAGING, average_after=0, weight_decay=decay), 10)
         for decay in (0.0, 0.1)
     )
     params, grads = np.float32([1.0, -2.0]), np.float32([0.5, 0.25])

@@ -22,11 +22,10 @@ from orbax.checkpoint import v1 as orbax
 from test_equivalence import full
 
 from jaxpar.batches import put_batch
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.sharding import is_variable
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
@@ -35,7 +34,6 @@ from jaxpar.tasks.lm.task import LM
 from jaxpar.training import checksums
 from jaxpar.training.by_layer import abstract_by_layer, by_layer
 from jaxpar.training.checkpoint import Checkpoints, best_of
-from jaxpar.training.settings import TrainConfig
 
 # Another mesh sums in another order: float32 rounding, 6e-8 a term; 1e-5 is the project's promise.
 RELATIVE_ERROR = 1e-5

@@ -17,8 +17,8 @@ from test_measured import Own
 import jaxpar
 from jaxpar.analysis import find_collectives, inspect_compiled, inspect_function, inspect_step
 from jaxpar.analysis.hlo import Module, groups
+from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state

@@ -11,6 +11,7 @@ import pytest
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.fields import check_fields, nearest_multiples
 from jaxpar.layout import lay_out
+from jaxpar.optimizer import learning_rate, make_optimizer
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.task import VOCAB_MULTIPLE
@@ -221,9 +222,9 @@ def test_layers_stand_in_the_slots_of_their_stage(placement, num_groups, layers)
 )
 def test_a_warm_up_longer_than_the_run_is_refused(steps, config):
     message = f"warmup_steps={config.warmup_steps} of num_steps={steps}: .*; use warmup_steps=0"
-    for make in (config.make, config.rate):
+    for make in (make_optimizer, learning_rate):
         with pytest.raises(ValueError, match=message):
-            make(steps)
+            make(config, steps)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Task, TrainConfig
 from jaxpar.config_file import default_settings, read_config, write_config
-from jaxpar.task import find_task
+from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
-from jaxpar.training.settings import Settings
 
 PLAIN = default_settings(LM)
 SETTINGS = Settings(

@@ -17,9 +17,9 @@ from test_equivalence import SGD, make_settings
 
 from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_step
+from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.planning import calibration, compare, compiled_cost, cost, planner, predict_step
 from jaxpar.planning.calibration import calibrate, find_machine, measure_pieces, path_here
 from jaxpar.planning.compiled import report_of, simulated_mesh
@@ -29,10 +29,9 @@ from jaxpar.planning.shape import StepShape, shapes_of
 from jaxpar.planning.traffic import predict_traffic, totals, traffic_of
 from jaxpar.planning.unit import BACKWARD, BOTH, FORWARD, Unit, _corners, facts_of, measure_facts
 from jaxpar.state import abstract_state
-from jaxpar.task import find_task
+from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
-from jaxpar.training.settings import Settings, TrainConfig
 from jaxpar.work import amount
 
 # Of an estimate before anything is compiled; the compiler packs buffers in a way of its own.

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from jaxpar.batches import put_batch
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
 from jaxpar.tasks.lm.windows import Windows
-from jaxpar.training.settings import Settings, TrainConfig
 
 pytestmark = pytest.mark.law
 

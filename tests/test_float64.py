@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
-from jaxpar.parallel import Parallel
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad

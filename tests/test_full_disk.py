@@ -14,11 +14,11 @@ from test_stopping import NEVER, start_by_hand
 from test_train import make_run
 
 from jaxpar.__main__ import main
+from jaxpar.config import TrainConfig
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.fit import fit
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import TrainConfig
 from jaxpar.training.writing import Writing
 
 END_SECONDS = 90  # of which starting takes most; a process that hangs takes longer

@@ -146,15 +146,14 @@ def test_training_leaves_padding_as_it_is():
 
 
 def test_resolving_reads_the_text_only_if_it_must(text, monkeypatch):
-    mesh = ONE.mesh.build()
-    task = LM(corpus=str(text)).resolve(ONE, mesh)
+    task = LM(corpus=str(text)).resolve()
     assert (task.num_words, task.vocab_size) == (11, VOCAB_MULTIPLE)
     # What has been read is at hand, and what says its size is not read.
     monkeypatch.setattr("jaxpar.tasks.lm.task.load_corpus", lambda *_: pytest.fail("was read"))
     assert len(task.read_text().vocabulary) == 11
     assert task.make_batches("valid").num_targets == 69
     sized = dataclasses.replace(TASK, corpus="nowhere")
-    assert sized.resolve(ONE, mesh) == sized
+    assert sized.resolve() == sized
     assert sized.example_batch().inputs_BT.max() < NUM_WORDS
 
 
@@ -193,7 +192,7 @@ def test_what_identifies_the_text_and_what_is_kept_of_it(text, tmp_path):
 
 
 def test_the_table_before_a_run(text):
-    told = dict(LM(corpus=str(text)).resolve(ONE, ONE.mesh.build()).describe())
+    told = dict(LM(corpus=str(text)).resolve().describe())
     assert told == {
         "corpus": f"{text}, words: 1,400 train, 70 valid, 70 test",
         "vocabulary": "11 + 373 padding",
@@ -208,7 +207,7 @@ def test_the_table_before_a_run(text):
 def test_evaluations_stand_beside_word_frequencies(text):
     task = LM(
         num_layers=1, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4
-    ).resolve(ONE, ONE.mesh.build())
+    ).resolve()
     mesh = ONE.mesh.build()
     found = evaluate(task, ONE, init_state(task, ONE, mesh), "valid", mesh)
     assert found.metrics == {"perplexity": math.exp(found.loss)}
@@ -226,7 +225,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     devices = parallel.mesh.build()
     task = LM(
         num_layers=2, hidden_size=8, embed_size=8, corpus=str(tmp_path), batch_size=8, seq_len=4
-    ).resolve(parallel, devices)
+    ).resolve()
     state = init_state(task, parallel, devices)
     batches = task.make_batches("valid")
     assert (batches.num_windows, batches.num_targets) == (1, 2)

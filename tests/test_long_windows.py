@@ -22,11 +22,12 @@ from test_equivalence import (
 import jaxpar.step
 from jaxpar import Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import SeriesBatches, place_batch
+from jaxpar.config import TrainConfig
 from jaxpar.nn import LSTM
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.state import abstract_state, init_state
 from jaxpar.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.task import Settings
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

@@ -25,9 +25,9 @@ from test_equivalence import (
 import jaxpar.step
 from jaxpar.analysis import inspect_step
 from jaxpar.at import At
+from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.placement import make_slots

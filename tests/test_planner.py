@@ -14,9 +14,9 @@ from test_equivalence import make_settings
 from test_placement import all_placements
 
 from jaxpar.__main__ import main
+from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.planning import (
     MACHINES,
     calibration,

@@ -22,9 +22,9 @@ from jaxpar.pictures import figures
 from jaxpar.pictures.timeline import Timeline
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import abstract_state
+from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import Settings
 
 TASK = LM(num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4)
 

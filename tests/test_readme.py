@@ -18,8 +18,8 @@ from jaxpar.__main__ import _parse, main
 from jaxpar.config_file import default_settings, write_config
 from jaxpar.layout import on_devices
 from jaxpar.pipeline import make_schedule
+from jaxpar.task import Settings
 from jaxpar.tasks.lm import LM
-from jaxpar.training.settings import Settings
 from jaxpar.training.summary import describe_plan
 
 ROOT = Path(__file__).parent.parent
@@ -168,8 +168,8 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
 
 
 def test_a_run_without_a_mesh_is_described_as_the_readme_shows():
-    parallel, mesh = on_devices(LM())
-    settings = Settings(LM().resolve(parallel, mesh), Parallel(), LM.train)
+    _, mesh = on_devices(LM())
+    settings = Settings(LM().resolve(), Parallel(), LM.train)
     rows = [f"{name:10}  {value}" for name, value in describe_plan(settings, mesh)]
     assert "\n".join([*rows[:3], "...\n"]) in blocks("text")
 

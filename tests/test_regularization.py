@@ -8,8 +8,8 @@ import pytest
 from test_equivalence import MODEL, assert_same_as_plain, make_settings
 from test_float64 import forward
 
+from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_eval_step, make_loss_and_grad

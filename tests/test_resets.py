@@ -21,14 +21,15 @@ from test_float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import place_batch
+from jaxpar.config import TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.nn import LSTM
 from jaxpar.nn.lstm import LSTMCarry, LSTMParams, Resets, lstm_layer
 from jaxpar.packing import PackedBatches
 from jaxpar.state import init_state
 from jaxpar.step import NEVER, batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.task import Settings
 from jaxpar.training.evaluate import sum_batches
-from jaxpar.training.settings import Settings, TrainConfig
 
 # ---- the layer ----
 
@@ -344,7 +345,7 @@ def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
     )  # fmt: skip
     parallel = Parallel(on_devices((2, 2, 1)), PipelineConfig(num_chunks=2))
     mesh = parallel.mesh.build()
-    task = task.resolve(parallel, mesh)
+    task = task.resolve()
     state, step = init_state(task, parallel, mesh), make_train_step(task, parallel, mesh=mesh)
     batches, sharding = task.make_batches("train", 0), batch_sharding(task, parallel, mesh)
     losses = []

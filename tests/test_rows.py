@@ -14,6 +14,7 @@ from test_equivalence import full, on_devices
 
 from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
 from jaxpar.batches import place_batch
+from jaxpar.config import TrainConfig
 from jaxpar.nn import Residual, Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.state import init_state
@@ -22,7 +23,6 @@ from jaxpar.tasks.images.task import Images
 from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.task import LM
 from jaxpar.tasks.lm.windows import Windows
-from jaxpar.training.settings import TrainConfig
 
 ONE = Parallel(on_devices((1, 1, 1))).resolve(8)
 

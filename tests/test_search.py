@@ -19,9 +19,8 @@ import pytest
 from test_equivalence import full, nonzero_carry
 
 from jaxpar.batches import put_batch
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.streams import Batch

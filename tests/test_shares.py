@@ -19,12 +19,11 @@ from test_equivalence import (
 from test_equivalence import make_settings as make_any_settings
 
 import jaxpar.planning.shares
-from jaxpar.optimizer import OptimizerConfig
+from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.planning.shares import make_stepper, measure_groups, propose_shares
 from jaxpar.state import audit, init_state
 from jaxpar.step import _full_plan, make_train_step
 from jaxpar.tasks.images import Images
-from jaxpar.training.settings import TrainConfig
 
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)
 

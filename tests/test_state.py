@@ -27,10 +27,11 @@ from test_equivalence import (
 from jaxpar.analysis import inspect_step
 from jaxpar.analysis.hlo import arrays
 from jaxpar.batches import place_batch
+from jaxpar.config import OptimizerConfig, TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
-from jaxpar.optimizer import OptimizerConfig, clip_scale, next_state, update
+from jaxpar.optimizer import clip_scale, learning_rate, make_optimizer, next_state, update
 from jaxpar.sharding import (
     RULES,
     Rules,
@@ -43,7 +44,6 @@ from jaxpar.sharding import (
 from jaxpar.state import _initial_state, abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
-from jaxpar.training.settings import TrainConfig
 
 # (2, 2, 2): stages split layers, tensor shards split units and the embedding, both the vocabulary.
 SHARDS = {
@@ -448,7 +448,7 @@ def test_one_axis_cannot_split_two_dims_of_an_array():
 
 
 def test_learning_rate_warms_up_and_falls():
-    rate = OptimizerConfig(learning_rate=0.5, warmup_steps=10).rate(110)
+    rate = learning_rate(OptimizerConfig(learning_rate=0.5, warmup_steps=10), 110)
     values = [float(rate(step)) for step in (0, 5, 10, 60, 110)]
     np.testing.assert_allclose(values, [0.05, 0.275, 0.5, 0.25, 0.0], atol=1e-7)
 
@@ -467,14 +467,14 @@ def test_learning_rate_is_held_and_then_falls(schedule, expected):
         lr_schedule=schedule, learning_rate=0.4, warmup_steps=0, hold_steps=10,
         lr_decay=0.9, lr_decay_every=50,
     )  # fmt: skip
-    values = [float(config.rate(110)(step)) for step in (0, 9, 10, 60, 110)]
+    values = [float(learning_rate(config, 110)(step)) for step in (0, 9, 10, 60, 110)]
     np.testing.assert_allclose(values, expected, atol=1e-7)
 
 
 def test_gradients_are_clipped_by_their_global_norm():
     params = {"a": np.zeros(2, np.float32)}
     grads = {"a": np.array([3.0, 4.0], np.float32)}
-    sgd = OptimizerConfig("sgd", 1.0, "constant", warmup_steps=0).make(1)
+    sgd = make_optimizer(OptimizerConfig("sgd", 1.0, "constant", warmup_steps=0), 1)
 
     def moved(clip_norm):
         scale = clip_scale(jnp.float32(5), clip_norm)

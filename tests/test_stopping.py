@@ -11,14 +11,12 @@ import time
 import jax
 import pytest
 
+from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.parallel import Parallel
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training import loop
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import TrainConfig
 
 END_SECONDS = 120  # which only a process that hangs takes
 STOP_SECONDS = 5.0  # with steps that are quicker than that

@@ -29,7 +29,7 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.pictures import figures
 from jaxpar.state import abstract_state, init_state
-from jaxpar.task import find_task
+from jaxpar.task import Settings, find_task
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.training import loop
@@ -39,7 +39,6 @@ from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report, format_number
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import Settings
 from jaxpar.training.summary import describe_plan
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -754,7 +753,7 @@ def own_file(tmp_path):
     folder = RunFolder(tmp_path / "run")
     task = find_task(f"{file}:Own")
     parallel = Parallel(ONE_DEVICE)
-    own = task().resolve(parallel, ONE_DEVICE.build())
+    own = task().resolve()
     start = Settings(own, parallel, make_train(folder.path))
     folder.start(start)
     return file, folder, start

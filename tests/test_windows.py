@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_equivalence import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
 
+from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams

@@ -17,10 +17,10 @@ from benchmarks.sides import Side, measure, serve, table
 from benchmarks.work import LEARNING_RATE, WORKS
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.axes import DATA
+from jaxpar.config import TrainConfig
 from jaxpar.pipeline.layers import SplitLayers
 from jaxpar.planning.shares import make_stepper
 from jaxpar.tasks.lm import LM
-from jaxpar.training.settings import TrainConfig
 
 TIMES = 3
 WORK = WORKS["A"]

@@ -20,9 +20,9 @@ from jaxpar.analysis.hlo import Module
 from jaxpar.analysis.program import busy_of, settle
 from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import FittingTable
 from jaxpar.layout import lay_out
-from jaxpar.parallel import Parallel
 from jaxpar.pictures.chart import Chart, Drawing, Key, Row, round_marks
 from jaxpar.pictures.picture import table_html
 from jaxpar.pictures.timeline import legend_of, unit_colors
@@ -33,7 +33,6 @@ from jaxpar.step import batch_sharding, make_train_step, step_schedule
 from jaxpar.task import Task
 from jaxpar.timing import seconds_of
 from jaxpar.training.profiler import Operation, read_trace, trace
-from jaxpar.training.settings import TrainConfig
 
 WIDTH = 820  # of the time axis, in pixels
 REST = "#8c959f"  # the colour of work that is not a unit of a microbatch

@@ -11,16 +11,15 @@ from jax.sharding import Mesh, NamedSharding
 from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import FittingTable, format_bytes, format_shape
 from jaxpar.layout import lay_out, on_devices
-from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Picture
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
-from jaxpar.task import Task, check_task
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.task import Settings, Task, check_task
 
 _SCOPE = re.compile(r"[^/, ]+")
 
@@ -189,7 +188,7 @@ def settle(
     """The arguments of `inspect_step`, with everything that was left open filled in."""
     check_task(task)
     parallel, mesh = on_devices(task, parallel, mesh)
-    task = task.resolve(parallel, mesh)
+    task = task.resolve()
     task.check(parallel, mesh)
     return Settings(task, parallel, train or task.train), mesh
 

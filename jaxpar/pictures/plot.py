@@ -21,8 +21,8 @@ from jaxpar.pictures.timeline import Timeline
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
+from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import Settings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,7 +137,7 @@ def _schedule(settings: Settings | None) -> Schedule:
     shape = dataclasses.replace(shape, **sizes, devices=None)
     parallel = dataclasses.replace(parallel, mesh=shape)
     mesh = Mesh(np.full(list(sizes.values()), jax.devices()[0]), tuple(sizes))
-    task = task.resolve(parallel, mesh)
+    task = task.resolve()
     task.check(parallel, mesh)
     lay_out(task, parallel)
     return step_schedule(parallel)

@@ -34,16 +34,14 @@ import difflib
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
+from jaxpar.config import ZeroBubble
 from jaxpar.display import Shown
 
 KINDS = ("gpipe", "1f1b", "interleaved")
-
-
-ZeroBubble = Literal["off", "unit", "microbatch"]
 
 
 class Lane(NamedTuple):

@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from jaxpar.analysis.program import ProgramReport, inspect_step
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.task import Task
-from jaxpar.training.settings import TrainConfig
 
 
 def simulated_mesh(config: MeshConfig) -> Mesh:

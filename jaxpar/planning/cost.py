@@ -15,8 +15,8 @@ from rich.table import Table
 from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.program import ProgramReport, inspect_step, settle
 from jaxpar.axes import STAGE, TENSOR
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import FittingTable, format_bytes
-from jaxpar.parallel import Parallel
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.compiled import report_of
@@ -27,9 +27,8 @@ from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
 from jaxpar.planning.traffic import PARAMETER, Traffic, predict_traffic, totals, traffic_of
 from jaxpar.planning.unit import BACKWARD, BOTH, FIRST, FIRST_GRADIENT, FORWARD, LAST, WEIGHTS
-from jaxpar.task import Task
+from jaxpar.task import Settings, Task
 from jaxpar.timing import quickest
-from jaxpar.training.settings import Settings, TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxpar.config import Parallel, TrainConfig, short_name
 from jaxpar.layout import lay_out
-from jaxpar.parallel import Parallel, short_name
 from jaxpar.planning.hardware import MACHINES
 from jaxpar.planning.planner import describe, divisors, plan
 from jaxpar.task import Task
-from jaxpar.training.settings import TrainConfig
 
 
 class Layout(NamedTuple):

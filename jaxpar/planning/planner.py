@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from rich.table import Table
 
+from jaxpar.config import Parallel, PipelineConfig, TrainConfig, short_name
 from jaxpar.display import FittingTable, format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, PipelineConfig, short_name
 from jaxpar.pictures.picture import Picture
 from jaxpar.pipeline.placement import balance
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
@@ -35,7 +35,6 @@ from jaxpar.planning.shape import ModelShapes, StepShape, shapes_of
 from jaxpar.planning.traffic import FLOAT
 from jaxpar.planning.unit import BACKWARD, FIRST, FORWARD, LAST, WEIGHTS, facts_of
 from jaxpar.task import Task
-from jaxpar.training.settings import TrainConfig
 
 # Cuts of the batch and of time that are tried differ by at least this factor.
 _NEXT_CUT = 1.5

@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jaxpar.axes import BATCH, DATA, LAYERS, MESH_AXES, STAGE, TENSOR
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.layout import lay_out, on_devices, rules_of
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
 from jaxpar.optimizer import Safe
-from jaxpar.parallel import Parallel
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.planning.compiled import simulated_mesh
@@ -32,8 +32,7 @@ from jaxpar.sharding import (
 )
 from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
-from jaxpar.task import Task
-from jaxpar.training.settings import Settings, TrainConfig
+from jaxpar.task import Settings, Task
 
 Sizes = tuple[tuple[str, int], ...]  # of the mesh's axes
 ONE = MeshConfig()

@@ -11,13 +11,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.batches import put_batch
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.layout import on_devices
-from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
 from jaxpar.timing import take_turns
-from jaxpar.training.settings import TrainConfig
 
 
 def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, ...]:
@@ -101,7 +100,7 @@ def make_stepper(
       ValueError: the task does not fit the mesh.
     """
     parallel, mesh = on_devices(task, parallel, mesh)
-    task = task.resolve(parallel, mesh)
+    task = task.resolve()
     train_step = make_train_step(task, parallel, train or task.train, mesh)
     state = init_state(task, parallel, mesh)
     batch = put_batch(task.example_batch(), batch_sharding(task, parallel, mesh))

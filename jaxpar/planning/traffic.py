@@ -19,15 +19,14 @@ from typing import Any
 from jaxpar.analysis.collectives import Collective, sent_bytes
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, PipelineConfig
 from jaxpar.pipeline.engine import FORWARD, HEAD
 from jaxpar.planning.compiled import report_of
 from jaxpar.planning.shape import StepShape, least_factor, shapes_of
 from jaxpar.planning.unit import facts_of, is_split
 from jaxpar.sharding import split_over_data
 from jaxpar.task import Task
-from jaxpar.training.settings import TrainConfig
 
 PARAMETER = "parameter"  # how `Traffic.what` begins where a parameter is gathered
 FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import LAYERS
+from jaxpar.config import Parallel
 from jaxpar.layout import lay_out
-from jaxpar.parallel import Parallel
 from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.task import Task

@@ -37,9 +37,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxpar.config import Parallel
 from jaxpar.files import check_file
 from jaxpar.hosts.together import SharedError, Together
-from jaxpar.parallel import Parallel
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task

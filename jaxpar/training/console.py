@@ -17,9 +17,9 @@ from rich.text import Text
 from jaxpar.display import FittingTable, format_seconds, make_console
 from jaxpar.output import dropping
 from jaxpar.state import TrainState
+from jaxpar.task import Settings
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
-from jaxpar.training.settings import Settings
 from jaxpar.training.summary import describe_bytes, describe_plan, parameter_table
 
 ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers

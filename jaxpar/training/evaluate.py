@@ -10,13 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch, starts_of
+from jaxpar.config import Adaptation, Parallel
 from jaxpar.model import Sums
-from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState, abstract_state, averaged
 from jaxpar.step import batch_sharding, make_adapting_step, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
-from jaxpar.training.settings import Adaptation
 from jaxpar.trees import zeros
 
 # Compiled once for all splits.

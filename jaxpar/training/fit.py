@@ -14,16 +14,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.together import SharedError, in_process_0, together
 from jaxpar.layout import lay_out, on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.parallel import Parallel, short_name
 from jaxpar.rows import check_rows_alone
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
 from jaxpar.step import check_batch_shape
-from jaxpar.task import Task, check_task
+from jaxpar.task import Settings, Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
@@ -33,7 +33,6 @@ from jaxpar.training.lock import said_by_process_0
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, format_number
 from jaxpar.training.run_folder import RunFolder, newest_run_folder, next_run_folder
-from jaxpar.training.settings import Adaptation, Settings, TrainConfig
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def fit(
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     parallel, mesh = on_devices(task, given)
-    asked, task = task, task.resolve(parallel, mesh)
+    asked, task = task, task.resolve()
     task.check(parallel, mesh)
     settings = Settings(task, parallel, train)
     target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)

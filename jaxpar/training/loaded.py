@@ -9,16 +9,15 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.layout import lay_out
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
 from jaxpar.task import Task
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.report import Evaluation
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -20,7 +20,7 @@ from jaxpar.hosts.together import in_process_0, together
 from jaxpar.optimizer import Averaged, begin_average
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
-from jaxpar.task import Task
+from jaxpar.task import Settings, Task
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
@@ -29,7 +29,6 @@ from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import Settings
 
 # A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
 EXPLODED = 10.0

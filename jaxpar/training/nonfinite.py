@@ -26,8 +26,8 @@ from jaxpar.pipeline.ticks import Plan
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad, rate_of
+from jaxpar.task import Settings
 from jaxpar.training.by_layer import array_of, kind_of
-from jaxpar.training.settings import Settings
 
 _LAST = "last"  # all that is computed after the layers
 _ROWS_NAMED = 8

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from jaxpar.state import TrainState
-from jaxpar.training.settings import Settings
+from jaxpar.task import Settings
 
 
 @dataclasses.dataclass(frozen=True)

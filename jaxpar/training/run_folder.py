@@ -34,14 +34,13 @@ from jaxpar.fields import leaves_of
 from jaxpar.files import read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.state import TrainState, averaged
-from jaxpar.task import Task, spec_of
+from jaxpar.task import Settings, Task, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, is_of_run, newest_run
 from jaxpar.training.checksums import has_types
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.lock import FolderLock
 from jaxpar.training.manifest import NAME as MANIFEST
 from jaxpar.training.manifest import REMEDY, Manifest, is_changed, read_manifest
-from jaxpar.training.settings import Settings
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 _NAMED = 3  # differences that a message names
@@ -288,7 +287,7 @@ class RunFolder:
         self._tell_changes()
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
-        task = settings.task.resolve(parallel, devices)
+        task = settings.task.resolve()
         task.check(parallel, devices)
         settings = settings._replace(task=task, parallel=parallel)
         state = self.checkpoints(settings).restore(devices, best=best)

@@ -11,16 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.config import Parallel, short_name
 from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
 from jaxpar.layout import ModelLayout, lay_out, on_devices
 from jaxpar.mesh import MeshConfig
-from jaxpar.parallel import Parallel, short_name
 from jaxpar.pipeline.placement import LAYER_COST
 from jaxpar.sharding import annotated, dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
-from jaxpar.task import Task
+from jaxpar.task import Settings, Task
 from jaxpar.training.by_layer import array_of
-from jaxpar.training.settings import Settings
 from jaxpar.trees import device_bytes
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.

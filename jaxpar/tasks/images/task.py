@@ -12,10 +12,9 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import BATCH, DATA, INPUT, STAGE, TENSOR
 from jaxpar.batches import WEIGHT, ArrayBatches
+from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
 from jaxpar.fields import MOST, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.parallel import Parallel, check_divides
 from jaxpar.sharding import Rules
 from jaxpar.task import Task
 from jaxpar.tasks.images.digits import SPLITS, load_digits
@@ -29,7 +28,6 @@ from jaxpar.tasks.images.model import (
     HybridConvNet,
     num_features,
 )
-from jaxpar.training.settings import TrainConfig
 
 MOST_PIXELS = 2**28  # that a batch can have here
 

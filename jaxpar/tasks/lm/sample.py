@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.config import Parallel
 from jaxpar.layout import lay_out
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.state import TrainState
 from jaxpar.tasks.lm.corpus import EOS, Vocabulary, check_tokens
 from jaxpar.tasks.lm.run import open_run

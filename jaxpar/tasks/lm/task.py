@@ -14,10 +14,9 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.batches import Batches
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
 from jaxpar.fields import nearest_multiples, require, require_rate, require_sizes
 from jaxpar.nn import GRU, LSTM, RGLRU, SLSTM, MinGRU
-from jaxpar.optimizer import OptimizerConfig
-from jaxpar.parallel import Parallel, PipelineConfig, check_divides
 from jaxpar.task import Task
 from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
 from jaxpar.tasks.lm.corpus import (
@@ -304,7 +303,7 @@ class LM(Task):
 
     # ---- with data and devices ----
 
-    def resolve(self, parallel: Parallel, mesh: Mesh) -> Self:
+    def resolve(self) -> Self:
         """The task with the sizes of its vocabulary filled in.
 
         The text is read where vocab_size does not say what is needed.

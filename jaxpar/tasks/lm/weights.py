@@ -29,19 +29,19 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import require
 from jaxpar.files import check_file, read_file, read_json, whole_file
 from jaxpar.layout import on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.parallel import Parallel
 from jaxpar.state import init_state
+from jaxpar.task import Settings
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fit import begin_run, choose_folder
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.settings import Settings, TrainConfig
 
 # In the metadata of a file: a JSON list, and the hash of it and of the tensors.
 WORDS, SHA256 = "words", "jaxpar_sha256"
@@ -175,7 +175,7 @@ def import_weights(
         vocab_size=padded(len(words)),
     )
     parallel, mesh = on_devices(task, parallel)
-    task = task.resolve(parallel, mesh)
+    task = task.resolve()
     task.check(parallel, mesh)
 
     settings = Settings(task, parallel, task.train if train is None else train)

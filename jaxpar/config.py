@@ -1,4 +1,7 @@
-"""How a step is laid out on devices: mesh, pipeline, shares, where state lies. No model in it."""
+"""Settings that every task shares: devices and how they share a step, the optimizer, how a run proceeds.
+
+Plain data: nothing here, nor in what this imports, needs JAX.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,9 +14,12 @@ from jaxpar.fields import (
     require,
     require_instance,
     require_positive,
+    require_rate,
 )
+from jaxpar.files import refuse_address
 from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
-from jaxpar.pipeline.schedule import ZeroBubble
+
+ZeroBubble = Literal["off", "unit", "microbatch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +232,138 @@ class Parallel:
                 f"num_chunks={self.num_chunks}: the model has no dim of time to be cut "
                 f"(time_major = False); use num_chunks=1"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """An optimizer of optax and its learning rate, as options of a task.
+
+    Attributes:
+      name: as in optax.
+      learning_rate: its peak.
+      lr_schedule: its course after the warm-up. "linear" and "cosine" fall to zero at the last step;
+        "exponential" multiplies the rate by `lr_decay` every `lr_decay_every` steps, all at once.
+      warmup_steps: steps of linear warm-up, from learning_rate / warmup_steps.
+      hold_steps: steps at the peak after the warm-up, before the rate falls.
+      lr_decay, lr_decay_every: of "exponential".
+      weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
+      momentum: of sgd; 0 with others.
+      average_after: 0, or n: when a validation loss is above the lowest of all but the last n before it,
+        parameters begin to be averaged over the steps that follow, and their mean is what is evaluated
+        (NT-ASGD of Merity et al. 2017, arXiv:1708.02182, which has n = 5 and sgd).
+    """
+
+    name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
+    learning_rate: float = 5e-3
+    lr_schedule: Literal["constant", "linear", "cosine", "exponential"] = "cosine"
+    warmup_steps: int = 20
+    hold_steps: int = 0
+    lr_decay: float = 0.5
+    lr_decay_every: int = 100
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    average_after: int = 0
+
+    def __post_init__(self):
+        check_fields(self)
+        require_positive(self, "learning_rate", "lr_decay_every")
+        require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
+        require_rate(self, "momentum")
+        for name in ("warmup_steps", "hold_steps", "weight_decay", "average_after"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must not be negative")
+        for name in ("warmup_steps", "hold_steps", "lr_decay_every", "average_after"):
+            value = getattr(self, name)
+            require(value < 2**31, f"{name}={value}: must be below {2**31}")
+        for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
+            require(
+                getattr(self, name) == 0 or self.name in optimizers,
+                f"{name}={getattr(self, name)} has no effect with optimizer {self.name!r}; "
+                f"use {name}=0 or name={' or '.join(map(repr, optimizers))}",
+            )
+
+    def __str__(self) -> str:
+        return f"{self.name}, learning rate {self.learning_rate:g} ({self.lr_schedule})"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The steps of a run, what happens to bad ones, and what is printed and kept.
+
+    Attributes:
+      num_steps: optimizer steps.
+      clip_norm: bound on the global norm of the gradients; 0 for none.
+      nonfinite: what happens when the loss, gradient norm or update of a step is not finite. "stop": the run
+        ends, and the state before the step is saved. "skip": parameters and optimizer state stay as they
+        are, the carried state is reset, and the next batch is taken.
+      max_skipped: how many steps of a run "skip" may skip; one more stops it.
+      seed: of initial values, dropout and the order of the data.
+      log_every: steps between lines of progress.
+      eval_every: steps between validations; 0 for the end only.
+      checkpoint_every: steps between checkpoints; 0 for the end only.
+      keep_checkpoints: the newest ones kept.
+      keep_best: also save and keep the state with the lowest validation loss.
+      fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
+        the disk is full, or read-only. All processes write there.
+      out_dir: where metrics, settings and checkpoints are written; None takes the next free folder of
+        runs/0001, runs/0002, ...
+    """
+
+    num_steps: int = 800
+    clip_norm: float = 1.0
+    nonfinite: Literal["stop", "skip"] = "stop"
+    max_skipped: int = 10
+    seed: int = 0
+    log_every: int = 25
+    eval_every: int = 0
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    keep_best: bool = True
+    fallback_dir: str | None = None
+    out_dir: str | None = None
+
+    def __post_init__(self):
+        check_fields(self)
+        require_positive(self, "num_steps", "log_every", "keep_checkpoints", "max_skipped")
+        for name in ("clip_norm", "eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            require(value >= 0, f"{name}={value}: must not be negative")
+        require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
+        for name in ("num_steps", "max_skipped"):  # a state counts with 32 bits
+            value = getattr(self, name)
+            require(value < 2**31, f"{name}={value}: must be below {2**31}")
+        for name in ("out_dir", "fallback_dir"):
+            require(getattr(self, name) != "", f"{name}='' names no folder; leave it out")
+            refuse_address(name, getattr(self, name) or "")
+
+    @property
+    def allowed_skips(self) -> int:
+        """Steps that may be skipped."""
+        return self.max_skipped if self.nonfinite == "skip" else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptation:
+    """Dynamic evaluation (Krause et al. 2017, arXiv:1709.07432): a model learns from what it was tested on.
+
+    After each window, when its loss is counted, p goes to p - rate * gradient + decay * (trained p - p).
+
+    Attributes:
+      rate: of gradient descent on the mean loss of a window; 0 evaluates the model as it is.
+      decay: towards the parameters as they were trained.
+    """
+
+    rate: float = 0.0
+    decay: float = 0.0
+
+    def __post_init__(self):
+        check_fields(self)
+        require(self.rate >= 0, f"rate={self.rate}: must not be negative")
+        require(0 <= self.decay <= 1, f"decay={self.decay}: must be from 0 to 1")
+        require(
+            self.rate > 0 or self.decay == 0,
+            f"decay={self.decay} has no effect with rate=0; use decay=0, or a rate",
+        )
 
 
 def num_segments(num_chunks: int) -> int:
