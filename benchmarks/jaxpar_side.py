@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 import jaxpar
 from benchmarks.sides import serve
 from benchmarks.work import LEARNING_RATE, WORKS, Work
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.batches import put_batch
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState, init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm import LM, Batch
@@ -43,7 +43,7 @@ def make_task(work: Work, **options: Any) -> LM:
     )
 
 
-def initial_state(work: Work, task: LM, parallel: Parallel, mesh: Mesh) -> TrainState:
+def initial_state(work: Work, setup: Setup) -> TrainState:
     """The state with the weights of the work."""
     weights, H = work.weights(), work.hidden_size
 
@@ -58,12 +58,12 @@ def initial_state(work: Work, task: LM, parallel: Parallel, mesh: Mesh) -> Train
         **{f"layers/lstm/{name}": stacked(name) for name in ("w_x", "w_h", "b")},
         **{f"head/{name}": weights[name] for name in ("kernel", "bias")},
     }
-    return with_parameters(init_state(task, parallel, mesh), task, parallel, arrays)
+    return with_parameters(init_state(setup), setup.layout, arrays)
 
 
-def make_batch(work: Work, task: LM, parallel: Parallel, mesh: Mesh) -> Batch:
+def make_batch(work: Work, setup: Setup) -> Batch:
     """The text of the work on the mesh."""
-    return put_batch(Batch(*work.text(), starts=True), batch_sharding(task, parallel, mesh))
+    return put_batch(Batch(*work.text(), starts=True), batch_sharding(setup))
 
 
 def main() -> None:
@@ -74,10 +74,9 @@ def main() -> None:
     on_cpu = os.environ.get("JAX_PLATFORMS", "cpu") == "cpu"
     if on_cpu:
         jaxpar.simulate_devices(parallel.mesh.num_devices)
-    task, mesh = make_task(work, **options), parallel.mesh.build()
-    state = initial_state(work, task, parallel, mesh)
-    train_step = make_train_step(task, parallel, TRAIN, mesh)
-    batch = make_batch(work, task, parallel, mesh)
+    setup = Setup.of(make_task(work, **options), parallel, TRAIN)
+    state, train_step = initial_state(work, setup), make_train_step(setup)
+    batch = make_batch(work, setup)
 
     def step() -> jax.Array:
         nonlocal state

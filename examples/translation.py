@@ -126,7 +126,7 @@ class Translate(Task):
         """Sentences: the source, the target as it is given, and one letter further, as it is wanted."""
         return ArrayBatches(load_sentences(split, self.max_letters), self.batch_size, seed)
 
-    def check(self, parallel, mesh):
+    def check(self, parallel):
         """Refuses chunks of time: a decoder looks at the whole source."""
         if parallel.num_chunks > 1:
             raise ValueError(

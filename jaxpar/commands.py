@@ -15,13 +15,13 @@ from tyro.conf import Fixed, FlagCreatePairsOff, Positional, arg
 from jaxpar.analysis import inspect_step
 from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.display import format_bytes, format_count, make_console
+from jaxpar.facts import ModelFacts
 from jaxpar.fields import require_positive
 from jaxpar.hosts import doctor
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.distributed import start_processes
 from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
-from jaxpar.layout import lay_out, on_devices, with_sizes
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.picture import Picture
@@ -40,6 +40,7 @@ from jaxpar.planning import (
     predict_step,
 )
 from jaxpar.planning.shape import StepShape
+from jaxpar.setup import Setup
 from jaxpar.task import Settings, Task, spec_of
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.sample import sample
@@ -161,7 +162,7 @@ class Train(RunOptions):
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
         if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
             return self.settings
-        sized = with_sizes(task)
+        sized = task.resolve()
         takes_all = -1 in parallel.mesh.sizes.values()
         _check_room(
             sized, jax.device_count() if takes_all else parallel.mesh.num_devices, num_bytes
@@ -181,7 +182,7 @@ class Train(RunOptions):
             ranking = plan_here(sized, parallel, train, num_bytes)
             print(ranking, end="\n\n")
             parallel = ranking.best.parallel
-        asked, (parallel, _) = parallel, on_devices(sized, parallel)
+        asked, parallel = parallel, Setup.of(sized, parallel, train).parallel
         if not plans and self.balance == "work":
             needed = compiled_cost(predict_step(sized, parallel, train)).memory_bytes
             if num_bytes is None or needed <= num_bytes:
@@ -214,7 +215,7 @@ class Plan(TaskOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        task, num_bytes = with_sizes(self.task), _num_bytes(self.memory)
+        task, num_bytes = self.task.resolve(), _num_bytes(self.memory)
         parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
         require_positive(self, *["devices"] * (self.devices is not None))
         _check_room(task, self.devices or jax.device_count(), num_bytes)
@@ -529,7 +530,7 @@ def _check_room(task: Task, num_devices: int, num_bytes: float | None) -> None:
     """Raises if no layout at all can fit, before a machine is measured to find the best one."""
     if num_bytes is None:
         return
-    leaves = jax.tree.leaves(lay_out(task, Parallel(ONE_DEVICE)).params)
+    leaves = jax.tree.leaves(ModelFacts.of(task).params)
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / num_devices
     if needed > num_bytes:
         raise ValueError(

@@ -17,10 +17,9 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.at import At
-from jaxpar.config import Parallel
-from jaxpar.layout import ModelLayout, lay_out, named
+from jaxpar.facts import named
+from jaxpar.layout import Layout
 from jaxpar.model import Sums
-from jaxpar.task import Task
 from jaxpar.trees import shape_of
 
 ROWS = 4  # two in each half
@@ -37,25 +36,23 @@ _NOWHERE = -1  # the dim of rows of an array that has none
 _passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
 
 
-def check_rows_alone(task: Task, parallel: Parallel) -> None:
+def check_rows_alone(layout: Layout) -> None:
     """Checks that no row of a batch depends on another, by running parts of the model on random numbers.
 
     Each part is drawn and run by itself on one device, in its real size, on few rows; not again in a process
     for an equal model.
 
-    Args:
-      parallel: with no -1 left, as `Parallel.resolve` gives it.
     Raises:
       ValueError: `first` or a layer mixes rows, or sums of `last` do not add up.
     """
-    layout, batch = lay_out(task, parallel), task.example_batch()
-    num_rows = min(ROWS, layout.batch_size) // 2 * 2
+    batch = layout.task.example_batch()
+    num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     batch = jax.tree.map(lambda a: np.asarray(a)[:num_rows] if np.ndim(a) else a, batch)
-    graphdef, state = nnx.split(layout.plain)
+    graphdef, state = nnx.split(layout.facts.model)
     model = (graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
     if num_rows and model not in _passed:
         trial = _Trial(layout, batch, num_rows)
-        for kind in range(len(layout.kinds)):
+        for kind in range(len(layout.facts.kinds)):
             trial.check_layer(kind)
         trial.check_last()
         _passed.append(model)
@@ -69,7 +66,7 @@ class _Trial:
       in_batch, in_x: the dim of rows in each of their arrays.
     """
 
-    def __init__(self, layout: ModelLayout, batch: Any, num_rows: int):
+    def __init__(self, layout: Layout, batch: Any, num_rows: int):
         """Looks at `first`, which tells the shapes of x."""
         self.layout, self.batch, self.num_rows = layout, batch, num_rows
         self.outer, self.rng = layout.outer(layout.abstract_model()), np.random.default_rng(0)
@@ -91,8 +88,8 @@ class _Trial:
 
     def check_layer(self, kind: int) -> None:
         """By what a layer of a kind returns, and the state that it leaves."""
-        name, number = self.layout.kinds[kind], self.layout.kind_of.index(kind)
-        maker = self.layout.plain.layers.maker(number)
+        name, number = self.layout.facts.kinds[kind], self.layout.facts.kind_of.index(kind)
+        maker = self.layout.facts.model.layers.maker(number)
 
         @_quick_jit
         def draw():
@@ -194,8 +191,11 @@ class _Trial:
 
     def at(self, batch: Any, row: Any = 0, layer: int = 0) -> At:
         """Of a block of these rows, in training."""
-        place, block = (jnp.int32(layer), jnp.int32(0), jnp.int32(row)), self.layout.to_block(batch)
-        return At(*place, jax.random.key(0), block, time_major=self.layout.time_major)
+        place, block = (
+            (jnp.int32(layer), jnp.int32(0), jnp.int32(row)),
+            self.layout.facts.to_block(batch),
+        )
+        return At(*place, jax.random.key(0), block, time_major=self.layout.facts.time_major)
 
     def random_x(self) -> Any:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
@@ -217,7 +217,7 @@ class _Trial:
 
         @_quick_jit
         def draw():
-            _, *states = self.layout.split(self.layout.make(0))
+            _, *states = self.layout.facts.split(self.layout.make(0))
             leaves = map(jax.tree.leaves, states)
             return [[own[n] for n in of] for own, of in zip(leaves, (numbers, frozen), strict=True)]
 

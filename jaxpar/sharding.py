@@ -175,15 +175,15 @@ def split_over_data(rules: Rules) -> Rules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """Rules on a mesh, for activations: `layout(x, BATCH, UNITS)` lays x out by the names of its dims.
+class Constraint:
+    """Rules on a mesh, for activations: `constraint(x, BATCH, UNITS)` lays x out by the names of its dims.
 
     The names say what is communicated, and the compiler finds how. A column-parallel layer takes x whole
     and a row-parallel one takes it split:
 
-        y = layout(up(layout(x, BATCH, None)), BATCH, UNITS)  # stays split over its last dim
-        layout(y, BATCH, None)                                # gathers it
-        layout(down(y), BATCH, None)                          # uses it split, and adds up the results
+        y = constraint(up(constraint(x, BATCH, None)), BATCH, UNITS)  # stays split over its last dim
+        constraint(y, BATCH, None)                            # gathers it
+        constraint(down(y), BATCH, None)                      # uses it split, and adds up the results
 
     Lay out both what enters a split layer and what leaves it: where either is left open, the compiler may
     choose to gather the weights.

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +12,15 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.config import Parallel
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import Shown, format_bytes, format_count
 from jaxpar.fields import require_instance
-from jaxpar.layout import ModelLayout, lay_out, on_devices
 from jaxpar.memory import host_memory
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
+from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
-from jaxpar.task import Task, check_task
+from jaxpar.task import Task
 from jaxpar.trees import device_bytes
 from jaxpar.work import reductions
 
@@ -56,28 +55,29 @@ class TrainState(Shown):
 
 
 def abstract_state(
-    task: Task, parallel: Parallel, mesh: Mesh | None = None, *, num_steps: int = 1_000_000
+    task: Task | Setup,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
 ) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
     Args:
-      mesh: None builds `parallel.mesh`.
-      num_steps: of the run, as the optimizer is made for.
+      task, parallel, train, mesh: as for `init_state`.
     Raises:
       ValueError: a size does not split over its axes (see `sharding.check_sizes`), the mesh is not of the
         sizes of `parallel`, or the optimizer's state cannot be laid out.
     """
-    parallel, mesh = on_devices(task, parallel, mesh)
-    if dict(mesh.shape) != parallel.mesh.sizes:
-        raise ValueError(
-            f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
-            f"parallel.mesh.build(), or change parallel"
-        )
-    layout = lay_out(task, parallel)
-    state = jax.eval_shape(lambda: _initial_state(layout, 0, num_steps))
+    setup = Setup.of(task, parallel, train, mesh)
+    return setup.keep(_abstract_state, setup.train.num_steps)
+
+
+def _abstract_state(setup: Setup, _: int) -> TrainState:
+    mesh = setup.mesh
+    state = jax.eval_shape(lambda: _initial_state(setup, 0))
     check_sizes({**state.params, **state.frozen}, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
-    _check_optimizer(task, parallel, state, num_steps)
+    _check_optimizer(setup, state)
     check_sizes(state.opt_state, mesh, state.opt_rules)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -97,57 +97,52 @@ def state_shardings(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def init_state(
-    task: Task,
+    task: Task | Setup,
     parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
     mesh: Mesh | None = None,
     *,
-    seed: int = 0,
-    num_steps: int = 1_000_000,
+    seed: int | None = None,
 ) -> TrainState:
     """The state before the first step; every array is made on its devices, shard by shard.
 
     The values depend on the seed and the model's sizes, not on the mesh.
 
     Args:
-      task: resolved: nothing in it is left for the data to determine.
+      task: or a setup, instead of the first four.
       parallel: the layout on devices, or its mesh, or the shape of that; None is the task's own.
+      train: None is the task's own.
       mesh: None builds `parallel.mesh`.
-      num_steps: of the run, as the optimizer is made for.
+      seed: None is that of `train`.
     Raises:
       ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
     """
-    check_task(task)
-    parallel, mesh = on_devices(task, parallel, mesh)
-    task.check(parallel, mesh)
-    target, make = _initializer(task, parallel, mesh, num_steps)
-    check_room(target, mesh)
+    setup = Setup.of(task, parallel, train, mesh)
+    target = abstract_state(setup)
+    check_room(target, setup.mesh)
+    make = setup.keep(_initializer, setup.train.num_steps)
+    seed = setup.train.seed if seed is None else seed
     state = make(np.asarray(jax.random.key_data(jax.random.key(seed))))
-    if parallel.update != "host":
+    if setup.parallel.update != "host":
         return state
-    host = HostOptimizer(task.make_optimizer(num_steps))
-    split = jax.device_put(state.params, shardings(state.params, mesh, state.opt_rules))
+    host = HostOptimizer(setup.optimizer)
+    split = jax.device_put(state.params, shardings(state.params, setup.mesh, state.opt_rules))
     return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
 
 
-@functools.lru_cache(maxsize=64)
-def _initializer(
-    task: Task, parallel: Parallel, mesh: Mesh, num_steps: int
-) -> tuple[TrainState, Callable[[Any], TrainState]]:
-    """The abstract state, and what makes its values of a key's data: one program for all seeds.
+def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
+    """What makes a state of a key's data: one program for all seeds.
 
     Without the optimizer's state where that is kept on the host.
     """
-    layout, target = (
-        lay_out(task, parallel),
-        abstract_state(task, parallel, mesh, num_steps=num_steps),
-    )
-    made = dataclasses.replace(target, opt_state=()) if parallel.update == "host" else target
+    target, on_host = abstract_state(setup), setup.parallel.update == "host"
+    made = dataclasses.replace(target, opt_state=()) if on_host else target
 
     def make(key_data: jax.Array) -> TrainState:
-        state = _initial_state(layout, jax.random.wrap_key_data(key_data), num_steps)
-        return state if made is target else dataclasses.replace(state, opt_state=())
+        state = _initial_state(setup, jax.random.wrap_key_data(key_data))
+        return dataclasses.replace(state, opt_state=()) if on_host else state
 
-    return target, jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made))
+    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made))
 
 
 def check_room(state: TrainState, mesh: Mesh) -> None:
@@ -221,8 +216,9 @@ def audit(state: TrainState) -> None:
         )
 
 
-def _check_optimizer(task: Task, parallel: Parallel, state: TrainState, num_steps: int) -> None:
+def _check_optimizer(setup: Setup, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
+    task = setup.task
     for name, variable in named_leaves(state.opt_state):
         kept = variable.get_value() if is_variable(variable) else variable
         if not hasattr(kept, "shape"):
@@ -230,11 +226,10 @@ def _check_optimizer(task: Task, parallel: Parallel, state: TrainState, num_step
                 f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "
                 f"parameter; use one that keeps arrays, such as optax.adafactor"
             )
-    if parallel.update != "host":
+    if setup.parallel.update != "host":
         return
-    optimizer = task.make_optimizer(num_steps)
     with jax.numpy_dtype_promotion("standard"):
-        found = reductions(optimizer.update, state.params, state.opt_state, state.params)
+        found = reductions(setup.optimizer.update, state.params, state.opt_state, state.params)
     if found:
         raise ValueError(
             f"update='host': devices update their parts of a parameter alone, and the optimizer of task "
@@ -243,16 +238,17 @@ def _check_optimizer(task: Task, parallel: Parallel, state: TrainState, num_step
         )
 
 
-def _initial_state(layout: ModelLayout, seed: int | jax.Array, num_steps: int) -> TrainState:
+def _initial_state(setup: Setup, seed: int | jax.Array) -> TrainState:
+    layout = setup.layout
     model = layout.make(seed)
-    _, params, frozen = layout.split(model)
+    _, params, frozen = layout.facts.split(model)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         params=params,
         frozen=frozen,
-        opt_state=layout.task.make_optimizer(num_steps).init(params),
-        carry=model.layers.initial_carry(layout.batch_size),
+        opt_state=setup.optimizer.init(params),
+        carry=model.layers.initial_carry(layout.facts.batch_size),
         param_rules=layout.param_rules,
         opt_rules=layout.opt_rules,
         carry_rules=layout.carry_rules,

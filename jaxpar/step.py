@@ -24,7 +24,7 @@ from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
 from jaxpar.batches import RATE, part_of, starts_of
 from jaxpar.config import Adaptation, Parallel, TrainConfig
 from jaxpar.fields import require_instance
-from jaxpar.layout import ModelLayout, Outer, lay_out, on_devices
+from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, checked_sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
@@ -33,9 +33,10 @@ from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.schedule import Schedule, make_schedule
 from jaxpar.pipeline.ticks import Plan, largest, make_plan
 from jaxpar.rows import check_rows_alone
+from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, dims_of, is_variable, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
-from jaxpar.task import Task, check_task
+from jaxpar.task import Task
 from jaxpar.trees import vary_like
 
 # A collective-permute in a branch of the loop over ticks, and where in the model it comes from.
@@ -72,9 +73,7 @@ class CompiledStep:
     each length is compiled once.
     """
 
-    def __init__(
-        self, step: Callable[..., Any], layout: ModelLayout, *, backward: bool, **jit_options
-    ):
+    def __init__(self, step: Callable[..., Any], layout: Layout, *, backward: bool, **jit_options):
         self._jitted, self._layout, self._backward = jax.jit(step, **jit_options), layout, backward
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
@@ -98,7 +97,7 @@ class CompiledStep:
         if not self.num_programs:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
-                check_rows_alone(self._layout.task, parallel)
+                check_rows_alone(self._layout)
             self._check_program(arguments)
             release_freed_memory()
         return self._jitted(*arguments)
@@ -138,9 +137,9 @@ class CompiledStep:
         layout, parallel = self._layout, self._layout.parallel
         length = check_batch_shape(layout, batch)
         is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
-        if is_whole or layout.num_steps is None or parallel.num_segments > 1:
+        if is_whole or layout.facts.num_steps is None or parallel.num_segments > 1:
             return batch, self.full_plan
-        whole, K = layout.num_steps, parallel.num_chunks
+        whole, K = layout.facts.num_steps, parallel.num_chunks
         chunk_len = whole // K
         if length % chunk_len:
             raise ValueError(
@@ -159,13 +158,13 @@ class CompiledStep:
         return batch, _plan(parallel, length // chunk_len, self._backward)
 
 
-def check_batch_shape(layout: ModelLayout, batch: Any) -> int:
+def check_batch_shape(layout: Layout, batch: Any) -> int:
     """The time steps of a batch (1 if the model has no time), if it is as the task's example.
 
     Raises:
       ValueError: it is not.
     """
-    example, whole, name = layout.batch, layout.num_steps, layout.task.name
+    example, whole, name = layout.facts.batch, layout.facts.num_steps, layout.task.name
     if jax.tree.structure(batch) != jax.tree.structure(example):
         raise ValueError(
             f"the batch has the structure {jax.tree.structure(batch)}, those of task {name} have "
@@ -176,7 +175,7 @@ def check_batch_shape(layout: ModelLayout, batch: Any) -> int:
         jax.tree.leaves_with_path(batch), jax.tree.leaves(example), strict=True
     ):
         shape, expected = list(np.shape(leaf)), list(wanted.shape)
-        has_time = layout.time_major and len(expected) > 1 and expected[1] == whole
+        has_time = layout.facts.time_major and len(expected) > 1 and expected[1] == whole
         if has_time and len(shape) == len(expected):
             lengths.add(shape[1])
             shape[1] = whole
@@ -210,7 +209,7 @@ class _HostStep(CompiledStep):
     """
 
     def __init__(
-        self, gradients, layout: ModelLayout, optimizer, refuse, states: TrainState, out_shardings
+        self, gradients, layout: Layout, optimizer, refuse, states: TrainState, out_shardings
     ):
         super().__init__(gradients, layout, backward=True, out_shardings=out_shardings)
         self._host = HostOptimizer(optimizer)
@@ -244,7 +243,7 @@ def _without_optimizer(state: TrainState) -> TrainState:
 
 
 def make_train_step(
-    task: Task,
+    task: Task | Setup,
     parallel: Parallel | MeshConfig | str | None = None,
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
@@ -264,17 +263,21 @@ def make_train_step(
       train: None takes the task's own settings.
       mesh: None builds `parallel.mesh`.
     Returns:
-      (state, batch) -> (state, metrics); the batch lies on `batch_sharding(task, parallel, mesh)`.
+      (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of the same arguments.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    check_task(task)
-    parallel, mesh = on_devices(task, parallel, mesh)
-    train = task.train if train is None else train
-    require_instance("train", train, TrainConfig, "a TrainConfig")
-    layout, optimizer = lay_out(task, parallel), task.make_optimizer(train.num_steps)
-    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed)
-    is_safe, on_host = isinstance(optimizer, Safe), parallel.update == "host"
+    setup = Setup.of(task, parallel, train, mesh)
+    train = setup.train
+    return setup.keep(
+        _make_train_step, train.num_steps, train.clip_norm, train.allowed_skips, train.seed
+    )
+
+
+def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
+    train, layout, mesh, optimizer = setup.train, setup.layout, setup.mesh, setup.optimizer
+    value_and_grad = make_loss_and_grad(setup, seed=train.seed)
+    is_safe, on_host = isinstance(optimizer, Safe), setup.parallel.update == "host"
 
     def gradients(state: TrainState, batch: Any, plan: Plan | None):
         (loss, (carry, sums)), grads = value_and_grad(state, batch, plan)
@@ -307,7 +310,7 @@ def make_train_step(
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
-    target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
+    target = abstract_state(setup)
     states, replicated = state_shardings(target, mesh), NamedSharding(mesh, P())
     if on_host:
         split = shardings(target.params, mesh, target.opt_rules)
@@ -366,8 +369,9 @@ def check_program(program: jax.stages.Compiled) -> None:
 
 
 def make_loss_and_grad(
-    task: Task,
-    parallel: Parallel,
+    task: Task | Setup,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
     mesh: Mesh | None = None,
     *,
     seed: int | None = 0,
@@ -379,7 +383,7 @@ def make_loss_and_grad(
     stages and tensor parallelism, use `check_program` on the program of your own layers: would it terminate?
 
     Args:
-      mesh: None builds `parallel.mesh`.
+      task, parallel, train, mesh: as for `make_train_step`.
       seed: of the dropout masks; None for no dropout, as in evaluation.
       watch: the carry is then (carry, watched), the gradients (gradients, marks). Watched tells by kind,
         float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers were not finite
@@ -388,15 +392,14 @@ def make_loss_and_grad(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    mesh = parallel.mesh.build() if mesh is None else mesh
-    task.check(parallel, mesh)
-    layout = lay_out(task, parallel)
-    unroll = _make_unroll(layout, mesh, watch)
+    setup = Setup.of(task, parallel, train, mesh)
+    layout = setup.layout
+    unroll = _make_unroll(layout, setup.mesh, watch)
 
     def loss(params, state, batch, plan):
         params, probes = params if watch else (params, ())
         key = None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
-        plan = _full_plan(parallel, backward=True) if plan is None else plan
+        plan = _full_plan(layout.parallel, backward=True) if plan is None else plan
         carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan, probes)
         mean = sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
         return mean, (carry, sums)
@@ -411,38 +414,43 @@ def make_loss_and_grad(
 
 
 def make_eval_step(
-    task: Task, parallel: Parallel | MeshConfig | str | None = None, mesh: Mesh | None = None
+    task: Task | Setup,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
 ) -> CompiledStep:
     """The sums of a batch without dropout, compiled for the mesh.
 
+    Args:
+      task, parallel, train, mesh: as for `make_train_step`.
     Returns:
       (state, batch) -> (carry, sums); of the state parameters and carry are read.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    check_task(task)
-    parallel, mesh = on_devices(task, parallel, mesh)
-    task.check(parallel, mesh)
-    layout = lay_out(task, parallel)
-    unroll = _make_unroll(layout, mesh)
+    return Setup.of(task, parallel, train, mesh).keep(_make_eval_step)
+
+
+def _make_eval_step(setup: Setup) -> CompiledStep:
+    unroll = _make_unroll(setup.layout, setup.mesh)
 
     def step(state: TrainState, batch: Any, plan: Plan | None):
         return unroll(state.params, state.frozen, state.carry, batch, None, plan)
 
-    return CompiledStep(step, layout, backward=False)
+    return CompiledStep(step, setup.layout, backward=False)
 
 
-def make_adapting_step(
-    task: Task, parallel: Parallel, adaptation: Adaptation, mesh: Mesh
-) -> CompiledStep:
+def make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
     """The sums of a batch without dropout, and then a step of gradient descent on it, compiled for the mesh.
 
     Returns:
       (state, batch) -> (state, sums); `opt_state` holds the parameters as they were trained.
-    Raises:
-      ValueError: sizes do not fit the mesh.
     """
-    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=None)
+    return setup.keep(_make_adapting_step, adaptation)
+
+
+def _make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
+    value_and_grad = make_loss_and_grad(setup, seed=None)
 
     def step(state: TrainState, batch: Any, plan: Plan | None):
         (_, (carry, sums)), grads = value_and_grad(state, batch, plan)
@@ -451,31 +459,38 @@ def make_adapting_step(
             return param - adaptation.rate * grad + adaptation.decay * (trained - param)
 
         params = jax.tree.map(move, state.params, grads, state.opt_state)
-        params = constrain(params, mesh, state.param_rules)
+        params = constrain(params, setup.mesh, state.param_rules)
         return dataclasses.replace(state, params=params, carry=carry), sums
 
-    return CompiledStep(step, lay_out(task, parallel), backward=True)
+    return CompiledStep(step, setup.layout, backward=True)
 
 
-def batch_sharding(task: Task, parallel: Parallel, mesh: Mesh) -> NamedSharding:
+def batch_sharding(
+    task: Task | Setup,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+) -> NamedSharding:
     """How the arrays of a batch lie on the mesh between steps: rows as the rules say, in the user's order.
 
     Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
+
+    Args:
+      task, parallel, train, mesh: as for `make_train_step`.
     """
-    rules = task.rules if parallel.has_equal_shares else task.rules.replace({BATCH: None})
-    return NamedSharding(mesh, rules.spec((BATCH,)))
+    setup = Setup.of(task, parallel, train, mesh)
+    return NamedSharding(setup.mesh, setup.layout.carry_rules.spec((BATCH,)))
 
 
-def abstract_batch(task: Task, parallel: Parallel, mesh: Mesh) -> Any:
+def abstract_batch(setup: Setup) -> Any:
     """A batch without its values, as a step takes it: shapes, dtypes and shardings."""
-    where = batch_sharding(task, parallel, mesh)
+    where = batch_sharding(setup)
 
     def place(leaf):
-        if not leaf.shape:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        sharding = where if leaf.shape else NamedSharding(setup.mesh, P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, lay_out(task, parallel).batch)
+    return jax.tree.map(place, setup.layout.facts.batch)
 
 
 def step_schedule(
@@ -503,7 +518,7 @@ def step_schedule(
 
 
 def _make_unroll(
-    layout: ModelLayout, mesh: Mesh, watch: bool = False
+    layout: Layout, mesh: Mesh, watch: bool = False
 ) -> Callable[..., tuple[Any, Sums]]:
     """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
     layers = layout.layer_functions()
@@ -526,20 +541,25 @@ def _make_unroll(
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
         flat = layout.carry_of(before)
         if watch:
-            B = layout.batch_size
+            B = layout.facts.batch_size
             flags = (jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
             flat = tuple(zip(flat, flags, strict=True))
         after, sums = run(layout, mesh, layers, params, probes, frozen, flat, batch, key, plan)
         if not watch:
             return _wrap(layout, after, carry), sums
         carries, flags = zip(*after, strict=True) if after else ((), ())
-        return (_wrap(layout, carries, carry), dict(zip(layout.kinds, flags, strict=True))), sums
+        return (
+            _wrap(layout, carries, carry),
+            dict(zip(layout.facts.kinds, flags, strict=True)),
+        ), sums
 
     return unroll
 
 
-def _wrap(layout: ModelLayout, carry: Any, like: Any) -> dict[str, Any]:
-    return {kind: wrap_like(c, like[kind]) for kind, c in zip(layout.kinds, carry, strict=True)}
+def _wrap(layout: Layout, carry: Any, like: Any) -> dict[str, Any]:
+    return {
+        kind: wrap_like(c, like[kind]) for kind, c in zip(layout.facts.kinds, carry, strict=True)
+    }
 
 
 def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
@@ -554,9 +574,9 @@ def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
     return run
 
 
-def _make_probes(layout: ModelLayout) -> tuple[jax.Array, ...]:
+def _make_probes(layout: Layout) -> tuple[jax.Array, ...]:
     """Zeros beside the parameters of every kind, whose gradients are the marks of `make_loss_and_grad`."""
-    T, B = layout.num_steps or 1, layout.batch_size
+    T, B = layout.facts.num_steps or 1, layout.facts.batch_size
     return tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
 
 
@@ -565,7 +585,7 @@ def _with_probes(params: tuple[Any, ...], probes: tuple[jax.Array, ...]) -> tupl
     return tuple(zip(params, probes, strict=True)) if probes else params
 
 
-def _watched(layer: Callable[..., Any], layout: ModelLayout) -> Callable[..., Any]:
+def _watched(layer: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
     """A layer that tells where its inputs and outputs, and the gradients of both, are not finite.
 
     Its parameters are (parameters, probe), its carry (carry, marks); see `make_loss_and_grad`.
@@ -574,7 +594,7 @@ def _watched(layer: Callable[..., Any], layout: ModelLayout) -> Callable[..., An
     def bad(tree):
         parts = []
         for leaf in jax.tree.leaves(tree):
-            leaf_TB = leaf if layout.time_major else leaf[None]
+            leaf_TB = leaf if layout.facts.time_major else leaf[None]
             parts.append(~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim))))
         return functools.reduce(jnp.logical_or, parts)
 
@@ -589,7 +609,9 @@ def _watched(layer: Callable[..., Any], layout: ModelLayout) -> Callable[..., An
 
     def pull_back(place, d_tree):
         marks_TB = bad(d_tree).astype(jnp.float32)
-        room_TB = vary_like(jnp.zeros((layout.num_steps or 1, layout.batch_size)), marks_TB)
+        room_TB = vary_like(
+            jnp.zeros((layout.facts.num_steps or 1, layout.facts.batch_size)), marks_TB
+        )
         return d_tree, lax.dynamic_update_slice(room_TB, marks_TB, place), None
 
     tap.defvjp(lambda tree, probe_TB, place: (tree, place), pull_back)
@@ -605,9 +627,7 @@ def _watched(layer: Callable[..., Any], layout: ModelLayout) -> Callable[..., An
     return run
 
 
-def _run_at_once(
-    layout: ModelLayout, mesh, layers, params, probes, frozen, carry, batch, key, plan
-):
+def _run_at_once(layout: Layout, mesh, layers, params, probes, frozen, carry, batch, key, plan):
     """The whole batch and window as one block on every data-parallel group."""
 
     def run(params, probes, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
@@ -616,14 +636,14 @@ def _run_at_once(
             time=jnp.int32(0),
             row=jnp.int32(first_row),
             key=key,
-            batch=layout.to_block(batch),
+            batch=layout.facts.to_block(batch),
             layout=at_layout,
-            time_major=layout.time_major,
+            time_major=layout.facts.time_major,
         )
         return run_block(layout, layers, params, probes, frozen, carry, at)
 
-    if mesh.shape[DATA] == 1 or not layout.divides_by_hand:
-        return run(params, probes, frozen, carry, batch, key, at_layout=layout.layout_of(mesh))
+    if mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand:
+        return run(params, probes, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
@@ -631,8 +651,8 @@ def _run_at_once(
         group = lax.axis_index(DATA)
         with jax.named_scope("gradients"):
             params, probes = vary_like((params, probes), group)
-        first_row = group * (layout.batch_size // mesh.shape[DATA])
-        at_layout = layout.layout_of(mesh, DATA)
+        first_row = group * (layout.facts.batch_size // mesh.shape[DATA])
+        at_layout = layout.constraint(mesh, DATA)
         carry, sums = run(params, probes, frozen, carry, batch, key, first_row, at_layout)
         with jax.named_scope("loss"):
             return carry, lax.psum(vary_like(sums, group), DATA)
@@ -647,22 +667,22 @@ def _run_at_once(
     )(params, probes, frozen, carry, batch, key)
 
 
-def run_block(layout: ModelLayout, layers, params, probes, frozen, carry, at: At):
+def run_block(layout: Layout, layers, params, probes, frozen, carry, at: At):
     """All of a model on a block of rows and time steps: the carry, and the sums."""
     model = layout.merge(params, frozen)
     with jax.named_scope("first"):
-        x = model.first(at.batch, at._replace(layer=len(layout.kind_of) + 1))
+        x = model.first(at.batch, at._replace(layer=len(layout.facts.kind_of) + 1))
     own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
     carry, y = _run_stack(layout, layers, *own, carry, x, at)
     with jax.named_scope("head"):
-        sums = model.last(y, at.batch, at._replace(layer=len(layout.kind_of)))
+        sums = model.last(y, at.batch, at._replace(layer=len(layout.facts.kind_of)))
         return carry, checked_sums(sums, model)
 
 
-def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
+def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
     """All layers on one stage: neighbours of one kind in a loop, or written out if they are few."""
     carry, first = list(carry), 0
-    for kind, run in itertools.groupby(layout.kind_of):
+    for kind, run in itertools.groupby(layout.facts.kind_of):
         numbers = range(first, first + len(list(run)))
         first, row = numbers.stop, layout.slots.places[numbers.start]
         rows = slice(row, row + len(numbers))
@@ -670,7 +690,7 @@ def _run_stack(layout: ModelLayout, layers, params, frozen, carry, x, at: At):
             jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
             for tree in (params, frozen, carry)
         )
-        after, x = run_kind(layout.unroll, layers[kind], own, x, at, numbers)
+        after, x = run_kind(layout.facts.unroll, layers[kind], own, x, at, numbers)
         carry[kind] = jax.tree.map(
             lambda a, part, rows=rows: part if len(part) == len(a) else a.at[rows].set(part),
             carry[kind],
@@ -695,9 +715,7 @@ def run_kind(unroll: int, layer, stacked: tuple[Any, Any, Any], x, at: At, numbe
     return after, y
 
 
-def _run_in_units(
-    layout: ModelLayout, mesh, layers, params, probes, frozen, carry, batch, key, plan
-):
+def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, batch, key, plan):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
     if hasattr(model, "prepare"):
@@ -707,14 +725,14 @@ def _run_in_units(
     # If all of `first` is frozen there is no gradient to add to.
     adds_gradient = hasattr(model, "add_first_gradient") and outer.first
     deal, gather = _deal(layout, mesh)
-    b = parallel.microbatch_rows(layout.batch_size)
+    b = parallel.microbatch_rows(layout.facts.batch_size)
     pipeline = Pipeline(
         layers=layers,
         first=outer.run_first,
         last=functools.partial(outer.run_last, is_part=sharded),
         mesh=mesh,
         slots=layout.slots,
-        chunk_len=layout.num_steps // parallel.num_chunks if layout.num_steps else None,
+        chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
         microbatch_rows=b,
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer, model),
@@ -726,9 +744,9 @@ def _run_in_units(
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
-        layout=layout.layout_of(mesh, DATA, STAGE),
+        layout=layout.constraint(mesh, DATA, STAGE),
     )
-    _, trained, rest = layout.split(model)
+    _, trained, rest = layout.facts.split(model)
 
     def parts(leaves, first, last, state, probes=()):
         return PipelineParams(
@@ -737,7 +755,7 @@ def _run_in_units(
             tuple(leaves[n] for n in last),
         )
 
-    block = layout.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
+    block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(
         parts(outer.leaves, outer.first, outer.last, trained, probes),
@@ -755,9 +773,9 @@ def _have_own_memory(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def _last_specs(layout: ModelLayout, outer: Outer, model: Any) -> tuple[Any, Any]:
+def _last_specs(layout: Layout, outer: Outer, model: Any) -> tuple[Any, Any]:
     """Over `stage`, of what `last_part` uses: trained, and frozen."""
-    _, trained, frozen = layout.split(model)
+    _, trained, frozen = layout.facts.split(model)
 
     def specs(state, numbers):
         variables = jax.tree.leaves(state, is_leaf=is_variable)
@@ -768,7 +786,7 @@ def _last_specs(layout: ModelLayout, outer: Outer, model: Any) -> tuple[Any, Any
     return specs(trained, outer.last), specs(frozen, outer.last_frozen)
 
 
-def _deal(layout: ModelLayout, mesh: Mesh):
+def _deal(layout: Layout, mesh: Mesh):
     """Two functions of (array, its dim of the batch): to the groups' own rows, and back to the user's order.
 
     Every group has room for the largest share; what a smaller one leaves empty is not computed.
@@ -777,7 +795,7 @@ def _deal(layout: ModelLayout, mesh: Mesh):
     if parallel.has_equal_shares:
         return (lambda a, dim: a), (lambda a, dim: a)
     shares = parallel.group_shares
-    part = layout.batch_size // sum(shares)
+    part = layout.facts.batch_size // sum(shares)
     room, ends = part * max(shares), np.cumsum(shares) * part
     dealt = np.zeros((len(shares), room), np.int32)
     for group, (share, end) in enumerate(zip(shares, ends, strict=True)):

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import optax
 from flax import nnx
-from jax.sharding import Mesh
 
 from jaxpar import optimizer
 from jaxpar.batches import Batches
@@ -115,8 +114,8 @@ class Task:
         """The task with the sizes that its data tell filled in."""
         return self
 
-    def check(self, parallel: Parallel, mesh: Mesh) -> None:
-        """Raises a ValueError if the task cannot run on this layout."""
+    def check(self, parallel: Parallel) -> None:
+        """Raises a ValueError if the task cannot run so; `parallel` has no -1 left."""
 
     def check_batch(self, batch: Any) -> None:
         """Raises a ValueError for values that would silently give a wrong number."""

@@ -22,8 +22,8 @@ import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.nn import named_param
+from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, check_program, make_loss_and_grad, make_train_step
 from jaxpar.task import Settings
@@ -42,7 +42,7 @@ def batch_of(task):
 def plainly(task):
     """Loss, metrics, gradients and carry on one device, from the definition."""
     settings = Settings(task, Parallel("dp1"), TrainConfig())
-    graphdef, state = jax.jit(lambda: nnx.split(lay_out(task, settings.parallel).make(0)))()
+    graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
     key, batch = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
     block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if np.ndim(a) > 1 else a, batch)
 
@@ -62,11 +62,13 @@ def plainly(task):
 def assert_same(task, parallel):
     settings = Settings(task, parallel, TrainConfig())
     mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     audit(state)
     batch = jax.tree.map(jnp.asarray, place_batch(task.make_batches("train", 0), 1,
-                                                  batch_sharding(task, parallel, mesh)))  # fmt: skip
-    (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh))(state, batch)
+                                                  batch_sharding(task, parallel, mesh=mesh)))  # fmt: skip
+    (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))(
+        state, batch
+    )
     expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
     assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
     for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
@@ -165,7 +167,7 @@ def test_a_layer_that_needs_the_whole_window_refuses_chunks():
     with pytest.raises(
         ValueError, match=r"layer bidirectional reads the whole window at once, num_chunks=4 cuts"
     ):
-        lay_out(Calm(("both ways", "cell")), Parallel(on_devices((1, 2, 1)), units))
+        Setup.of(Calm(("both ways", "cell")), Parallel(on_devices((1, 2, 1)), units))
 
 
 @pytest.mark.parametrize("seed", [0, full(1)])
@@ -189,11 +191,11 @@ def test_random_models_on_random_layouts_equal_their_definition(seed):
 def test_two_optimizer_steps_leave_the_same_parameters(mesh, layout):
     def train(parallel, task):
         mesh = parallel.mesh.build()
-        state = init_state(task, parallel, mesh)
+        state = init_state(task, parallel, mesh=mesh)
         step = make_train_step(task, parallel, TrainConfig(num_steps=9), mesh)
         for number in range(2):
             batches = task.make_batches("train", 0)
-            batch = place_batch(batches, number, batch_sharding(task, parallel, mesh))
+            batch = place_batch(batches, number, batch_sharding(task, parallel, mesh=mesh))
             state, _ = step(state, batch)
         audit(state)
         return by_layer(state.params, Settings(task, parallel, TrainConfig()))
@@ -345,8 +347,8 @@ def test_a_variable_that_a_call_changes_is_refused_and_no_other(part):
         with pytest.raises(
             ValueError, match=f"^{part} changes its variable {name} when .* carry of"
         ):
-            lay_out(Task((change,)), Parallel(on_devices((1, 1, 1))))
-    lay_out(Task(("what it was",)), Parallel(on_devices((1, 1, 1))))
+            Setup.of(Task((change,)), Parallel(on_devices((1, 1, 1))))
+    Setup.of(Task(("what it was",)), Parallel(on_devices((1, 1, 1))))
 
 
 def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
@@ -412,8 +414,8 @@ def test_stages_need_layers_and_a_sharded_head_needs_a_method():
     with pytest.raises(
         ValueError, match="head='sharded': model Regression has no method last_part"
     ):
-        lay_out(Regress(), Parallel("pp2", PipelineConfig(head="sharded")))
+        Setup.of(Regress(), Parallel("pp2", PipelineConfig(head="sharded")))
     with pytest.raises(ValueError, match=r"stage=8 is more than num_layers=4"):
-        lay_out(Regress(), Parallel("pp8"))
+        Setup.of(Regress(), Parallel("pp8"))
     with pytest.raises(ValueError, match="batch_size=16 does not divide by data=3"):
-        lay_out(Regress(), Parallel(dataclasses.replace(on_devices((3, 1, 1)))))
+        Setup.of(Regress(), Parallel(dataclasses.replace(on_devices((3, 1, 1)))))

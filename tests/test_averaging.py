@@ -44,7 +44,7 @@ def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay
     task = dataclasses.replace(MODEL, num_layers=2, optimizer=optimizer)
     settings = make_settings(mesh, (2, 2), task, layout=layout)
     devices = settings.parallel.mesh.build()
-    state, history = init_state(task, settings.parallel, devices), []
+    state, history = init_state(task, settings.parallel, mesh=devices), []
     step = make_train_step(*settings, devices)
     for number in range(5):
         if number == 2:

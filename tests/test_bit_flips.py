@@ -18,6 +18,7 @@ import pytest
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.task import find_task
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.weights import export_weights, read_weights
@@ -56,7 +57,7 @@ def arrays(tree):
 
 
 def earlier_state(folder):
-    return arrays(folder.checkpoints(folder.settings()).restore(ONE.mesh.build(), step=2))
+    return arrays(folder.checkpoints(Setup.of(*folder.settings())).restore(step=2))
 
 
 def settings(path):
@@ -71,9 +72,9 @@ PLAIN = {"settings": r"config\.toml", "metrics": r"metrics\.jsonl"}
 # All that is read of a run.
 READERS = {
     "settings": settings,
-    "state": lambda path: arrays(RunFolder(path).restore()[2]),
+    "state": lambda path: arrays(RunFolder(path).restore()[1]),
     "earlier state": lambda path: earlier_state(RunFolder(path)),
-    "best": lambda path: arrays(RunFolder(path).restore(best=True)[2]),
+    "best": lambda path: arrays(RunFolder(path).restore(best=True)[1]),
     "metrics": lambda path: (RunFolder(path).check(), RunFolder(path).metrics())[1],
     "vocabulary": lambda path: open_run(path)[1],
     "weights": lambda path: vars(read_weights(path / "model.safetensors")),

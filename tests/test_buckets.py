@@ -419,8 +419,8 @@ def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
     assert len(batches.buckets) == 5
     assert batches.padding < PYTHON_DOCS_PADDING
     mesh = PARALLEL.mesh.build()
-    sharding = batch_sharding(TASK, PARALLEL, mesh)
-    state = jaxpar.init_state(TASK, PARALLEL, mesh)
+    sharding = batch_sharding(TASK, PARALLEL, mesh=mesh)
+    state = jaxpar.init_state(TASK, PARALLEL, mesh=mesh)
     step = jaxpar.make_train_step(TASK, PARALLEL, mesh=mesh)
     lengths = set()
     for number in range(60):

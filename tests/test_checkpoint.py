@@ -23,9 +23,9 @@ from test_equivalence import full
 
 from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
+from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
@@ -69,7 +69,7 @@ def make_setup(mesh=(1, 1, 1), placement="even", task=TASK, num_groups=1, **layo
 def batch_of(step, task, parallel, mesh):
     shape = (2, task.batch_size, task.seq_len)
     tokens = np.random.default_rng(step).integers(0, task.vocab_size, shape, np.int32)
-    return put_batch(Batch(*tokens, starts=step == 0), batch_sharding(task, parallel, mesh))
+    return put_batch(Batch(*tokens, starts=step == 0), batch_sharding(task, parallel, mesh=mesh))
 
 
 def variables(state):
@@ -81,7 +81,7 @@ def variables(state):
 
 def canonical(state, task, parallel):
     """Host copies; stacked layers in the order of the layers."""
-    [rows] = lay_out(task, parallel).slots.rows
+    [rows] = Setup.of(task, parallel).layout.slots.rows
     order = [rows.index(layer) for layer in range(task.num_layers)]
     return {
         name: value[order] if "layers" in dims else value for name, value, dims in variables(state)
@@ -110,11 +110,11 @@ def run(tmp_path_factory):
         if setup not in runs:
             folder = tmp_path_factory.mktemp("run") / "checkpoints"
             mesh, step = step_of(setup)
-            state = init_state(*setup, mesh)
+            state = init_state(*setup, mesh=mesh)
             for number in range(2):
                 state, _ = step(state, batch_of(number, *setup, mesh))
             arrays = canonical(state, *setup)
-            with Checkpoints(folder, *setup, keep=1) as checkpoints:
+            with Checkpoints(folder, Setup.of(*setup), keep=1) as checkpoints:
                 checkpoints.save(state)
                 # The state is donated to the third step while it is being written.
                 losses = next_losses(setup, state)
@@ -135,7 +135,7 @@ def next_losses(setup, state):
 
 
 def restore(folder, setup, step=None):
-    return Checkpoints(folder, *setup, keep=1).restore(setup[1].mesh.build(), step)
+    return Checkpoints(folder, Setup.of(*setup), keep=1).restore(step)
 
 
 @pytest.fixture
@@ -221,15 +221,18 @@ def test_empty_slots_are_zero_after_a_restore(run):
 def test_every_optimizer_comes_back(tmp_path, optimizer):
     setup = make_setup(task=dataclasses.replace(SMALL, optimizer=OptimizerConfig(**optimizer)))
     state = jax.tree.map(lambda a: a + jnp.ones_like(a), init_state(*setup))
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
         checkpoints.save(state)
-        restored = checkpoints.restore(setup[1].mesh.build())
+        restored = checkpoints.restore()
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert_bit_equal(canonical(restored, *setup), canonical(state, *setup))
 
 
 def test_stored_arrays_have_readable_names_and_no_empty_slots():
-    shapes = {name: array.shape for name, array in by_layer(init_state(*UNEVEN), *UNEVEN).items()}
+    shapes = {
+        name: array.shape
+        for name, array in by_layer(init_state(*UNEVEN), Setup.of(*UNEVEN).layout).items()
+    }
     assert shapes["params/layers/lstm/w_x"] == (8, 16, 4, 16)
     assert shapes["opt_state/0/mu/layers/lstm/w_x"] == (8, 16, 4, 16)
     assert shapes["carry/lstm/h_BH"] == (8, 8, 16)
@@ -242,7 +245,7 @@ def test_no_device_holds_more_for_a_checkpoint_than_for_a_step(mesh, num_layers)
     placement = (num_layers - 5, 2, 2, 1)
     setup = make_setup(mesh, placement, dataclasses.replace(TASK, num_layers=num_layers))
     state = init_state(*setup)
-    stored = by_layer(state, *setup)
+    stored = by_layer(state, Setup.of(*setup).layout)
     arrays = [
         leaf.get_value() if is_variable(leaf) else leaf
         for leaf in jax.tree.leaves(state, is_leaf=is_variable)
@@ -257,7 +260,7 @@ def shard_size(array):
 
 def test_the_task_is_stored_as_text(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
         checkpoints.save(at_step(state, 3))
     text = (tmp_path / "3" / "_CHECKPOINT_METADATA").read_text()
     stored = json.loads(text)["custom_metadata"]
@@ -272,31 +275,28 @@ def test_the_task_is_stored_as_text(tmp_path, small):
 
 def test_the_newest_are_kept(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         for step in (2, 4, 6, 10):
             checkpoints.save(at_step(state, step))
         assert checkpoints.latest_step() == 10
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.save(at_step(state, 11))
     assert {each.name for each in tmp_path.iterdir()} == {"10", "11"}
-    assert (
-        int(Checkpoints(tmp_path, *setup, keep=2).restore(setup[1].mesh.build(), step=10).step)
-        == 10
-    )
+    assert int(Checkpoints(tmp_path, Setup.of(*setup), keep=2).restore(step=10).step) == 10
 
 
 def test_half_written_checkpoints_do_not_count(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.save(at_step(state, 3))
     killed = tmp_path / "4.orbax-checkpoint-tmp"
     shutil.copytree(tmp_path / "3", killed)
 
-    reader = Checkpoints(tmp_path, *setup, keep=2)
+    reader = Checkpoints(tmp_path, Setup.of(*setup), keep=2)
     assert reader.latest_step() == 3
-    assert int(reader.restore(setup[1].mesh.build()).step) == 3
+    assert int(reader.restore().step) == 3
     assert killed.exists()  # it may be another process's, still at work
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.save(at_step(state, 5))
         assert checkpoints.latest_step() == 5
     assert not killed.exists()
@@ -355,17 +355,16 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, caplog):
     state, setup = small
-    mesh = setup[1].mesh.build()
-    with Checkpoints(tmp_path, *setup, keep=3) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=3) as checkpoints:
         for step in (3, 8):
             checkpoints.save(at_step(state, step))
     change, message = DAMAGES[damage]
     change(tmp_path / "8")
 
-    reader = Checkpoints(tmp_path, *setup, keep=3)
+    reader = Checkpoints(tmp_path, Setup.of(*setup), keep=3)
     if "a bit of the d" not in damage:  # that is not looked for in passing
         assert (reader.latest_step(), reader.steps()) == (3, [3])
-    assert int(reader.restore(mesh).step) == 3
+    assert int(reader.restore().step) == 3
     if message is not None:
         assert re.search(
             rf"^skipped {tmp_path}/8, which cannot be used: .*{message}", caplog.messages[-1]
@@ -373,9 +372,9 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
         with pytest.raises(
             FileNotFoundError, match=rf"/8 cannot be used: .*{message}.*use one of \[3\]"
         ):
-            reader.restore(mesh, step=8)
+            reader.restore(step=8)
     # The run comes to this step again.
-    with Checkpoints(tmp_path, *setup, keep=3) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=3) as checkpoints:
         for step in (7, 8):
             checkpoints.save(at_step(state, step))
     assert reader.steps() == [3, 7, 8]
@@ -385,24 +384,23 @@ def test_a_damaged_checkpoint_is_named_and_skipped(tmp_path, small, damage, capl
 
 def test_a_checkpoint_knows_its_step_and_its_run(tmp_path, small, caplog):
     state, setup = small
-    mesh = setup[1].mesh.build()
     for run, step in (("one", 3), ("other", 5)):
-        with Checkpoints(tmp_path / run, *setup, keep=2, run=run) as checkpoints:
+        with Checkpoints(tmp_path / run, Setup.of(*setup), keep=2, run=run) as checkpoints:
             checkpoints.save(at_step(state, step))
-    reader = Checkpoints(tmp_path / "one", *setup, keep=2, run="one")
+    reader = Checkpoints(tmp_path / "one", Setup.of(*setup), keep=2, run="one")
     shutil.copytree(tmp_path / "one" / "3", tmp_path / "one" / "8")  # renamed
-    assert int(reader.restore(mesh).step) == 3
+    assert int(reader.restore().step) == 3
     assert re.search(r"one/8, which cannot be used: it is the checkpoint of step 3", caplog.text)
     caplog.clear()
     shutil.rmtree(tmp_path / "one" / "8")
     shutil.copytree(tmp_path / "other" / "5", tmp_path / "one" / "5")
-    assert int(reader.restore(mesh).step) == 3
+    assert int(reader.restore().step) == 3
     assert re.search(r"one/5, which cannot be used: it is of another run \(other, not", caplog.text)
     shutil.rmtree(tmp_path / "one" / "3")
     with pytest.raises(FileNotFoundError, match=r"no whole checkpoint in .* 5 .* of another run"):
-        reader.restore(mesh)
+        reader.restore()
     # What is in the way is moved aside, not deleted.
-    with Checkpoints(tmp_path / "one", *setup, keep=2, run="one") as checkpoints:
+    with Checkpoints(tmp_path / "one", Setup.of(*setup), keep=2, run="one") as checkpoints:
         checkpoints.save(at_step(state, 5))
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["5", "5.damaged-1"]
 
@@ -430,59 +428,59 @@ def test_every_block_of_a_file_has_its_checksum(tmp_path, monkeypatch):
 
 def test_nothing_but_damage_is_an_error(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
         checkpoints.save(at_step(state, 3))
     cut(tmp_path / "3" / "checksums.json")
     with pytest.raises(
         FileNotFoundError, match=r"no whole checkpoint in .*: 3 cannot be used, .*; bring"
     ):
-        Checkpoints(tmp_path, *setup, keep=1).restore(setup[1].mesh.build())
+        Checkpoints(tmp_path, Setup.of(*setup), keep=1).restore()
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path, small):
     state, setup = small
     losses = {2: 3.0, 4: 1.0, 6: 1.0, 8: 2.0}
     for steps in ((2, 4), (6, 7, 8, 9)):  # in two processes, the second told of the losses before
-        with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+        with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
             checkpoints.losses |= {step: loss for step, loss in losses.items() if step < steps[0]}
             for step in steps:
                 if step in losses:
                     checkpoints.losses[step] = losses[step]
                 checkpoints.save(at_step(state, step))
-    steps = Checkpoints(tmp_path, *setup, keep=1).steps()
+    steps = Checkpoints(tmp_path, Setup.of(*setup), keep=1).steps()
     assert steps == [6, 9]
     assert best_of(steps, losses) == 6
     assert best_of([1, 3], losses) is None
-    assert Checkpoints(tmp_path, *setup, keep=1).stored_losses() == losses
+    assert Checkpoints(tmp_path, Setup.of(*setup), keep=1).stored_losses() == losses
 
 
 def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
     state, setup = small
     losses = {1: math.nan, 2: 3.0, 3: -math.inf, 4: 4.0, 5: math.inf}
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
         for step, loss in losses.items():
             checkpoints.losses[step] = loss
             checkpoints.save(at_step(state, step))
-    reader = Checkpoints(tmp_path, *setup, keep=1)
+    reader = Checkpoints(tmp_path, Setup.of(*setup), keep=1)
     assert reader.steps() == [2, 5]
-    assert int(reader.restore(setup[1].mesh.build(), best=True).step) == 2
+    assert int(reader.restore(best=True).step) == 2
     np.testing.assert_equal(reader.stored_losses(), losses)
     shutil.rmtree(tmp_path / "2")
     with pytest.raises(FileNotFoundError, match="holds no checkpoint of a validated step"):
-        reader.restore(setup[1].mesh.build(), best=True)
+        reader.restore(best=True)
 
 
 def test_a_loss_is_noted_in_a_checkpoint_that_is_there(tmp_path, small, caplog):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.losses[2] = 2.0
         checkpoints.save(at_step(state, 2))
         checkpoints.save(at_step(state, 4))
         checkpoints.latest_step()
         checkpoints.note_loss(4, 1.5)
-    reader = Checkpoints(tmp_path, *setup, keep=2)
+    reader = Checkpoints(tmp_path, Setup.of(*setup), keep=2)
     assert reader.stored_losses() == {2: 2.0, 4: 1.5}
-    assert int(reader.restore(setup[1].mesh.build(), best=True).step) == 4
+    assert int(reader.restore(best=True).step) == 4
     flip(tmp_path / "4" / "loss.json", 1 / 2)
     assert reader.stored_losses() == {2: 2.0}
     assert "the validation loss of step 4 is not known: loss.json is not what" in caplog.text
@@ -494,7 +492,7 @@ def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):
     errors = []
     for number in range(50):  # a save may be quicker, or make the folder again
         folder = tmp_path / str(number)
-        checkpoints = Checkpoints(folder, *setup, keep=2)
+        checkpoints = Checkpoints(folder, Setup.of(*setup), keep=2)
         checkpoints.save(at_step(state, 3))
         folder.rename(tmp_path / f"{number}-away")
         try:
@@ -509,7 +507,7 @@ def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):
 
 def test_a_failed_save_is_reported_and_takes_nothing_away(tmp_path, small, monkeypatch):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.save(at_step(state, 3))
         checkpoints.latest_step()
         with monkeypatch.context() as patch:
@@ -530,17 +528,17 @@ def fail(*_args, **_kwargs):
 
 def test_a_reader_leaves_no_trace(tmp_path):
     folder = tmp_path / "nothing"
-    with Checkpoints(folder, *ONE, keep=1) as checkpoints:
+    with Checkpoints(folder, Setup.of(*ONE), keep=1) as checkpoints:
         assert checkpoints.latest_step() is None
     assert not folder.exists()
 
 
 def test_nothing_is_printed(tmp_path, small, capfd):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
         for step in range(3):
             checkpoints.save(at_step(state, step))
-        checkpoints.restore(setup[1].mesh.build())
+        checkpoints.restore()
     assert capfd.readouterr() == ("", "")
 
 
@@ -551,7 +549,7 @@ def test_missing_checkpoints_are_errors(tmp_path, small):
             FileNotFoundError, match=rf"no checkpoint in {folder}; train first, or name"
         ):
             restore(folder, setup)
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.save(at_step(state, 3))
         checkpoints.save(at_step(state, 5))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 4 .* use one of \[3, 5\]"):
@@ -562,7 +560,7 @@ def test_missing_checkpoints_are_errors(tmp_path, small):
 def stored(tmp_path_factory):
     """A folder with a checkpoint of a small state."""
     folder, setup = tmp_path_factory.mktemp("stored"), make_setup(task=SMALL)
-    with Checkpoints(folder, *setup, keep=1) as checkpoints:
+    with Checkpoints(folder, Setup.of(*setup), keep=1) as checkpoints:
         checkpoints.save(init_state(*setup))
     return folder
 
@@ -645,7 +643,7 @@ def test_another_model_of_the_same_fields_is_named(stored, kind, message):
 
 def test_saving_over_a_later_checkpoint_is_an_error(tmp_path, small):
     state, setup = small
-    with Checkpoints(tmp_path, *setup, keep=2) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.save(at_step(state, 5))
         for step in (5, 3):
             with pytest.raises(ValueError, match=f"cannot save step {step}: .* has step 5 already"):
@@ -655,7 +653,7 @@ def test_saving_over_a_later_checkpoint_is_an_error(tmp_path, small):
 def test_saving_in_another_placement_is_an_error(tmp_path):
     state = init_state(*UNEVEN)
     with (
-        Checkpoints(tmp_path, *make_setup((1, 4, 1)), keep=2) as checkpoints,
+        Checkpoints(tmp_path, Setup.of(*make_setup((1, 4, 1))), keep=2) as checkpoints,
         pytest.raises(ValueError, match=r"has 12 rows of layers, the placement .* needs 8; give"),
     ):
         checkpoints.save(state)
@@ -674,7 +672,7 @@ class Factored(Toy):
 def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
     setup = make_setup((1, 2, 1), task=Factored(**vars(SMALL)))
     state = init_state(*setup)
-    with Checkpoints(tmp_path, *setup, keep=1) as checkpoints:
+    with Checkpoints(tmp_path, Setup.of(*setup), keep=1) as checkpoints:
         checkpoints.save(state)
     one = make_setup(task=setup[0])
     for actual, expected in zip(
@@ -687,7 +685,7 @@ def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
     with pytest.raises(
         ValueError, match=r"of other dims than its parameter cannot be stored by layer"
     ):
-        abstract_by_layer(abstract_state(*uneven), *uneven)
+        abstract_by_layer(abstract_state(*uneven), Setup.of(*uneven).layout)
 
 
 @pytest.mark.parametrize("metadata", [None, {"config": {}}, {"task": "LM", "fields": 1}])
@@ -701,4 +699,4 @@ def test_a_foreign_checkpoint_is_an_error(tmp_path, metadata):
 
 def test_keep_must_be_positive(tmp_path):
     with pytest.raises(ValueError, match="keep=0: keep at least 1"):
-        Checkpoints(tmp_path, *ONE, keep=0)
+        Checkpoints(tmp_path, Setup.of(*ONE), keep=0)

@@ -21,6 +21,7 @@ import pytest
 
 from jaxpar.hosts.launch import elastic_command
 from jaxpar.hosts.scripts import slurm_script
+from jaxpar.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
 START_SECONDS = 20  # of the daemons
@@ -174,7 +175,7 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
         return re.findall(pattern, log.read_text(), re.MULTILINE) if log.exists() else []
 
     def steps():
-        return folder.checkpoints(folder.settings()).steps()
+        return folder.checkpoints(Setup.of(*folder.settings())).steps()
 
     def wait_for(condition):
         wait_until(condition, lambda: (slurm.state(job), log.exists() and log.read_text()))
@@ -231,8 +232,12 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
         wait_until(condition, lambda: (slurm.state(job), log.exists() and log.read_text()))
 
     def wait_for_a_checkpoint():
-        before = max(folder.checkpoints(folder.settings()).steps(), default=0)
-        wait_for(lambda: max(folder.checkpoints(folder.settings()).steps(), default=0) > before)
+        before = max(folder.checkpoints(Setup.of(*folder.settings())).steps(), default=0)
+        wait_for(
+            lambda: (
+                max(folder.checkpoints(Setup.of(*folder.settings())).steps(), default=0) > before
+            )
+        )
 
     wait_for(lambda: meshes() == ["2"] and folder.checkpoints_path.exists())
     wait_for_a_checkpoint()
@@ -282,10 +287,10 @@ def test_open_mpi_stops_a_run_with_its_state_and_goes_on(text, tmp_path):
         finally:
             process.kill()
     [step] = map(int, re.findall(r"stopped by SIGTERM after step (\d+)/", said))
-    assert folder.checkpoints(folder.settings()).steps() == [step]
+    assert folder.checkpoints(Setup.of(*folder.settings())).steps() == [step]
     assert process.returncode != 0
     with start(step + 3) as process:
         said, _ = process.communicate(timeout=END_SECONDS)
     assert process.returncode == 0, said
     assert f"resumed at step {step};" in said
-    assert folder.checkpoints(folder.settings()).steps()[-1] == step + 3
+    assert folder.checkpoints(Setup.of(*folder.settings())).steps()[-1] == step + 3

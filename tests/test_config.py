@@ -2,15 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.facts import ModelFacts
 from jaxpar.fields import check_fields, nearest_multiples
-from jaxpar.layout import lay_out
+from jaxpar.layout import Layout
 from jaxpar.optimizer import learning_rate, make_optimizer
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
@@ -185,9 +185,8 @@ SIZES = [
 
 @pytest.mark.parametrize(("parallel", "message"), SIZES)
 def test_sizes_that_do_not_fit_are_refused(parallel, message):
-    mesh = SimpleNamespace(shape=parallel.mesh.sizes)
     with pytest.raises(ValueError, match=message):
-        _ = (TASK.check(parallel, mesh), lay_out(TASK, parallel))
+        Layout(ModelFacts.of(TASK), parallel)
 
 
 def test_without_stages_chunks_and_groups_do_not_matter():
@@ -197,7 +196,7 @@ def test_without_stages_chunks_and_groups_do_not_matter():
     )
     found = (parallel.num_groups, parallel.num_chunks, parallel.microbatch_rows(32))
     assert found == (1, 1, 4)
-    assert lay_out(TASK, parallel).slots.layers == (0, 1, 2, 3)
+    assert Layout(ModelFacts.of(TASK), parallel).slots.layers == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_without_stages_chunks_and_groups_do_not_matter():
 def test_layers_stand_in_the_slots_of_their_stage(placement, num_groups, layers):
     schedule = "interleaved" if num_groups > 1 else "1f1b"
     pipeline = PipelineConfig(schedule, num_groups=num_groups, placement=placement)
-    layout = lay_out(TASK, Parallel("pp2", pipeline))
+    layout = Layout(ModelFacts.of(TASK), Parallel("pp2", pipeline))
     assert layout.placement == placement
     assert layout.slots.layers == layers
 

@@ -18,7 +18,6 @@ from test_equivalence import SGD, make_settings
 from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_step
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.planning import calibration, compare, compiled_cost, cost, planner, predict_step
 from jaxpar.planning.calibration import calibrate, find_machine, measure_pieces, path_here
@@ -28,6 +27,7 @@ from jaxpar.planning.pieces import works_of
 from jaxpar.planning.shape import StepShape, shapes_of
 from jaxpar.planning.traffic import predict_traffic, totals, traffic_of
 from jaxpar.planning.unit import BACKWARD, BOTH, FORWARD, Unit, _corners, facts_of, measure_facts
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
@@ -182,8 +182,8 @@ def test_quick_compiling_says_the_same():
 def test_what_is_stored_is_what_the_state_holds(name, seed):
     task, parallel, train = random_settings(name, seed, tensor=(1, 2))
     step, mesh = StepShape(task, parallel, train), simulated_mesh(parallel.mesh)
-    assert step.placement == lay_out(task, parallel).placement
-    state = abstract_state(task, parallel, mesh)
+    assert step.placement == Setup.of(task, parallel).layout.placement
+    state = abstract_state(task, parallel, mesh=mesh)
     params, opt_state, carry = (
         sum(
             leaf.dtype.itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int)
@@ -200,7 +200,7 @@ def test_what_is_stored_is_what_the_state_holds(name, seed):
 def test_units_of_all_sizes_follow_from_a_few(name):
     model = shapes_of(task_of(name))
     assert _corners(model, True) is not None
-    t, b = model.layout.num_steps, 8
+    t, b = model.facts.num_steps, 8
     told, traced = (function(model, t, b, True) for function in (facts_of, measure_facts))
     for left, right in ((told.x, traced.x), (told.carry, traced.carry), (told.saved, traced.saved)):
         np.testing.assert_allclose(*map(jax.tree.leaves, (left, right)), rtol=1e-9)

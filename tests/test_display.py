@@ -314,7 +314,7 @@ def test_many_devices_in_one_place_are_written_as_ranges(mesh):
 
 
 def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
-    state = abstract_state(TASK, PARALLEL, mesh)
+    state = abstract_state(TASK, PARALLEL, mesh=mesh)
     rows = Rows(state._repr_html_()).rows
     dims = "layers/stage, input, gates, hidden/tensor"
     assert ["layers.lstm.w_h", "2x8x4x8", dims, "1x8x4x4", "512 B"] in rows
@@ -337,7 +337,7 @@ class Frozen(LM):
 
 def test_frozen_parameters_have_a_table_of_their_own(mesh):
     options = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
-    state = init_state(Frozen(**options), PARALLEL, mesh)
+    state = init_state(Frozen(**options), PARALLEL, mesh=mesh)
     rows = Rows(state._repr_html_()).rows
     [heading] = [i for i, row in enumerate(rows) if row[0] == "frozen"]
     assert rows[0][0] == "parameter"
@@ -450,7 +450,7 @@ def browse(path, tmp_path, *flags, moment=""):
 
 @needs_browser
 def test_a_browser_shows_the_pictures_and_asks_nobody(mesh, tmp_path):
-    state = abstract_state(TASK, PARALLEL, mesh)
+    state = abstract_state(TASK, PARALLEL, mesh=mesh)
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     things = (
         *(

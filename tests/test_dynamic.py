@@ -46,7 +46,7 @@ def run(tmp_path_factory):
 def plain_loop(folder, split, batch_size, seq_len, adaptation):
     """Perplexity, window by window: each is scored by what was learned of those before it."""
     loaded = load_run(folder.path)
-    corpus = loaded.task.read_text()
+    corpus = loaded.setup.task.read_text()
     tokens = getattr(corpus, split)
     graphdef, trained = nnx.split(loaded.model)
     params, total, count = trained, 0.0, 0

@@ -9,8 +9,8 @@ import pytest
 
 from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
@@ -68,18 +68,18 @@ def make_batch(settings, mesh, seed=0, starts=False, length=None):
     if task.windows.mean:
         targets[:, :3] = -1
         batch = batch._replace(padding=3, rate=0.5)
-    return put_batch(batch, batch_sharding(task, settings.parallel, mesh))
+    return put_batch(batch, batch_sharding(task, settings.parallel, mesh=mesh))
 
 
 def by_layer(tree, settings):
     """Plain arrays, with the rows of stacked layers put into the layers' order."""
-    layout = lay_out(settings.task, settings.parallel)
+    layout = Setup.of(settings.task, settings.parallel).layout
 
     def unstack(variable):
         array, kind = np.asarray(variable.get_value()), variable.get_metadata("kind", None)
         if kind is None:
             return array
-        rows = layout.slots.rows[layout.kinds.index(kind)]
+        rows = layout.slots.rows[layout.facts.kinds.index(kind)]
         return array[[rows.index(layer) for layer in sorted(rows) if layer >= 0]]
 
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
@@ -101,10 +101,10 @@ def nonzero_carry(state):
 
 def loss_and_grads(settings):
     mesh = settings.parallel.mesh.build()
-    state = init_state(settings.task, settings.parallel, mesh)
+    state = init_state(settings.task, settings.parallel, mesh=mesh)
     audit(state)
     state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh))
+    run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh=mesh))
     (loss, (carry, _)), grads = run(state, make_batch(settings, mesh))
     return float(loss), by_layer(grads, settings), by_layer(carry, settings)
 
@@ -167,7 +167,7 @@ def test_a_pipeline_equals_plain_with_numbers_of_64_bits(zero_bubble):
 @functools.cache
 def train_two_steps(settings):
     mesh = settings.parallel.mesh.build()
-    state, losses = init_state(settings.task, settings.parallel, mesh), []
+    state, losses = init_state(settings.task, settings.parallel, mesh=mesh), []
     step = make_train_step(*settings, mesh)
     for number in range(2):
         batch = make_batch(settings, mesh, seed=number, starts=number == 0)
@@ -202,8 +202,8 @@ def test_parameters_agree_after_two_steps(optimizer, mesh_sizes, storage):
 def test_windows_carry_their_state_on_every_mesh():
     def perplexity_sums(settings):
         mesh = settings.parallel.mesh.build()
-        state, sums = init_state(settings.task, settings.parallel, mesh), []
-        step = make_eval_step(settings.task, settings.parallel, mesh)
+        state, sums = init_state(settings.task, settings.parallel, mesh=mesh), []
+        step = make_eval_step(settings.task, settings.parallel, mesh=mesh)
         for number in range(3):
             batch = make_batch(settings, mesh, seed=number, starts=number == 0)
             carry, result = step(state, batch)
@@ -222,8 +222,8 @@ def test_windows_carry_their_state_on_every_mesh():
 def test_dropout_masks_are_new_at_every_step_and_the_same_on_every_mesh():
     def gradients(settings):
         mesh = settings.parallel.mesh.build()
-        state = init_state(settings.task, settings.parallel, mesh)
-        run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh))
+        state = init_state(settings.task, settings.parallel, mesh=mesh)
+        run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh=mesh))
         batch = make_batch(settings, mesh)
         states = [dataclasses.replace(state, step=state.step + step) for step in (0, 1)]
         return [by_layer(run(each, batch)[1], settings) for each in states]

@@ -24,7 +24,7 @@ import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
 from jaxpar.__main__ import main
 from jaxpar.batches import place_batch
-from jaxpar.layout import lay_out
+from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
@@ -164,7 +164,7 @@ def by_layer(state, layout):
             arrays[name] = array
             continue
         kind, _, rest = rest.partition("/")
-        for row, layer in enumerate(layout.slots.rows[layout.kinds.index(kind)]):
+        for row, layer in enumerate(layout.slots.rows[layout.facts.kinds.index(kind)]):
             if layer < 0:
                 assert not array[row].any(), f"{name}: the empty row {row} is not zero"
             else:
@@ -174,7 +174,7 @@ def by_layer(state, layout):
 
 def carry_by_layer(carry, layout):
     arrays = {}
-    for kind, rows in zip(layout.kinds, layout.slots.rows, strict=True):
+    for kind, rows in zip(layout.facts.kinds, layout.slots.rows, strict=True):
         whole = jax.tree.map(lambda v: np.asarray(v.get_value()), carry[kind], is_leaf=is_variable)
         for row, layer in enumerate(rows):
             if layer >= 0:
@@ -192,7 +192,7 @@ def plain_program(task):
 @functools.cache
 def initial_params(task):
     parallel = make_parallel((1, 1, 1))
-    return by_layer(init_state(task, parallel).params, lay_out(task, parallel))
+    return by_layer(init_state(task, parallel).params, Setup.of(task, parallel).layout)
 
 
 @functools.cache
@@ -209,13 +209,13 @@ def assert_close(actual, expected):
 
 def assert_batches_equal_plain(task, parallel):
     """Loss, sums, every gradient and the carry at two batches; the second goes on with the carry."""
-    mesh, layout = parallel.mesh.build(), lay_out(task, parallel)
-    state, batches = init_state(task, parallel, mesh), task.make_batches("train", 0)
+    mesh, layout = parallel.mesh.build(), Setup.of(task, parallel).layout
+    state, batches = init_state(task, parallel, mesh=mesh), task.make_batches("train", 0)
     audit(state)
     assert_close(by_layer(state.params, layout), initial_params(task))
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
     for number, (loss, sums, grads, carry) in enumerate(plain_batches(task)):
-        batch = place_batch(batches, number, batch_sharding(task, parallel, mesh))
+        batch = place_batch(batches, number, batch_sharding(task, parallel, mesh=mesh))
         state = dataclasses.replace(state, step=jnp.int32(number))
         (actual, (after, actual_sums)), actual_grads = run(state, batch)
         assert abs(float(actual) - loss) <= RELATIVE_ERROR * abs(loss)
@@ -296,16 +296,16 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     task = make_task(name)
     expected_losses, expected = plain_program(task).two_updates(initial_params(task))
     mesh = parallel.mesh.build()
-    state, losses = init_state(task, parallel, mesh), []
+    state, losses = init_state(task, parallel, mesh=mesh), []
     step = make_train_step(task, parallel, TrainConfig(num_steps=2), mesh)
     for number in range(2):
         batches = task.make_batches("train", 0)
-        batch = place_batch(batches, number, batch_sharding(task, parallel, mesh))
+        batch = place_batch(batches, number, batch_sharding(task, parallel, mesh=mesh))
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
     audit(state)
     np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
-    assert_close(by_layer(state.params, lay_out(task, parallel)), expected)
+    assert_close(by_layer(state.params, Setup.of(task, parallel).layout), expected)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_checksums_are_the_same_on_every_mesh(own):
         parallel = Parallel(on(mesh))
         devices = parallel.mesh.build()
         batches = HashedBatches(CheckedBatches(own, own.make_batches("train", 0)))
-        sharding = batch_sharding(own, parallel, devices)
+        sharding = batch_sharding(own, parallel, mesh=devices)
         for step in range(6):
             jaxpar.batches.place_batch(batches, step, sharding)
         sums = batches.checksums(6, sharding)

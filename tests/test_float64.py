@@ -214,7 +214,7 @@ def test_model_and_gradients(dtype, task, rows, seq_len, seed):
     task = dataclasses.replace(task, dtype=dtype, batch_size=rows, seq_len=seq_len, **wider)
     parallel = Parallel(MeshConfig(devices=(0,)))
     mesh, rng = parallel.mesh.build(), np.random.default_rng(seed)
-    state = init_state(task, parallel, mesh, seed=seed)
+    state = init_state(task, parallel, mesh=mesh, seed=seed)
 
     def fill(variable):
         return variable.replace(jnp.asarray(rng.uniform(-1, 1, variable.shape), jnp.float32))
@@ -223,7 +223,7 @@ def test_model_and_gradients(dtype, task, rows, seq_len, seed):
     inputs, targets = rng.integers(0, task.vocab_size, (2, rows, seq_len), dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = IGNORE
     targets[0, 0] = 1
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
     given_state = dataclasses.replace(state, carry=carry)
     (loss, _), grads = run(given_state, Batch(inputs, targets, False))
 

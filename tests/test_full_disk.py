@@ -15,6 +15,7 @@ from test_train import make_run
 
 from jaxpar.__main__ import main
 from jaxpar.config import TrainConfig
+from jaxpar.setup import Setup
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.fit import fit
 from jaxpar.training.report import Report
@@ -126,9 +127,9 @@ def test_a_full_disk_of_one_process_ends_all_alike(
         if ends_by == "a step":
             assert int(saved[2]) <= 15  # the next save
             settings = RunFolder(out_dir).settings()
-            assert RunFolder(out_dir).checkpoints(settings).steps() == [5]
+            assert RunFolder(out_dir).checkpoints(Setup.of(*settings)).steps() == [5]
     assert saved[3] == str(place)
-    _, _, state = RunFolder(place).restore()
+    _, state = RunFolder(place).restore()
     assert int(state.step) == int(saved[2])
     steps = [line["step"] for line in RunFolder(place).metrics()]
     assert steps[:9] == [*range(1, 10)]
@@ -210,7 +211,7 @@ def test_on_a_small_disk_the_state_goes_to_the_fallback(num_processes, text, tmp
     assert len(said) == num_processes, ended.stderr
     assert all("No space left on device (state" in reason for reason, *_ in said)
     (saved,) = (tmp_path / "other").iterdir()
-    _, _, state = RunFolder(saved).restore()
+    _, state = RunFolder(saved).restore()
     assert int(state.step) == int(said[0][1])
 
 

@@ -62,16 +62,16 @@ def numbers(settings, platform, change=0.0, seed=0):
     """Loss, gradients and carry; of parameters that are changed by so much, in relation."""
     task, parallel, _ = settings
     mesh, rng = mesh_on(platform), np.random.default_rng(seed)
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     params = jax.tree.map(
         lambda a: a * (1 + change * rng.standard_normal(a.shape).astype(a.dtype)), state.params
     )
     if isinstance(task, LM):
         batch = make_batch(settings, mesh)
     else:
-        sharding = batch_sharding(task, parallel, mesh)
+        sharding = batch_sharding(task, parallel, mesh=mesh)
         batch = place_batch(task.make_batches("train", 0), 0, sharding)
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
     (loss, (carry, _)), grads = run(dataclasses.replace(state, params=params), batch)
     return {"loss": np.asarray(loss)}, by_layer(grads, settings), by_layer(carry, settings)
 
@@ -116,7 +116,7 @@ def test_updates_on_the_host_are_those_on_the_gpu():
     mesh, reached = mesh_on("gpu"), {}
     for mode in ("replicated", "host"):
         settings = make_settings(task=with_optimizer("adam"), layout={"update": mode})
-        state = init_state(settings.task, settings.parallel, mesh)
+        state = init_state(settings.task, settings.parallel, mesh=mesh)
         step = make_train_step(*settings, mesh)
         for seed in range(3):
             state, _ = step.run(state, make_batch(settings, mesh, seed))
@@ -131,7 +131,7 @@ def test_what_remat_keeps_on_the_host_leaves_the_gpus_memory():
     temporary = {}
     for keeps in ("device", "host"):
         settings = make_settings(units=(1, 64), task=task, remat=True, remat_keeps=keeps)
-        state = init_state(task, settings.parallel, mesh)
+        state = init_state(task, settings.parallel, mesh=mesh)
         step = make_train_step(*settings, mesh)
         compiled = step.lower(state, make_batch(settings, mesh)).compile()
         temporary[keeps] = compiled.memory_analysis()

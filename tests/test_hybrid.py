@@ -47,10 +47,10 @@ def on_mesh(data=1, tensor=1):
 @functools.cache
 def loss_and_grads(task, parallel):
     mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     audit(state)
-    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh))
-    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh))(state, batch)
+    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh=mesh))
+    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))(state, batch)
     return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
 
 
@@ -170,10 +170,13 @@ def test_every_second_convolution_is_pooled(channels, image_shape, features):
 def test_evaluation_counts_every_image_once():
     task, parallel = make_task(), on_mesh(2, 4)
     mesh = parallel.mesh.build()
-    batches, state = task.make_batches("test"), init_state(task, parallel, mesh)
+    batches, state = task.make_batches("test"), init_state(task, parallel, mesh=mesh)
     images, labels = load_digits()["test"].values()
     assert (len(labels), batches.num_windows) == (360, 23)
-    step, sharding = make_eval_step(task, parallel, mesh), batch_sharding(task, parallel, mesh)
+    step, sharding = (
+        make_eval_step(task, parallel, mesh=mesh),
+        batch_sharding(task, parallel, mesh=mesh),
+    )
     sums = [step(state, place_batch(batches, n, sharding))[1] for n in range(23)]
     assert [float(part.weight) for part in sums] == [16] * 22 + [8]
     graphdef, params = nnx.split(task.make_model(nnx.Rngs(0)))
@@ -258,7 +261,7 @@ def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path
 def test_digits_are_told_right(tmp_path):
     train = dataclasses.replace(Images.train, out_dir=str(tmp_path / "run"))
     result = fit(Images(), train=train)
-    assert result.mesh.size == 8
+    assert result.setup.mesh.size == 8
     assert min(part.metrics["accuracy"] for part in result.evaluations.values()) >= 0.97
     assert evaluate_run(RunFolder(result.out_dir))[1].metrics == pytest.approx(
         result.evaluations["test"].metrics, rel=RELATIVE_ERROR

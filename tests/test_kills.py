@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.setup import Setup
 from jaxpar.training.run_folder import RunFolder
 
 STEPS = 120
@@ -74,7 +75,7 @@ class Run:
     def latest_step(self):
         if not self.folder.checkpoints_path.exists():
             return 0
-        return self.folder.checkpoints(self.folder.settings()).latest_step() or 0
+        return self.folder.checkpoints(Setup.of(*self.folder.settings())).latest_step() or 0
 
     def losses(self):
         """All that was computed: of every step and evaluation."""
@@ -82,7 +83,7 @@ class Run:
         return [tuple(line.get(name) for name in names) for line in self.folder.metrics()]
 
     def state(self):
-        _, _, state = self.folder.restore()
+        _, state = self.folder.restore()
         return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 

@@ -9,9 +9,9 @@ import pytest
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.batches import put_batch
-from jaxpar.layout import on_devices
 from jaxpar.planning import predict_step
 from jaxpar.planning.shares import make_stepper
+from jaxpar.setup import Setup
 from jaxpar.step import abstract_batch, batch_sharding
 from tests.models import Regress
 
@@ -22,7 +22,8 @@ SMALL = Regress(kinds=("gru",), batch_size=12, seq_len=4)
 def with_rows(batch_size, num_microbatches=1, mesh=None):
     pipeline = PipelineConfig(num_microbatches=num_microbatches)
     layout = Parallel(pipeline=pipeline) if mesh is None else Parallel(mesh, pipeline)
-    return dataclasses.replace(SMALL, batch_size=batch_size), layout
+    kinds = ("gru",) * layout.mesh.stage
+    return dataclasses.replace(SMALL, kinds=kinds, batch_size=batch_size), layout
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,8 @@ def test_as_many_devices_share_the_batch_as_its_rows_divide_by(
     batch_size, num_microbatches, mesh, sizes
 ):
     task, layout = with_rows(batch_size, num_microbatches, mesh)
-    parallel, built = on_devices(task, layout)
+    setup = Setup.of(task, layout)
+    parallel, built = setup.parallel, setup.mesh
     assert tuple(parallel.mesh.sizes.values()) == built.devices.shape == sizes
     assert [device.id for device in built.devices.flat] == [*range(built.size)]
     assert parallel.pipeline == layout.pipeline
@@ -46,22 +48,20 @@ def test_as_many_devices_share_the_batch_as_its_rows_divide_by(
 
 def test_what_others_have_a_part_in_is_not_made_smaller(monkeypatch):
     """The devices of several processes, and those that are named."""
-    task, layout = with_rows(6)
+    task, _ = with_rows(6)
     named = MeshConfig(data=-1, devices=(0, 2, 4, 6))
-    assert on_devices(task, named)[0].mesh == dataclasses.replace(named, data=4)
     with pytest.raises(ValueError, match="batch_size=6 does not divide by data=4"):
         jaxpar.init_state(task, named)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert on_devices(task, layout)[0].mesh == MeshConfig(data=8)
     with pytest.raises(ValueError, match="batch_size=6 does not divide by data=8; use batch_size"):
         jaxpar.fit(task)
 
 
 def test_a_mesh_that_is_built_decides():
     mesh = MeshConfig(data=2, devices=(6, 7)).build()
-    parallel, same = on_devices(SMALL, None, mesh)
-    assert same is mesh
-    assert parallel.mesh == MeshConfig(data=2)
+    setup = Setup.of(SMALL, None, None, mesh)
+    assert setup.mesh is mesh
+    assert setup.parallel.mesh == MeshConfig(data=2)
 
 
 def test_rows_that_do_not_divide_into_microbatches_are_told_of():
@@ -74,15 +74,15 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     devices = set(jax.devices()[:6])
     assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
     step, evaluate = jaxpar.make_train_step(SMALL), jaxpar.make_eval_step(SMALL)
-    parallel, mesh = on_devices(SMALL)
-    batch = put_batch(SMALL.example_batch(), batch_sharding(SMALL, Parallel(), mesh))
+    batch = put_batch(SMALL.example_batch(), batch_sharding(SMALL))
     _, sums = evaluate(state, batch)
     _, metrics = step(state, batch)
     assert sums.weight == metrics.sums.weight > 0
     assert make_stepper(SMALL)().loss == pytest.approx(float(metrics.loss), rel=RELATIVE_TOLERANCE)
     assert {total.axes for total in jaxpar.inspect_step(SMALL).totals} == {("data",)}
-    assert predict_step(SMALL).parallel == parallel
-    assert abstract_batch(SMALL, parallel, mesh)["x"].sharding.shard_shape((12, 4, 1)) == (2, 4, 1)
+    assert predict_step(SMALL).parallel == Setup.of(SMALL).parallel
+    batch = abstract_batch(Setup.of(SMALL))
+    assert batch["x"].sharding.shard_shape((12, 4, 1)) == (2, 4, 1)
 
 
 @pytest.mark.law
@@ -93,7 +93,7 @@ def test_losses_without_a_mesh_are_those_of_one_device(tmp_path):
     def losses(mesh, batch_size):
         train = jaxpar.TrainConfig(num_steps=5, out_dir=str(tmp_path / f"{mesh}-{batch_size}"))
         result = jaxpar.fit(dataclasses.replace(SMALL, batch_size=batch_size), mesh, train)
-        return result.losses, result.mesh.devices.shape
+        return result.losses, result.setup.mesh.devices.shape
 
     for batch_size, shape in ((8, (8, 1, 1)), (6, (6, 1, 1))):
         expected, one = losses("dp1", batch_size)

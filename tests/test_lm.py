@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
 from jaxpar.batches import place_batch, put_batch
-from jaxpar.layout import lay_out
+from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.corpus import Vocabulary
@@ -41,13 +41,13 @@ def on_mesh(mesh=(1, 1, 1), units=(1, 1), **pipeline):
 
 def placed(task, parallel):
     mesh = parallel.mesh.build()
-    sharding = batch_sharding(task, parallel, mesh)
-    return mesh, init_state(task, parallel, mesh), put_batch(task.example_batch(), sharding)
+    sharding = batch_sharding(task, parallel, mesh=mesh)
+    return mesh, init_state(task, parallel, mesh=mesh), put_batch(task.example_batch(), sharding)
 
 
 def loss_and_grads(task, parallel):
     mesh, state, batch = placed(task, parallel)
-    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh))(state, batch)
+    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))(state, batch)
     return float(loss), {name: np.asarray(leaf[...]) for name, leaf in named_leaves(grads, "/")}
 
 
@@ -119,14 +119,14 @@ def test_padding_has_no_gradient_and_every_head_is_that_of_one_device(task, mesh
 def test_an_untrained_model_is_as_perplexed_as_it_has_words(parallel):
     task = dataclasses.replace(TASK, dropout=0.0)
     mesh, state, batch = placed(task, parallel)
-    _, sums = make_eval_step(task, parallel, mesh)(state, batch)
+    _, sums = make_eval_step(task, parallel, mesh=mesh)(state, batch)
     perplexity = task.metrics(float(sums.loss) / float(sums.weight), {})["perplexity"]
     assert perplexity == pytest.approx(NUM_WORDS, rel=0.05)
 
 
 def test_the_probabilities_of_the_words_add_up_to_one():
     _, state, batch = placed(TASK, ONE)
-    model = lay_out(TASK, ONE).merge(state.params, state.frozen)
+    model = Setup.of(TASK, ONE).layout.merge(state.params, state.frozen)
     probabilities = np.asarray(jax.nn.softmax(model(batch.inputs_BT)), np.float64)
     np.testing.assert_allclose(probabilities[..., :NUM_WORDS].sum(-1), 1.0, atol=1e-6)
     np.testing.assert_array_equal(probabilities[..., NUM_WORDS:], 0.0)
@@ -209,7 +209,7 @@ def test_evaluations_stand_beside_word_frequencies(text):
         num_layers=1, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4
     ).resolve()
     mesh = ONE.mesh.build()
-    found = evaluate(task, ONE, init_state(task, ONE, mesh), "valid", mesh)
+    found = evaluate(task, ONE, init_state(task, ONE, mesh=mesh), "valid", mesh)
     assert found.metrics == {"perplexity": math.exp(found.loss)}
     assert found.metrics["perplexity"] == pytest.approx(11, rel=0.1)
     assert 5 < found.baseline["unigram perplexity"] < 11
@@ -226,15 +226,15 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     task = LM(
         num_layers=2, hidden_size=8, embed_size=8, corpus=str(tmp_path), batch_size=8, seq_len=4
     ).resolve()
-    state = init_state(task, parallel, devices)
+    state = init_state(task, parallel, mesh=devices)
     batches = task.make_batches("valid")
     assert (batches.num_windows, batches.num_targets) == (1, 2)
-    batch = place_batch(batches, 0, batch_sharding(task, parallel, devices))
+    batch = place_batch(batches, 0, batch_sharding(task, parallel, mesh=devices))
     assert batch.inputs_BT.shape == (8, 4)
     assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2
     loss = evaluate(task, parallel, state, "valid", devices).loss
     # Each of the two targets is in a row of its own, after a token and the zero state.
-    model = lay_out(task, ONE).merge(init_state(task, ONE).params, state.frozen)
+    model = Setup.of(task, ONE).layout.merge(init_state(task, ONE).params, state.frozen)
     tokens = task.read_text().valid
     logits = np.asarray(model(tokens[:2, None])[:, 0, :], np.float64)
     nll = np.log(np.exp(logits).sum(-1)) - logits[np.arange(2), tokens[1:]]

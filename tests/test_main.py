@@ -20,6 +20,7 @@ import pytest
 from jaxpar import commands
 from jaxpar.__main__ import _parse, main
 from jaxpar.planning import plan
+from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.training.run_folder import RunFolder
 
@@ -212,7 +213,9 @@ def test_one_command_begins_a_run_and_goes_on_with_it(text, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "mesh        data=2 x" not in printed
     assert "resumed at step 4" in printed
-    assert RunFolder(out_dir).checkpoints(RunFolder(out_dir).settings()).latest_step() == 6
+    assert (
+        RunFolder(out_dir).checkpoints(Setup.of(*RunFolder(out_dir).settings())).latest_step() == 6
+    )
     for more, message in (
         (
             [],
@@ -320,7 +323,7 @@ def test_numbers_that_are_not_finite_have_an_exit_code_of_their_own(text, tmp_pa
     assert found, captured.err
     saved = [path.name for path in (out_dir / "checkpoints").iterdir()]
     assert saved == [str(int(found[1]) - 1)]
-    _, _, state = RunFolder(out_dir).restore()
+    _, state = RunFolder(out_dir).restore()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     more = ["--train.nonfinite", "skip", "--train.max-skipped", "1"]
     assert main(["train", "--resume", "--train.out-dir", str(out_dir), *more]) == 3

@@ -20,6 +20,7 @@ from jaxpar.config import TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import Stateless, named_param
 from jaxpar.optimizer import MAX_SAFE_RATE, Safe, make_optimizer, next_state
+from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state, release
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Settings
@@ -69,7 +70,7 @@ SETTINGS = {
 
 
 def place(batch, settings, mesh):
-    return put_batch(batch, batch_sharding(settings.task, settings.parallel, mesh))
+    return put_batch(batch, batch_sharding(settings.task, settings.parallel, mesh=mesh))
 
 
 def batch_of(settings, mesh, number, rare_rows=(), length=STEPS):
@@ -83,11 +84,11 @@ def change(state, settings, name, function):
     task, parallel, _ = settings
     params = {
         key.removeprefix("params/"): np.array(array)
-        for key, array in by_layer(state, task, parallel).items()
+        for key, array in by_layer(state, Setup.of(task, parallel).layout).items()
         if key.startswith("params/")
     }
     function(params[name])
-    return with_parameters(state, task, parallel, params)
+    return with_parameters(state, Setup.of(task, parallel).layout, params)
 
 
 def poison(state, settings, word=RARE):
@@ -128,7 +129,7 @@ def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
     batch = functools.partial(batch_of, settings, mesh)
 
     def begin():
-        return step(poison(init_state(*settings[:2], mesh), settings), batch(0))[0]
+        return step(poison(init_state(*settings[:2], mesh=mesh), settings), batch(0))[0]
 
     # What is to come out: the second step leaves no trace but in the counts and the carry.
     state = begin()
@@ -154,7 +155,7 @@ def test_a_bad_step_is_skipped_and_one_too_many_halts(setup):
     assert int(state.step) == 3
     assert_same(state, expected)
 
-    origin = find_origin(settings, mesh, state, batch(3, (5, 7)))
+    origin = find_origin(Setup.of(*settings, mesh), state, batch(3, (5, 7)))
     assert str(origin) == "the output of first at time step 3, in rows 5, 7"
     assert_same(state, expected)
     state, metrics = step(state, batch(4))
@@ -186,8 +187,8 @@ def test_the_first_module_is_named(setup):
     settings, mesh, step = setup
     batch = batch_of(settings, mesh, 0)
     for parameter, function, place in ORIGINS.values():
-        state = change(init_state(*settings[:2], mesh), settings, parameter, function)
-        origin = find_origin(settings, mesh, state, batch)
+        state = change(init_state(*settings[:2], mesh=mesh), settings, parameter, function)
+        origin = find_origin(Setup.of(*settings, mesh), state, batch)
         assert origin.place == place
         if "lstm" in place and "output" in place:
             assert origin.rows == tuple(range(ROWS))
@@ -198,10 +199,10 @@ def test_the_first_module_is_named(setup):
     if mesh.shape[STAGE] > 1:  # a bucket's batch may be shorter
         task = dataclasses.replace(settings.task, num_buckets=2, bucket_multiple=STEPS // 2)
         settings = settings._replace(task=task)
-        state = poison(init_state(*settings[:2], mesh), settings)
+        state = poison(init_state(*settings[:2], mesh=mesh), settings)
         batch = batch_of(settings, mesh, 0, rare_rows=(2,), length=STEPS // 2)
         assert (
-            str(find_origin(settings, mesh, state, batch))
+            str(find_origin(Setup.of(*settings, mesh), state, batch))
             == "the output of first at time step 1, in row 2"
         )
 
@@ -219,9 +220,12 @@ def test_a_network_for_images_is_halted_too(strategy):
     batch = {"image": images, "label": labels, "weight": np.ones(8, np.float32)}
     batch = place(batch, settings, mesh)
     for parameter, where in (("convs/1/bias", "convs.1"), ("dense/0/kernel", "dense.0")):
-        state = change(init_state(*settings[:2], mesh), settings, parameter, put_nan(...))
+        state = change(init_state(*settings[:2], mesh=mesh), settings, parameter, put_nan(...))
         before = arrays_of(state)
-        assert str(find_origin(settings, mesh, state, batch)) == f"the parameters of {where}"
+        assert (
+            str(find_origin(Setup.of(*settings, mesh), state, batch))
+            == f"the parameters of {where}"
+        )
         for _ in range(2):
             state, metrics = step(state, batch)
         assert int(metrics.skipped) == 1
@@ -281,7 +285,7 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
     layout = Parallel(MeshConfig(*mesh, devices=tuple(range(num_devices))))
     settings = Settings(Roots(), layout, TrainConfig())
     devices = layout.mesh.build()
-    state = init_state(*settings[:2], devices)
+    state = init_state(*settings[:2], mesh=devices)
 
     def identity(kernel):
         kernel[:] = np.eye(4)
@@ -292,7 +296,7 @@ def test_the_first_place_in_a_model_of_ones_own_is_named(mesh):
         x_B4 = np.full((8, 4), 0.5, np.float32)
         x_B4[list(rows)] = x
         batch = place({"x": x_B4, "weight": np.ones(8, np.float32)}, settings, devices)
-        return str(find_origin(settings, devices, state, batch))
+        return str(find_origin(Setup.of(*settings, devices), state, batch))
 
     assert origin() == "the update of the parameters, whose gradient is finite"  # there is none
     assert origin(np.nan, (6,)) == "the output of first, in row 6"
@@ -410,7 +414,7 @@ def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
     for number in range(times):
         is_back = number % 2  # then also in what is after the layers
         bad_step, layer, time, row = map(int, rng.integers((4, NUM_LAYERS + is_back, LONG, ROWS)))
-        state = init_state(*settings[:2], mesh)
+        state = init_state(*settings[:2], mesh=mesh)
         for step_number in range(6):
             rows = good_rows(ROWS) | {"weight": np.ones(ROWS, np.float32)}
             if step_number == bad_step:
@@ -420,7 +424,7 @@ def test_a_number_is_traced_to_its_step_layer_time_and_row(layout, times):
             state, metrics = step(state, place(rows, settings, mesh))
         assert int(metrics.skipped) == 1  # halted since
         assert int(state.step) == bad_step
-        origin = find_origin(settings, mesh, release(state, 0), bad)
+        origin = find_origin(Setup.of(*settings, mesh), release(state, 0), bad)
         part = "last" if layer == NUM_LAYERS else f"layer {layer} (summing)"
         what = "gradient" if is_back else "output"
         assert origin == (f"the {what} of {part}", (row,), time)
@@ -447,7 +451,7 @@ def test_an_update_that_is_not_finite_changes_nothing(name, max_skipped):
     train = TrainConfig(nonfinite="skip" if max_skipped else "stop", max_skipped=1)
     settings, mesh = Settings(task, layout, train), layout.mesh.build()
     step = make_train_step(*settings, mesh)
-    state, metrics = step(init_state(*settings[:2], mesh), batch_of(settings, mesh, 0))
+    state, metrics = step(init_state(*settings[:2], mesh=mesh), batch_of(settings, mesh, 0))
     assert int(metrics.skipped) == 0
     before = jax.tree.map(np.array, (state.params, state.opt_state))
     state, metrics = step(state, batch_of(settings, mesh, 1))
@@ -458,7 +462,9 @@ def test_an_update_that_is_not_finite_changes_nothing(name, max_skipped):
     if max_skipped:
         assert not any(a.any() for a in arrays_of(state.carry))  # begins anew
     else:
-        origin = find_origin(settings, mesh, release(state, 0), batch_of(settings, mesh, 1))
+        origin = find_origin(
+            Setup.of(*settings, mesh), release(state, 0), batch_of(settings, mesh, 1)
+        )
         assert str(origin) == "the update of embedding, whose gradient is finite"
 
 
@@ -598,12 +604,12 @@ def poisoned(tmp_path_factory):
     )
     train = TrainConfig(num_steps=1, out_dir=str(out_dir), log_every=5, checkpoint_every=0)
     result, folder = fit(task, Parallel(MeshConfig(devices=(0,))), train), RunFolder(out_dir)
-    settings = Settings(result.task, result.parallel, result.train)
+    settings = Settings(result.setup.task, result.setup.parallel, result.setup.train)
     word = task.read_text().vocabulary.words.index("zebra")
     shutil.rmtree(folder.checkpoints_path)
-    with folder.checkpoints(settings) as checkpoints:
+    with folder.checkpoints(Setup.of(*settings)) as checkpoints:
         checkpoints.save(poison(result.state, settings, word))
-    batches = result.task.make_batches("train", train.seed)
+    batches = result.setup.task.make_batches("train", train.seed)
     bad = [step for step in range(1, 21) if (batches.batch(step).inputs_BT == word).any()]
     assert len(bad) > 1
     assert bad[-1] < 19
@@ -634,8 +640,8 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
     for _ in range(2):  # again the same batch
         with pytest.raises(FloatingPointError, match=message):
             go_on(settings, folder.path, 20)
-    assert folder.checkpoints(settings).steps() == [1, bad[0]]
-    _, _, state = folder.restore()
+    assert folder.checkpoints(Setup.of(*settings)).steps() == [1, bad[0]]
+    _, state = folder.restore()
     assert_same(state, arrays_of(go_on(settings, tmp_path / "before", bad[0]).state))
 
     result = go_on(settings, folder.path, 20, nonfinite="skip", learning_rate=0.01)
@@ -650,7 +656,7 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
         match=rf"step {bad[-1] + 1} is not .* larger --train\.max-skipped \(now {len(bad) - 1}\)$",
     ):
         go_on(settings, tmp_path / "limit", 20, nonfinite="skip", max_skipped=len(bad) - 1)
-    assert RunFolder(tmp_path / "limit").checkpoints(settings).latest_step() == bad[-1]
+    assert RunFolder(tmp_path / "limit").checkpoints(Setup.of(*settings)).latest_step() == bad[-1]
 
     # What has been skipped does not stop a run that may skip no more.
     assert int(go_on(settings, folder.path, 21).state.step) == 21

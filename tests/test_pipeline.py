@@ -135,7 +135,7 @@ def test_all_lengths_are_one_program_on_stages_and_equal_plain(
 ):
     def train(settings, lengths):
         mesh = settings.parallel.mesh.build()
-        state, losses = init_state(settings.task, settings.parallel, mesh), []
+        state, losses = init_state(settings.task, settings.parallel, mesh=mesh), []
         step = make_train_step(*settings, mesh)
         for length in lengths:
             batch = make_batch(settings, mesh, seed=length, length=length)
@@ -165,7 +165,7 @@ def test_other_lengths_are_refused(length, num_buckets, message):
     settings = make_settings((2, 4, 1), (2, 4), task)
     mesh = settings.parallel.mesh.build()
     batch = make_batch(settings, mesh, length=length)
-    state = init_state(settings.task, settings.parallel, mesh)
+    state = init_state(settings.task, settings.parallel, mesh=mesh)
     with pytest.raises(ValueError, match=message):
         make_train_step(*settings, mesh)(state, batch)
 
@@ -501,8 +501,8 @@ def lowered(settings):
     """Loss and gradients of a step, as a program that is not compiled yet."""
     task, parallel, _ = settings
     mesh = parallel.mesh.build()
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
-    return run.lower(init_state(task, parallel, mesh), make_batch(settings, mesh))
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    return run.lower(init_state(task, parallel, mesh=mesh), make_batch(settings, mesh))
 
 
 def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from test_equivalence import MODEL, make_settings
 
-from jaxpar.layout import lay_out
 from jaxpar.pipeline.placement import (
     balance,
     balance_ticks,
@@ -17,6 +16,7 @@ from jaxpar.pipeline.placement import (
     resolve_placement,
     tick_cost,
 )
+from jaxpar.setup import Setup
 from jaxpar.training.summary import describe_balance
 
 
@@ -118,7 +118,7 @@ def test_a_head_takes_layers_off_the_last_stage():
 def laid_out(num_layers, vocab_size, stages, **pipeline):
     task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=vocab_size)
     settings = make_settings((1, stages, 1), task=task, **pipeline)
-    return lay_out(settings.task, settings.parallel)
+    return Setup.of(settings.task, settings.parallel).layout
 
 
 def test_layers_that_cost_more_stand_with_fewer_others():
@@ -133,7 +133,7 @@ def test_what_training_says_of_the_balance():
     def said(mesh, num_layers=8, **pipeline):
         task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=32 * 16)
         settings = make_settings(mesh, task=task, **pipeline)
-        return describe_balance(settings.task, settings.parallel)
+        return describe_balance(Setup.of(settings.task, settings.parallel).layout)
 
     assert dict(said((1, 2, 1), head="last")) == {
         "work": "stage 0: 33%, stage 1: 67%; the head is that of 4.0 layers"

@@ -15,7 +15,8 @@ from test_placement import all_placements
 
 from jaxpar.__main__ import main
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.layout import lay_out
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.planning import (
     MACHINES,
@@ -230,8 +231,8 @@ def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_dev
         assert {cost.parallel.mesh.stage for cost in ranking.costs} >= {1, 2}
     for cost in ranking.costs[:: max(len(ranking.costs) // 3, 1)]:
         assert cost.settings == (task, cost.parallel, task.train)
-        layout = lay_out(task, cost.parallel)
-        assert sum(layout.placement or (0,)) == len(layout.kind_of)
+        layout = Layout(ModelFacts.of(task), cost.parallel)
+        assert sum(layout.placement or (0,)) == len(layout.facts.kind_of)
         assert np.prod([*cost.parallel.mesh.sizes.values()]) == num_devices
     assert f"{task.unit}/s" in ranking.explain()
 

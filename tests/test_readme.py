@@ -16,9 +16,8 @@ import jaxpar
 from jaxpar import Parallel, show
 from jaxpar.__main__ import _parse, main
 from jaxpar.config_file import default_settings, write_config
-from jaxpar.layout import on_devices
 from jaxpar.pipeline import make_schedule
-from jaxpar.task import Settings
+from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
 from jaxpar.training.summary import describe_plan
 
@@ -168,9 +167,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
 
 
 def test_a_run_without_a_mesh_is_described_as_the_readme_shows():
-    _, mesh = on_devices(LM())
-    settings = Settings(LM().resolve(), Parallel(), LM.train)
-    rows = [f"{name:10}  {value}" for name, value in describe_plan(settings, mesh)]
+    rows = [f"{name:10}  {value}" for name, value in describe_plan(Setup.of(LM(), Parallel()))]
     assert "\n".join([*rows[:3], "...\n"]) in blocks("text")
 
 

@@ -94,9 +94,9 @@ def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
     inputs, targets = rng.integers(0, V, (2, B, T), dtype=np.int32)
     targets[0, 1] = -1
     batch = Batch(inputs, targets, starts=True)
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     state = dataclasses.replace(state, step=state.step + 7)
-    (loss, (_, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh, seed=3))(
+    (loss, (_, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh, seed=3))(
         state, batch
     )
 
@@ -123,8 +123,8 @@ def test_in_evaluation_nothing_is_dropped_and_nothing_is_added():
 
     def evaluated(how):
         task = dataclasses.replace(SMALL, regularization=how)
-        state = init_state(task, ONE, mesh)
-        sums = make_eval_step(task, ONE, mesh)(state, task.example_batch())[1]
+        state = init_state(task, ONE, mesh=mesh)
+        sums = make_eval_step(task, ONE, mesh=mesh)(state, task.example_batch())[1]
         loss = float(sums.loss) / float(sums.weight)
         means = {k: float(v) / float(sums.weight) for k, v in sums.metrics.items()}
         return loss, task.metrics(loss, means)

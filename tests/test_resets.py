@@ -22,10 +22,10 @@ import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.nn import LSTM
 from jaxpar.nn.lstm import LSTMCarry, LSTMParams, Resets, lstm_layer
 from jaxpar.packing import PackedBatches
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import NEVER, batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.task import Settings
@@ -256,16 +256,19 @@ def of_window(task, batch):
 def assert_packed_equals_one_by_one(task, parallel, packings=(0,), windows=2):
     """Loss and gradients of the first windows of an epoch, each with the state that those before left."""
     settings, mesh = Settings(task, parallel, TrainConfig()), parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     params = {name: jnp.asarray(a) for name, a in by_layer(state.params, settings).items()}
     step, value_and_grad = (
-        jax.jit(make_loss_and_grad(task, parallel, mesh)),
+        jax.jit(make_loss_and_grad(task, parallel, mesh=mesh)),
         jax.value_and_grad(loss_of_sequences, 1),
     )
     where = jax.tree.map(lambda a: a.sharding, state.carry)
     for packing, number in itertools.product(packings, range(windows)):
         own = dataclasses.replace(task, data=packing)
-        batches, sharding = own.make_batches("train", packing), batch_sharding(task, parallel, mesh)
+        batches, sharding = (
+            own.make_batches("train", packing),
+            batch_sharding(task, parallel, mesh=mesh),
+        )
         batch = place_batch(batches, number, sharding)
         sequences = of_window(own, batches.batch(number))
         expected, expected_grads = value_and_grad(task, params, *sequences)
@@ -314,7 +317,7 @@ def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     """So that zero-bubble schedules can move them."""
     task = Packed(kinds=("learned",) * 4)
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, unroll=True))
-    assert lay_out(task, parallel).whole_kinds == ()
+    assert Setup.of(task, parallel).layout.whole_kinds == ()
     assert_packed_equals_one_by_one(task, parallel)
 
 
@@ -346,15 +349,15 @@ def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
     parallel = Parallel(on_devices((2, 2, 1)), PipelineConfig(num_chunks=2))
     mesh = parallel.mesh.build()
     task = task.resolve()
-    state, step = init_state(task, parallel, mesh), make_train_step(task, parallel, mesh=mesh)
-    batches, sharding = task.make_batches("train", 0), batch_sharding(task, parallel, mesh)
+    state, step = init_state(task, parallel, mesh=mesh), make_train_step(task, parallel, mesh=mesh)
+    batches, sharding = task.make_batches("train", 0), batch_sharding(task, parallel, mesh=mesh)
     losses = []
     for number in range(batches.num_windows + 2):
         state, metrics = step(state, place_batch(batches, number, sharding))
         losses.append(float(metrics.loss))
     assert step.num_programs == 1
     assert losses[-1] < 0.9 * losses[0]
-    sums = sum_batches(task, parallel, state, task.make_batches("valid"), mesh)
+    sums = sum_batches(Setup.of(task, parallel, mesh=mesh), state, task.make_batches("valid"))
     assert sums.weight == len(task.read_text().valid) - 1
 
 
@@ -384,8 +387,8 @@ def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
     task = Packed(kinds=("learned", "leaky"))
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))
     mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
-    sums = sum_batches(task, parallel, state, task.make_batches("valid"), mesh)
+    state = init_state(task, parallel, mesh=mesh)
+    sums = sum_batches(Setup.of(task, parallel, mesh=mesh), state, task.make_batches("valid"))
     arrays, lengths = task.sequences()
     everything = {"place": np.arange(len(arrays["x"])), "weight": np.ones(len(arrays["x"]))}
     params = by_layer(state.params, Settings(task, parallel, TrainConfig()))
@@ -404,8 +407,8 @@ def test_what_is_not_finite_is_traced_to_its_own_sequence():
     later = np.flatnonzero(batch["resets"][row, first + 1 :])
     end = first + 1 + later[0] if later.size else task.seq_len
     batch["x"][row, first] = np.nan
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh, watch=True))
-    state = init_state(task, parallel, mesh)
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh, watch=True))
+    state = init_state(task, parallel, mesh=mesh)
     (_, ((_, watched), _)), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
     rows = {int(b) for flags in watched.values() for b in np.flatnonzero(flags[0, :, 0])}
     assert rows == {row}

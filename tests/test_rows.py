@@ -17,6 +17,7 @@ from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
 from jaxpar.nn import Residual, Stateless
 from jaxpar.rows import check_rows_alone
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.images.task import Images
@@ -81,12 +82,12 @@ def batch_norm(x):
 def loss_on(task, mesh, make_step, **units):
     parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
     mesh = parallel.mesh.build()
-    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh))
-    return make_step(task, parallel, mesh)(init_state(task, parallel, mesh), batch)
+    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh=mesh))
+    return make_step(task, parallel, mesh)(init_state(task, parallel, mesh=mesh), batch)
 
 
 def unchecked(task, parallel, mesh):
-    step = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    step = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
     return lambda state, batch: float(step(state, batch)[0][0])
 
 
@@ -225,7 +226,7 @@ class Zero(nnx.Module):
 def test_rows_that_mix_are_named_by_where_they_do(mixed):
     options, message = MIXED[mixed]
     with pytest.raises(ValueError, match=message):
-        check_rows_alone(task_of(**options), ONE)
+        check_rows_alone(Setup.of(task_of(**options), ONE).layout)
 
 
 def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
@@ -245,7 +246,7 @@ def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
         last=lambda model, y, batch: plain_last(model, y["h"], batch),
     )
     with pytest.raises(ValueError, match="layer costs mixes"):
-        check_rows_alone(task, ONE)
+        check_rows_alone(Setup.of(task, ONE).layout)
 
 
 @hypothesis.settings(max_examples=10)
@@ -271,10 +272,10 @@ def test_any_mix_is_found_and_nothing_else(place, share, shift, reads, number):
 
     task = task_of(layer)
     if place == "nowhere":
-        check_rows_alone(task, ONE)
+        check_rows_alone(Setup.of(task, ONE).layout)
         return
     with pytest.raises(ValueError, match="layer layer0 mixes"):
-        check_rows_alone(task, ONE)
+        check_rows_alone(Setup.of(task, ONE).layout)
 
 
 SMALL = {
@@ -305,7 +306,7 @@ PENALTIES = Regularization(0.1, 0.2, True, 0.1, 0.3, activations=1.0, slowness=2
 )
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
     rows._passed.clear()
-    check_rows_alone(task, ONE)
+    check_rows_alone(Setup.of(task, ONE).layout)
     assert rows._passed
 
 
@@ -333,17 +334,21 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
             x = np.random.default_rng(0).normal(size=(40, 5, 3)).astype(np.float32)
             return ArrayBatches({"x": x}, 8, seed)
 
-    check_rows_alone(Grouped(), ONE)
+    check_rows_alone(Setup.of(Grouped(), ONE).layout)
 
 
 def test_an_equal_model_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
     rows._passed.clear()
-    check_rows_alone(Regress(), ONE)
+    check_rows_alone(Setup.of(Regress(), ONE).layout)
     monkeypatch.setattr(rows, "_Trial", None)
-    check_rows_alone(Regress(batch_size=8), Parallel(on_devices((2, 2, 1))).resolve(8))
-    check_rows_alone(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE)
+    check_rows_alone(
+        Setup.of(Regress(batch_size=8), Parallel(on_devices((2, 2, 1))).resolve(8)).layout
+    )
+    check_rows_alone(
+        Setup.of(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE).layout
+    )
     with pytest.raises(TypeError):
-        check_rows_alone(Regress(seq_len=4), ONE)
+        check_rows_alone(Setup.of(Regress(seq_len=4), ONE).layout)
 
 
 def noise(x, scale):
@@ -354,10 +359,11 @@ def noise(x, scale):
 
 
 def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
-    check_rows_alone(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7)))), ONE)
+    alone = task_of(lambda carry, x, at: (carry, noise(x, np.float32(1e-7))))
+    check_rows_alone(Setup.of(alone, ONE).layout)
     mixes = task_of(lambda carry, x, at: (carry, noise(batch_norm(x), np.float32(1e-7))))
     with pytest.raises(ValueError, match="layer layer0 mixes"):
-        check_rows_alone(mixes, ONE)
+        check_rows_alone(Setup.of(mixes, ONE).layout)
 
 
 def test_a_prediction_that_rounding_decides_is_no_mix():
@@ -372,5 +378,5 @@ def test_a_prediction_that_rounding_decides_is_no_mix():
         right = jax.pure_callback(off_by_one, jnp.float32(0)) + jnp.float32(y.size)
         return sums._replace(metrics={"right": right})
 
-    check_rows_alone(task_of(last=last_with(change)), ONE)
+    check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).layout)
     assert len(calls) == 12  # three for each of two tries, then six for the gradients

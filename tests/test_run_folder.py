@@ -18,6 +18,7 @@ import pytest
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.__main__ import main
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.fit import fit
 from jaxpar.training.lock import FolderLock
@@ -379,7 +380,7 @@ def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
     rate = OptimizerConfig(learning_rate=30.0, warmup_steps=0)  # it becomes worse at once
     task = dataclasses.replace(make_task(text), optimizer=rate)
     fit(task, ONE, make_train(run, num_steps=3, clip_norm=0.0, **more), overwrite=True)
-    with RunFolder(run).checkpoints(RunFolder(run).settings()) as checkpoints:
+    with RunFolder(run).checkpoints(Setup.of(*RunFolder(run).settings())) as checkpoints:
         losses = checkpoints.stored_losses()
     best = min(losses, key=losses.__getitem__)
     assert losses.keys() == {1, 2, 3}
@@ -396,7 +397,7 @@ def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
     fit(task, ONE, train, resume=True)
     assert "metrics.jsonl has changed since the run wrote it" in caplog.text
     assert sorted(int(each.name) for each in (run / "checkpoints").iterdir()) == [best, 5]
-    _, _, state = RunFolder(run).restore(best=True)
+    _, state = RunFolder(run).restore(best=True)
     assert int(state.step) == best
 
 

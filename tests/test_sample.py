@@ -9,7 +9,7 @@ import pytest
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
-from jaxpar.layout import lay_out
+from jaxpar.setup import Setup
 from jaxpar.tasks.lm.corpus import EOS
 from jaxpar.tasks.lm.sample import sample, sample_text, sample_tokens
 from jaxpar.tasks.lm.task import LM
@@ -59,9 +59,14 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
         lambda array: rng.normal(0, 2, array.shape).astype(np.float32), run.state.params
     )
     state = type(run.state)(**{**vars(run.state), "params": params})
-    model = lay_out(run.task, run.parallel).merge(params, run.state.frozen)
+    model = Setup.of(run.setup.task, run.setup.parallel).layout.merge(params, run.state.frozen)
     greedy = functools.partial(
-        sample_tokens, run.task, run.parallel, state, num_words=11, length=3, temperature=0
+        sample_tokens,
+        run.setup,
+        state,
+        num_words=11,
+        length=3,
+        temperature=0,
     )
     drawn = set()
     for prompt in rng.integers(11, size=(6, 5), dtype=np.int32):
@@ -91,9 +96,7 @@ def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
 
 
 def test_prompts_that_cannot_be_are_refused(run):
-    draw = functools.partial(
-        sample_tokens, run.task, run.parallel, run.state, num_words=11, length=3
-    )
+    draw = functools.partial(sample_tokens, run.setup, run.state, num_words=11, length=3)
     with pytest.raises(ValueError, match="0 tokens of prompt"):
         draw(np.array([], np.int32))
     with pytest.raises(ValueError, match="token 11 at position 1 is outside the vocabulary of 11"):
@@ -103,7 +106,7 @@ def test_prompts_that_cannot_be_are_refused(run):
 def test_a_run_is_loaded_by_its_folder(run):
     loaded = jaxpar.load_run(run.out_dir)
     assert isinstance(loaded, jaxpar.lm.TextRun)
-    assert (loaded.step, loaded.task.num_words) == (2, 11)
+    assert (loaded.step, loaded.setup.task.num_words) == (2, 11)
     assert set(loaded.vocabulary.words) >= WORDS
     jax.tree.map(np.testing.assert_array_equal, loaded.params, run.state.params)
     assert loaded.evaluate("valid") == run.evaluations["valid"]
@@ -140,10 +143,15 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
     twice = np.int32([separator, 3, *once])
     state = larger(run.state)
     greedy = functools.partial(
-        sample_tokens, run.task, run.parallel, state, num_words=11, length=3, temperature=0
+        sample_tokens,
+        run.setup,
+        state,
+        num_words=11,
+        length=3,
+        temperature=0,
     )
     np.testing.assert_array_equal(greedy(twice, separator=4), greedy(once, separator=4))
-    model = lay_out(run.task, run.parallel).merge(state.params, state.frozen)
+    model = Setup.of(run.setup.task, run.setup.parallel).layout.merge(state.params, state.frozen)
     carry = model.layers.initial_carry(1)
     logits = {
         resets is None: model.unroll(twice[None], carry, resets)[1][-1, 0]
@@ -155,13 +163,15 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
 
 
 def test_who_trains_on_lines_samples_lines(run):
-    vocabulary, state = run.task.read_text().vocabulary, larger(run.state)
+    vocabulary, state = run.setup.task.read_text().vocabulary, larger(run.state)
     numbers = {"length": 40, "temperature": 1.0, "seed": 0}
-    for task in (run.task, dataclasses.replace(run.task, packed=True)):
-        text = sample_text(task, run.parallel, state, vocabulary, "a cat", **numbers)
+    for task in (run.setup.task, dataclasses.replace(run.setup.task, packed=True)):
+        text = sample_text(
+            dataclasses.replace(run.setup, task=task), state, vocabulary, "a cat", **numbers
+        )
         prompt = np.concatenate([vocabulary.encode([EOS]), vocabulary.encode("a cat")])
         separator = int(prompt[0]) if task.packed else None
         tokens = sample_tokens(
-            task, run.parallel, state, prompt, num_words=11, separator=separator, **numbers
+            run.setup, state, prompt, num_words=11, separator=separator, **numbers
         )
         assert text == vocabulary.decode(np.concatenate([prompt, tokens])[1:])

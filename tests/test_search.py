@@ -21,6 +21,7 @@ from test_equivalence import full, nonzero_carry
 from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.tasks.lm.streams import Batch
@@ -112,7 +113,7 @@ PLAIN = Parallel(MeshConfig(devices=(0,)))
 def train_once(task, parallel, length):
     """The loss, and all arrays of the state after a step from a state that is not zero."""
     mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     audit(state)
 
     state = dataclasses.replace(state, carry=nonzero_carry(state))
@@ -121,10 +122,12 @@ def train_once(task, parallel, length):
     inputs, targets = rng.integers(0, task.vocab_size, shape, dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = -1
     targets[0, 0] = 0  # one at least
-    batch = put_batch(Batch(inputs, targets, starts=False), batch_sharding(task, parallel, mesh))
+    batch = put_batch(
+        Batch(inputs, targets, starts=False), batch_sharding(task, parallel, mesh=mesh)
+    )
     state, metrics = make_train_step(task, parallel, mesh=mesh)(state, batch)
     audit(state)
-    stored = by_layer(state, task, parallel)
+    stored = by_layer(state, Setup.of(task, parallel).layout)
     return float(metrics.loss), {name: np.asarray(array) for name, array in stored.items()}
 
 

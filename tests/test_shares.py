@@ -88,7 +88,7 @@ def train_20_steps(mesh, units, shares, update):
     settings = make_settings(mesh, units, task, train=train, shares=shares, update=update)
     task, parallel, _ = settings
     mesh = parallel.mesh.build()
-    state, losses = init_state(task, parallel, mesh), []
+    state, losses = init_state(task, parallel, mesh=mesh), []
     step = make_train_step(*settings, mesh)
     for number in range(20):
         starts = number % 7 == 0

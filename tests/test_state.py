@@ -28,10 +28,10 @@ from jaxpar.analysis import inspect_step
 from jaxpar.analysis.hlo import arrays
 from jaxpar.batches import place_batch
 from jaxpar.config import OptimizerConfig, TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.optimizer import clip_scale, learning_rate, make_optimizer, next_state, update
+from jaxpar.setup import Setup
 from jaxpar.sharding import (
     RULES,
     Rules,
@@ -66,7 +66,7 @@ def started(settings):
     task, parallel, train = settings
     mesh = parallel.mesh.build()
     step = make_train_step(task, parallel, train, mesh)
-    return mesh, step, init_state(task, parallel, mesh), make_batch(settings, mesh)
+    return mesh, step, init_state(task, parallel, mesh=mesh), make_batch(settings, mesh)
 
 
 def shard_bytes(tree):
@@ -99,8 +99,8 @@ def test_every_parameter_of_a_compiled_step_is_split_over_the_axes_that_it_names
 def test_initialisation_needs_the_memory_of_its_shards():
     task = LM(num_layers=8, hidden_size=256, embed_size=256, vocab_size=3072)
     _, parallel, _ = make_settings((2, 2, 2))
-    layout, mesh = lay_out(task, parallel), parallel.mesh.build()
-    target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(task, parallel, mesh))
+    layout, mesh = Setup.of(task, parallel).layout, parallel.mesh.build()
+    target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(task, parallel, mesh=mesh))
     make = jax.jit(lambda: _initial_state(layout, 0, 100), out_shardings=target)
     compiled = make.lower().compile()
     memory, state = compiled.memory_analysis(), compiled()
@@ -247,8 +247,11 @@ OWN_DIMS = {
 def trained_on_its_own_batches(settings):
     task, parallel, train = settings
     mesh = parallel.mesh.build()
-    state, step = init_state(task, parallel, mesh), make_train_step(task, parallel, train, mesh)
-    batches, where = task.make_batches("train", 0), batch_sharding(task, parallel, mesh)
+    state, step = (
+        init_state(task, parallel, mesh=mesh),
+        make_train_step(task, parallel, train, mesh),
+    )
+    batches, where = task.make_batches("train", 0), batch_sharding(task, parallel, mesh=mesh)
     for number in range(2):
         state, _ = step(state, place_batch(batches, number, where))
     audit(state)
@@ -313,8 +316,8 @@ def freeze_by_hand(settings, num_steps=2):
     """Losses and parameters of plain steps whose gradient of the table is zero."""
     task, parallel, train = settings
     mesh, optimizer = parallel.mesh.build(), task.make_optimizer(train.num_steps)
-    state, losses = init_state(task, parallel, mesh), []
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    state, losses = init_state(task, parallel, mesh=mesh), []
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
     for number in range(num_steps):
         batch = make_batch(settings, mesh, seed=number, starts=number == 0)
         (loss, (carry, _)), grads = run(state, batch)
@@ -370,7 +373,7 @@ def test_what_is_frozen_has_no_gradient_and_no_optimizer_state_and_stays(
 def test_audit_names_what_is_not_so_sharded():
     task, parallel, _ = make_settings((2, 2, 2))
     mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     audit(state)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     lstm = state.params["layers"]["lstm"]

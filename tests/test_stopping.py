@@ -13,6 +13,7 @@ import pytest
 
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training import loop
 from jaxpar.training.fit import fit
@@ -67,7 +68,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, ends
     said = re.search(r"^stopped by SIGTERM after step (\d+)/", ends[0][0], re.MULTILINE)
     assert said, ends
-    assert folder.checkpoints(folder.settings()).steps() == [int(said[1])]
+    assert folder.checkpoints(Setup.of(*folder.settings())).steps() == [int(said[1])]
     assert int(said[1]) > 1
     assert [line["step"] for line in folder.metrics()] == [1]  # no log point in between
     assert seconds < STOP_SECONDS
@@ -191,8 +192,8 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypa
     assert [line for line in lines(run) if line[1] != "train"] == [
         line for line in lines(whole) if line[1] != "train"
     ]
-    assert run.checkpoints(run.settings()).stored_losses().keys() == {3, 6}
+    assert run.checkpoints(Setup.of(*run.settings())).stored_losses().keys() == {3, 6}
     for ours, theirs in zip(
-        *(map(jax.tree.leaves, (run.restore()[2], whole.restore()[2]))), strict=True
+        *(map(jax.tree.leaves, (run.restore()[1], whole.restore()[1]))), strict=True
     ):
         assert (ours == theirs).all()

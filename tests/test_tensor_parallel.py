@@ -14,7 +14,7 @@ from jaxpar import nn
 from jaxpar.analysis import inspect_function
 from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
 from jaxpar.mesh import MeshConfig
-from jaxpar.sharding import RULES, Layout, Rules, shardings
+from jaxpar.sharding import RULES, Constraint, Rules, shardings
 
 # Dims of these models.
 CHANNELS, FEATURES, UNITS = "channels", "features", "units"
@@ -31,7 +31,7 @@ BY_DATA = {BATCH: DATA, INPUT: None}
 def make_layout(mesh, table):
     data, tensor = mesh
     config = MeshConfig(data=data, tensor=tensor, devices=tuple(range(data * tensor)))
-    return Layout(config.build(), Rules.make({**BY_DATA, **table}))
+    return Constraint(config.build(), Rules.make({**BY_DATA, **table}))
 
 
 class Column(nnx.Module):

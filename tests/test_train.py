@@ -24,10 +24,10 @@ from rich.console import Console
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig
 from jaxpar.batches import SeriesBatches
-from jaxpar.layout import lay_out
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.pictures import figures
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.lm.corpus import load_corpus
@@ -90,11 +90,11 @@ def perplexity_of(result, split):
 
 def log_probabilities(result, tokens):
     """Of every next token, by the model applied to all tokens at once: float64 [tokens, words]."""
-    layout = lay_out(
-        result.task, dataclasses.replace(result.parallel, mesh=MeshConfig(devices=(0,)))
-    )
+    layout = Setup.of(
+        result.setup.task, dataclasses.replace(result.setup.parallel, mesh=MeshConfig(devices=(0,)))
+    ).layout
     model = layout.merge(result.state.params, result.state.frozen)
-    logits = np.asarray(model(tokens[None])[0], np.float64)[:, : result.task.num_words]
+    logits = np.asarray(model(tokens[None])[0], np.float64)[:, : result.setup.task.num_words]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
@@ -104,7 +104,7 @@ class Recorder(Report):
     def __init__(self, at_step=None, action=lambda: None):
         self.told, self.at_step, self.action = [], at_step, action
 
-    def plan(self, settings, mesh, state):
+    def plan(self, setup, state):
         assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
         self.told.append("plan")
 
@@ -138,7 +138,7 @@ def test_losses_fall_and_everything_is_reported(whole_run):
     result, recorder = whole_run
     assert len(result.losses) == 20
     assert np.mean(result.losses[-3:]) < 0.8 * result.losses[0]
-    assert result.task.vocab_size == VOCAB_MULTIPLE
+    assert result.setup.task.vocab_size == VOCAB_MULTIPLE
     assert (
         perplexity_of(result, "valid") < result.evaluations["valid"].baseline["unigram perplexity"]
     )
@@ -196,8 +196,8 @@ def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkey
         text, tmp_path / "run", num_steps=6, log_every=2, eval_every=4, checkpoint_every=2
     )
     fit(*run)
-    train = dataclasses.replace(run.train, num_steps=12)
-    fit(run.task, run.parallel, train, resume=True)
+    train = dataclasses.replace(run.setup.train, num_steps=12)
+    fit(run.setup.task, run.setup.parallel, train, resume=True)
     assert late[0] >= 10 * 60
     lines = RunFolder(tmp_path / "run").metrics()
     speeds = {e["step"]: e["tokens_per_second"] for e in lines if e["split"] == "train"}
@@ -298,13 +298,13 @@ def test_the_best_state_is_saved_and_kept(text, tmp_path, caplog):
     fit(*run, report=recorder)
     fit(*run, resume=True)
     folder = RunFolder(tmp_path / "run")
-    losses = folder.checkpoints(run).stored_losses()
+    losses = folder.checkpoints(Setup.of(*run)).stored_losses()
     lines = [line for line in folder.metrics() if line["split"] == "valid"]
     assert losses == {line["step"]: line["loss"] for line in lines}
     assert sorted(losses) == list(range(1, 13))
     best = min(losses, key=losses.get)
     assert best < 12
-    assert folder.checkpoints(run).steps() == [best, 12]
+    assert folder.checkpoints(Setup.of(*run)).steps() == [best, 12]
     assert evaluate_run(folder, best=True)[0].loss == losses[best]
     assert evaluate_run(folder)[0].loss == losses[12]
 
@@ -328,7 +328,7 @@ def test_without_keep_best_the_newest_are_kept(text, tmp_path):
         text, tmp_path / "run", num_steps=8, keep_checkpoints=1, keep_best=False, **options
     )
     fit(*run)
-    assert RunFolder(tmp_path / "run").checkpoints(run).steps() == [8]
+    assert RunFolder(tmp_path / "run").checkpoints(Setup.of(*run)).steps() == [8]
 
 
 class Obstacle:
@@ -363,7 +363,7 @@ def test_a_state_that_cannot_be_saved_goes_to_the_fallback(text, tmp_path, whole
     lines = RunFolder(resumed.out_dir).metrics()
     assert [line["step"] for line in lines if line["split"] == "train"] == [1, 5, 10, 11, 15, 20]
     obstacle.remove()
-    assert RunFolder(tmp_path / "run").checkpoints(run).steps() == [5]
+    assert RunFolder(tmp_path / "run").checkpoints(Setup.of(*run)).steps() == [5]
 
 
 def test_without_a_fallback_the_newest_checkpoint_is_named(text, tmp_path):
@@ -419,16 +419,16 @@ def test_evaluating_a_run_gives_the_perplexities_of_fit(whole_run):
 
 def loss_of(result, tokens, separator=None, **changes):
     """Of any text, with the parameters of a run."""
-    task = dataclasses.replace(result.task, **changes)
+    task = dataclasses.replace(result.setup.task, **changes)
     batches = task.batches_of(tokens, separator)
-    return mean_of(sum_batches(task, result.parallel, result.state, batches, result.mesh))[0]
+    return mean_of(sum_batches(Setup.of(task, result.setup.parallel), result.state, batches))[0]
 
 
 def test_evaluation_is_exact(whole_run, text):
     """Against the model applied to each stream at once."""
     result, _ = whole_run
     tokens = load_corpus(text).valid[:68]
-    loss, rows, nll = loss_of(result, tokens), result.task.batch_size, 0.0
+    loss, rows, nll = loss_of(result, tokens), result.setup.task.batch_size, 0.0
     bounds = np.arange(rows + 1) * 67 // rows
     assert len({*np.diff(bounds)}) == 2  # streams of unequal length
     for start, stop in itertools.pairwise(bounds):
@@ -465,8 +465,8 @@ def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
     run, folder = make_run(own, tmp_path / "run", num_steps=1), RunFolder(tmp_path / "run")
     result = fit(*run)
     shutil.rmtree(own)
-    settings, _, state = folder.restore()
-    assert settings.task.num_words == result.task.num_words
+    setup, state = folder.restore()
+    assert setup.task.num_words == result.setup.task.num_words
     for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(result.state), strict=True):
         np.testing.assert_array_equal(np.array(actual), np.array(expected))
     words = (folder.path / "vocabulary.json").read_text()
@@ -526,8 +526,8 @@ def test_padding_of_buckets_changes_no_evaluation(whole_run, text):
     loss, nll = loss_of(result, tokens, eos, num_buckets=3), 0.0
     ends = np.unique([0, *np.flatnonzero(tokens == eos), len(tokens) - 1])
     for start, end in itertools.pairwise(ends):
-        for first in range(start, end, result.task.seq_len):  # longer lines are cut
-            last = min(first + result.task.seq_len, end)
+        for first in range(start, end, result.setup.task.seq_len):  # longer lines are cut
+            last = min(first + result.setup.task.seq_len, end)
             log_probs = log_probabilities(result, tokens[first:last])
             nll -= log_probs[np.arange(last - first), tokens[first + 1 : last + 1]].sum()
     assert loss == pytest.approx(nll / (len(tokens) - 1), rel=RELATIVE_ERROR)
@@ -652,7 +652,7 @@ def test_the_lines_of_a_task_of_ones_own_have_its_names(whole_walk):
 
 
 def test_what_is_frozen_stays_as_it_was(whole_walk):
-    before = init_state(whole_walk.task, whole_walk.parallel, whole_walk.mesh)
+    before = init_state(whole_walk.setup)
     changed = jax.tree.map(
         lambda a, b: bool(np.any(a != b)),
         (before.params, before.frozen),
@@ -705,9 +705,7 @@ def test_a_live_line_ends_with_its_run_however_that_ends(tmp_path):
 
 def test_a_plan_says_what_is_known_of_any_task():
     layout = make_layout((2, 4, 1), (2, 2))
-    rows = dict(
-        describe_plan(Settings(Walk(), layout, TrainConfig(num_steps=1)), layout.mesh.build())
-    )
+    rows = dict(describe_plan(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))
     assert rows["layers"] == (
         "3 filter, 3 dense (stage 0: 2, stage 1: 2, stage 2: 1, stage 3: 1); "
         "2 microbatches x 2 chunks of time"
@@ -716,9 +714,8 @@ def test_a_plan_says_what_is_known_of_any_task():
     assert rows["series"] == "a sine [of one wave]"
     assert rows["training"] == "1 step"
     console = Console(width=100, file=io.StringIO())
-    ConsoleReport(console).plan(
-        Settings(Walk(), layout, TrainConfig()), layout.mesh.build(), abstract_state(Walk(), layout)
-    )
+    setup = Setup.of(Walk(), layout)
+    ConsoleReport(console).plan(setup, abstract_state(setup))
     printed = console.file.getvalue()
     assert "a sine [of one wave]" in printed
     assert re.search(
@@ -755,7 +752,7 @@ def own_file(tmp_path):
     parallel = Parallel(ONE_DEVICE)
     own = task().resolve()
     start = Settings(own, parallel, make_train(folder.path))
-    folder.start(start)
+    folder.start(Setup.of(*start))
     return file, folder, start
 
 
@@ -769,7 +766,7 @@ def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
     file.write_text(file.read_text() + "# another line\n")
     folder.check()
     again = folder.settings()
-    assert dataclasses.asdict(again.task) == dataclasses.asdict(start.task)
+    assert dataclasses.asdict(again.setup.task) == dataclasses.asdict(start.task)
     (said,) = caplog.messages
     assert re.search(
         r"own\.py has changed since the run began; the task is as it is now, .*run/task\.py as",
@@ -837,7 +834,7 @@ def test_a_value_that_the_task_refuses_ends_the_run_before_it_begins(tmp_path):
 
 
 def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
-    state, mesh, parallel = whole_walk.state, whole_walk.mesh, whole_walk.parallel
+    state, parallel = whole_walk.state, whole_walk.setup.parallel
 
     class Late(Walk):
         def make_batches(self, split, seed=None):
@@ -847,7 +844,7 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             return batches
 
     with pytest.raises(ValueError, match="first batch says starts=False: it would continue with"):
-        evaluate(Late(), parallel, state, "valid", mesh)
+        evaluate(Setup.of(Late(), parallel), state, "valid")
 
     class Nothing(Walk):
         def make_batches(self, split, seed=None):
@@ -859,4 +856,4 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
             return batches
 
     with pytest.raises(ValueError, match=r"nothing in the split 'valid' counts: .* 0\.0"):
-        evaluate(Nothing(), parallel, state, "valid", mesh)
+        evaluate(Setup.of(Nothing(), parallel), state, "valid")

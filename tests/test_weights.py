@@ -17,7 +17,6 @@ import pytest
 import safetensors.numpy
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.nn.gru import GRUParams, gru_layer
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
@@ -79,9 +78,9 @@ def import_to(path, run_dir, text, layer="lstm", **options):
 
 def logits_of(run_dir, tokens_BT):
     """Of the words that a run knows."""
-    (task, parallel, _), _, state = RunFolder(run_dir).restore()
-    model = lay_out(task, parallel).merge(state.params, state.frozen)
-    return np.asarray(model(tokens_BT))[..., : task.num_words]
+    setup, state = RunFolder(run_dir).restore()
+    model = setup.layout.merge(state.params, state.frozen)
+    return np.asarray(model(tokens_BT))[..., : setup.task.num_words]
 
 
 def torch_logits(tensors, tokens_BT, names=("embedding", "lstm", "head")):
@@ -136,20 +135,20 @@ def test_exported_weights_give_the_same_logits_by_the_formulas_of_torch(run):
     tensors = safetensors.numpy.load_file(run.out_dir / "model.safetensors")
     assert all(tensor.dtype == np.float32 for tensor in tensors.values())
     tokens = tokens_of(run)
-    names = "embedding", run.task.layer, "head"
+    names = "embedding", run.setup.task.layer, "head"
     assert_close(logits_of(run.out_dir, tokens), torch_logits(tensors, tokens, names))
 
 
 @pytest.mark.parametrize("num_biases", [1, 2])
 def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
-    kind = run.task.layer
+    kind = run.setup.task.layer
     if (kind, num_biases) == ("gru", 1):
         with pytest.raises(ValueError, match="num_biases=1: a GRU has a bias of its own"):
             export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=1)
         return
     export_weights(run.out_dir, tmp_path / "model.safetensors", num_biases=num_biases)
     tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    task = run.task
+    task = run.setup.task
     V, E, H, L = len(words_of(run)), task.embed_size, task.hidden_size, task.num_layers
     assert V == task.num_words < task.vocab_size == VOCAB_MULTIPLE
     expected = {"embedding.weight": (V, E), "head.weight": (V, H), "head.bias": (V,)}
@@ -165,15 +164,15 @@ def test_exported_tensors_are_those_of_torch(run, num_biases, tmp_path):
 
 @pytest.mark.law
 def test_imported_weights_are_the_exported_ones(run, text, tmp_path):
-    import_to(run.out_dir / "model.safetensors", tmp_path / "run", text, run.task.layer)
+    import_to(run.out_dir / "model.safetensors", tmp_path / "run", text, run.setup.task.layer)
     tokens = tokens_of(run)
     np.testing.assert_array_equal(
         logits_of(tmp_path / "run", tokens), logits_of(run.out_dir, tokens)
     )
     assert evaluate_run(RunFolder(tmp_path / "run")) == list(run.evaluations.values())
-    sizes = {name: getattr(run.task, name) for name in SIZES}
+    sizes = {name: getattr(run.setup.task, name) for name in SIZES}
     settings = RunFolder(tmp_path / "run").settings()
-    assert settings.task == dataclasses.replace(new_task(text, run.task.layer), **sizes)
+    assert settings.task == dataclasses.replace(new_task(text, run.setup.task.layer), **sizes)
     assert settings.train == make_train(tmp_path / "run")
 
 
@@ -492,7 +491,7 @@ def test_torch_gives_the_same_logits(torch_python, run, tmp_path):
     tokens = tokens_of(run)
     expected = logits_of(run.out_dir, tokens)
     path = run.out_dir / "model.safetensors"
-    assert_close(run_torch(torch_python, path, tokens, tmp_path, run.task), expected)
+    assert_close(run_torch(torch_python, path, tokens, tmp_path, run.setup.task), expected)
 
 
 @pytest.mark.parametrize("kind", ["lstm", "gru"])

@@ -87,9 +87,9 @@ LATE = dataclasses.replace(SHORT, seq_len=9, windows=Windows(mean=7))
 def loss_and_grads(task, batch):
     parallel = Parallel(MeshConfig(devices=(0,)))
     mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh)
+    state = init_state(task, parallel, mesh=mesh)
     state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
+    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
     (loss, (carry, sums)), grads = run(state, batch)
     settings = make_settings(task=task)
     return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)
@@ -149,7 +149,7 @@ def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     tokens = np.random.default_rng(0).integers(0, 11, (4, 10), dtype=np.int32)
 
     def moved(padding, rate):
-        state = init_state(task, parallel, mesh)
+        state = init_state(task, parallel, mesh=mesh)
         before = jax.tree.map(np.asarray, state.params)
         batch = Batch(tokens[:, :-1], tokens[:, 1:].copy(), True, None, padding, rate)
         batch.targets_BT[:, :padding] = -1

@@ -20,7 +20,7 @@ from flax import nnx
 
 from examples.forecaster import Forecast
 from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
-from jaxpar.layout import lay_out
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_train_step
 from jaxpar.timing import take_turns
@@ -43,7 +43,7 @@ class Random(Forecast):
 
 def make_plain(task: Random, batch: Any):
     """A function that takes a step without jaxpar; its loss."""
-    graphdef, params = jax.jit(lambda: nnx.split(lay_out(task, Parallel("dp1")).make(0)))()
+    graphdef, params = jax.jit(lambda: nnx.split(Setup.of(task, Parallel("dp1")).layout.make(0)))()
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
     layers = [graphdef_of(graphdef, params, n) for n in range(task.num_layers)]
     structure, stack = layers[0][0], [state for _, state in layers]

@@ -18,6 +18,7 @@ import jax
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.batches import put_batch
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, batch_sharding
 from jaxpar.tasks.lm import LM
@@ -48,7 +49,10 @@ def temporary_megabytes(num_steps: int, num_stages: int, **options) -> float:
     task, parallel = make_settings(num_steps, num_stages, **options)
     built = parallel.mesh.build()
     step = jaxpar.make_train_step(task, parallel, mesh=built)
-    arguments = abstract_state(task, parallel, built), abstract_batch(task, parallel, built)
+    arguments = (
+        abstract_state(task, parallel, mesh=built),
+        abstract_batch(Setup.of(task, parallel, mesh=built)),
+    )
     return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes / 1e6
 
 
@@ -56,9 +60,9 @@ def make_run(num_steps: int, num_stages: int, num_rows: int, **options):
     """A function that takes a step and returns its seconds, on a CPU those of the processor."""
     task, parallel = make_settings(num_steps, num_stages, num_rows, **options)
     built = parallel.mesh.build()
-    state = jaxpar.init_state(task, parallel, built)
+    state = jaxpar.init_state(task, parallel, mesh=built)
     step = jaxpar.make_train_step(task, parallel, mesh=built)
-    batch = put_batch(task.example_batch(), batch_sharding(task, parallel, built))
+    batch = put_batch(task.example_batch(), batch_sharding(task, parallel, mesh=built))
     clock = time.perf_counter if ON_GPU else time.process_time
 
     def run() -> float:

@@ -18,7 +18,7 @@ import jaxpar
 from jaxpar import MeshConfig, Rules
 from jaxpar.analysis import Collective, ProgramReport, inspect_function, inspect_step
 from jaxpar.axes import BATCH, DATA, TENSOR
-from jaxpar.sharding import Layout
+from jaxpar.sharding import Constraint
 from jaxpar.tasks.images import STRATEGIES, Images
 
 BATCH_SIZE, IN_SIZE, OUT_SIZE = 128, 1000, 500
@@ -65,7 +65,7 @@ def inspect_split(
       split: "data", "column" or "row".
     """
     rules = {dim: (DATA, TENSOR) if dim == CUT[split] else None for dim in CUT.values()}
-    layout = Layout(mesh, Rules.make(rules))
+    layout = Constraint(mesh, Rules.make(rules))
     rows = (BATCH, *[None] * (len(shape) - 1))
     graphdef, params = nnx.split(layer)
 
@@ -111,7 +111,7 @@ def dense_layer() -> Iterator[Row]:
 def chained_layers() -> Iterator[Row]:
     """The layer and one that leads back to 1000, each by itself and one after the other."""
     mesh = make_mesh(2)
-    layout = Layout(mesh, Rules.make({ROWS: None, OUTER: None, INNER: TENSOR}))
+    layout = Constraint(mesh, Rules.make({ROWS: None, OUTER: None, INNER: TENSOR}))
     up, down = (
         jax.ShapeDtypeStruct(
             shape, jnp.float32, sharding=NamedSharding(mesh, layout.rules.spec(dims))

@@ -15,6 +15,7 @@ import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.ticks import make_plan
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_loss_and_grad, step_schedule
 from jaxpar.tasks.lm import LM
@@ -44,8 +45,11 @@ def lower_autodiff(task: LM, parallel: Parallel):
 def _lower(task: LM, parallel: Parallel, *, backward: bool):
     mesh = parallel.mesh.build()
     plan = make_plan([step_schedule(parallel, backward=backward)])
-    run = make_loss_and_grad(task, parallel, mesh)
-    arguments = abstract_state(task, parallel, mesh), abstract_batch(task, parallel, mesh)
+    run = make_loss_and_grad(task, parallel, mesh=mesh)
+    arguments = (
+        abstract_state(task, parallel, mesh=mesh),
+        abstract_batch(Setup.of(task, parallel, mesh=mesh)),
+    )
     return jax.jit(lambda state, batch: run(state, batch, plan)).lower(*arguments)
 
 

@@ -17,6 +17,7 @@ from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.pipeline.ticks import Plan, make_idle, make_plan
+from jaxpar.setup import Setup
 from jaxpar.step import make_loss_and_grad, step_schedule
 
 
@@ -32,10 +33,10 @@ def main() -> None:
     work, ticks = WORKS[sys.argv[1]], sys.argv[3]
     parallel = Parallel(MeshConfig(stage=2), PipelineConfig(**json.loads(sys.argv[2])))
     jaxpar.simulate_devices(2)
-    task, mesh = make_task(work), parallel.mesh.build()
-    state = initial_state(work, task, parallel, mesh)
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh))
-    batch = make_batch(work, task, parallel, mesh)
+    setup = Setup.of(make_task(work), parallel)
+    state = initial_state(work, setup)
+    run = jax.jit(make_loss_and_grad(setup))
+    batch = make_batch(work, setup)
     plan = emptied(make_plan([step_schedule(parallel)]), ticks)
 
     def step() -> float:

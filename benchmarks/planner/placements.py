@@ -10,8 +10,8 @@ import statistics
 import jaxpar
 from benchmarks.planner.measure import SGD, STEPS, TRAIN
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.layout import lay_out
 from jaxpar.planning.shares import make_stepper
+from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
 from jaxpar.timing import take_turns
 
@@ -33,7 +33,7 @@ def main() -> None:
         optimizer=SGD,
     )  # fmt: skip
     parallel = Parallel(MeshConfig(stage=2), PipelineConfig(num_chunks=4, head=options.head))
-    layout = lay_out(task, parallel)
+    layout = Setup.of(task, parallel).layout
     balanced = layout.placement
     others = [(n, options.layers - n) for n in range(1, options.layers)]
     placements = [balanced, *(p for p in others if p != balanced)]

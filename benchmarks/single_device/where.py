@@ -21,8 +21,8 @@ import jaxpar
 from benchmarks.jaxpar_side import TRAIN, initial_state, make_batch, make_task
 from benchmarks.sides import processor
 from benchmarks.work import WORKS, Work
-from jaxpar import Parallel
 from jaxpar.analysis.hlo import Instruction, Module, Visit, arrays, bits
+from jaxpar.setup import Setup
 from jaxpar.step import make_train_step
 from jaxpar.timing import take_turns
 from jaxpar.training.profiler import Operation, read_trace, trace
@@ -142,11 +142,10 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     work = WORKS[args.work]
     jaxpar.simulate_devices(1)
-    task, parallel = make_task(work), Parallel("dp1")
-    mesh = parallel.mesh.build()
-    state = initial_state(work, task, parallel, mesh)
-    step = make_train_step(task, parallel, TRAIN, mesh)
-    batch = make_batch(work, task, parallel, mesh)
+    setup = Setup.of(make_task(work), "dp1", TRAIN)
+    state = initial_state(work, setup)
+    step = make_train_step(setup)
+    batch = make_batch(work, setup)
     text = step.lower(state, batch).compile().as_text()
     assert text is not None
     module = Module(text)

@@ -17,17 +17,17 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from jaxpar.analysis.hlo import Module
-from jaxpar.analysis.program import busy_of, settle
+from jaxpar.analysis.program import busy_of
 from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import FittingTable
-from jaxpar.layout import lay_out
 from jaxpar.pictures.chart import Chart, Drawing, Key, Row, round_marks
 from jaxpar.pictures.picture import table_html
 from jaxpar.pictures.timeline import legend_of, unit_colors
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Block, Schedule
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
 from jaxpar.task import Task
@@ -194,7 +194,7 @@ class MeasuredStep(Drawing):
 
 
 def measure_step(
-    task: Task,
+    task: Task | Setup,
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
@@ -214,11 +214,11 @@ def measure_step(
       RuntimeError: this version of XLA compiles the loop over ticks in another way.
       ValueError: there is no pipeline to measure, or no way to measure it here; or `num_steps` is below 1.
     """
-    (task, parallel, train), mesh = settle(task, parallel, train, mesh)
+    setup = Setup.of(task, parallel, train, mesh)
+    parallel, mesh = setup.parallel, setup.mesh
     _check(parallel, mesh, num_steps)
-    step = make_train_step(task, parallel, train, mesh)
-    state = init_state(task, parallel, mesh, num_steps=train.num_steps)
-    batch = put_batch(task.example_batch(), batch_sharding(task, parallel, mesh))
+    step, state = make_train_step(setup), init_state(setup)
+    batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
     compiled, plan = step.lower(state, batch).compile(), step.full_plan
     assert plan is not None
 
@@ -235,9 +235,7 @@ def measure_step(
         operations = read_trace(folder)
     ticks, num_stages = slice(int(plan.num_ticks)), mesh.shape[STAGE]
     # Every stage has its part of a sharded head; otherwise the last stage has all of it.
-    has_head_S = np.arange(num_stages) >= (
-        0 if lay_out(task, parallel).head == "sharded" else num_stages - 1
-    )
+    has_head_S = np.arange(num_stages) >= (0 if setup.layout.head == "sharded" else num_stages - 1)
     busy = {part: busy[0, ticks] for part, busy in busy_of(plan).items()}
     busy[HEAD] = busy[HEAD] & has_head_S
     branches = _find_branches(compiled.as_text())

@@ -13,13 +13,13 @@ from rich.table import Table
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import FittingTable, format_bytes, format_shape
-from jaxpar.layout import lay_out, on_devices
 from jaxpar.pictures.picture import Picture
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, make_train_step
-from jaxpar.task import Settings, Task, check_task
+from jaxpar.task import Task
 
 _SCOPE = re.compile(r"[^/, ]+")
 
@@ -143,7 +143,7 @@ class ProgramReport(Picture):
 
 
 def inspect_step(
-    task: Task,
+    task: Task | Setup,
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
@@ -164,33 +164,21 @@ def inspect_step(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    (task, parallel, train), mesh = settle(task, parallel, train, mesh)
-    step = make_train_step(task, parallel, train, mesh)
-    state = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
-    arguments = state, abstract_batch(task, parallel, mesh)
-    report = inspect_compiled(step.lower(*arguments).compile(options and {**options}), mesh)
+    setup = Setup.of(task, parallel, train, mesh)
+    step = make_train_step(setup)
+    lowered = step.lower(abstract_state(setup), abstract_batch(setup))
+    report = inspect_compiled(lowered.compile(options and {**options}), setup.mesh)
     plan = step.full_plan
     if plan is None:
         return report
     collectives = tuple(_planned(each, plan) for each in report.collectives)
     notes = ()
-    if parallel.zero_bubble != "off" and (whole := lay_out(task, parallel).whole_kinds):
+    if setup.parallel.zero_bubble != "off" and (whole := setup.layout.whole_kinds):
         notes = (
             f"\nzero_bubble: gradients of the weights of {', '.join(whole)} come out of the backward pass of "
             f"the inputs, and stay in backward units",
         )
     return dataclasses.replace(report, collectives=collectives, notes=notes)
-
-
-def settle(
-    task: Task, parallel: Parallel | str | None, train: TrainConfig | None, mesh: Mesh | None
-) -> tuple[Settings, Mesh]:
-    """The arguments of `inspect_step`, with everything that was left open filled in."""
-    check_task(task)
-    parallel, mesh = on_devices(task, parallel, mesh)
-    task = task.resolve()
-    task.check(parallel, mesh)
-    return Settings(task, parallel, train or task.train), mesh
 
 
 def inspect_function(

@@ -18,7 +18,7 @@ class Linear(nnx.Module):
     How it is split follows from the names of its dims and the rules. A rule for the second dim makes it
     column-parallel: it takes x whole, and every device computes some columns of y. A rule for the first makes
     it row-parallel: it takes x split over its last dim, and the devices' results are added. A column-parallel
-    layer and a row-parallel one after it need nothing between them. `sharding.Layout` says whether an
+    layer and a row-parallel one after it need nothing between them. `sharding.Constraint` says whether an
     output is gathered or stays split.
     """
 

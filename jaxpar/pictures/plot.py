@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
 from jaxpar.analysis.measured import measure_step
-from jaxpar.analysis.program import inspect_step, settle
+from jaxpar.analysis.program import inspect_step
+from jaxpar.facts import ModelFacts
 from jaxpar.files import whole_file
-from jaxpar.layout import lay_out
+from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.animation import make_animation
 from jaxpar.pictures.chart import Drawing
 from jaxpar.pictures.timeline import Timeline
 from jaxpar.pipeline.schedule import Schedule
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
 from jaxpar.task import Settings
@@ -117,11 +115,10 @@ def _figure(
     reports, memory = {}, {}
     for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
         on_shape = dataclasses.replace(parallel, mesh=shape)
-        (own, on_shape, _), mesh = settle(task, on_shape, train, None)
-        reports[name] = inspect_step(own, on_shape, train, mesh)
+        setup = Setup.of(task, on_shape, train)
+        reports[name] = inspect_step(setup)
         if kind == "memory":
-            state = abstract_state(own, on_shape, mesh, num_steps=train.num_steps)
-            memory[name] = figures.memory_by_kind(reports[name], state)
+            memory[name] = figures.memory_by_kind(reports[name], abstract_state(setup))
     return figures.draw_memory(memory) if kind == "memory" else figures.draw_bytes(reports)
 
 
@@ -130,17 +127,13 @@ def _drawing(kind: str, settings: Settings | None) -> Drawing:
 
 
 def _schedule(settings: Settings | None) -> Schedule:
-    """Of a step that can be: the devices need not be there, their kind is taken from the first one here."""
+    """Of a step that can be: the devices need not be there."""
     task, parallel, _ = _of(settings)
     shape = parallel.mesh if parallel.mesh.stage > 0 else parallel.mesh.resolve()
     sizes = {axis: max(size, 1) for axis, size in shape.sizes.items()}
     shape = dataclasses.replace(shape, **sizes, devices=None)
     parallel = dataclasses.replace(parallel, mesh=shape)
-    mesh = Mesh(np.full(list(sizes.values()), jax.devices()[0]), tuple(sizes))
-    task = task.resolve()
-    task.check(parallel, mesh)
-    lay_out(task, parallel)
-    return step_schedule(parallel)
+    return step_schedule(Layout(ModelFacts.of(task.resolve()), parallel).parallel)
 
 
 def _of(settings: Settings | None) -> Settings:

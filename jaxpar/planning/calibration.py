@@ -36,6 +36,7 @@ from jaxpar.planning.pieces import UPDATE, keeps_in_slots, works_of
 from jaxpar.planning.shape import StepShape
 from jaxpar.planning.traffic import FLOAT
 from jaxpar.planning.unit import BOTH, LAST, Unit
+from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, shardings
 from jaxpar.state import abstract_state
 from jaxpar.timing import quickest
@@ -353,9 +354,9 @@ def _describe(bench: _Bench) -> Hardware:
 
 def _update_of(step: StepShape) -> Callable[[], Any]:
     """A function that updates parameters as a step does once its gradients are summed."""
-    task, parallel, train = step.settings
-    mesh, optimizer = parallel.mesh.build(), task.make_optimizer(train.num_steps)
-    target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
+    setup = Setup.of(*step.settings)
+    mesh, optimizer, train = setup.mesh, setup.optimizer, setup.train
+    target = abstract_state(setup)
     computed = shardings(target.params, mesh, step.rules)
     grads = jax.tree.map(jax.device_put, _fill(target.params), computed)
     params = jax.tree.map(
@@ -367,7 +368,7 @@ def _update_of(step: StepShape) -> Callable[[], Any]:
         norm = optax.tree.norm(grads)
         return params, grads, jnp.isfinite(norm), clip_scale(norm, train.clip_norm)
 
-    if parallel.update == "host":
+    if setup.parallel.update == "host":
         host, split = HostOptimizer(optimizer), jax.jit(prepare)
         opt_state = host.init(split(params, grads)[0], target.opt_state)
         gather = jax.jit(lambda a: a, out_shardings=jax.tree.map(lambda a: a.sharding, params))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from jaxpar.analysis.collectives import num_messages
-from jaxpar.analysis.program import ProgramReport, inspect_step, settle
+from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import FittingTable, format_bytes
@@ -27,6 +27,7 @@ from jaxpar.planning.shape import StepShape
 from jaxpar.planning.shares import make_stepper
 from jaxpar.planning.traffic import PARAMETER, Traffic, predict_traffic, totals, traffic_of
 from jaxpar.planning.unit import BACKWARD, BOTH, FIRST, FIRST_GRADIENT, FORWARD, LAST, WEIGHTS
+from jaxpar.setup import Setup
 from jaxpar.task import Settings, Task
 from jaxpar.timing import quickest
 
@@ -160,7 +161,7 @@ def predict_step(
       ValueError: sizes do not fit each other, or the hardware has no FLOP/s for a dtype.
     """
     step = StepShape(task, parallel, train)
-    is_asked = not step.model.layout.divides_by_hand or (step.tensor > 1 and not quick)
+    is_asked = not step.model.facts.divides_by_hand or (step.tensor > 1 and not quick)
     report = report_of(*step.settings) if is_asked else None
     traffic = predict_traffic(step) if report is None else traffic_of(report)
     schedule = step.schedule if step.parallel.runs_in_units else None
@@ -213,11 +214,10 @@ def compare_here(
     Raises:
       ValueError: as for `predict_step` and `find_machine`.
     """
-    settings, mesh = settle(task, parallel, train, mesh)
-    machine = measure_pieces(find_machine(HERE), [StepShape(*settings)])
-    cost = predict_step(*settings, machine)
-    report = inspect_step(*settings, mesh)
-    return compare(cost, report, quickest(make_stepper(*settings, mesh), 2.0, at_least=5))
+    setup = Setup.of(task, parallel, train, mesh)
+    machine = measure_pieces(find_machine(HERE), [StepShape(*setup.settings)])
+    cost = predict_step(*setup.settings, machine)
+    return compare(cost, inspect_step(setup), quickest(make_stepper(setup), 2.0, at_least=5))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

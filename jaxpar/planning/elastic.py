@@ -1,25 +1,21 @@
 """The layout of a run whose devices are not those it was made for: some are gone, or there are more."""
 
 import contextlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxpar.config import Parallel, TrainConfig, short_name
-from jaxpar.layout import lay_out
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout
 from jaxpar.planning.hardware import MACHINES
 from jaxpar.planning.planner import describe, divisors, plan
 from jaxpar.task import Task
 
 
-class Layout(NamedTuple):
-    """A layout, and the reason for it: "" if it is the one that was asked for."""
-
-    parallel: Parallel
-    reason: str
-
-
-def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: bool = True) -> Layout:
+def fit_devices(
+    task: Task, parallel: Parallel, train: TrainConfig, *, keep: bool = True
+) -> tuple[Parallel, str]:
     """The layout that was asked for, if its mesh fits the devices that there are; else another one.
 
     Losses are the same on all of them. The cost model chooses, for the machine in `MACHINES` most like the
@@ -30,6 +26,8 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
     Args:
       task: with the sizes that its data determine.
       keep: keeps a mesh that fits; if false, the cost model chooses in any case.
+    Returns:
+      how devices share a step, and the reason: "" if it is what was asked for.
     Raises:
       ValueError: no layout fits the sizes, or the mesh names devices.
     """
@@ -42,8 +40,8 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
         with contextlib.suppress(ValueError):
             kept = parallel.resolve(num_devices)
             if kept != parallel:  # a size was inferred, and rows may not divide by it
-                lay_out(task, kept)
-            return Layout(kept, "")
+                Layout(ModelFacts.of(task), kept)
+            return kept, ""
     machine = _find_machine(jax.devices()[0])
     tensor = divisors(max(asked.tensor, 1)) if keep else None
     ranking = plan(
@@ -55,7 +53,7 @@ def fit_devices(task: Task, parallel: Parallel, train: TrainConfig, *, keep: boo
     assert found is not None
     why = f"{short_name(asked)} does not fit {num_devices} devices; " if keep else ""
     reason = f"{why}{describe(found.parallel)} {how} by the cost model for {machine}"
-    return Layout(found.parallel, reason)
+    return found.parallel, reason
 
 
 def _find_machine(device: Any) -> str:

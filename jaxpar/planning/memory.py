@@ -135,8 +135,8 @@ def _of_units(step: StepShape) -> tuple[float, float]:
 
 
 def _batch_bytes(step: StepShape) -> int:
-    sizes, layout = step.sizes, step.model.layout
+    sizes, facts = step.sizes, step.model.facts
     parts = math.prod(sizes[axis] for axis in step.rules.axes_of(BATCH))
-    arrays = jax.tree.leaves(layout.batch)
+    arrays = jax.tree.leaves(facts.batch)
     whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays)
     return whole // (parts if step.parallel.has_equal_shares else 1)

@@ -38,7 +38,7 @@ def works_of(step: StepShape) -> dict[tuple[str, int], Work]:
         known = works.get((name, kind), Work("", (), 0, 0))
         works[name, kind] = Work(
             kind=f"{name}{' in slots' * (kept > 0)} "
-            f"{step.model.layout.kinds[kind] if kind >= 0 else ''} {_family(step.model)}",
+            f"{step.model.facts.kinds[kind] if kind >= 0 else ''} {_family(step.model)}",
             sizes=(step.t or 1, max(step.b, 1), parts, max(rows, 1)),
             flops=known.flops + amount.flops * part,
             bytes=known.bytes + max(amount.bytes * part, 1.0) + 2 * kept / step.tensor,
@@ -85,10 +85,10 @@ def _update(step: StepShape) -> Work:
 def _family(model: ModelShapes) -> str:
     """A digest that tells apart models whose pieces differ."""
     x = jax.tree.map(
-        lambda leaf: (leaf.shape[2 if model.layout.time_major else 1 :], str(leaf.dtype)),
-        model.layout.x,
+        lambda leaf: (leaf.shape[2 if model.facts.time_major else 1 :], str(leaf.dtype)),
+        model.facts.x,
     )
-    return _digest((type(model.task).__qualname__, model.params, model.layout.kinds, x))
+    return _digest((type(model.task).__qualname__, model.params, model.facts.kinds, x))
 
 
 def _digest(known: object) -> str:

@@ -212,7 +212,7 @@ def plan(
                 break  # what follows is slower
     if not costs:
         reason = refused or (
-            f"{len(model.layout.kind_of)} layers and batches of {model.batch_size} rows do not split over any"
+            f"{len(model.facts.kind_of)} layers and batches of {model.batch_size} rows do not split over any"
         )
         raise ValueError(f"no mesh of {num_devices} devices fits: {reason}; use other devices")
     costs.sort(key=lambda cost: _seconds(cost).total)
@@ -299,7 +299,7 @@ def place(
     if by not in ("time", "memory"):
         raise ValueError(f'by={by!r}: use "time" or "memory"')
     given = Parallel.of(parallel, task.parallel)
-    kind_of = shapes_of(task, (train or task.train).num_steps).layout.kind_of
+    kind_of = shapes_of(task, (train or task.train).num_steps).facts.kind_of
     num_layers, places = len(kind_of), given.mesh.stage * given.num_groups
     if given.mesh.stage == 1:
         return (num_layers,)
@@ -425,15 +425,15 @@ _OWN_FIELDS = frozenset(field.name for field in dataclasses.fields(Parallel))
 
 def _cuts_of(model: ModelShapes, given: Parallel, num_devices: int) -> Iterator[Parallel]:
     """Meshes, and how the batch and time are cut on them; sizes may still not fit."""
-    layout = model.layout
-    heads = ("sharded", "last") if model.can_share_head else ("last",)
+    facts = model.facts
+    heads = ("sharded", "last") if model.facts.can_share_head else ("last",)
     for mesh in _meshes(num_devices, given.mesh.devices):
         stages, rows = mesh.stage, model.batch_size // mesh.data
-        if stages > max(len(layout.kind_of), 1) or model.batch_size % mesh.data:
+        if stages > max(len(facts.kind_of), 1) or model.batch_size % mesh.data:
             continue
         for M, K, head in itertools.product(
-            _cuts(rows) if layout.divides_by_hand else [1],
-            _cuts(layout.num_steps or 1) if stages > 1 else [1],
+            _cuts(rows) if facts.divides_by_hand else [1],
+            _cuts(facts.num_steps or 1) if stages > 1 else [1],
             heads if stages > 1 else ("auto",),
         ):
             if _UNITS_PER_STAGE * stages >= M * K:
@@ -487,10 +487,10 @@ def _changes(model: ModelShapes, parallel: Parallel) -> Iterator[tuple[str, tupl
         if pipeline.num_microbatches < M:
             yield f"--pipeline.num-microbatches {M}", ("num_microbatches", M)
     if mesh.stage > 1:
-        for K in _cuts(model.layout.num_steps or 1):
+        for K in _cuts(model.facts.num_steps or 1):
             if pipeline.num_chunks < K:
                 yield f"--pipeline.num-chunks {K}", ("num_chunks", K)
-        if pipeline.head == "last" and model.can_share_head:
+        if pipeline.head == "last" and model.facts.can_share_head:
             yield "--pipeline.head sharded", ("head", "sharded")
         if pipeline.schedule == "gpipe":
             yield "--pipeline.schedule 1f1b", ("schedule", "1f1b")

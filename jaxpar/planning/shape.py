@@ -3,6 +3,7 @@
 Legend: t time steps of a chunk (None if the model has no time), b rows of a microbatch.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -11,17 +12,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh
 
-from jaxpar.axes import BATCH, DATA, LAYERS, MESH_AXES, STAGE, TENSOR
+from jaxpar.axes import BATCH, DATA, LAYERS, STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.layout import lay_out, on_devices, rules_of
+from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
 from jaxpar.optimizer import Safe
-from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.planning.compiled import simulated_mesh
+from jaxpar.setup import Setup
 from jaxpar.sharding import (
     Axes,
     Rules,
@@ -86,11 +86,10 @@ class ModelShapes:
 
     Attributes:
       task: as it runs on any device.
-      layout: on one device.
+      layout: on one device; `facts` those of the task.
       params, frozen, opt_state, carry: the arrays of the state, all layers of a kind in one stack.
       carry_trees: the carry of every kind, as variables.
       first, last: indices of the parameters that are used before and after the layers.
-      can_share_head: whether all stages can have a part of what follows the layers.
       num_sums: how many numbers `last` returns.
       checks_update: whether a step asks all devices if the update is finite.
     """
@@ -98,41 +97,40 @@ class ModelShapes:
     def __init__(self, task: Task, num_steps: int):
         """Traces shapes; no array is made."""
         self.task = task
-        self.layout = layout = lay_out(task, Parallel(ONE))
-        state = abstract_state(task, Parallel(ONE), simulated_mesh(ONE), num_steps=num_steps)
+        train = dataclasses.replace(task.train, num_steps=num_steps)
+        setup = Setup.of(task, Parallel(ONE), train, simulated_mesh(ONE))
+        self.layout, self.facts, state = setup.layout, setup.layout.facts, abstract_state(setup)
         self.params, self.frozen, self.opt_state, self.carry = (
             tuple(self._arrays(tree))
             for tree in (state.params, state.frozen, state.opt_state, state.carry)
         )
-        self.carry_trees = [state.carry[kind] for kind in layout.kinds]
-        model: Any = layout.abstract_model()
-        outer = layout.outer(model)
-        self.first, self.last, self.num_sums = outer.first, outer.last, layout.num_sums
-        self.can_share_head = hasattr(model, "last_part")
-        self.checks_update = not isinstance(task.make_optimizer(num_steps), Safe)
+        self.carry_trees = [state.carry[kind] for kind in self.facts.kinds]
+        outer = self.layout.outer(self.layout.abstract_model())
+        self.first, self.last, self.num_sums = outer.first, outer.last, self.facts.num_sums
+        self.checks_update = not isinstance(setup.optimizer, Safe)
 
     def _arrays(self, tree: Any) -> Iterator[Array]:
         for name, leaf in named_leaves(tree):
             kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
             value = leaf.get_value() if is_variable(leaf) else leaf
             dims = dims_of(leaf) if is_variable(leaf) else (None,) * len(value.shape)
-            number = self.layout.kinds.index(kind) if dims[:1] == (LAYERS,) else None
+            number = self.facts.kinds.index(kind) if dims[:1] == (LAYERS,) else None
             yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
 
     @property
     def batch_size(self) -> int:
         """Rows of a batch."""
-        return self.layout.batch_size
+        return self.facts.batch_size
 
     @property
     def x_itemsize(self) -> int:
         """Bytes of an element of what goes from layer to layer."""
-        return jax.tree.leaves(self.layout.x)[0].dtype.itemsize
+        return jax.tree.leaves(self.facts.x)[0].dtype.itemsize
 
     @property
     def counted(self) -> int:
         """The size of a full batch in what the task counts (`Task.unit`): rows, or rows times time steps."""
-        return self.batch_size * (self.layout.num_steps or 1)
+        return self.batch_size * (self.facts.num_steps or 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -142,15 +140,9 @@ def shapes_of(task: Task, num_steps: int = 1_000_000) -> ModelShapes:
     Args:
       num_steps: of the run that the optimizer is made for.
     Raises:
-      ValueError: the task's model is not valid; see `layout.ModelLayout`.
+      ValueError: the task's model is not valid; see `layout.Layout`.
     """
     return ModelShapes(task, num_steps)
-
-
-@functools.lru_cache(maxsize=4096)
-def _rows(placement: tuple[int, ...], groups: int, kind_of: tuple[int, ...]) -> tuple[int, ...]:
-    """For every kind of layers, rows of its stack."""
-    return tuple(map(len, make_slots(placement, groups, kind_of).rows)) if kind_of else ()
 
 
 class StepShape:
@@ -164,7 +156,7 @@ class StepShape:
       placement: the number of layers on each stage, group by group.
       rows: for every kind of layers, rows of its stack.
       params, frozen, opt_state, carry: the arrays of the state.
-      rules, param_rules, opt_rules, carry_rules: as in `layout.ModelLayout`.
+      rules, param_rules, opt_rules, carry_rules: as in `layout.Layout`.
       t, b: time steps and rows of a unit; without units, of everything that a device holds.
     """
 
@@ -179,38 +171,25 @@ class StepShape:
         Raises:
           ValueError: sizes do not fit each other.
         """
-        parallel = Parallel.of(parallel, task.parallel)
+        parallel, train = Parallel.of(parallel, task.parallel), train or task.train
         if -1 in parallel.mesh.sizes.values():
-            parallel, _ = on_devices(task, parallel)
-        self.parallel = parallel
-        self.settings = Settings(task, parallel, train or task.train)
-        self.train = self.settings.train
-        self.model = model = shapes_of(task, self.train.num_steps)
-        layout, self.sizes = model.layout, parallel.mesh.sizes
-        parallel.check(model.batch_size, layout.num_steps)
-        mesh: Any = AbstractMesh(tuple(self.sizes.values()), MESH_AXES)
-        model.task.check(parallel, mesh)
-        stages, pipeline = self.sizes[STAGE], parallel.pipeline
-        if (
-            (pipeline.head == "sharded" and stages > 1 and not model.can_share_head)
-            or (stages > 1 and not layout.kind_of)
-            or (parallel.runs_in_units and not layout.divides_by_hand)
-        ):
-            lay_out(model.task, parallel)  # raises, and says what is wrong
-        self.shares_head = stages > 1 and model.can_share_head and pipeline.head != "last"
-        self.placement = layout.placement_on(parallel, shares_head=self.shares_head)
-        self.rows = _rows(self.placement, parallel.num_groups, layout.kind_of)
+            parallel = Setup.of(task, parallel, train).parallel
+        self.settings, self.train, self.parallel = Settings(task, parallel, train), train, parallel
+        self.model = model = shapes_of(task, train.num_steps)
+        layout, facts, self.sizes = Layout(model.facts, parallel), model.facts, parallel.mesh.sizes
+        self.shares_head = parallel.mesh.stage > 1 and layout.head == "sharded"
+        self.placement = layout.placement
+        self.rows = tuple(map(len, layout.slots.rows))
         self.params, self.frozen, self.opt_state, self.carry = (
             tuple(array.of_rows(self.rows) for array in arrays)
             for arrays in (model.params, model.frozen, model.opt_state, model.carry)
         )
-        rules = model.task.rules
-        found = rules_of(rules, parallel, head_is_last=stages > 1 and not self.shares_head)
-        self.rules, self.param_rules, self.opt_rules, self.carry_rules = found
-        self.t = layout.num_steps and layout.num_steps // parallel.num_chunks
+        self.rules, self.param_rules = layout.rules, layout.param_rules
+        self.opt_rules, self.carry_rules = layout.opt_rules, layout.carry_rules
+        self.t = facts.num_steps and facts.num_steps // parallel.num_chunks
         self.b = parallel.microbatch_rows(model.batch_size)
-        if not layout.divides_by_hand:
-            parts = math.prod(self.sizes[axis] for axis in rules.axes_of(BATCH))
+        if not facts.divides_by_hand:
+            parts = math.prod(self.sizes[axis] for axis in self.rules.axes_of(BATCH))
             self.b = model.batch_size // parts
         for array in (*self.params, *self.frozen):
             self.part(array, self.param_rules)  # raises if it does not split
@@ -247,7 +226,7 @@ class StepShape:
     @functools.cached_property
     def layers_GSK(self) -> np.ndarray:
         """The number of layers of each group, stage and kind, int [groups, stages, kinds]."""
-        kind_of, ends = self.model.layout.kind_of, np.cumsum((0, *self.placement))
+        kind_of, ends = self.model.facts.kind_of, np.cumsum((0, *self.placement))
         counts = [
             np.bincount(kind_of[start:end], minlength=len(self.rows))
             for start, end in itertools.pairwise(ends)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxpar.batches import put_batch
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.layout import on_devices
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
@@ -70,7 +70,8 @@ def measure_groups(
     """
     if num_steps < 1:
         raise ValueError(f"num_steps={num_steps}: must be positive; 3 are usual")
-    parallel, mesh = on_devices(task, parallel, mesh)
+    setup = Setup.of(task, parallel, train, mesh)
+    parallel, mesh = setup.parallel, setup.mesh
     parts = sum(parallel.group_shares) * parallel.pipeline.num_microbatches
     pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=parts)
     seconds = []
@@ -78,13 +79,13 @@ def measure_groups(
         ids = tuple(jax.devices().index(device) for device in devices)
         own_mesh = dataclasses.replace(parallel.mesh, data=1, devices=ids)
         alone = dataclasses.replace(parallel, mesh=own_mesh, pipeline=pipeline, shares=None)
-        [measured] = take_turns([make_stepper(task, alone, train)], num_steps)
+        [measured] = take_turns([make_stepper(setup.task, alone, setup.train)], num_steps)
         seconds.append(statistics.median(measured))
     return seconds
 
 
 def make_stepper(
-    task: Task,
+    task: Task | Setup,
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
@@ -99,11 +100,9 @@ def make_stepper(
     Raises:
       ValueError: the task does not fit the mesh.
     """
-    parallel, mesh = on_devices(task, parallel, mesh)
-    task = task.resolve()
-    train_step = make_train_step(task, parallel, train or task.train, mesh)
-    state = init_state(task, parallel, mesh)
-    batch = put_batch(task.example_batch(), batch_sharding(task, parallel, mesh))
+    setup = Setup.of(task, parallel, train, mesh)
+    train_step, state = make_train_step(setup), init_state(setup)
+    batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
 
     def step() -> Any:
         nonlocal state

@@ -214,10 +214,10 @@ def _small_step(step: StepShape) -> StepShape:
 def _make_small(
     task: Task, train: TrainConfig, stages: int, tensor: int, in_units: bool, head: Any
 ) -> StepShape:
-    layout = shapes_of(task, train.num_steps).layout
+    facts = shapes_of(task, train.num_steps).facts
     pipeline = PipelineConfig(
-        num_microbatches=least_factor(layout.batch_size) if in_units else 1,
-        num_chunks=least_factor(layout.num_steps or 1) if stages > 1 else 1,
+        num_microbatches=least_factor(facts.batch_size) if in_units else 1,
+        num_chunks=least_factor(facts.num_steps or 1) if stages > 1 else 1,
         head=head,
     )
     # Nothing is asked about the update: without it there is less to compile.

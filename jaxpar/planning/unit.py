@@ -30,7 +30,7 @@ from jaxpar.pipeline.layers import SlotArrays, SplitLayers, pick
 from jaxpar.pipeline.split import Layer
 from jaxpar.planning.compiled import quickest_options, simulated_mesh
 from jaxpar.planning.shape import ONE, ModelShapes, Sizes, StepShape, least_factor
-from jaxpar.sharding import Layout, Rules, dims_of, is_variable
+from jaxpar.sharding import Constraint, Rules, dims_of, is_variable
 from jaxpar.step import run_block, run_kind
 from jaxpar.trees import add, shape_of
 from jaxpar.work import Amount, amount, collectives_of
@@ -73,7 +73,7 @@ class Unit:
         self.shares_head, layout = shares_head, model.layout
         self.outer_model = _outer_model(model, tuple(self.mesh.shape.items()))
         self.outer = layout.outer(self.outer_model)
-        self.block = jax.tree.map(self._cut, layout.batch)
+        self.block = jax.tree.map(self._cut, layout.facts.batch)
         self.key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         with jax.set_mesh(self.mesh):
             x = jax.eval_shape(self._first, *self._of_first())
@@ -184,7 +184,7 @@ class Unit:
         def both(_, params, frozen, carry, x, dy, block, key):
             def run(params, x):
                 own, at = (params, frozen, carry), self._at(block, key)
-                unroll = self.model.layout.unroll
+                unroll = self.model.facts.unroll
                 return run_kind(unroll, function, own, x, at, range(rows))[::-1]
 
             y, vjp, after = jax.vjp(run, params, x, has_aux=True)
@@ -241,7 +241,7 @@ class Unit:
         return leaves, leaves, frozen, self.x, self.block, self.key
 
     def _of_outer(self, numbers: Sequence[int], frozen_numbers: Sequence[int]) -> Any:
-        _, params, frozen = self.model.layout.split(self.outer_model)
+        _, params, frozen = self.model.facts.split(self.outer_model)
         found = []
         for tree, own in ((params, numbers), (frozen, frozen_numbers)):
             leaves = jax.tree.leaves(tree, is_leaf=is_variable)
@@ -277,7 +277,7 @@ class Unit:
         shape = list(leaf.shape)
         if shape:
             shape[0] = self.b
-        if self.model.layout.time_major and len(shape) > 1:
+        if self.model.facts.time_major and len(shape) > 1:
             shape[:2] = self.t if shape[1] > 1 else 1, self.b
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
@@ -287,8 +287,8 @@ class Unit:
             *(zero, zero, zero),
             jax.random.wrap_key_data(key),
             block,
-            Layout(self.mesh, self.rules, (DATA, STAGE)) if self.mesh.size > 1 else anywhere,
-            self.model.layout.time_major,
+            Constraint(self.mesh, self.rules, (DATA, STAGE)) if self.mesh.size > 1 else anywhere,
+            self.model.facts.time_major,
         )
 
     def spread(self, piece: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -319,7 +319,7 @@ class Unit:
             leaf = np.asarray(leaf)
             if leaf.ndim != len(shape.shape) or not leaf.ndim:
                 return leaf
-            if self.model.layout.time_major and leaf.ndim > 1:
+            if self.model.facts.time_major and leaf.ndim > 1:
                 leaf = leaf.swapaxes(0, 1)
             return leaf[tuple(map(slice, shape.shape))]
 
@@ -367,7 +367,7 @@ def measure_facts(model: ModelShapes, t: int | None, b: int, splits: bool) -> Fa
     saved = tuple(tuple(map(_bytes, layers.saved[0])) for layers in unit.layers)
     carries = tuple(_bytes_of(tree) for tree in unit._of_layers(1)[2])
     sent = {}
-    if model.can_share_head:
+    if model.facts.can_share_head:
         mesh = simulated_mesh(MeshConfig(stage=2))
         shared = Unit(model, t, b, splits=splits, mesh=mesh, shares_head=True)
         function, shapes = shared.spread(shared.pieces()[LAST])
@@ -392,7 +392,7 @@ def facts_of(model: ModelShapes, t: int | None, b: int, splits: bool) -> Facts:
 @functools.lru_cache(maxsize=64)
 def _corners(model: ModelShapes, splits: bool) -> list[Facts] | None:
     """The facts of units of `_STEPS` and `_ROWS`; None if others do not follow from them."""
-    has_time = model.layout.num_steps is not None
+    has_time = model.facts.num_steps is not None
     steps, fifth = (_STEPS, _FIFTH) if has_time else ((None,), (None, _FIFTH[1]))
     try:
         known = [measure_facts(model, t, b, splits) for t in steps for b in _ROWS]
@@ -441,7 +441,7 @@ def is_split(step: StepShape) -> Split:
 
 @functools.lru_cache(maxsize=64)
 def _split_of(model: ModelShapes, n: int, splits: bool) -> Split:
-    t = model.layout.num_steps and min(model.layout.num_steps, _STEPS[1])
+    t = model.facts.num_steps and min(model.facts.num_steps, _STEPS[1])
     unit = Unit(model, t, n * _ROWS[0], splits=splits, mesh=simulated_mesh(MeshConfig(tensor=n)))
     x, saved = list[bool](), list[list[bool]]()
     for kind, layers in enumerate(unit.layers):

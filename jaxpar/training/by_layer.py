@@ -20,26 +20,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import LAYERS
-from jaxpar.config import Parallel
-from jaxpar.layout import lay_out
+from jaxpar.layout import Layout
 from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
-from jaxpar.task import Task
 
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
 
 
-def by_layer(state: TrainState, task: Task, parallel: Parallel) -> dict[str, jax.Array]:
+def by_layer(state: TrainState, layout: Layout) -> dict[str, jax.Array]:
     """The arrays of a state as they are stored: by name, stacked layers in the order of the layers.
 
     They stay sharded; where layers change places, over another dim than that of the layers.
 
     Args:
-      task, parallel: those that the state was made with.
+      layout: that the state was made with.
     Raises:
       ValueError: the rows of the state are not those of the placement.
     """
-    rows_of, arrays = _rows_of_kinds(task, parallel), {}
+    rows_of, arrays = _rows_of_kinds(layout), {}
     for name, leaf in named_leaves(state, "/"):
         array, rows = array_of(leaf), _rows(name, leaf, rows_of)
         if rows is not None:
@@ -50,11 +48,9 @@ def by_layer(state: TrainState, task: Task, parallel: Parallel) -> dict[str, jax
     return arrays
 
 
-def abstract_by_layer(
-    target: TrainState, task: Task, parallel: Parallel
-) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_by_layer(target: TrainState, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read for an abstract state: the arrays of `by_layer`, sharded over its mesh."""
-    rows_of, arrays = _rows_of_kinds(task, parallel), {}
+    rows_of, arrays = _rows_of_kinds(layout), {}
     for name, leaf in named_leaves(target, "/"):
         array, rows = array_of(leaf), _rows(name, leaf, rows_of)
         if rows is not None:
@@ -65,11 +61,9 @@ def abstract_by_layer(
     return arrays
 
 
-def from_layers(
-    target: TrainState, task: Task, parallel: Parallel, arrays: Mapping[str, jax.Array]
-) -> TrainState:
+def from_layers(target: TrainState, layout: Layout, arrays: Mapping[str, jax.Array]) -> TrainState:
     """The state of an abstract one with these values, as `abstract_by_layer` describes them."""
-    rows_of, leaves = _rows_of_kinds(task, parallel), []
+    rows_of, leaves = _rows_of_kinds(layout), []
     for name, leaf in named_leaves(target, "/"):
         value, rows = arrays[name], _rows(name, leaf, rows_of)
         if rows is not None:
@@ -80,15 +74,15 @@ def from_layers(
 
 
 def with_parameters(
-    state: TrainState, task: Task, parallel: Parallel, arrays: Mapping[str, np.ndarray]
+    state: TrainState, layout: Layout, arrays: Mapping[str, np.ndarray]
 ) -> TrainState:
     """The state with other values of its parameters.
 
     Args:
-      task, parallel: those that the state was made with.
+      layout: that the state was made with.
       arrays: on the host, named (without "params/") and shaped as `by_layer` gives them.
     """
-    rows_of, leaves = _rows_of_kinds(task, parallel), []
+    rows_of, leaves = _rows_of_kinds(layout), []
     for name, leaf in named_leaves(state.params, "/"):
         value, rows = arrays[name], _rows(name, leaf, rows_of)
         if rows is not None:
@@ -110,9 +104,8 @@ def kind_of(leaf: Any) -> str | None:
     return leaf.get_metadata("kind", None) if is_variable(leaf) else None
 
 
-def _rows_of_kinds(task: Task, parallel: Parallel) -> dict[str, Rows]:
-    layout = lay_out(task, parallel)
-    return dict(zip(layout.kinds, layout.slots.rows, strict=True))
+def _rows_of_kinds(layout: Layout) -> dict[str, Rows]:
+    return dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
 
 
 def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:

@@ -35,11 +35,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
-from jaxpar.config import Parallel
 from jaxpar.files import check_file
 from jaxpar.hosts.together import SharedError, Together
+from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
@@ -84,7 +83,7 @@ class Checkpoints:
 
     Args:
       folder: made by the first save, if need be.
-      task, parallel: of the states that are saved and restored.
+      setup: of the states that are saved and restored.
       keep: the newest checkpoints kept; older ones are deleted as new ones are written.
       keep_best: keep the one with the lowest of `losses` as well.
       files: of the task, stored in every checkpoint, and compared when one is restored; None asks the task.
@@ -100,8 +99,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: str | PathLike[str],
-        task: Task,
-        parallel: Parallel,
+        setup: Setup,
         *,
         keep: int,
         keep_best: bool = True,
@@ -112,7 +110,7 @@ class Checkpoints:
             raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
         self.losses: dict[int, float] = {}
         self._folder = Path(folder).absolute()
-        self._task, self._parallel, self._keep = task, parallel, keep
+        self._setup, self._task, self._keep = setup, setup.task, keep
         self._keep_best, self._files, self._run = keep_best, files, run
         self.on_failure: Callable[[], None] = lambda: None
         self._together, self._is_tidy = Together(), False
@@ -140,7 +138,7 @@ class Checkpoints:
         """
         self._wait()
         step = int(state.step)
-        arrays = _nest(by_layer(state, self._task, self._parallel))
+        arrays = _nest(by_layer(state, self._setup.layout))
         self._saving_step = step
         if not self._is_tidy:
             _leave_out_late_writes()
@@ -179,8 +177,8 @@ class Checkpoints:
         """Steps of which there is a whole checkpoint, in their order."""
         return sorted(step for step, problem in self._examine().items() if problem is None)
 
-    def restore(self, mesh: Mesh, step: int | None = None, *, best: bool = False) -> TrainState:
-        """The state of a checkpoint, on this mesh, in the placement and layout of `parallel`.
+    def restore(self, step: int | None = None, *, best: bool = False) -> TrainState:
+        """The state of a checkpoint, on the mesh of the setup, in its placement and layout.
 
         Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
         `update`, learning rate and the task's free fields may differ from those of the run that wrote it.
@@ -195,9 +193,9 @@ class Checkpoints:
         from orbax.checkpoint import v1 as orbax
 
         path = self._folder / str(self._resolve(step, best))
-        target = abstract_state(self._task, self._parallel, mesh)
-        check_room(target, mesh)
-        abstract = abstract_by_layer(target, self._task, self._parallel)
+        target = abstract_state(self._setup)
+        check_room(target, self._setup.mesh)
+        abstract = abstract_by_layer(target, self._setup.layout)
         before, now = _read_described(path), self._describe(0, {})
         _check_task(path, before, now)
         with _reading_in_words(path):
@@ -206,7 +204,7 @@ class Checkpoints:
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
         with _reading_in_words(path):
             arrays = _flatten(orbax.load(str(path), _nest(abstract)))
-        return from_layers(target, self._task, self._parallel, arrays)
+        return from_layers(target, self._setup.layout, arrays)
 
     def described(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import jax
 import rich.progress
-from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from jaxpar.display import FittingTable, format_seconds, make_console
 from jaxpar.output import dropping
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.task import Settings
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.summary import describe_bytes, describe_plan, parameter_table
@@ -39,13 +38,13 @@ class ConsoleReport(Report):
         self._mark: tuple[float, int] | None = None
         self._out_dir = Path()
 
-    def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
+    def plan(self, setup: Setup, state: TrainState) -> None:
         """Devices, mesh, placement, data, parameters."""
         if isinstance(self.console, NotebookConsole):
             self.console = NotebookConsole()  # of its own for each run
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold")
-        for name, value in describe_plan(settings, mesh):
+        for name, value in describe_plan(setup):
             facts.add_row(name, Text(value))  # brackets are no markup
         self.console.print(facts, "")
         self.console.print(parameter_table(state.params))

@@ -1,7 +1,6 @@
 """Evaluation, exact on any mesh: everything in a split counts once."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,33 +9,29 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch, starts_of
-from jaxpar.config import Adaptation, Parallel
+from jaxpar.config import Adaptation
 from jaxpar.model import Sums
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state, averaged
 from jaxpar.step import batch_sharding, make_adapting_step, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
 from jaxpar.trees import zeros
 
-# Compiled once for all splits.
-_make_step = functools.lru_cache(maxsize=4)(make_eval_step)
-_make_adapting_step = functools.lru_cache(maxsize=4)(make_adapting_step)
 AS_IT_IS = Adaptation()
 
 
 def evaluate(
-    task: Task,
-    parallel: Parallel,
+    setup: Setup,
     state: TrainState,
     split: str,
-    mesh: Mesh,
     before_batch: Callable[[], None] = lambda: None,
     adaptation: Adaptation = AS_IT_IS,
 ) -> Evaluation:
     """Loss and metrics on a split.
 
     Args:
-      task, parallel: those that the state was made with.
+      setup: that the state was made with.
       state: its parameters, or their mean if the optimizer keeps one, are evaluated; it is not changed.
       split: "valid" or "test", or another one that the task knows.
       before_batch: called before each batch; it may raise.
@@ -44,8 +39,8 @@ def evaluate(
     Raises:
       ValueError: its batches differ in size from those of training, or nothing in it counts.
     """
-    state, batches = averaged(state, mesh), task.make_batches(split)
-    sums = sum_batches(task, parallel, state, batches, mesh, before_batch, adaptation)
+    task, state = setup.task, averaged(state, setup.mesh)
+    sums = sum_batches(setup, state, task.make_batches(split), before_batch, adaptation)
     if not sums.weight > 0:
         raise ValueError(
             f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
@@ -55,11 +50,9 @@ def evaluate(
 
 
 def sum_batches(
-    task: Task,
-    parallel: Parallel,
+    setup: Setup,
     state: TrainState,
     batches: Batches,
-    mesh: Mesh,
     before_batch: Callable[[], None] = lambda: None,
     adaptation: Adaptation = AS_IT_IS,
 ) -> Sums:
@@ -68,14 +61,14 @@ def sum_batches(
     Raises:
       ValueError: batches differ in size from those of training, or the first continues a state not its own.
     """
-    checked, sums = CheckedBatches(task, batches), list[Sums]()
-    sharding = batch_sharding(task, parallel, mesh)
+    checked, sums = CheckedBatches(setup.task, batches), list[Sums]()
+    sharding = batch_sharding(setup)
     adapts = adaptation != AS_IT_IS
     if adapts:
-        step = _make_adapting_step(task, parallel, adaptation, mesh)
+        step = make_adapting_step(setup, adaptation)
         state = dataclasses.replace(state, opt_state=state.params)
     else:
-        step = _make_step(task, parallel, mesh)
+        step = make_eval_step(setup)
     for window in range(checked.num_windows):
         before_batch()
         batch = place_batch(checked, window, sharding)
@@ -87,34 +80,33 @@ def sum_batches(
         after, window_sums = step.run(state, batch)
         state = after if adapts else dataclasses.replace(state, carry=after)
         sums.append(window_sums)  # stays on the device
-        do_not_run_ahead(mesh, window_sums)
+        do_not_run_ahead(setup.mesh, window_sums)
     if not sums:
         raise ValueError("there are no batches to evaluate; give more rows, or smaller batches")
     return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
 
 
-def in_batches(
-    task: Task, parallel: Parallel, state: TrainState, mesh: Mesh, **sizes: int
-) -> tuple[Task, Parallel, TrainState]:
-    """A task, its layout and its state, to be evaluated in batches of other sizes.
+def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, TrainState]:
+    """A setup and its state, to be evaluated in batches of other sizes.
 
     Args:
       sizes: of the task's fields, such as batch_size=1.
     Raises:
       ValueError: the task has no such field, or the size does not fit.
     """
+    task, parallel = setup.task, setup.parallel
     known = {field.name for field in dataclasses.fields(task)}
     for name, size in sizes.items():
         if name not in known:
             raise ValueError(f"task {task.name} has no {name}; leave {name}={size} out")
-    task = dataclasses.replace(task, **sizes)
     if parallel.mesh.stage == 1:  # the layers lie where they are, however a batch is cut
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
-    carry = abstract_state(task, parallel, mesh).carry
+    setup = Setup.of(dataclasses.replace(task, **sizes), parallel, setup.train, setup.mesh)
+    carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
     make = jax.jit(lambda: zeros(carry), out_shardings=where)
-    return task, parallel, dataclasses.replace(state, carry=make())
+    return setup, dataclasses.replace(state, carry=make())
 
 
 def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:

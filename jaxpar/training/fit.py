@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.together import SharedError, in_process_0, together
-from jaxpar.layout import lay_out, on_devices
+from jaxpar.layout import Layout
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
 from jaxpar.step import check_batch_shape
-from jaxpar.task import Settings, Task, check_task
+from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
@@ -45,8 +45,8 @@ class FitResult:
       losses: of each step taken here; that of a skipped step may not be finite, and NaN is that of a batch in
         which nothing counts.
       first_step: the number of steps taken before; 0 unless resumed.
-      state: after the last step, on `mesh`.
-      task, parallel, train: as they were used, with what was left open filled in.
+      state: after the last step.
+      setup: task, layout, mesh and settings as they were used, with what was left open filled in.
       evaluations: of valid and test, by the split's name; empty if the run was stopped.
       stopped_by: SIGINT or SIGTERM, if one ended the run before its last step.
     """
@@ -54,28 +54,27 @@ class FitResult:
     losses: list[float]
     first_step: int
     state: TrainState
-    mesh: Mesh
-    task: Task
-    parallel: Parallel
-    train: TrainConfig
+    setup: Setup
     evaluations: dict[str, Evaluation]
     stopped_by: signal.Signals | None = None
 
     def __repr__(self) -> str:
         """What came of it, in a line."""
-        facts = [f"{self.first_step + len(self.losses)} of {self.train.num_steps} steps"]
+        facts = [f"{self.first_step + len(self.losses)} of {self.setup.train.num_steps} steps"]
         facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
         for evaluation in self.evaluations.values():
             facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
         facts += [f"stopped by {self.stopped_by.name}"] if self.stopped_by else []
-        where = short_name(self.parallel.mesh)
-        return f"FitResult({self.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
+        where = short_name(self.setup.parallel.mesh)
+        return (
+            f"FitResult({self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
+        )
 
     @property
     def out_dir(self) -> Path:
         """Where metrics, settings and checkpoints are."""
-        assert self.train.out_dir is not None
-        return Path(self.train.out_dir)
+        assert self.setup.train.out_dir is not None
+        return Path(self.setup.train.out_dir)
 
 
 def fit(
@@ -133,49 +132,46 @@ def fit(
         remedy="start all of them with the same options",
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
-    parallel, mesh = on_devices(task, given)
-    asked, task = task, task.resolve()
-    task.check(parallel, mesh)
-    settings = Settings(task, parallel, train)
-    target = abstract_state(task, parallel, mesh, num_steps=train.num_steps)
-    check_room(target, mesh)
+    setup = Setup.of(task, given, train)
+    task, target = setup.task, abstract_state(setup)
+    check_room(target, setup.mesh)
     if task.average_after and not train.eval_every:
         raise ValueError(
             f"average_after={task.average_after} depends on validations, and eval_every=0 has none before "
             f"the end; set eval_every to an epoch's steps, or average_after=0"
         )
-    check_rows_alone(task, parallel)
-    abstract_by_layer(target, task, parallel)  # can it be stored?
-    _check_evaluations(task, parallel)
+    check_rows_alone(setup.layout)
+    abstract_by_layer(target, setup.layout)  # can it be stored?
+    _check_evaluations(setup.layout)
     data = describe_data(task, train.seed)
-    texts = (folder or RunFolder(".")).texts(settings, asked, data)  # and these?
+    texts = (folder or RunFolder(".")).texts(setup, data)  # and these?
     batches = HashedBatches(CheckedBatches(task, task.make_batches("train", train.seed)))
     is_cut_alike = resume and folder is not None and folder.check_data(data)
-    found = _what_was_found(texts, parallel)
+    found = _what_was_found(texts, setup.parallel)
     agree(found, remedy="give all of them the same data, task and devices", last=True)
     silent = quiet or jax.process_index() > 0
     report = Report() if silent else report or ConsoleReport()
-    report.plan(Settings(task, given, train), mesh, target)
+    report.plan(setup, target)
 
     with contextlib.ExitStack() as stack:
         state = None
         if resume and folder is not None:
             stack.enter_context(folder.lock())
-            state = _restore(folder, settings, mesh, batches if is_cut_alike else None)
+            state = _restore(folder, setup, batches if is_cut_alike else None)
         if train.fallback_dir is not None:
             fallback = Path(train.fallback_dir).expanduser()
             together(lambda: _make_fallback(fallback))
         if profile:
             _check_profile(train.num_steps, 0 if state is None else int(state.step))
-        folder, settings = stack.enter_context(
-            begin_run(folder, settings, asked, data, resume=resume, overwrite=overwrite)
+        folder, setup = stack.enter_context(
+            begin_run(folder, setup, data, resume=resume, overwrite=overwrite)
         )
-        checkpoints = stack.enter_context(folder.checkpoints(settings))
+        checkpoints = stack.enter_context(folder.checkpoints(setup))
         if state is None:
-            state = init_state(task, parallel, mesh, seed=train.seed, num_steps=train.num_steps)
+            state = init_state(setup)
         audit(state)
         stack.callback(report.close)
-        run = Run(settings, asked, mesh, batches, folder, checkpoints, report, state)
+        run = Run(setup, batches, folder, checkpoints, report, state)
         try:
             first_step, losses, stopped_by = run.train(profile=profile)
             evaluations = run.finish(stopped_by)
@@ -183,7 +179,7 @@ def fit(
             if jax.process_count() > 1 and not isinstance(error, SharedError):
                 raise  # the others do not know; they end when this process does
             raise run.rescue(error) from error
-    return FitResult(losses, first_step, run.state, mesh, *settings, evaluations, stopped_by)
+    return FitResult(losses, first_step, run.state, setup, evaluations, stopped_by)
 
 
 def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunFolder | None:
@@ -210,18 +206,16 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
 @contextlib.contextmanager
 def begin_run(
     folder: RunFolder | None,
-    settings: Settings,
-    asked: Task | None = None,
+    setup: Setup,
     data: Mapping[str, Any] | None = None,
     *,
     resume: bool = False,
     overwrite: bool = False,
-) -> Iterator[tuple[RunFolder, Settings]]:
-    """Makes the folder of a run, or continues in it, and keeps others out; the settings with its path.
+) -> Iterator[tuple[RunFolder, Setup]]:
+    """Makes the folder of a run, or continues in it, and keeps others out; the setup with its path.
 
     Args:
       folder: None takes the next number.
-      asked: the task as it was given, before it was resolved; see `RunFolder.start`.
       data: what identifies them; None looks at them.
       resume: continue the run that is there.
       overwrite: remove the run that is there.
@@ -229,18 +223,16 @@ def begin_run(
       OSError: the folder cannot be written, or is in use.
     """
     folder = _claim_numbered_folder() if folder is None else folder
-    train = dataclasses.replace(settings.train, out_dir=str(folder))
-    settings = settings._replace(train=train)
+    setup = setup.replace(out_dir=str(folder))
     with folder.lock():
         how = {"resume": resume, "overwrite": overwrite}
-        in_process_0(functools.partial(_start, folder, settings, asked, data, **how))
-        yield folder, settings
+        in_process_0(functools.partial(_start, folder, setup, data, **how))
+        yield folder, setup
 
 
 def _start(
     folder: RunFolder,
-    settings: Settings,
-    asked: Task | None,
+    setup: Setup,
     data: Mapping[str, Any] | None,
     *,
     resume: bool,
@@ -250,7 +242,7 @@ def _start(
         folder.clear()
     elif not resume:
         _check_holds_no_run(folder)  # since this process looked
-    folder.start(settings, asked, data)
+    folder.start(setup, data)
 
 
 def evaluate_run(
@@ -271,14 +263,11 @@ def evaluate_run(
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
       OSError: no run, no checkpoint, or data that cannot be read.
     """
-    (task, parallel, train), devices, state = folder.restore(mesh, best=best)
-    folder.check_data(describe_data(task, train.seed))
+    setup, state = folder.restore(mesh, best=best)
+    folder.check_data(describe_data(setup.task, setup.train.seed))
     if sizes:
-        task, parallel, state = in_batches(task, parallel, state, devices, **sizes)
-    return [
-        evaluate(task, parallel, state, split, devices, adaptation=adaptation)
-        for split in ("valid", "test")
-    ]
+        setup, state = in_batches(setup, state, **sizes)
+    return [evaluate(setup, state, split, adaptation=adaptation) for split in ("valid", "test")]
 
 
 def _check_holds_no_run(folder: RunFolder) -> None:
@@ -289,9 +278,9 @@ def _check_holds_no_run(folder: RunFolder) -> None:
         )
 
 
-def _check_evaluations(task: Task, parallel: Parallel) -> None:
+def _check_evaluations(layout: Layout) -> None:
     """Raises for a split whose evaluation would fail, perhaps after all steps have been taken."""
-    layout = lay_out(task, parallel)
+    task = layout.task
     for split in ("valid", "test"):
         try:
             batches = CheckedBatches(task, task.make_batches(split))
@@ -332,21 +321,19 @@ def _claim_numbered_folder() -> RunFolder:
     return RunFolder(said_by_process_0(path))
 
 
-def _restore(
-    folder: RunFolder, settings: Settings, mesh: Mesh, batches: HashedBatches | None
-) -> TrainState | None:
+def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> TrainState | None:
     """The state to go on with; None if the run was killed before its first checkpoint.
 
     Args:
       batches: to be compared with those before the checkpoint; None if they are not comparable.
     """
-    checkpoints = folder.checkpoints(settings)
+    checkpoints = folder.checkpoints(setup)
     if not checkpoints.is_empty:
-        state = checkpoints.restore(mesh)
+        state = checkpoints.restore()
         if batches is not None:
             step = int(state.step)
             batches.check(checkpoints.described(step)["batches"], f"the checkpoint of step {step}")
-        return release(state, settings.train.allowed_skips)
+        return release(state, setup.train.allowed_skips)
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)
     return None

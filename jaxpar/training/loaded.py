@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from flax import nnx
-from jax.sharding import Mesh
 
-from jaxpar.config import Parallel, TrainConfig
-from jaxpar.layout import lay_out
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.task import Task
 from jaxpar.training.evaluate import evaluate
@@ -22,23 +20,22 @@ from jaxpar.training.run_folder import RunFolder
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadedRun:
-    """A run from its folder, on the devices of `mesh`.
+    """A run from its folder, on devices.
 
     Attributes:
       folder: of the run.
-      task, parallel, train: its settings; what the task left open is filled in.
+      setup: task, layout, mesh and settings; what the task left open is filled in.
       state: parameters, optimizer state, and the steps taken.
     """
 
     folder: RunFolder
-    task: Task
-    parallel: Parallel
-    train: TrainConfig
-    mesh: Mesh
+    setup: Setup
     state: TrainState
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.folder}: {self.task.name} after step {self.step}>"
+        return (
+            f"<{type(self).__name__} {self.folder}: {self.setup.task.name} after step {self.step}>"
+        )
 
     @property
     def step(self) -> int:
@@ -53,7 +50,7 @@ class LoadedRun:
     @functools.cached_property
     def model(self) -> Any:
         """The task's model with these parameters."""
-        return lay_out(self.task, self.parallel).merge(self.state.params, self.state.frozen)
+        return self.setup.layout.merge(self.state.params, self.state.frozen)
 
     def evaluate(self, split: str = "valid") -> Evaluation:
         """Loss and metrics on a split of the run's data.
@@ -62,8 +59,8 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.check_data(describe_data(self.task, self.train.seed))
-        return evaluate(self.task, self.parallel, self.state, split, self.mesh)
+        self.folder.check_data(describe_data(self.setup.task, self.setup.train.seed))
+        return evaluate(self.setup, self.state, split)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: what was reported while it ran."""
@@ -87,8 +84,8 @@ def load_run(
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     folder = RunFolder(Path(run_dir))
-    (task, parallel, train), devices, state = folder.restore(mesh, best=best)
-    return loaded(task, LoadedRun(folder, task, parallel, train, devices, state))
+    setup, state = folder.restore(mesh, best=best)
+    return loaded(setup.task, LoadedRun(folder, setup, state))
 
 
 @functools.singledispatch

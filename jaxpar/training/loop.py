@@ -11,16 +11,15 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxpar.batches import place_batch
 from jaxpar.hosts.distributed import wait_for_processes
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.hosts.together import in_process_0, together
 from jaxpar.optimizer import Averaged, begin_average
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
-from jaxpar.task import Settings, Task
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
@@ -39,21 +38,19 @@ class Run:
 
     def __init__(
         self,
-        settings: Settings,
-        asked: Task,
-        mesh: Mesh,
+        setup: Setup,
         batches: HashedBatches,
         folder: RunFolder,
         checkpoints: Checkpoints,
         report: Report,
         state: TrainState,
     ):
-        self.settings, self.asked, self.mesh, self.batches = settings, asked, mesh, batches
-        self.task, self.parallel, self.config = settings
+        self.setup, self.batches = setup, batches
+        self.task, self.config = setup.task, setup.train
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
         self.state = state  # after the last step taken
         self.num_skipped = int(state.skipped)  # of the steps that have been looked at
-        self.sharding = batch_sharding(self.task, self.parallel, mesh)
+        self.sharding = batch_sharding(setup)
         self.rate = self.task.learning_rate(self.config.num_steps)
         self.first_loss: float | None = None
         self.warned = False
@@ -72,7 +69,7 @@ class Run:
         step = first_step = int(self.state.step)
         losses: list[float] = []
         waiting: list[Metrics] = []  # on the device until the next log point
-        step_once = make_train_step(*self.settings, self.mesh)
+        step_once = make_train_step(self.setup)
         in_process_0(lambda: self.folder.rewind_metrics(step))
         stored = self.checkpoints.stored_losses().items()
         self.checkpoints.losses |= {each: loss for each, loss in stored if each <= step}
@@ -96,7 +93,7 @@ class Run:
                 self.state, metrics = step_once.run(self.state, batch)
                 step += 1
                 waiting.append(metrics)
-                do_not_run_ahead(self.mesh, metrics)
+                do_not_run_ahead(self.setup.mesh, metrics)
                 tracer.after_step(self.state)
                 last = step == config.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
@@ -166,7 +163,7 @@ class Run:
             try:
                 if folder is not self.folder:
                     in_process_0(functools.partial(self._begin_elsewhere, folder, step))
-                with together(functools.partial(folder.checkpoints, self.settings)) as checkpoints:
+                with together(functools.partial(folder.checkpoints, self.setup)) as checkpoints:
                     checkpoints.losses |= self.checkpoints.losses  # the best is kept
                     if checkpoints.latest_step() != step:
                         checkpoints.save(self.state)
@@ -182,8 +179,7 @@ class Run:
         )
 
     def _begin_elsewhere(self, folder: RunFolder, step: int) -> None:
-        config = dataclasses.replace(self.config, out_dir=str(folder))
-        folder.start(self.settings._replace(train=config), self.asked)
+        folder.start(self.setup.replace(out_dir=str(folder)))
         folder.take_metrics(self.folder, step)
 
     def _save(self) -> None:
@@ -218,7 +214,7 @@ class Run:
         self, step: int, split: str, before_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = evaluate(self.task, self.parallel, self.state, split, self.mesh, before_batch)
+        evaluation = evaluate(self.setup, self.state, split, before_batch)
         line = evaluation.to_json(step)
         if line not in self.lines:  # a process that was killed may have written it
             self._write(line)
@@ -268,7 +264,7 @@ class Run:
         self.state = release(self.state, config.allowed_skips)
         assert int(self.state.step) == step
         batch = place_batch(self.batches, step, self.sharding)
-        origin = find_origin(self.settings, self.mesh, self.state, batch)
+        origin = find_origin(self.setup, self.state, batch)
         if self.checkpoints.latest_step() != step:
             self._save()
             self.checkpoints.latest_step()  # it is written

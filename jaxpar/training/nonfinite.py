@@ -9,7 +9,6 @@ pays nothing for this. Dims: S rows of stacked layers, B batch.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.layout import ModelLayout, lay_out
+from jaxpar.layout import Layout
 from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.pipeline.ticks import Plan
+from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad, rate_of
-from jaxpar.task import Settings
 from jaxpar.training.by_layer import array_of, kind_of
 
 _LAST = "last"  # all that is computed after the layers
@@ -56,41 +55,44 @@ class Origin(NamedTuple):
         return f"{text}, in row{'s' * (len(self.rows) > 1)} {rows}"
 
 
-def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -> Origin:
+def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
     """Where the first number is that is not finite, in the order of computing.
 
     What is computed before and after the layers is one place each. The first call compiles a program; with
     several processes, all of them call it.
 
     Args:
-      settings: those that the state was made with.
+      setup: that the state was made with.
       state: before the step, as a halted state is; not consumed.
       batch: of the step.
     """
-    parallel = settings.parallel  # the gradients of weights would be cut from what is looked at
+    parallel = setup.parallel  # the gradients of weights would be cut from what is looked at
     pipeline = dataclasses.replace(parallel.pipeline, zero_bubble="off")
-    settings = settings._replace(parallel=dataclasses.replace(parallel, pipeline=pipeline))
-    layout = lay_out(settings.task, settings.parallel)
-    look = _make_look(settings, mesh)
+    parallel = dataclasses.replace(parallel, pipeline=pipeline)
+    layout = Layout(setup.layout.facts, parallel)
+    train = setup.train
+    look = dataclasses.replace(setup, layout=layout).keep(
+        _make_look, parallel, train.num_steps, train.clip_norm, train.seed
+    )
     if parallel.update == "host":
         state = dataclasses.replace(state, opt_state=())
     found = jax.device_get(look.run(state, batch))
     loss, watched, marks, params, grads, norm, new_params = found
     for place, marks_B in _outputs(layout, watched):
         if marks_B.any():
-            time = NEVER - int(marks_B.max()) if layout.time_major else None
+            time = NEVER - int(marks_B.max()) if layout.facts.time_major else None
             return Origin(f"the output of {place}", tuple(np.flatnonzero(marks_B).tolist()), time)
     parts = _parts_on_the_way_back(layout)
     if not np.isfinite(loss):
         is_bad = _by_part(layout, params)
-        bad = [] if layout.kinds else [part for part in reversed(parts) if is_bad.get(part)]
+        bad = [] if layout.facts.kinds else [part for part in reversed(parts) if is_bad.get(part)]
         return Origin(f"the parameters of {bad[0]}" if bad else f"the output of {_LAST}")
     is_bad, marks_of = _by_part(layout, grads), dict(_inputs(layout, marks))
     bad = [part for part in parts if is_bad.get(part) or np.any(marks_of.get(part, 0))]
     if bad:
         part = _LAST if parts.index(bad[0]) < parts.index(_LAST) else bad[0]
         times, rows = map(np.unique, np.nonzero(marks_of.get(part, np.zeros((0, 0)))))
-        time = int(times[-1]) if layout.time_major and len(times) else None
+        time = int(times[-1]) if layout.facts.time_major and len(times) else None
         return Origin(f"the gradient of {bad[0]}", tuple(rows.tolist()), time)
     if not np.isfinite(norm):
         return Origin("the norm of all gradients, each of which is finite")
@@ -99,12 +101,10 @@ def find_origin(settings: Settings, mesh: Mesh, state: TrainState, batch: Any) -
     return Origin(f"the update of {bad[0] if bad else 'the parameters'}, whose gradient is finite")
 
 
-@functools.lru_cache(maxsize=1)
-def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
+def _make_look(setup: Setup, *_: Any) -> CompiledStep:
     """(state, batch) -> the loss, what is not finite (activations, gradients, arrays), the norm."""
-    task, parallel, train = settings
-    optimizer = task.make_optimizer(train.num_steps)
-    value_and_grad = make_loss_and_grad(task, parallel, mesh, seed=train.seed, watch=True)
+    train, optimizer = setup.train, setup.optimizer
+    value_and_grad = make_loss_and_grad(setup, seed=train.seed, watch=True)
 
     def look(state: TrainState, batch: Any, plan: Plan | None):
         (loss, ((_, watched), _)), (grads, marks) = value_and_grad(state, batch, plan)
@@ -112,15 +112,15 @@ def _make_look(settings: Settings, mesh: Mesh) -> CompiledStep:
         squares = jax.tree.map(jnp.square, grads)
         bad = (_bad_arrays(state.params), _bad_arrays(squares))
         norm, new = optax.tree.norm(grads), {}
-        if parallel.update != "host":
+        if setup.parallel.update != "host":
             scale = clip_scale(norm, train.clip_norm)
             rate = rate_of(batch)
             after, _ = next_state(optimizer, state.params, grads, state.opt_state, scale, rate)
             new = _bad_arrays(after)
         return loss, watched, marks, *bad, norm, new
 
-    layout, replicated = lay_out(task, parallel), NamedSharding(mesh, P())
-    return CompiledStep(look, layout, backward=True, out_shardings=replicated)
+    replicated = NamedSharding(setup.mesh, P())
+    return CompiledStep(look, setup.layout, backward=True, out_shardings=replicated)
 
 
 def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
@@ -132,43 +132,41 @@ def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
     return sums
 
 
-def _outputs(
-    layout: ModelLayout, watched: Mapping[str, np.ndarray]
-) -> Iterable[tuple[str, np.ndarray]]:
+def _outputs(layout: Layout, watched: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
     """The marks of the rows of the batch (see `make_loss_and_grad`), in the order of the layers."""
-    for number, kind in enumerate(layout.kind_of):
-        name, row = layout.kinds[kind], layout.slots.rows[kind].index(number)
+    for number, kind in enumerate(layout.facts.kind_of):
+        name, row = layout.facts.kinds[kind], layout.slots.rows[kind].index(number)
         into_B, out_B = watched[name][row].T
         if number == 0:
             yield "first", into_B
         yield _layer(number, name), out_B
 
 
-def _inputs(layout: ModelLayout, marks: Sequence[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
+def _inputs(layout: Layout, marks: Sequence[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
     """What takes inputs, and the marks [T, B] of their gradients (see `make_loss_and_grad`)."""
-    for number, kind in enumerate(layout.kind_of):
+    for number, kind in enumerate(layout.facts.kind_of):
         into_TB, out_TB = marks[kind][layout.slots.rows[kind].index(number)]
-        yield _layer(number, layout.kinds[kind]), into_TB
-        if number + 1 == len(layout.kind_of):
+        yield _layer(number, layout.facts.kinds[kind]), into_TB
+        if number + 1 == len(layout.facts.kind_of):
             yield _LAST, out_TB
 
 
-def _parts_on_the_way_back(layout: ModelLayout) -> list[str]:
+def _parts_on_the_way_back(layout: Layout) -> list[str]:
     """What a model is made of, in the order in which gradients are computed."""
     outer = layout.outer(layout.merge(layout.params, layout.frozen))
     modules = [_module(name) for name, _ in named_leaves(layout.params)]
     last = dict.fromkeys(modules[n] for n in outer.last if n not in outer.first)
-    layers = [_layer(n, layout.kinds[kind]) for n, kind in enumerate(layout.kind_of)]
+    layers = [_layer(n, layout.facts.kinds[kind]) for n, kind in enumerate(layout.facts.kind_of)]
     return list(dict.fromkeys([*last, _LAST, *reversed(layers), *reversed(modules)]))
 
 
-def _by_part(layout: ModelLayout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:
+def _by_part(layout: Layout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:
     """The arrays' marks by the layer or module that they are of."""
     parts: dict[str, bool] = {}
     for name, value in bad.items():
         if value.ndim:
             kind = name.split(".")[1]  # layers.gru.w_x
-            rows = layout.slots.rows[layout.kinds.index(kind)]
+            rows = layout.slots.rows[layout.facts.kinds.index(kind)]
             marks = {_layer(n, kind): bool(value[row]) for row, n in enumerate(rows) if n >= 0}
         else:
             marks = {_module(name): bool(value)}

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jax.sharding import Mesh
-
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.task import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +126,8 @@ class Evaluation:
 class Report:
     """Hears what a run does, and says nothing. Derive from it to say something."""
 
-    def plan(self, settings: Settings, mesh: Mesh, state: TrainState) -> None:
-        """Before anything is compiled; `state` is abstract, the layout in `settings` as it was asked for."""
+    def plan(self, setup: Setup, state: TrainState) -> None:
+        """Before anything is compiled; `state` is abstract."""
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Before the first step taken here; `step` were taken before."""

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.fields import leaves_of
 from jaxpar.files import read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState, averaged
-from jaxpar.task import Settings, Task, spec_of
+from jaxpar.task import Settings, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, is_of_run, newest_run
 from jaxpar.training.checksums import has_types
 from jaxpar.training.fingerprint import describe_data
@@ -215,20 +215,18 @@ class RunFolder:
                     f"{path.name} is no checkpoint of this run; link to an empty folder, or to this run's own"
                 )
 
-    def checkpoints(self, settings: Settings) -> Checkpoints:
+    def checkpoints(self, setup: Setup) -> Checkpoints:
         """The run's checkpoints, with the files that it keeps; the task's data need not be there.
 
         Raises:
           OSError: no run has written here, or a file cannot be read.
           ValueError: a file is damaged.
         """
-        task, parallel, train = settings
         return Checkpoints(
             self.checkpoints_path,
-            task,
-            parallel,
-            keep=train.keep_checkpoints,
-            keep_best=train.keep_best,
+            setup,
+            keep=setup.train.keep_checkpoints,
+            keep_best=setup.train.keep_best,
             files={name: self.read(name) for name in self._data()["files"]},
             run=self.find_run(),
         )
@@ -271,8 +269,8 @@ class RunFolder:
 
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
-    ) -> tuple[Settings, Mesh, TrainState]:
-        """The run's settings for this mesh, the mesh, and a state there, to be looked at and used.
+    ) -> tuple[Setup, TrainState]:
+        """The run's setup on this mesh, and a state there, to be looked at and used.
 
         The mesh need not be the one that the run had; with another number of stages the layers are
         placed anew. Its parameters are their mean, where the optimizer takes it.
@@ -287,11 +285,9 @@ class RunFolder:
         self._tell_changes()
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
-        task = settings.task.resolve()
-        task.check(parallel, devices)
-        settings = settings._replace(task=task, parallel=parallel)
-        state = self.checkpoints(settings).restore(devices, best=best)
-        return settings, devices, averaged(state, devices)
+        setup = Setup.of(settings.task, parallel, settings.train, devices)
+        state = self.checkpoints(setup).restore(best=best)
+        return setup, averaged(state, devices)
 
     def check_data(self, data: Mapping[str, Any]) -> bool:
         """Whether batches are cut as when the run began; its data and files are the same.
@@ -318,20 +314,16 @@ class RunFolder:
             )
         return is_cut_alike
 
-    def start(
-        self, settings: Settings, asked: Task | None = None, data: Mapping[str, Any] | None = None
-    ) -> None:
+    def start(self, setup: Setup, data: Mapping[str, Any] | None = None) -> None:
         """Makes the folder and writes what a run can be continued from; the settings come last.
 
         Args:
-          asked: the task as it was given. What it left open is written as it was filled in, all else as it
-            was asked for: other devices may fill it in otherwise.
           data: as of `describe_data`; None looks at them.
         Raises:
           OSError: it cannot be written.
           ValueError: as of `texts`.
         """
-        texts = self.texts(settings, asked, data)
+        texts = self.texts(setup, data)
         self._make()
         self._manifest = Manifest(self.find_run())
         self._append("")
@@ -354,16 +346,13 @@ class RunFolder:
             file.write_bytes(text.encode())
         self._manifest.put(path.name, text.encode())
 
-    def texts(
-        self, settings: Settings, asked: Task | None = None, data: Mapping[str, Any] | None = None
-    ) -> dict[str, str]:
+    def texts(self, setup: Setup, data: Mapping[str, Any] | None = None) -> dict[str, str]:
         """What `start` writes, by the names of files.
 
         Raises:
           ValueError: a setting cannot be written, or a file of the task has a name that is taken.
         """
-        task = settings.task
-        written = task if asked is None else _filled_in(asked, task)
+        task, train = setup.task, setup.train
         texts = dict(task.files())
         for name in texts:
             if name != Path(name).name or name in {path.name for path in self._own_paths()}:
@@ -372,11 +361,11 @@ class RunFolder:
                 )
         if source := _file_of(spec_of(task)):
             texts[self.task_path.name] = source.read_bytes().decode()
-        data = describe_data(task, settings.train.seed) if data is None else data
+        data = describe_data(task, train.seed) if data is None else data
         texts[self.data_path.name] = json.dumps(data, indent=1) + "\n"
         # The folder knows where it is, wherever it will be copied.
-        train = dataclasses.replace(settings.train, out_dir=task.train.out_dir)
-        settings = settings._replace(task=written, train=train)
+        train = dataclasses.replace(train, out_dir=task.train.out_dir)
+        settings = Settings(task, setup.parallel, train)
         texts[self.config_path.name] = to_toml(settings, num_simulated())
         return texts
 
@@ -539,11 +528,3 @@ def _file_of(spec: str) -> Path | None:
     """The user's file that a task is in; None if it comes with jaxpar, or is in no file."""
     file, colon, _ = spec.rpartition(":")
     return Path(file).expanduser() if colon else None
-
-
-def _filled_in(asked: Task, task: Task) -> Task:
-    """The task as it was asked for, with values of another one for its fields that are None."""
-    names = [
-        field.name for field in dataclasses.fields(asked) if getattr(asked, field.name) is None
-    ]
-    return dataclasses.replace(asked, **{name: getattr(task, name) for name in names})

@@ -6,19 +6,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from rich.table import Table
 from rich.text import Text
 
 from jaxpar.axes import DATA, STAGE, TENSOR
-from jaxpar.config import Parallel, short_name
+from jaxpar.config import short_name
 from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
-from jaxpar.layout import ModelLayout, lay_out, on_devices
+from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import LAYER_COST
+from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
-from jaxpar.task import Settings, Task
 from jaxpar.training.by_layer import array_of
 from jaxpar.trees import device_bytes
 
@@ -26,21 +26,15 @@ from jaxpar.trees import device_bytes
 TOLERATED_IMBALANCE = 1.1
 
 
-def describe_plan(settings: Settings, mesh: Mesh) -> list[tuple[str, str]]:
-    """Devices, mesh, layers, what the task tells, optimizer: (what, in words).
-
-    Args:
-      settings: as they were asked for; the task's sizes are known.
-      mesh: what was made of theirs.
-    """
-    task, asked, train = settings
-    parallel, _ = on_devices(task, asked, mesh)
+def describe_plan(setup: Setup) -> list[tuple[str, str]]:
+    """Devices, mesh, layers, what the task tells, optimizer: (what, in words)."""
+    task, parallel, train = setup.settings
     optimizer = getattr(task, "optimizer", None)
     rows = [
-        *_describe_mesh(asked.mesh, lay_out(task, parallel), mesh),
-        *_describe_layers(task, parallel),
-        *describe_balance(task, parallel),
-        *_describe_tensor(task, parallel),
+        *_describe_mesh(setup),
+        *_describe_layers(setup.layout),
+        *describe_balance(setup.layout),
+        *_describe_tensor(setup.layout),
         *task.describe(),
     ]
     if not parallel.has_equal_shares:
@@ -52,8 +46,9 @@ def describe_plan(settings: Settings, mesh: Mesh) -> list[tuple[str, str]]:
     return rows
 
 
-def _describe_mesh(asked: MeshConfig, layout: ModelLayout, mesh: Mesh) -> list[tuple[str, str]]:
+def _describe_mesh(setup: Setup) -> list[tuple[str, str]]:
     """Devices and mesh; where nobody chose that, why it is so, and how to have another."""
+    asked, mesh, facts = setup.asked.mesh, setup.mesh, setup.layout.facts
     device, found = mesh.devices.flat[0], jax.device_count()
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
     shape = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
@@ -61,50 +56,48 @@ def _describe_mesh(asked: MeshConfig, layout: ModelLayout, mesh: Mesh) -> list[t
     if leaves_some:
         devices += f", the first of {found}"
     if asked.data == -1 and (leaves_some or mesh.size > asked.num_devices == 1):
-        why, M = "all devices share the batch", layout.parallel.pipeline.num_microbatches
+        why, M = "all devices share the batch", setup.parallel.pipeline.num_microbatches
         if leaves_some:
             units = f" in {M} microbatches" * (M > 1)
-            why = f"the most that {layout.batch_size} rows{units} divide by"
-        axis, (half, odd) = STAGE if len(layout.kind_of) > 1 else TENSOR, divmod(mesh.size, 2)
+            why = f"the most that {facts.batch_size} rows{units} divide by"
+        axis, (half, odd) = STAGE if len(facts.kind_of) > 1 else TENSOR, divmod(mesh.size, 2)
         sizes = {axis: found} if odd else {DATA: half, axis: 2}
         other = dataclasses.replace(MeshConfig(), **sizes)
         shape += f" ({why}; --mesh {short_name(other)} changes it)"
     return [("devices", devices), ("mesh", shape)]
 
 
-def _describe_layers(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
-    layout, stages = lay_out(task, parallel), parallel.mesh.stage
+def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
+    parallel, facts = layout.parallel, layout.facts
+    stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
     on_stages = ", ".join(
         f"stage {stage}: {sum(layout.placement[stage::stages])}" for stage in range(stages)
     )
     kinds = ", ".join(
-        f"{layout.kind_of.count(number)} {name}" for number, name in enumerate(layout.kinds)
+        f"{facts.kind_of.count(number)} {name}" for number, name in enumerate(facts.kinds)
     )
     what = (
-        f"{len(layout.kind_of)} ({on_stages})"
-        if len(layout.kinds) == 1
-        else f"{kinds} ({on_stages})"
+        f"{len(facts.kind_of)} ({on_stages})" if len(facts.kinds) == 1 else f"{kinds} ({on_stages})"
     )
     units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
     units += [f"{format_count(K, 'chunk')} of time"] * (stages > 1)
-    parts = [what] * bool(layout.kinds) + [" x ".join(units)] * bool(units)
+    parts = [what] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     return [("layers", "; ".join(parts))] * bool(parts)
 
 
-def describe_balance(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
+def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     """The share of the work that each stage has, and what a better placement would gain."""
-    stages = parallel.mesh.stage
+    parallel, stages = layout.parallel, layout.parallel.mesh.stage
     if stages == 1:
         return []
-    layout = lay_out(task, parallel)
     head, work = layout.last_cost, _work(layout, layout.placement)
     work[-1] += head
     on_stage = [sum(work[stage::stages]) / sum(work) for stage in range(stages)]
     line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
     lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
     pipeline = dataclasses.replace(parallel.pipeline, placement="balanced")
-    best = lay_out(task, dataclasses.replace(parallel, pipeline=pipeline)).placement
+    best = Layout(layout.facts, dataclasses.replace(parallel, pipeline=pipeline)).placement
     takes, least = (_tick(layout, placement) for placement in (layout.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
         lines.append(
@@ -118,9 +111,9 @@ def describe_balance(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
     return lines
 
 
-def _describe_tensor(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
+def _describe_tensor(layout: Layout) -> list[tuple[str, str]]:
     """A warning if `tensor` splits nothing: what its devices do is the same then."""
-    layout, size = lay_out(task, parallel), parallel.mesh.tensor
+    size = layout.parallel.mesh.tensor
     dims = {dim for _, variable in annotated(layout.params) for dim in dims_of(variable) if dim}
     if size == 1 or any(TENSOR in layout.rules.axes_of(dim) for dim in dims):
         return []
@@ -133,13 +126,13 @@ def _describe_tensor(task: Task, parallel: Parallel) -> list[tuple[str, str]]:
     ]
 
 
-def _work(layout: ModelLayout, placement: tuple[int, ...]) -> list[float]:
+def _work(layout: Layout, placement: tuple[int, ...]) -> list[float]:
     """What the layers of every place compute, where a layer of the mean cost is 1."""
-    costs, ends = np.array(layout.layer_costs), np.cumsum(placement)
+    costs, ends = np.array(layout.facts.layer_costs), np.cumsum(placement)
     return [float(part.sum()) for part in np.split(costs / costs.mean(), ends[:-1])]
 
 
-def _tick(layout: ModelLayout, placement: tuple[int, ...]) -> float:
+def _tick(layout: Layout, placement: tuple[int, ...]) -> float:
     """Of a tick in which every stage has a unit to do each way, the head on the last; see `tick_cost`."""
     work = _work(layout, placement)
     back = (LAYER_COST - 1) * max(work)
@@ -163,7 +156,7 @@ def parameter_table(params: Any, heading: str = "parameter") -> Table:
         if layout is None:
             raise ValueError(
                 f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
-                f"the params of abstract_state(task, parallel, mesh), or real ones"
+                f"the params of abstract_state(task, parallel), or real ones"
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim

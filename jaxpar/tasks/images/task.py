@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
-from jaxpar.axes import BATCH, DATA, INPUT, STAGE, TENSOR
+from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
 from jaxpar.batches import WEIGHT, ArrayBatches
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
 from jaxpar.fields import MOST, require, require_rate, require_sizes
@@ -150,11 +149,11 @@ class Images(Task):
             WEIGHT: np.ones(B, np.float32),
         }
 
-    def check(self, parallel: Parallel, mesh: Mesh) -> None:
+    def check(self, parallel: Parallel) -> None:
         """Raises a ValueError for what this model does not have: stages, microbatches, split updates."""
         require(
-            mesh.shape[STAGE] == 1,
-            f"stage={mesh.shape[STAGE]}: the task images has no pipeline; use stage=1, and data and tensor "
+            parallel.mesh.stage == 1,
+            f"stage={parallel.mesh.stage}: the task images has no pipeline; use stage=1, and data and tensor "
             f"for all devices",
         )
         for name, plain in (("fsdp", False), ("update", "replicated")):
@@ -165,7 +164,8 @@ class Images(Task):
                 f"{name}={plain!r}",
             )
         if self.strategy != "model":
-            parts = {axis: mesh.shape[axis] for axis in ALL_DEVICES if mesh.shape[axis] > 1}
+            sizes = parallel.mesh.sizes
+            parts = {axis: sizes[axis] for axis in ALL_DEVICES if sizes[axis] > 1}
             check_divides("batch_size", self.batch_size, parts)
 
     def check_batch(self, batch: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jaxpar.layout import lay_out
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.run import read_vocabulary
 from jaxpar.tasks.lm.sample import read_prompt, sample_text
@@ -39,18 +38,15 @@ class TextRun(LoadedRun):
     @functools.cached_property
     def _run(self) -> Callable[..., jax.Array]:
         """(parameters, tokens) -> logits; compiled once for every length of a text."""
-        layout, frozen = lay_out(self.task, self.parallel), self.state.frozen
+        layout, frozen = self.setup.layout, self.state.frozen
         return jax.jit(lambda params, tokens_BT: layout.merge(params, frozen)(tokens_BT))
 
     def sample(
         self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
     ) -> str:
         """A text that begins with the prompt; see `sample.sample`."""
-        assert isinstance(self.task, LM)
-        return sample_text(
-            self.task, self.parallel, self.state, self.vocabulary,
-            prompt, length=length, temperature=temperature, seed=seed,
-        )  # fmt: skip
+        numbers = {"length": length, "temperature": temperature, "seed": seed}
+        return sample_text(self.setup, self.state, self.vocabulary, prompt, **numbers)
 
 
 @loaded.register

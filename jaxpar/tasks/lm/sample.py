@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import Parallel
-from jaxpar.layout import lay_out
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.tasks.lm.corpus import EOS, Vocabulary, check_tokens
 from jaxpar.tasks.lm.run import open_run
@@ -42,15 +41,13 @@ def sample(
     folder, vocabulary = open_run(run_dir)
     tokens = read_prompt(vocabulary, prompt)
     _check_numbers(len(tokens), length, temperature, seed)
-    (task, parallel, _), _, state = folder.restore(mesh, best=best)
-    assert isinstance(task, LM)
+    setup, state = folder.restore(mesh, best=best)
     numbers = {"length": length, "temperature": temperature, "seed": seed}
-    return sample_text(task, parallel, state, vocabulary, prompt, **numbers)
+    return sample_text(setup, state, vocabulary, prompt, **numbers)
 
 
 def sample_text(
-    task: LM,
-    parallel: Parallel,
+    setup: Setup,
     state: TrainState,
     vocabulary: Vocabulary,
     prompt: str,
@@ -60,14 +57,14 @@ def sample_text(
     seed: int,
 ) -> str:
     """As `sample`, of a state."""
+    assert isinstance(setup.task, LM)
     tokens = read_prompt(vocabulary, prompt)
     new = sample_tokens(
-        task,
-        parallel,
+        setup,
         state,
         tokens,
         num_words=len(vocabulary),
-        separator=int(tokens[0]) if task.reads_lines else None,
+        separator=int(tokens[0]) if setup.task.reads_lines else None,
         length=length,
         temperature=temperature,
         seed=seed,
@@ -81,8 +78,7 @@ def read_prompt(vocabulary: Vocabulary, prompt: str) -> np.ndarray:
 
 
 def sample_tokens(
-    task: LM,
-    parallel: Parallel,
+    setup: Setup,
     state: TrainState,
     prompt: np.ndarray,
     *,
@@ -95,7 +91,7 @@ def sample_tokens(
     """The tokens that follow a prompt, int32 [length].
 
     Args:
-      task, parallel: those that the state was made with.
+      setup: that the state was made with.
       prompt: token ids [tokens], at least one.
       num_words: ids from here on are never drawn.
       separator: the token after which the model starts a line afresh; None if there is none.
@@ -104,7 +100,7 @@ def sample_tokens(
     """
     _check_numbers(len(prompt), length, temperature, seed)
     check_tokens(prompt, num_words)
-    layout = lay_out(task, parallel)
+    layout = setup.layout
 
     @jax.jit
     def step(params, carry, token, key):

@@ -10,9 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
-from jaxpar.axes import STAGE, TENSOR
+from jaxpar.axes import TENSOR
 from jaxpar.batches import Batches
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
 from jaxpar.fields import nearest_multiples, require, require_rate, require_sizes
@@ -318,11 +317,11 @@ class LM(Task):
         object.__setattr__(task, _CORPUS, corpus)
         return task
 
-    def check(self, parallel: Parallel, mesh: Mesh) -> None:
+    def check(self, parallel: Parallel) -> None:
         """Raises a ValueError if layers or buckets do not fit the mesh and the chunks of time."""
-        check_divides("hidden_size", self.hidden_size, {TENSOR: mesh.shape[TENSOR]})
+        check_divides("hidden_size", self.hidden_size, {TENSOR: parallel.mesh.tensor})
         chunk_len = self.seq_len // parallel.num_chunks
-        if self.num_buckets and mesh.shape[STAGE] > 1 and self.bucket_multiple % chunk_len:
+        if self.num_buckets and parallel.mesh.stage > 1 and self.bucket_multiple % chunk_len:
             raise ValueError(
                 f"bucket_multiple={self.bucket_multiple} is not made of the chunks of {chunk_len} time steps "
                 f"(seq_len={self.seq_len}, num_chunks={parallel.num_chunks}); use "

@@ -32,10 +32,9 @@ import safetensors.numpy
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import require
 from jaxpar.files import check_file, read_file, read_json, whole_file
-from jaxpar.layout import on_devices
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
-from jaxpar.task import Settings
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
@@ -108,11 +107,12 @@ def export_weights(
         raise ValueError(
             "num_biases=1: a GRU has a bias of its own for the state; use 2, as torch.nn.GRU has"
         )
-    (task, parallel, _), _, state = folder.restore(mesh, best=best)
+    setup, state = folder.restore(mesh, best=best)
+    task = setup.task
     assert isinstance(task, LM)
     arrays = {
         name.removeprefix("params/"): np.asarray(array)
-        for name, array in by_layer(state, task, parallel).items()
+        for name, array in by_layer(state, setup.layout).items()
         if name.startswith("params/")
     }
     tensors = to_torch(arrays, task, num_biases)
@@ -174,16 +174,14 @@ def import_weights(
         num_words=len(words),
         vocab_size=padded(len(words)),
     )
-    parallel, mesh = on_devices(task, parallel)
-    task = task.resolve()
-    task.check(parallel, mesh)
-
-    settings = Settings(task, parallel, task.train if train is None else train)
-    with begin_run(folder, settings, overwrite=overwrite) as (folder, settings):
-        state = init_state(task, parallel, mesh, seed=settings.train.seed)
-        with folder.checkpoints(settings) as checkpoints:
-            checkpoints.save(with_parameters(state, task, parallel, arrays))
-    return task
+    setup = Setup.of(task, parallel, train)
+    with (
+        begin_run(folder, setup, overwrite=overwrite) as (folder, setup),
+        folder.checkpoints(setup) as checkpoints,
+    ):
+        checkpoints.save(with_parameters(init_state(setup), setup.layout, arrays))
+    assert isinstance(setup.task, LM)
+    return setup.task
 
 
 def _check_layer(layer: str) -> None:

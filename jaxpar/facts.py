@@ -1,0 +1,386 @@
+"""What a task's model is, whatever the devices: all that is known from shapes, and nothing is made.
+
+A task's model is traced here once, part by part, so that a mistake in it is told with the name of the part.
+How it lies on devices is a `Layout`, which is arithmetic on these facts.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxpar.at import At
+from jaxpar.axes import BATCH, DATA, STAGE
+from jaxpar.batches import STARTS
+from jaxpar.fields import check_takes
+from jaxpar.jaxprs import handed_on
+from jaxpar.model import Stack, check_variables, checked_sums, in_words
+from jaxpar.task import Task
+from jaxpar.trees import shape_of
+from jaxpar.work import count_flops
+
+LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
+
+
+class _Traces(NamedTuple):
+    """What tracing the parts of a model tells.
+
+    Attributes:
+      x: shapes of what goes through the layers, of a whole batch.
+      layers: of each kind, (state, carry, x, batch) -> (carry, y), and these arguments.
+      num_sums: how many numbers `last` gives.
+    """
+
+    x: Any
+    layers: list[tuple[Callable[..., Any], tuple[Any, ...]]]
+    num_sums: int
+
+
+class ModelFacts:
+    """What a task's model is, on any devices.
+
+    Attributes:
+      task: whose model it is, resolved.
+      batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
+        steps (None if the model has no time).
+      time_major: of the model.
+      model: of shapes, as the task makes it, its layers not yet in their slots.
+      kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
+      block: shapes of a batch as the model sees it.
+    """
+
+    def __init__(self, task: Task):
+        """Looks at the shapes of a batch and of the model; its parts are traced when they are asked for.
+
+        Raises:
+          ValueError: the task's batches or its model are not as they must be.
+        """
+        self.task = task
+        self.batch = _example_of(task)
+        self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
+        check_variables(f"the model of task {task.name}", nnx.state(self.model))
+        self.time_major = bool(getattr(self.model, "time_major", True))
+        self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
+        stack = self.model.layers
+        self.kinds, self.kind_of, self.unroll = stack.kinds, stack.kind_of, stack.unroll
+        self.block = jax.eval_shape(self.to_block, self.batch)
+
+    @classmethod
+    def of(cls, task: Task) -> "ModelFacts":
+        """The facts of a task; the same object for equal tasks, of the last few.
+
+        Raises:
+          ValueError: as of the constructor.
+        """
+        return _facts_of(task)
+
+    def make(self, seed: int | jax.Array) -> Any:
+        """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
+        with nnx.use_eager_sharding(False):
+            return self.task.make_model(nnx.Rngs(seed))
+
+    def split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
+        """Structure, what is trained, and all other variables of a model."""
+        trained = nnx.All(nnx.Param, nnx.Not(self.task.frozen))
+        graphdef, params, frozen = nnx.split(model, trained, ...)
+        return graphdef, params, frozen
+
+    @property
+    def params(self) -> nnx.State:
+        """Shapes of what is trained, all layers of a kind in one stack."""
+        return self.split(self.model)[1]
+
+    def to_block(self, batch: Any) -> Any:
+        """A batch as the model sees it: time before rows."""
+        if not self.time_major:
+            return jax.tree.map(jnp.asarray, batch)
+        return jax.tree.map(
+            lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch
+        )
+
+    def at(self, batch: Any) -> At:
+        """Of a whole batch, for tracing."""
+        zero = jnp.int32(0)
+        return At(zero, zero, zero, jax.random.key(0), batch, time_major=self.time_major)
+
+    @property
+    def can_share_head(self) -> bool:
+        """Whether all stages can have a part of what follows the layers."""
+        return hasattr(self.model, "last_part")
+
+    @property
+    def divides_by_hand(self) -> bool:
+        """Whether the batch is split over `data` alone, so that a step can cut it itself."""
+        return self.task.rules.axes_of(BATCH) == (DATA,)
+
+    @property
+    def x(self) -> Any:
+        """Shapes of what goes through the layers, of a whole batch."""
+        return self.traces.x
+
+    @property
+    def num_sums(self) -> int:
+        """How many numbers `last` gives."""
+        return self.traces.num_sums
+
+    @functools.cached_property
+    def layer_costs(self) -> tuple[float, ...]:
+        """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
+        by_kind = [count_flops(trace, *args) for trace, args in self.traces.layers]
+        if not any(by_kind):
+            return (1.0,) * len(self.kind_of)
+        return tuple(by_kind[kind] for kind in self.kind_of)
+
+    @functools.cached_property
+    def last_work(self) -> float:
+        """Work of what follows the layers, in mean layers."""
+        graphdef, state = nnx.split(self.model)
+
+        def last(state, x, batch):
+            return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
+
+        flops = count_flops(last, state, self.x, self.block)
+        return flops / float(np.mean(self.layer_costs))
+
+    @functools.cached_property
+    def whole_window(self) -> tuple[str, ...]:
+        """Kinds of layers that read a whole window at once."""
+        layers = ((name, self._layer(kind)) for kind, name in enumerate(self.kinds))
+        return tuple(name for name, layer in layers if getattr(layer, "whole_window", False))
+
+    def _layer(self, kind: int) -> Any:
+        """The first layer of a kind, of shapes."""
+        number = self.kind_of.index(kind)
+        return nnx.eval_shape(lambda: self.make(0).layers.layer(number))
+
+    @functools.cached_property
+    def traces(self) -> _Traces:
+        """`first`, every kind of layer and `last`, each traced once by itself, so that a mistake has a name.
+
+        Raises:
+          ValueError: one of them is not as it must be.
+        """
+
+        def first(model, batch):
+            return model.first(batch, self.at(batch))
+
+        x = _traced("first", first, self.model, self.block)
+        _check_floats("what `first` gives", x)
+        layers = [self._trace_layer(kind, x) for kind in range(len(self.kinds))]
+
+        def last(model, x, batch):
+            return checked_sums(model.last(x, batch, self.at(batch)), model)
+
+        sums = _traced("last", last, self.model, x, self.block)
+        return _Traces(x, layers, len(jax.tree.leaves(sums)))
+
+    def _trace_layer(self, kind: int, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        layer, name, carry = self._layer(kind), self.kinds[kind], ()
+        if hasattr(layer, "initial_carry"):
+
+            def begin(layer):
+                return layer.initial_carry(self.batch_size)
+
+            carry = _traced(f"layer {name}", begin, layer)
+            _check_floats(f"layer {name}: its initial_carry", carry)
+
+        def call(layer, carry, x, batch):
+            return called(name, layer, carry, x, self.at(batch))
+
+        after, y = _traced(f"layer {name}", call, layer, carry, x, self.block)
+        _check_same(f"layer {name}: its output", y, "its input", x)
+        _check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
+        graphdef, state = nnx.split(layer)
+
+        def run(state, *args):
+            return call(nnx.merge(graphdef, state), *args)
+
+        return run, (state, carry, x, self.block)
+
+
+_facts_of = functools.lru_cache(maxsize=8)(ModelFacts)
+
+
+def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
+    """The names of a state's variables, their arrays, and what makes the state of these again."""
+    pairs, structure = jax.tree.flatten_with_path(state)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    return paths, [leaf for _, leaf in pairs], structure
+
+
+def called(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
+    """What a layer returns, if it is two things."""
+    out = layer(carry, x, at)
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise ValueError(
+            f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or wrap a module "
+            f"that returns y alone: jaxpar.nn.Stateless(module)"
+        )
+    return out
+
+
+def _check_methods(task: Task) -> None:
+    for name, *arguments in (("make_model", "rngs"), ("make_batches", "split", "seed")):
+        use = f"write {name}({', '.join(('self', *arguments))})"
+        check_takes(getattr(task, name), arguments, f"task {task.name}: {name}", use)
+
+
+def _example_of(task: Task) -> Any:
+    """The shapes of a batch, as users have it."""
+    _check_methods(task)
+    batch = task.example_batch()
+    _check_numbers(task, batch)
+    return jax.tree.map(shape_of, batch)
+
+
+def _check_numbers(task: Task, batch: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+        if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
+                f"numbers: classes and words as int32 ids"
+            )
+
+
+def _checked_model(task: Task, make: Callable[[], Any]) -> Any:
+    """The model that a function makes, if it is one."""
+    try:
+        model = make()
+    except ValueError as error:
+        held = _HELD.match(str(error))
+        if held is None:
+            raise
+        container, name, owner = held.groups()
+        stack = "self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        use = stack if name == LAYERS_OF_MODEL else f"self.{name} = nnx.List(...), or nnx.Dict(...)"
+        told = ValueError(
+            f"task {task.name}: {owner}.{name} is a plain {container} of modules or arrays; write {use}"
+            + f"; for the layers of a model {stack}" * (use != stack)
+        )
+        raise told.with_traceback(error.__traceback__) from None
+    _check_model(task, model)
+    return model
+
+
+# How Flax begins a page about modules in a plain list: the list, its name, the class that has it.
+_HELD = re.compile(
+    r"Found data on value of type '<class '([\w.]+)'>' assigned to static attribute '(\w+)' "
+    r"of Pytree type '<class '(?:[^']*\.)?(\w+)'>'"
+)
+
+
+def _check_model(task: Task, model: Any) -> None:
+    for name, arguments in (("first", ("batch", "at")), ("last", ("y", "batch", "at"))):
+        method = getattr(model, name, None)
+        if not callable(method):
+            raise ValueError(
+                f"the model of task {task.name}, a {type(model).__name__}, has no method {name}; a model has "
+                f"first(batch, at), layers (a Stack) and last(y, batch, at)"
+            )
+        check_takes(
+            method,
+            arguments,
+            f"the model of task {task.name}, a {type(model).__name__}: {name}",
+            f"write {name}({', '.join(('self', *arguments))})",
+        )
+    if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
+        raise ValueError(
+            f"the model of task {task.name}, a {type(model).__name__}, has no Stack called layers; write "
+            f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        )
+
+
+def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None]:
+    """Rows, and time steps, of a batch."""
+    sized = [leaf for leaf in jax.tree.leaves(batch) if len(leaf.shape)]
+    rows = {leaf.shape[0] for leaf in sized}
+    if len(rows) != 1:
+        raise ValueError(
+            f"the arrays of a batch of task {task.name} have {sorted(rows) or 'no'} rows; each must have "
+            f"the batch's rows as its first dim (only {STARTS!r} is a scalar)"
+        )
+    steps = {leaf.shape[1] for leaf in sized if len(leaf.shape) > 1 and leaf.shape[1] > 1}
+    if not time_major:
+        return rows.pop(), None
+    return rows.pop(), max(steps, default=1)
+
+
+def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """The shapes that `call(module, *args)` gives, of shapes; the module must keep its variables.
+
+    Raises:
+      ValueError: the call changes a variable of the module, or adds one.
+    """
+    graphdef, state = nnx.split(module)
+
+    def run(state, *args):
+        own = nnx.merge(graphdef, state)
+        return call(own, *args), nnx.state(own)
+
+    program, (out, after) = named(
+        what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
+    )
+    jaxpr = program.jaxpr
+    names, names_after = (flatten(tree)[0] for tree in (state, after))
+    before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
+    given = jaxpr.outvars[len(jaxpr.outvars) - len(names_after) :]
+    left = {name: handed_on(jaxpr, v) for name, v in zip(names_after, given, strict=True)}
+    changed = [name for name in [*before, *left] if before.get(name) is not left.get(name)]
+    if changed:
+        name = changed[0].removesuffix("/value").replace("/", ".")
+        raise ValueError(
+            f"{what} changes its variable {name} when it is called, and that would be lost: it runs many "
+            f"times in a step, in an order that the schedule decides; keep what lasts from step to step in "
+            f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
+        )
+    return out
+
+
+def named(what: str, trace: Callable[[], Any]) -> Any:
+    """What a trace gives; its errors get a note with a name."""
+    try:
+        return trace()
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            f"{what} uses a collective of its own ({error}); the engine alone exchanges along "
+            f"{DATA!r} and {STAGE!r}, and the compiler along the axes of the rules: leave it out"
+        ) from error
+    except Exception as error:
+        error.add_note(f"in {what} of the model, traced by itself")
+        raise
+
+
+def _check_floats(what: str, tree: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
+                f"numbers; anything else belongs in the batch, which every layer sees (at.batch)"
+            )
+
+
+def _check_same(what: str, found: Any, as_what: str, wanted: Any) -> None:
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise ValueError(
+            f"{what} has the structure {jax.tree.structure(found)}, {as_what} "
+            f"{jax.tree.structure(wanted)}; they must be the same"
+        )
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
+                f"they must be the same, since layers of a stack pass the same arrays on"
+            )
+
+
+def _place(path: Any) -> str:
+    text = jax.tree_util.keystr(path)
+    return f" ({text})" if text else ""

@@ -1,0 +1,133 @@
+"""What a run, a step or a report needs to know of a task on devices, put together once."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxpar.config import Parallel, TrainConfig
+from jaxpar.facts import ModelFacts
+from jaxpar.fields import require_instance
+from jaxpar.layout import Layout
+from jaxpar.mesh import MeshConfig
+from jaxpar.task import Settings, Task, check_task
+
+Made = TypeVar("Made")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A task, how devices share it, and these devices: everything that was left open is filled in.
+
+    Whatever takes a task, parallel, train and mesh takes a setup instead of all four.
+
+    Attributes:
+      asked: how devices were to share it, as it was given.
+      task: resolved: with the sizes that its data tell.
+      train: how a run proceeds.
+      layout: of the task's model on the mesh.
+      mesh: of real devices, or of devices that are only compiled for.
+    """
+
+    asked: Parallel
+    task: Task
+    train: TrainConfig
+    layout: Layout
+    mesh: Mesh
+    _made: dict[Callable[..., Any], Any] = dataclasses.field(repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        task: "Task | Setup",
+        parallel: Parallel | MeshConfig | str | None = None,
+        train: TrainConfig | None = None,
+        mesh: Mesh | None = None,
+    ) -> "Setup":
+        """The setup of a task; one is taken as it is.
+
+        Where `data` is -1, all devices share the batch. If its rows do not divide by their number, as many of
+        the first ones do as they divide by; not in several processes, nor where devices are named.
+
+        Args:
+          parallel: the layout on devices, or its mesh, or the shape of that such as "dp2pp2tp2"; None is the
+            task's own.
+          train: None is the task's own.
+          mesh: None builds that of `parallel`.
+        Raises:
+          ValueError: task, model, sizes and devices do not fit each other.
+          OSError: the task's data cannot be read.
+        """
+        if isinstance(task, Setup):
+            return task
+        check_task(task)
+        train = task.train if train is None else train
+        require_instance("train", train, TrainConfig, "a TrainConfig")
+        parallel = asked = Parallel.of(parallel, task.parallel)
+        task = task.resolve()
+        facts = ModelFacts.of(task)
+        if mesh is None:
+            parallel = _shared_by_rows(facts, parallel)
+            mesh = parallel.mesh.build()
+        if -1 in parallel.mesh.sizes.values():
+            parallel = parallel.resolve(mesh.size)
+        if dict(mesh.shape) != parallel.mesh.sizes:
+            raise ValueError(
+                f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
+                f"parallel.mesh.build(), or change parallel"
+            )
+        layout, made = _known(Layout(facts, parallel), mesh)
+        return cls(asked, task, train, layout, mesh, made)
+
+    @property
+    def parallel(self) -> Parallel:
+        """How devices share a step, with no -1 left."""
+        return self.layout.parallel
+
+    @property
+    def settings(self) -> Settings:
+        """What a run is made from, with everything filled in."""
+        return Settings(self.task, self.parallel, self.train)
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Of a run of `train.num_steps`; gradients are clipped before it."""
+        return self.task.make_optimizer(self.train.num_steps)
+
+    def replace(self, **changes: Any) -> Self:
+        """With other fields of `train`."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, **changes))
+
+    def keep(self, make: Callable[..., Made], *args: Any) -> Made:
+        """What `make(setup, *args)` returns, made once for these arguments and equal setups.
+
+        Args:
+          make: what it returns depends on task, layout and mesh, and of `train` on `args` alone.
+        """
+        if make not in self._made or self._made[make][0] != args:
+            self._made[make] = args, make(self, *args)
+        return self._made[make][1]
+
+
+@functools.lru_cache(maxsize=8)
+def _known(layout: Layout, mesh: Mesh) -> tuple[Layout, dict[Callable[..., Any], Any]]:
+    """The same objects for equal arguments, so that calls apart trace once."""
+    return layout, {}
+
+
+def _shared_by_rows(facts: ModelFacts, parallel: Parallel) -> Parallel:
+    """With a `data` of -1 filled in, if it is for this process alone to choose."""
+    config, num_microbatches = parallel.mesh, parallel.pipeline.num_microbatches
+    if config.data != -1 or config.devices is not None or parallel.shares is not None:
+        return parallel
+    most = config.resolve().data
+    if most == 1 or jax.process_count() > 1:
+        return parallel
+    rows = facts.batch_size
+    divide = (size for size in range(most, 0, -1) if rows % (size * num_microbatches) == 0)
+    mesh = dataclasses.replace(config, data=next(divide, most))
+    return dataclasses.replace(parallel, mesh=mesh)
