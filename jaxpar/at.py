@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.batches import RESETS, part_of
+from jaxpar.parts import RESETS, part_of
 
 
 def anywhere(x: Any, *_dims: str | None) -> Any:

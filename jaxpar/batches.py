@@ -4,7 +4,6 @@ Nothing is kept between batches, so a resumed run continues with the batch that 
 process reads only its own rows. Dims: N rows in all, B batch rows, T time steps.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -15,11 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpar.fields import nearest_multiples, require_instance
-
-STARTS = "starts"  # the field or key of a batch that says whether carried state begins anew
-RESETS = "resets"  # of one that says in which rows and at which time steps it does within a window
-RATE = "rate"  # of one that says what the learning rate of its step is multiplied by
-WEIGHT = "weight"  # the key of a batch that says how much each place counts; 0 is padding
+from jaxpar.parts import STARTS, WEIGHT
 
 
 class Batches(Protocol):
@@ -40,27 +35,6 @@ class Batches(Protocol):
           state begins anew; without it, it does so with every batch.
         """
         ...
-
-
-def part_of(batch: Any, name: str, default: Any = None) -> Any:
-    """A field or key of a batch, if it has it."""
-    if isinstance(batch, Mapping):
-        return batch.get(name, default)
-    return getattr(batch, name, default)
-
-
-def with_part(batch: Any, name: str, value: Any) -> Any:
-    """The batch with another value of a field or key that it has."""
-    if isinstance(batch, Mapping):
-        return {**batch, name: value}
-    if hasattr(batch, "_replace"):
-        return batch._replace(**{name: value})
-    return dataclasses.replace(batch, **{name: value})
-
-
-def starts_of(batch: Any) -> Any:
-    """Whether carried state begins anew with this batch: its `starts`, or True."""
-    return part_of(batch, STARTS, True)
 
 
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:

@@ -14,7 +14,7 @@ from tyro.conf import Fixed, FlagCreatePairsOff, Positional, arg
 
 from jaxpar.analysis import inspect_step
 from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
-from jaxpar.display import format_bytes, format_count, make_console
+from jaxpar.display import Shown, format_bytes, format_count, make_console
 from jaxpar.facts import ModelFacts
 from jaxpar.fields import require_positive
 from jaxpar.hosts import doctor
@@ -23,8 +23,7 @@ from jaxpar.hosts.distributed import start_processes
 from jaxpar.hosts.launch import elastic_command, launch
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.pictures.chart import Drawing
-from jaxpar.pictures.picture import Picture
+from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.plot import plot
 from jaxpar.planning import (
     HERE,
@@ -587,11 +586,11 @@ def _num_bytes(size: str | None) -> float | None:
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
-def _print(picture: Picture) -> None:
-    """A picture as wide as the terminal, in letters that it has."""
+def _print(ranking: Shown) -> None:
+    """Its picture as wide as the terminal, in letters that it has."""
     console = make_console()
     with console.capture() as capture:
-        console.print(picture, highlight=False)
+        console.print(ranking, highlight=False)
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 

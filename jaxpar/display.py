@@ -1,6 +1,7 @@
 """How things are shown: sizes and times in words, consoles, and pictures, which `pictures` draws."""
 
 import functools
+import importlib
 from typing import Any, TextIO
 
 import rich.box
@@ -15,16 +16,23 @@ WIDTH = 100  # of what goes into a file or pipe
 
 @functools.singledispatch
 def show(thing: Any) -> Any:
-    """A picture of a mesh, a sharded array, parameters, a schedule or a program report.
+    """A picture of a mesh, a sharded array, parameters, a schedule, a report, a cost or a plan.
 
     A notebook shows it as HTML, `rich.print` in colour, `print` as text; `to_page()` is a file of HTML.
 
     Args:
       thing: a `MeshConfig` or `Mesh`; an array, also an abstract one, or a Flax variable; a `TrainState`, an
-        `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`; a `MeasuredStep`.
+        `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`; a `MeasuredStep`; a `Cost`, a
+        `Comparison` or a `Ranking`.
     Raises:
       ValueError: there is no picture of such an object.
     """
+    # What draws registers itself, and is not imported before it is needed.
+    nobody = show.dispatch(object)
+    for module in ("grid", "params", "timeline", "measured", "reports"):
+        importlib.import_module(f"jaxpar.pictures.{module}")
+        if (draw := show.dispatch(type(thing))) is not nobody:
+            return draw(thing)
     raise ValueError(
         f"there is no picture of type {type(thing).__name__}; give a mesh, an array, a state or module of "
         f"Flax, a TrainState, a Schedule, a ProgramReport or a MeasuredStep"
@@ -32,16 +40,24 @@ def show(thing: Any) -> Any:
 
 
 class Shown:
-    """A class whose objects a notebook and `rich.print` show as their picture."""
+    """A class whose objects `print`, `rich.print` and a notebook show as their picture.
+
+    So does a prompt, if it is a dataclass that has `repr=False`.
+    """
+
+    def __str__(self) -> str:
+        return str(show(self))
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Any:
+        return show(self)
 
     def _repr_html_(self) -> str:
         return show(self)._repr_html_()
 
     def _repr_svg_(self) -> str | None:
         return show(self)._repr_svg_()
-
-    def __rich__(self) -> Any:
-        return show(self)
 
 
 class FittingTable(Table):

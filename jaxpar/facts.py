@@ -16,10 +16,10 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
-from jaxpar.batches import STARTS
 from jaxpar.fields import check_takes
 from jaxpar.jaxprs import handed_on
 from jaxpar.model import Stack, check_variables, checked_sums, in_words
+from jaxpar.parts import STARTS
 from jaxpar.task import Task
 from jaxpar.trees import shape_of
 from jaxpar.work import count_flops

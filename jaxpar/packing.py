@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.batches import RESETS, STARTS, WEIGHT, check_at_least, place_of
+from jaxpar.batches import check_at_least, place_of
+from jaxpar.parts import RESETS, STARTS, WEIGHT
 
 
 class Places(NamedTuple):

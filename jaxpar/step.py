@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
-from jaxpar.batches import RATE, part_of, starts_of
 from jaxpar.config import Adaptation, Parallel, TrainConfig
 from jaxpar.fields import require_instance
 from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, checked_sums, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
+from jaxpar.parts import RATE, part_of, starts_of
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.schedule import Schedule, make_schedule

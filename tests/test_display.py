@@ -28,7 +28,7 @@ from jaxpar.display import FittingTable
 from jaxpar.pictures.animation import make_animation, make_strategies
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.figures import draw_chart
-from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
+from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.planning import find_machine, plan
@@ -113,7 +113,7 @@ def test_a_long_schedule_says_what_it_leaves_out():
     assert [int(number) for number in numbers] == [n - 48]
     shown = n - int(left_out[1])
     assert 20 < shown < 48
-    chart = show(schedule).chart()
+    chart = show(schedule).chart
     assert MAX_WIDTH - 200 < chart.width <= MAX_WIDTH + GAP  # and so there is room for every label:
     assert all(chart.fits(b.label, b.cost, chart.width) for row in chart.rows for b in row.blocks)
     titles = re.findall("<title>(.*?)</title>", schedule._repr_html_())
@@ -134,7 +134,7 @@ def test_a_long_schedule_says_what_it_leaves_out():
 
 def test_a_legend_has_a_sample_of_every_kind_of_block():
     schedule = make_schedule("interleaved", 2, 4, 2, 2, zero_bubble="unit")
-    words = {key.text: key for key in show(schedule).chart().legend}
+    words = {key.text: key for key in show(schedule).chart.legend}
     for text, foot in {
         "F3.1/1: forward of microbatch 3, chunk 1, through group 1 of the stage's layers": 0.0,
         "B3.1/1: its backward for the inputs (dark band)": FEET["B"],
@@ -208,18 +208,18 @@ def test_the_time_left_is_that_of_the_mean_step(monkeypatch):
 
 
 def test_one_of_a_thing_is_said_so():
-    caption = show(make_schedule("1f1b", 1, 1)).chart().caption
+    caption = show(make_schedule("1f1b", 1, 1)).chart.caption
     assert caption.startswith("1f1b: 1 stage, 1 microbatch x 1 chunk; 1 tick; bubble 0.0%")
 
 
 @pytest.mark.parametrize("args", SCHEDULES)
 def test_the_colours_of_a_text_are_those_of_the_picture(args):
     schedule = make_schedule(*args)
-    chart = show(schedule).chart()
+    chart = show(schedule).chart
     colors = {b.label: chart.colors[b.unit][0] for row in chart.rows for b in row.blocks}
     console = rich.console.Console(width=10_000)
-    *texts, caption = show(schedule).__rich_console__(console, console.options)
-    assert "\n".join(text.plain for text in texts) + f"\n{caption.plain}" == schedule.to_text()
+    [text] = show(schedule).parts
+    *texts, _ = text.__rich_console__(console, console.options)
     found = {t.plain[s.start : s.end]: str(s.style).split()[-1] for t in texts for s in t.spans}
     assert found == colors
 
@@ -247,13 +247,14 @@ def test_a_picture_shrinks_to_the_page_and_stays_readable():
 
 
 def test_svg_and_figure_have_the_same_blocks():
-    chart = make_measured().chart()
+    picture = show(make_measured())
+    chart = picture.chart
     [axes] = draw_chart(chart).axes
     drawn = [(p.get_x(), p.get_y(), p.get_width()) for p in axes.patches if p.get_height() > 0.9]
     blocks = [(b.start, row.top, b.cost) for row in chart.rows for b in row.blocks]
     ground = [(start, row.top, end - start) for row in chart.rows for start, end in row.spans]
     assert sorted(drawn) == sorted(blocks + ground)
-    titles = re.findall("<title>(.*?)</title>", make_measured().to_svg())
+    titles = re.findall("<title>(.*?)</title>", picture.to_svg())
     assert titles == [b.label for row in chart.rows for b in row.blocks]
 
 
@@ -465,7 +466,7 @@ def test_a_browser_shows_the_pictures_and_asks_nobody(mesh, tmp_path):
     body = "".join(show(thing)._repr_html_() for thing in things)
     measured = make_measured()
     body += "".join(show(make_schedule("1f1b", 4, *units)).to_svg() for units in ((20, 2), (1, 1)))
-    body += measured.to_svg()
+    body += show(measured).to_svg()
     body += measured._repr_html_()
     page.write_text(make_page("pictures", body))
     pixels, console, urls = browse(page, tmp_path)

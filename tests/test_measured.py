@@ -13,7 +13,16 @@ from flax import nnx
 from models import Regress
 
 import jaxpar
-from jaxpar import ArrayBatches, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
+from jaxpar import (
+    ArrayBatches,
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    show,
+)
 from jaxpar.__main__ import main
 from jaxpar.analysis.measured import MeasuredStep, Span
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
@@ -112,7 +121,7 @@ def test_w_runs_after_its_backward_on_every_stage():
     assert sorted(found) == sorted(ends)
     assert len(found) == 2 * 4
     assert "ms W" in str(measured)
-    assert ">W" in measured.to_svg()
+    assert ">W" in show(measured).to_svg()
 
 
 def test_layers_without_a_w_of_their_own_are_shown_as_they_run():
@@ -226,13 +235,13 @@ def test_what_runs_as_predicted_is_shown_so():
     assert measured.busy_seconds == (21, 21)
     assert measured.bubble == pytest.approx(measured.predicted_bubble)
     assert measured.predicted_bubble == pytest.approx(1 / 4)
-    rows = measured.chart().rows
+    rows = show(measured).chart.rows
     assert [row.name for row in rows[:2]] == ["stage 0 predicted", "measured"]
     for predicted, found in zip(rows[::2], rows[1::2], strict=True):
         assert list(predicted.spans) == list(found.spans) == [(0, 28_000)]
         backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.letter == "B"]
         assert backward == [(b.start, b.label) for b in found.blocks if b.letter == "B"]
-    svg = measured.to_svg()
+    svg = show(measured).to_svg()
     widths = {
         label: float(width)
         for width, label in re.findall(r'width="([\d.]+)" y[^>]*><title>(\S+)</title>', svg)

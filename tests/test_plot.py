@@ -19,7 +19,7 @@ from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_function
 from jaxpar.config_file import write_config
 from jaxpar.pictures import figures
-from jaxpar.pictures.timeline import Timeline
+from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import abstract_state
 from jaxpar.task import Settings
@@ -60,7 +60,7 @@ def texts(figure):
 )
 def test_a_figure_of_a_schedule_has_every_unit_and_its_bubble(args):
     schedule = make_schedule(*args)
-    chart = Timeline(schedule).chart()
+    chart = show_schedule(schedule).chart
     figure = figures.draw_chart(chart)
     written = texts(figure)
     [axes] = figure.axes

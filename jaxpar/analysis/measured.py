@@ -9,24 +9,20 @@ import re
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
-from rich.table import Table
 
 from jaxpar.analysis.hlo import Module
 from jaxpar.analysis.program import busy_of
 from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import FittingTable
-from jaxpar.pictures.chart import Chart, Drawing, Key, Row, round_marks
-from jaxpar.pictures.picture import table_html
-from jaxpar.pictures.timeline import legend_of, unit_colors
+from jaxpar.display import Shown
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedule import Block, Schedule
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step, step_schedule
@@ -34,11 +30,9 @@ from jaxpar.task import Task
 from jaxpar.timing import seconds_of
 from jaxpar.training.profiler import Operation, read_trace, trace
 
-WIDTH = 820  # of the time axis, in pixels
-REST = "#8c959f"  # the colour of work that is not a unit of a microbatch
 WEIGHTS = "weights"
-_PARTS = (FORWARD, HEAD, BACKWARD, WEIGHTS)
-_BRANCH = re.compile(rf"/while/body/(?:closed_call/)?((?:{'|'.join(_PARTS)})\d*)/cond$")
+PARTS = (FORWARD, HEAD, BACKWARD, WEIGHTS)  # of a tick
+_BRANCH = re.compile(rf"/while/body/(?:closed_call/)?((?:{'|'.join(PARTS)})\d*)/cond$")
 
 
 class Span(NamedTuple):
@@ -58,7 +52,7 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MeasuredStep(Drawing):
+class MeasuredStep(Shown):
     """When the stages of a pipeline worked in one step, and when they waited.
 
     Attributes:
@@ -80,7 +74,7 @@ class MeasuredStep(Drawing):
     def busy_seconds(self) -> tuple[float, ...]:
         """How long each stage works within the loop."""
         return tuple(
-            sum(sum(self._seconds(s, part)) for part in _PARTS)
+            sum(sum(self.seconds_of(s, part)) for part in PARTS)
             for s in range(self.schedule.num_stages)
         )
 
@@ -93,15 +87,15 @@ class MeasuredStep(Drawing):
     def unit_seconds(self) -> tuple[float, float, float]:
         """Of F, B and W of a unit, the median on the stage where each is slowest."""
         stages = range(self.schedule.num_stages)
-        forward = max(statistics.median(self._seconds(s, FORWARD)) for s in stages)
+        forward = max(statistics.median(self.seconds_of(s, FORWARD)) for s in stages)
         backward = max(
-            statistics.median(self._seconds(s, BACKWARD))
-            + statistics.median(self._seconds(s, HEAD) or [0.0])
+            statistics.median(self.seconds_of(s, BACKWARD))
+            + statistics.median(self.seconds_of(s, HEAD) or [0.0])
             for s in stages
         )
         weights = 0.0
         if self.schedule.weights:
-            weights = max(statistics.median(self._seconds(s, WEIGHTS)) for s in stages)
+            weights = max(statistics.median(self.seconds_of(s, WEIGHTS)) for s in stages)
             weights /= self.schedule.lanes[-1].num_units
         return forward, backward, weights
 
@@ -110,87 +104,13 @@ class MeasuredStep(Drawing):
         """The bubble of the schedule if units take `unit_seconds` on every stage."""
         return self.schedule.bubble_at(*self.unit_seconds)
 
-    def _seconds(self, stage: int, part: str) -> list[float]:
-        """Of each unit; it may run in two pieces, the embedding and the layers."""
+    def seconds_of(self, stage: int, part: str) -> list[float]:
+        """Of each unit of a stage; it may run in two pieces, the embedding and the layers."""
         seconds: dict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
             if span.stage == stage and span.part.startswith(part):
                 seconds[span.tick, span.part] += span.seconds
         return list(seconds.values())
-
-    def parts(self) -> Iterator[Table | str]:
-        """One row per stage, then the prediction, and what measuring costs."""
-        yield self._table()
-        yield f"\n{self._caption()}"
-
-    def _table(self) -> Table:
-        parts = _PARTS if self.schedule.weights else _PARTS[:-1]
-        columns = (*(f">{name}, ms" for name in (*parts, "idle")), ">idle")
-        table = FittingTable("stage", *columns)
-        for s, busy in enumerate(self.busy_seconds):
-            idle = self.loop_seconds - busy
-            cells = [*(sum(self._seconds(s, part)) for part in parts), idle]
-            share = f"{idle / self.loop_seconds:.1%}"
-            table.add_row(str(s), *(f"{1000 * seconds:.2f}" for seconds in cells), share)
-        return table
-
-    def _caption(self) -> str:
-        forward, backward, weights = (1000 * seconds for seconds in self.unit_seconds)
-        apart = f", {weights:.2f} ms W" if self.schedule.weights else ""
-        return (
-            f"{self.schedule.title}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%} with "
-            f"{forward:.2f} ms a forward and {backward:.2f} ms a backward unit{apart}.\n"
-            f"The loop takes {1000 * self.loop_seconds:.1f} ms of a step of "
-            f"{1000 * self.step_seconds:.1f} ms. {self._cost_of_profiler()}"
-        )
-
-    def _cost_of_profiler(self) -> str:
-        traced, plain = 1000 * self.traced_seconds, 1000 * self.plain_seconds
-        if traced <= plain:
-            return f"The profiler costs less than steps vary: {traced:.1f} ms with it, {plain:.1f} without."
-        return (
-            f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms "
-            f"({traced / plain - 1:+.0%})."
-        )
-
-    def to_html(self) -> str:
-        """The stages over time, and the table."""
-        return Drawing.to_html(self) + table_html(self._table())
-
-    def chart(self) -> Chart:
-        """Two rows per stage, in ms: as predicted, and as measured."""
-        costs = [1000 * seconds for seconds in self.unit_seconds]
-        units, end = self.schedule.blocks(costs), float(self.schedule.half_times(costs)[-1])
-        rows, loop_end = [], 1000 * self.loop_seconds
-        for stage in range(self.schedule.num_stages):
-            top = 2.3 * stage
-            predicted = [block for block in units if block.stage == stage]
-            measured = [self._block(span) for span in self.spans if span.stage == stage]
-            rows.append(Row(f"stage {stage} predicted", top, [(0, end)], predicted))
-            rows.append(Row("measured", top + 1, [(0, loop_end)], measured))
-        return Chart(
-            title=f"{self.schedule.title}: idle {self.bubble:.1%}, predicted {self.predicted_bubble:.1%}",
-            rows=rows,
-            colors={**unit_colors(self.schedule), -1: (REST,)},
-            marks=round_marks(max(end, loop_end)),
-            unit="ms",
-            width=WIDTH,
-            legend=[
-                *legend_of(self.schedule),
-                Key((REST,), "H: what follows the layers, and the loss"),
-            ],
-            caption=self._caption(),
-        )
-
-    def _block(self, span: Span) -> Block:
-        times, schedule = (1000 * span.start, 1000 * span.seconds), self.schedule
-        if span.part == HEAD:
-            return Block(span.stage, *times, "H", "H", -1)
-        letter, lane = {FORWARD: ("F", schedule.forward), BACKWARD: ("B", schedule.backward)}.get(
-            span.part
-        ) or ("W", schedule.weights[int(span.part.removeprefix(WEIGHTS))])
-        unit, group = (int(a[span.tick, span.stage]) for a in (lane.unit, lane.group))
-        return Block(span.stage, *times, schedule.label(letter, unit, group), letter, unit)
 
 
 def measure_step(

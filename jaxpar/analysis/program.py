@@ -2,18 +2,16 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import FittingTable, format_bytes, format_shape
-from jaxpar.pictures.picture import Picture
+from jaxpar.display import Shown, format_bytes
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.setup import Setup
@@ -71,7 +69,7 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ProgramReport(Picture):
+class ProgramReport(Shown):
     """What one device does when a compiled program runs once. `print` it, or read its attributes.
 
     Attributes:
@@ -120,26 +118,6 @@ class ProgramReport(Picture):
             "collectives": collectives,
             "totals": [dataclasses.asdict(total) for total in self.totals],
         }
-
-    def parts(self) -> Iterator[Table | str]:
-        """Collectives, totals, FLOPs and memory."""
-        if self.collectives:
-            yield _collectives_table(self.collectives)
-            yield "\nbytes: of one run; sent: in all runs, by the busiest device of a ring" + (
-                "; if: in a branch" * any(c.conditional for c in self.collectives)
-            )
-            yield ""
-            yield _totals_table(self.totals)
-            yield ""
-        else:
-            yield "no collectives"
-        facts = Table.grid(padding=(0, 2))
-        if self.flops is not None:
-            facts.add_row("FLOPs per device", f"{self.flops:,.0f}, the body of every loop once")
-        if self.memory:
-            facts.add_row("memory per device", str(self.memory))
-        yield facts
-        yield from self.notes
 
 
 def inspect_step(
@@ -270,38 +248,3 @@ def _planned(collective: Collective, plan: Plan) -> Collective:
     length = int((busy_T & runs_T).sum())
     trips = (length, *collective.trip_counts[1:])
     return dataclasses.replace(collective, trip_counts=trips)
-
-
-def _collectives_table(collectives: Sequence[Collective]) -> Table:
-    table = FittingTable(
-        "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass", "module"
-    )
-    for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
-        dims = format_shape(c.shapes[0])
-        more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
-        loops = "x".join("?" if trips is None else str(trips) for trips in c.trip_counts)
-        table.add_row(
-            c.op.removeprefix("collective-"),
-            " ".join(c.axes),
-            f"{c.dtypes[0]} {dims}{more}",
-            format_bytes(c.bytes),
-            "?" if c.count is None else f"{c.count:,}",
-            loops + " if" * c.conditional,
-            "?" if c.count is None else format_bytes(c.count * c.sent_bytes),
-            c.phase if c.phase != "neither" else "",
-            re.sub(rf"^{c.phase}(/|$)", "", c.module) or c.source,
-        )
-    return table
-
-
-def _totals_table(totals: Sequence[Total]) -> Table:
-    table = FittingTable("axes", ">collectives", ">runs", ">payload in all", ">sent by a device")
-    for total in totals:
-        table.add_row(
-            " ".join(total.axes),
-            str(total.collectives),
-            f"{total.count:,}" + f" + {total.unknown} x ?" * bool(total.unknown),
-            format_bytes(total.bytes),
-            format_bytes(total.sent_bytes),
-        )
-    return table

@@ -1,11 +1,5 @@
-"""Pictures, in notebooks, terminals and files: meshes, shards, parameters, schedules, measured steps, runs.
+"""Pictures, in notebooks, terminals and files: meshes, shards, parameters, schedules, reports, costs, runs.
 
-`display.show` finds the picture of an object by its type; figures and the animation are made by `plot`.
+`display.show` finds the picture of an object by its type, and imports the module that draws it; figures and
+the animation are made by `plot`.
 """
-
-from jaxpar.pictures.grid import Grid
-from jaxpar.pictures.params import Params
-from jaxpar.pictures.picture import Picture
-from jaxpar.pictures.timeline import Timeline
-
-__all__ = ["Grid", "Params", "Picture", "Timeline"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxpar.pictures.chart import FEET, IDLE, ROW, Chart, Key, Row, draw, draw_legend
-from jaxpar.pictures.picture import STYLE, color_of, make_page
+from jaxpar.pictures.style import STYLE, color_of, make_page
 from jaxpar.pictures.timeline import unit_colors
 from jaxpar.pipeline.schedule import Block, Schedule, make_schedule
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxpar.pictures.picture import STYLE, Picture, text_color_on
+from jaxpar.pictures.style import text_color_on
 from jaxpar.pipeline.schedule import Block
 
 ROW = 26  # pixels of a row
@@ -90,36 +90,6 @@ class Chart(NamedTuple):
             if place - half >= free:
                 yield place, label
                 free = place + half
-
-
-class Drawing(Picture):
-    """A picture that is a chart."""
-
-    def chart(self) -> Chart:
-        """What is to be seen."""
-        raise NotImplementedError
-
-    def to_html(self) -> str:
-        """An SVG, which shrinks where there is less room, as far as it can be read."""
-        chart = self.chart()
-        drawing, width, height = draw(chart)
-        return (
-            f'<svg role="img" aria-label="{html.escape(chart.title)}" viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">{drawing}</svg>'
-        )
-
-    def to_svg(self) -> str:
-        """A file of SVG that needs no other."""
-        drawing, width, height = draw(self.chart())
-        size = f"{width + 24:.0f}", f"{height + 20:.0f}"
-        return (
-            '<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{0}" height="{1}" '
-            'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto">'.format(*size)
-            + f'<style>{STYLE}</style><rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
-            f'<svg x="12" y="10">{drawing}</svg></svg>\n'
-        )
-
-    _repr_svg_ = to_svg
 
 
 def draw(chart: Chart) -> tuple[str, float, float]:

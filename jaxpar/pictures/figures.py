@@ -18,7 +18,7 @@ from jaxpar.config import ZeroBubble
 from jaxpar.display import format_count
 from jaxpar.files import whole_file
 from jaxpar.pictures.chart import FEET, IDLE, Chart, Key
-from jaxpar.pictures.picture import PALETTE, color_of, make_page, text_color_on
+from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import TrainState
 from jaxpar.trees import device_bytes

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from jaxpar.display import format_bytes, format_count, format_shape, show
 from jaxpar.mesh import MeshConfig
-from jaxpar.pictures.picture import HEAD, Picture, color_of, style_on, table_html
+from jaxpar.pictures.picture import Picture, table_html
+from jaxpar.pictures.style import HEAD, color_of, style_on
 from jaxpar.sharding import dims_of
 
 HTML_WIDTH = 150  # letters of a table in a notebook
@@ -33,6 +34,7 @@ class Grid(Picture):
         Args:
           devices: labels of a place along every dim, the outermost first -> numbers of the devices there.
         """
+        super().__init__()
         self.caption, self.devices = caption, devices
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:

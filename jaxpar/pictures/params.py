@@ -1,46 +1,97 @@
 """Pictures of parameters: shape, dims, what splits them, bytes on a device."""
 
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 from rich.table import Table
+from rich.text import Text
 
-from jaxpar.display import show
+from jaxpar.display import FittingTable, format_bytes, format_shape, show
 from jaxpar.pictures.picture import Picture
+from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
-from jaxpar.training.summary import describe_bytes, parameter_table
-
-
-class Params(Picture):
-    """Tables of parameters, and lines about them."""
-
-    def __init__(self, *parts: Table | str):
-        self._parts = parts
-
-    def parts(self) -> Iterator[Table | str]:
-        """The tables and lines."""
-        yield from self._parts
+from jaxpar.trees import device_bytes
 
 
 @show.register
-def show_train_state(state: TrainState) -> Params:
+def show_train_state(state: TrainState) -> Picture:
     """The parameters of a run, what is trained and what is not, and the bytes of all of its state."""
-    parts = [parameter_table(state.params)]
+    parts = [_table(state.params)]
     if jax.tree.leaves(state.frozen):
-        parts += ["", parameter_table(state.frozen, "frozen")]
-    return Params(*parts, f"\n{describe_bytes(state).strip()}")
+        parts += ["", _table(state.frozen, "frozen")]
+    return Picture(*parts, f"\n{_bytes_of(state)}")
 
 
 @show.register(nnx.State)
 @show.register(dict)
-def show_tree(params: Any) -> Params:
-    """Parameters as `nnx.state` or `nnx.split` gives them, or arrays in dicts."""
-    return Params(parameter_table(params))
+def show_tree(params: Any) -> Picture:
+    """Parameters as `nnx.state` or `nnx.split` gives them, or arrays in dicts.
+
+    Raises:
+      ValueError: an abstract one has no sharding.
+    """
+    return Picture(_table(params))
 
 
 @show.register
-def show_module(module: nnx.Module) -> Params:
+def show_module(module: nnx.Module) -> Picture:
     """The parameters of a module."""
     return show_tree(nnx.state(module, nnx.Param))
+
+
+def _table(params: Any, heading: str = "parameter") -> Table:
+    """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
+
+    Args:
+      params: Flax variables or arrays, with shardings if they are abstract.
+      heading: of the names.
+    Raises:
+      ValueError: an abstract one has no sharding.
+    """
+    table = FittingTable(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
+    for name, leaf in named_leaves(params):
+        is_named = is_variable(leaf)
+        array = leaf.get_value() if is_named else leaf
+        layout = array.sharding
+        if layout is None:
+            raise ValueError(
+                f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
+                f"the params of abstract_state(task, parallel, mesh), or real ones"
+            )
+        sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
+        spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim
+        dims = dims_of(leaf) if is_named else [None] * array.ndim
+        text = Text()
+        for dim, axes in zip(dims, spec, strict=True):
+            names = [axes] if isinstance(axes, str) else list(axes or ())
+            text.append(f"{dim or '-'}")
+            text.append("".join(f"/{axis}" for axis in names if sizes[axis] > 1), style="bold cyan")
+            text.append(", ")
+        if layout.num_devices > 1 and layout.is_fully_replicated:
+            text.append("replicated  ", style="bold yellow")
+        text.right_crop(2)
+        shape, shard = format_shape(array.shape), format_shape(layout.shard_shape(array.shape))
+        table.add_row(name, shape, text, shard, format_bytes(device_bytes(array)))
+    return table
+
+
+def _bytes_of(state: TrainState) -> str:
+    """Parameters in all, and what a device holds of the state."""
+    where = "" if state.opt_memory is None else " in host memory"
+    trees = {
+        "parameters": state.params,
+        "frozen": state.frozen,
+        f"optimizer state{where}": state.opt_state,
+        "carried state": state.carry,
+    }
+    parts = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
+    counted = parts["parameters"] + parts["frozen"]
+    count = sum(math.prod(leaf.shape) for leaf in counted)
+    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in counted)
+    on_device = ", ".join(
+        f"{name} {format_bytes(device_bytes(leaves))}" for name, leaves in parts.items() if leaves
+    )
+    return f"{count:,} parameters, {format_bytes(whole)}; per device: {on_device}"

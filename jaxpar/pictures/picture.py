@@ -1,4 +1,4 @@
-"""What all pictures have in common: colours, style sheet, and tables as text and as HTML."""
+"""A picture: tables, lines of text and a chart, for a terminal and as HTML."""
 
 import html
 import io
@@ -9,62 +9,29 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.display import WIDTH, show
-
-# Okabe and Ito's, which all kinds of colour vision tell apart (https://jfly.uni-koeln.de/color/). Blue and
-# orange first, which differ most in brightness. Theirs has black as its eighth, which is lost on a dark page.
-PALETTE = (
-    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9", "#661100",
-)  # fmt: skip
-
-# A notebook's theme need not be the system's: a picture brings its background along.
-STYLE = """\
-.jaxpar{--fg:#1b1f24;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--idle:#e4e8ec;--axis:#0a5ca8;--warn:#9a4b00;
-color-scheme:light dark;color:var(--fg);background:var(--bg);font:13px/1.45 system-ui,sans-serif;
-padding:10px 12px;border-radius:6px;overflow-x:auto}
-@media(prefers-color-scheme:dark){.jaxpar{--fg:#e6edf3;--bg:#12161c;--dim:#9aa5b1;--line:#3a424c;--idle:#262c34;
---axis:#79c0ff;--warn:#ffb35c}}
-.jaxpar table{border-collapse:collapse;margin:4px 0;color:inherit;font-size:13px}
-.jaxpar th,.jaxpar td{padding:3px 10px;text-align:left;vertical-align:top;background:none}
-.jaxpar th{white-space:nowrap;color:var(--dim);font-weight:600;border-bottom:1px solid var(--line)}
-.jaxpar td{font-variant-numeric:tabular-nums}
-.jaxpar .right{text-align:right}
-.jaxpar p{margin:4px 0;color:var(--dim)}
-.jaxpar p b{color:var(--fg)}
-.jaxpar .axis{color:var(--axis);font-weight:600}
-.jaxpar .warn{color:var(--warn);font-weight:600}
-.jaxpar .grid th,.jaxpar .grid td{border:1px solid var(--line);text-align:center;vertical-align:middle}
-.jaxpar .device{padding:2px 2px;border-radius:4px;font-weight:600;white-space:pre}
-.jaxpar svg{display:block;height:auto}
-.jaxpar svg text{font:11px system-ui,sans-serif;fill:var(--fg)}
-.jaxpar svg .dim{fill:var(--dim)}
-.jaxpar svg .tick{stroke:var(--line)}"""
-
-HEAD = "dim"  # style of a column whose cells are headers of their rows
+from jaxpar.display import WIDTH
+from jaxpar.pictures.chart import Chart, draw
+from jaxpar.pictures.style import HEAD, STYLE, make_page
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}
 
 
 class Picture:
-    """Something to look at: tables and lines of text, from `parts`, unless a subclass says it in another way.
+    """Something to look at: tables, and lines of text, from top to bottom."""
 
-    `__rich_console__` says it in text, `to_html` in HTML. A dataclass that is one has `repr=False`.
-    """
-
-    def parts(self) -> Iterator[Table | str]:
-        """From top to bottom."""
-        raise NotImplementedError
+    def __init__(self, *parts: RenderableType):
+        self.parts = parts
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        yield from self.parts()
+        yield from self.parts
 
     def to_html(self) -> str:
         """The same without a style sheet: `_repr_html_` puts it in."""
         return "".join(
             table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
-            for part in self.parts()
-            if isinstance(part, Table) or part.strip()
+            for part in self.parts
+            if isinstance(part, Table) or (isinstance(part, str) and part.strip())
         )
 
     def to_page(self, title: str = "jaxpar") -> str:
@@ -88,10 +55,35 @@ class Picture:
     __repr__ = __str__
 
 
-@show.register
-def show_picture(picture: Picture) -> Picture:
-    """Itself: reports, costs, plans and measured steps are pictures."""
-    return picture
+class Drawing(Picture):
+    """A picture that is a chart, and in a terminal what `parts` are."""
+
+    def __init__(self, chart: Chart, *parts: RenderableType):
+        super().__init__(*parts)
+        self.chart = chart
+
+    def to_html(self) -> str:
+        """An SVG, which shrinks where there is less room, as far as it can be read, and the tables."""
+        drawing, width, height = draw(self.chart)
+        return (
+            f'<svg role="img" aria-label="{html.escape(self.chart.title)}" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}" '
+            f'style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">{drawing}</svg>'
+            + "".join(table_html(part) for part in self.parts if isinstance(part, Table))
+        )
+
+    def to_svg(self) -> str:
+        """A file of SVG that needs no other."""
+        drawing, width, height = draw(self.chart)
+        size = f"{width + 24:.0f}", f"{height + 20:.0f}"
+        return (
+            '<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{0}" height="{1}" '
+            'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto">'.format(*size)
+            + f'<style>{STYLE}</style><rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
+            f'<svg x="12" y="10">{drawing}</svg></svg>\n'
+        )
+
+    _repr_svg_ = to_svg
 
 
 def table_html(table: Table) -> str:
@@ -106,39 +98,6 @@ def table_html(table: Table) -> str:
     rows = [row([column.header for column in table.columns], is_head=True)] * table.show_header
     rows += [row(list(cells)) for cells in zip(*(c.cells for c in table.columns), strict=True)]
     return f'<table class="{"grid" * table.show_lines}">{"".join(rows)}</table>'
-
-
-def make_page(title: str, body: str) -> str:
-    """A file of HTML in which nothing is fetched from elsewhere."""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<link rel="icon" href="data:,"><style>:root{color-scheme:light dark}'
-        "body{margin:16px;background:#fff}@media(prefers-color-scheme:dark){body{background:#12161c}}"
-        f"</style></head>\n<body>{body}</body></html>\n"
-    )
-
-
-def color_of(number: int, paleness: float = 0.0) -> str:
-    """The colour of a device or microbatch, as #rrggbb; `paleness` 1 is white, -1 black."""
-    solid = PALETTE[number % len(PALETTE)]
-    target, amount = (255 if paleness > 0 else 0), abs(paleness)
-    channels = (int(solid[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (target - c) * amount):02x}" for c in channels)
-
-
-def text_color_on(color: str) -> str:
-    """Black or white, whichever differs more from a background (WCAG 2.2, relative luminance)."""
-    channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    # Where both contrasts, 1.05 / (L + 0.05) and (L + 0.05) / 0.05, are equal.
-    return "#000000" if luminance > 0.179 else "#ffffff"
-
-
-def style_on(color: str) -> str:
-    """What rich calls text that can be read on a background."""
-    return f"{text_color_on(color)} on {color}"
 
 
 def _cell_html(column: Column, cell: RenderableType, tag: str) -> str:

@@ -13,8 +13,9 @@ from jaxpar.files import whole_file
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.animation import make_animation
-from jaxpar.pictures.chart import Drawing
-from jaxpar.pictures.timeline import Timeline
+from jaxpar.pictures.measured import show_measured
+from jaxpar.pictures.picture import Drawing
+from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
@@ -100,7 +101,7 @@ def _figure(
             raise ValueError("curves of what? Name folders of runs, such as runs/0001")
         return figures.draw_curves({str(run): _metrics(RunFolder(run)) for run in runs})
     if kind in IN_TERMINAL:
-        return figures.draw_chart(_drawing(kind, settings).chart())
+        return figures.draw_chart(_drawing(kind, settings).chart)
     if kind == "bubble":
         schedule = _schedule(settings)
         if schedule.num_stages == 1:
@@ -123,7 +124,9 @@ def _figure(
 
 
 def _drawing(kind: str, settings: Settings | None) -> Drawing:
-    return Timeline(_schedule(settings)) if kind == "schedule" else measure_step(*_of(settings))
+    if kind == "schedule":
+        return show_schedule(_schedule(settings))
+    return show_measured(measure_step(*_of(settings)))
 
 
 def _schedule(settings: Settings | None) -> Schedule:

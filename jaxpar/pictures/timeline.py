@@ -3,6 +3,7 @@
 Units are drawn as wide as `Schedule.bubble` counts them: the share of grey is the bubble.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from jaxpar.display import format_count, show
-from jaxpar.pictures.chart import FEET, IDLE, LETTER, Chart, Drawing, Key, Row
-from jaxpar.pictures.picture import PALETTE, color_of, style_on
+from jaxpar.pictures.chart import FEET, IDLE, LETTER, Chart, Key, Row
+from jaxpar.pictures.picture import Drawing
+from jaxpar.pictures.style import PALETTE, color_of, style_on
 from jaxpar.pipeline.schedule import Schedule
 
 # Of a longer schedule the first ticks and the last are drawn: units stay as wide as their labels.
@@ -56,82 +58,126 @@ def legend_of(schedule: Schedule) -> list[Key]:
     return legend
 
 
-class Timeline(Drawing):
-    """A schedule."""
+@show.register
+def show_schedule(schedule: Schedule) -> Drawing:
+    """A column a tick; of very many, those in the middle are left out."""
+    return Drawing(_chart(schedule), _Text(schedule))
+
+
+class _Text:
+    """A schedule in coloured letters: a row a stage, a column a tick, and its numbers below.
+
+    Each half of a tick is as wide as the work of its busiest stage: the share of dots is the bubble at equal
+    costs. Lines are broken between ticks where the console ends.
+    """
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        """`Schedule.to_text` in colours, broken between ticks where the console ends."""
-        names, *columns = self.schedule.columns()
+        names, *columns = self._columns()
         band, last = [names], -1
-        for tick in self._shown(MAX_TEXT_TICKS):
+        for tick in _shown(self.schedule, MAX_TEXT_TICKS):
             left_out, last = tick - last - 1, tick
             width = sum(len(column[0]) + 1 for column in (*band, columns[tick]))
             if len(band) > 1 and (left_out or width > options.max_width):
-                yield self._text(band)
+                yield _join(band)
                 band = [names]
             if left_out:
                 yield Text(f"... {format_count(left_out, 'tick')} left out")
             band.append(columns[tick])
-        yield self._text(band)
-        yield Text(self.schedule.caption)
+        yield _join(band)
+        yield Text(_caption(self.schedule))
 
-    def _text(self, columns: list[list[str]]) -> Text:
-        s, lines = self.schedule, map("|".join, zip(*columns, strict=True))
-        text = Text("\n".join(map(str.rstrip, lines)), no_wrap=True)
-        styles = {b.label: style_on(unit_color(s, b.unit)) for b in s.blocks(s.unit_costs)}
-        text.highlight_regex(r"[FBW]\d[\d./]*", styles.__getitem__)
-        return text
+    def _columns(self) -> list[list[Text]]:
+        """Names of the rows, then a column per tick, whose cells are as wide."""
+        s, stages = self.schedule, range(self.schedule.num_stages)
+        costs = (1.0, 1.0, 1.0 / s.lanes[-1].num_units)  # one label of any kind takes 1
+        blocks = {(b.stage, round(b.start)): b for b in s.blocks(costs)}
+        width = max(len(block.label) for block in blocks.values())
 
-    def chart(self) -> Chart:
-        """A column a tick; of very many, those in the middle are left out."""
-        s, costs = self.schedule, self.schedule.unit_costs
-        blocks, times = s.blocks(costs), s.half_times(costs)[::2]
-        end = float(times[-1])
-        # A forward unit as wide as a label.
-        scale = LETTER * max(len(b.label) for b in blocks) + 6
-        room = (times + end - times[::-1]) * scale <= MAX_WIDTH  # for so many at either end
-        shown = self._shown(2 * (int(np.argmin(room)) - 1) if not room.all() else s.num_ticks)
-        spans, left_out = [(0.0, end)], s.num_ticks - len(shown)
-        if left_out:
-            half = len(shown) // 2
-            first, last, gap = float(times[half]), float(times[-1 - half]), GAP / scale
-            times = np.where(times < last, times, times - last + first + gap)
-            ends = [block for block in blocks if not first <= block.start < last]
-            blocks = [
-                b if b.start < first else b._replace(start=b.start - last + first + gap)
-                for b in ends
-            ]
-            end -= last - first - gap
-            spans = [(0.0, first), (first + gap, end)]
-        live, cut = ", ".join(map(str, s.live_units)), "left out where the rows are cut"
-        return Chart(
-            title=f"{s.title}: bubble {s.bubble:.1%}"
-            + f"; {left_out} of {s.num_ticks} ticks {cut}" * bool(left_out),
-            rows=[
-                Row(f"stage {stage}", stage, spans, [b for b in blocks if b.stage == stage])
-                for stage in range(s.num_stages)
-            ],
-            colors=unit_colors(s),
-            marks=[(float(times[tick]), str(tick)) for tick in shown],
-            unit="tick",
-            width=end * scale,
-            legend=legend_of(s),
-            caption=f"{s.title}: {format_count(s.num_stages, 'stage')}, "
-            f"{format_count(s.num_microbatches, 'microbatch', 'es')} x {format_count(s.num_chunks, 'chunk')}"
-            + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
-            + f"; {format_count(s.num_ticks, 'tick')}"
-            + f", {left_out} of them {cut}" * bool(left_out)
-            + f"; bubble {s.bubble:.1%}{', the share of grey' * (not left_out)}"
-            + f"; live units on stage 0, 1, ...: {live}" * bool(s.num_slots),
-        )
+        def cell(stage: int, place: int) -> Text:
+            block = blocks.get((stage, place))
+            text = Text(".")
+            if block:
+                text = Text.assemble((block.label, style_on(unit_color(s, block.unit))))
+            text.pad_right(width - len(text))
+            return text
 
-    def _shown(self, limit: int) -> list[int]:
-        """The ticks, or as many of the first and last."""
-        n, half = self.schedule.num_ticks, limit // 2
-        return [*range(n)] if n <= limit else [*range(half), *range(n - half, n)]
+        columns = [[Text("tick"), *(Text(f"stage {stage}") for stage in stages)]]
+        bounds = s.half_times(costs)[::2].round().astype(int).tolist()
+        for tick, bound in enumerate(itertools.pairwise(bounds)):
+            rows = (Text(" ").join(cell(stage, n) for n in range(*bound)) for stage in stages)
+            columns.append([Text(str(tick)), *rows])
+        for column in columns:
+            for text in column:
+                text.pad_right(max(map(len, column)) - len(text))
+        return columns
 
 
-show.register(Schedule, Timeline)
+def _join(columns: list[list[Text]]) -> Text:
+    lines = [Text("|").join(row) for row in zip(*columns, strict=True)]
+    for line in lines:
+        line.rstrip()
+    text = Text("\n").join(lines)
+    text.no_wrap = True
+    return text
+
+
+def _caption(s: Schedule) -> str:
+    """Kind, ticks, bubble, live units, and what the labels mean."""
+    live = " ".join(map(str, s.live_units))
+    name = "microbatch" + ".chunk" * (s.num_chunks > 1) + "/group" * (s.num_groups > 1)
+    parts = "B backward" if not s.weights else "B, W backward of inputs and of weights"
+    return (
+        f"{s.title}: {s.num_ticks} ticks, bubble {s.bubble:.1%}, live units {live}  "
+        f"(F forward, {parts} of {name})"
+    )
+
+
+def _chart(s: Schedule) -> Chart:
+    costs = s.unit_costs
+    blocks, times = s.blocks(costs), s.half_times(costs)[::2]
+    end = float(times[-1])
+    # A forward unit as wide as a label.
+    scale = LETTER * max(len(b.label) for b in blocks) + 6
+    room = (times + end - times[::-1]) * scale <= MAX_WIDTH  # for so many at either end
+    shown = _shown(s, 2 * (int(np.argmin(room)) - 1) if not room.all() else s.num_ticks)
+    spans, left_out = [(0.0, end)], s.num_ticks - len(shown)
+    if left_out:
+        half = len(shown) // 2
+        first, last, gap = float(times[half]), float(times[-1 - half]), GAP / scale
+        times = np.where(times < last, times, times - last + first + gap)
+        ends = [block for block in blocks if not first <= block.start < last]
+        blocks = [
+            b if b.start < first else b._replace(start=b.start - last + first + gap) for b in ends
+        ]
+        end -= last - first - gap
+        spans = [(0.0, first), (first + gap, end)]
+    live, cut = ", ".join(map(str, s.live_units)), "left out where the rows are cut"
+    return Chart(
+        title=f"{s.title}: bubble {s.bubble:.1%}"
+        + f"; {left_out} of {s.num_ticks} ticks {cut}" * bool(left_out),
+        rows=[
+            Row(f"stage {stage}", stage, spans, [b for b in blocks if b.stage == stage])
+            for stage in range(s.num_stages)
+        ],
+        colors=unit_colors(s),
+        marks=[(float(times[tick]), str(tick)) for tick in shown],
+        unit="tick",
+        width=end * scale,
+        legend=legend_of(s),
+        caption=f"{s.title}: {format_count(s.num_stages, 'stage')}, "
+        f"{format_count(s.num_microbatches, 'microbatch', 'es')} x {format_count(s.num_chunks, 'chunk')}"
+        + f" x {s.num_groups} groups of layers" * (s.num_groups > 1)
+        + f"; {format_count(s.num_ticks, 'tick')}"
+        + f", {left_out} of them {cut}" * bool(left_out)
+        + f"; bubble {s.bubble:.1%}{', the share of grey' * (not left_out)}"
+        + f"; live units on stage 0, 1, ...: {live}" * bool(s.num_slots),
+    )
+
+
+def _shown(schedule: Schedule, limit: int) -> list[int]:
+    """The ticks, or as many of the first and last."""
+    n, half = schedule.num_ticks, limit // 2
+    return [*range(n)] if n <= limit else [*range(half), *range(n - half, n)]

@@ -32,7 +32,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
@@ -86,7 +85,7 @@ class Work(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A piece of work of a stage: what texts and pictures of schedules and measured steps are drawn from.
+    """A piece of work of a stage: what pictures of schedules and measured steps are drawn from.
 
     Attributes:
       start, cost: when it begins, and how long it takes.
@@ -216,7 +215,7 @@ class Schedule(Shown):
     def padded(self, num_rows: int) -> Schedule:
         """Appends idle rows, so that schedules of several lengths share one array shape.
 
-        `num_ticks`, `bubble` and `to_text()` do not change.
+        `num_ticks`, `bubble` and its picture do not change.
         """
         rows = len(self.forward.unit)
         if num_rows < rows:
@@ -259,30 +258,6 @@ class Schedule(Shown):
                 begins_TS[2 * tick + half, stage] += cost
         return blocks
 
-    def columns(self) -> list[list[str]]:
-        """The schedule in text: names of its rows, then a column per tick, whose cells are as wide.
-
-        Each half of a tick is as wide as the work of its busiest stage: the share of dots is the bubble at
-        equal costs.
-        """
-        costs = (1.0, 1.0, 1.0 / self.lanes[-1].num_units)  # one label of any kind takes 1
-        bounds = self.half_times(costs)[::2].round().astype(int)
-        cells_SC = np.full((self.num_stages, bounds[-1]), ".", object)
-        for block in self.blocks(costs):
-            cells_SC[block.stage, round(block.start)] = block.label
-        width = max(map(len, cells_SC.flat))
-        columns = [["tick", *(f"stage {stage}" for stage in range(self.num_stages))]]
-        for tick, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            rows = cells_SC[:, begin:end]
-            cells = (" ".join(cell.ljust(width) for cell in row) for row in rows)
-            columns.append([str(tick), *cells])
-        return [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-
-    def to_text(self) -> str:
-        """The schedule as a picture: a row per stage, a column per tick, and its numbers below."""
-        lines = map("|".join, zip(*self.columns(), strict=True))
-        return "\n".join([*map(str.rstrip, lines), self.caption])
-
     def label(self, letter: str, unit: int, group: int) -> str:
         """F1.0/2, of what is more than one: microbatch 1, chunk 0, group 2; a dot for no unit.
 
@@ -295,17 +270,6 @@ class Schedule(Shown):
         chunk_text = f".{chunk}" if self.num_chunks > 1 and not is_whole else ""
         group_text = f"/{group}" if self.num_groups > 1 else ""
         return f"{letter}{microbatch}{chunk_text}{group_text}"
-
-    @property
-    def caption(self) -> str:
-        """Kind, ticks, bubble, live units, and what the labels mean."""
-        live = " ".join(map(str, self.live_units))
-        name = "microbatch" + ".chunk" * (self.num_chunks > 1) + "/group" * (self.num_groups > 1)
-        parts = "B backward" if not self.weights else "B, W backward of inputs and of weights"
-        return (
-            f"{self.title}: {self.num_ticks} ticks, bubble {self.bubble:.1%}, live units {live}  "
-            f"(F forward, {parts} of {name})"
-        )
 
     @property
     def title(self) -> str:

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.analysis.collectives import num_messages, sent_bytes
 from jaxpar.axes import STAGE
 from jaxpar.files import cache_folder
-from jaxpar.hosts.doctor import host_memory
+from jaxpar.memory import host_memory
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HostOptimizer, clip_scale, update
 from jaxpar.pipeline.engine import Pipeline, PipelineParams

@@ -6,18 +6,16 @@ the compiler's figures; `python -m jaxpar inspect --compare` shows both, and mea
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
-from rich.table import Table
 
 from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import FittingTable, format_bytes
-from jaxpar.pictures.picture import Picture
+from jaxpar.display import Shown, format_bytes
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.compiled import report_of
 from jaxpar.planning.hardware import Hardware
@@ -59,7 +57,7 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Cost(Picture):
+class Cost(Shown):
     """What a step costs each device; `print` it, or read its attributes.
 
     Attributes:
@@ -107,36 +105,6 @@ class Cost(Picture):
     def sent_bytes(self) -> float:
         """Sent by the busiest device in a step."""
         return sum(part.count * part.sent_bytes for part in self.traffic)
-
-    def parts(self) -> Iterator[Table | str]:
-        """See `Picture`."""
-        if self.traffic:
-            table = FittingTable("sent", "collective", "axes", ">bytes", ">runs", ">sent in all")
-            for part in sorted(self.traffic, key=lambda part: -part.count * part.sent_bytes):
-                table.add_row(
-                    part.what,
-                    part.op.removeprefix("collective-"),
-                    " ".join(part.axes),
-                    format_bytes(round(part.bytes)),
-                    f"{part.count:,.0f}",
-                    format_bytes(round(part.count * part.sent_bytes)),
-                )
-            yield table
-            yield ""
-        facts = Table.grid(padding=(0, 2))
-        memory = ", ".join(
-            f"{field.name} {format_bytes(getattr(self.memory, field.name))}"
-            for field in dataclasses.fields(self.memory)
-        )
-        facts.add_row("FLOPs per device", f"{self.flops:,.0f} in matmuls")
-        if self.report and self.report.memory:
-            facts.add_row("memory per device", str(self.report.memory))
-        facts.add_row("memory, estimated", f"{format_bytes(self.memory.total)}: {memory}")
-        facts.add_row("ticks", f"{self.num_ticks}, stages idle in {self.bubble:.1%} of their turns")
-        if seconds := self.seconds:
-            parts = ", ".join(f"{k} {v * 1e3:.3g}" for k, v in dataclasses.asdict(seconds).items())
-            facts.add_row("predicted time", f"{seconds.total * 1e3:.3g} ms: {parts}")
-        yield facts
 
 
 def predict_step(
@@ -221,7 +189,7 @@ def compare_here(
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Comparison(Picture):
+class Comparison(Shown):
     """What was predicted, and what the compiler says; `print` shows them side by side.
 
     Attributes:
@@ -241,28 +209,6 @@ class Comparison(Picture):
         if self.cost.seconds is None or self.measured_seconds is None:
             return None
         return self.cost.seconds.total / self.measured_seconds - 1
-
-    def parts(self) -> Iterator[Table | str]:
-        """See `Picture`."""
-        table = FittingTable("", "axes", ">predicted", ">compiled", ">measured", ">difference")
-        for op, axes in sorted({*self.predicted, *self.compiled}):
-            sums = (side.get((op, axes), 0) for side in (self.predicted, self.compiled))
-            table.add_row(op, " ".join(axes), *_bytes_side_by_side(*sums))
-        if self.report.memory is not None:
-            memory = self.cost.memory.total, self.report.memory.total
-            table.add_row("memory per device", "", *_bytes_side_by_side(*memory))
-        if self.time_error is not None and self.cost.seconds and self.measured_seconds:
-            predicted, measured = self.cost.seconds.total * 1e3, self.measured_seconds * 1e3
-            row = f"{predicted:.4g} ms", "", f"{measured:.4g} ms", f"{self.time_error:+.1%}"
-            table.add_row("step", "", *row)
-        yield table
-
-
-def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, str]:
-    difference = "none" if predicted == compiled else f"{predicted - compiled:+,} bytes"
-    if compiled and predicted != compiled:
-        difference += f" ({predicted / compiled - 1:+.1%})"
-    return f"{predicted:,}", f"{compiled:,}", "", difference
 
 
 # ---- FLOPs and time ----

@@ -13,12 +13,10 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from rich.table import Table
 
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig, short_name
-from jaxpar.display import FittingTable, format_bytes, format_seconds
+from jaxpar.display import Shown, format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
-from jaxpar.pictures.picture import Picture
 from jaxpar.pipeline.placement import balance
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.cost import (
@@ -51,7 +49,7 @@ _UNITS_PER_STAGE = 16
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Ranking(Picture):
+class Ranking(Shown):
     """What `plan` found; `print` it, or read its attributes.
 
     Attributes:
@@ -130,27 +128,6 @@ class Ranking(Picture):
         if too_large:
             lines.append(f"{too_large:,} of {self.num_configs:,} configs do not fit in memory.")
         return "\n".join(lines)
-
-    def parts(self) -> Iterator[Table | str]:
-        """See `Picture`."""
-        yield (
-            f"{self.num_devices} devices of {self.hardware.name}; {self.num_configs:,} configs, "
-            f"the best of each mesh:\n"
-        )
-        columns = ("layers", "head", "bubble", "ticks", "sending", "update")
-        table = FittingTable("config", ">step", *(f">{name}" for name in columns), ">memory")
-        for cost in self.best_of_meshes[:12]:
-            seconds = _seconds(cost)
-            table.add_row(
-                describe(cost.parallel),
-                format_seconds(seconds.total),
-                *(f"{getattr(seconds, name) / seconds.total:.0%}" for name in columns),
-                cost.memory_text,
-            )
-        yield table
-        if any(cost.report is None for cost in self.best_of_meshes[:12]):
-            yield "~: estimated, not compiled"
-        yield "\n" + self.explain()
 
 
 def plan(

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import rich.progress
 from rich.console import Console
 from rich.table import Column, Table
@@ -19,7 +18,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
-from jaxpar.training.summary import describe_bytes, describe_plan, parameter_table
+from jaxpar.training.summary import describe_plan
 
 ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers
 
@@ -47,10 +46,7 @@ class ConsoleReport(Report):
         for name, value in describe_plan(setup):
             facts.add_row(name, Text(value))  # brackets are no markup
         self.console.print(facts, "")
-        self.console.print(parameter_table(state.params))
-        if jax.tree.leaves(state.frozen):
-            self.console.print("", parameter_table(state.frozen, "frozen"))
-        self._print("\n" + describe_bytes(state))
+        self.console.print(state, "", highlight=False)
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Where it goes; a live line where there can be one."""

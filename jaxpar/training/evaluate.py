@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.batches import Batches, place_batch, starts_of
+from jaxpar.batches import Batches, place_batch
 from jaxpar.config import Adaptation
 from jaxpar.model import Sums
+from jaxpar.parts import starts_of
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state, averaged
 from jaxpar.step import batch_sharding, make_adapting_step, make_eval_step

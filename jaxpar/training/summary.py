@@ -1,26 +1,18 @@
 """What a run will do, before it begins: on which devices, with which parameters, how well balanced."""
 
 import dataclasses
-import math
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from rich.table import Table
-from rich.text import Text
 
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.config import short_name
-from jaxpar.display import FittingTable, format_bytes, format_count, format_shape
+from jaxpar.display import format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import LAYER_COST
 from jaxpar.setup import Setup
-from jaxpar.sharding import annotated, dims_of, is_variable, named_leaves
-from jaxpar.state import TrainState
-from jaxpar.training.by_layer import array_of
-from jaxpar.trees import device_bytes
+from jaxpar.sharding import annotated, dims_of
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -138,57 +130,3 @@ def _tick(layout: Layout, placement: tuple[int, ...]) -> float:
     back = (LAYER_COST - 1) * max(work)
     work[-1] += LAYER_COST * layout.last_cost
     return max(work) + back
-
-
-def parameter_table(params: Any, heading: str = "parameter") -> Table:
-    """Every parameter with its shape, dims, the axes that split it, and its bytes on one device.
-
-    Args:
-      params: Flax variables or arrays, with shardings if they are abstract.
-      heading: of the names.
-    Raises:
-      ValueError: an abstract one has no sharding.
-    """
-    table = FittingTable(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
-    for name, leaf in named_leaves(params):
-        array = array_of(leaf)
-        layout = array.sharding
-        if layout is None:
-            raise ValueError(
-                f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
-                f"the params of abstract_state(task, parallel), or real ones"
-            )
-        sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
-        spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim
-        dims = dims_of(leaf) if is_variable(leaf) else [None] * array.ndim
-        text = Text()
-        for dim, axes in zip(dims, spec, strict=True):
-            names = [axes] if isinstance(axes, str) else list(axes or ())
-            text.append(f"{dim or '-'}")
-            text.append("".join(f"/{axis}" for axis in names if sizes[axis] > 1), style="bold cyan")
-            text.append(", ")
-        if layout.num_devices > 1 and layout.is_fully_replicated:
-            text.append("replicated  ", style="bold yellow")
-        text.right_crop(2)
-        shape, shard = format_shape(array.shape), format_shape(layout.shard_shape(array.shape))
-        table.add_row(name, shape, text, shard, format_bytes(device_bytes(array)))
-    return table
-
-
-def describe_bytes(state: TrainState) -> str:
-    """Parameters in all, and what a device holds of the state."""
-    where = "" if state.opt_memory is None else " in host memory"
-    trees = {
-        "parameters": state.params,
-        "frozen": state.frozen,
-        f"optimizer state{where}": state.opt_state,
-        "carried state": state.carry,
-    }
-    parts = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
-    counted = parts["parameters"] + parts["frozen"]
-    count = sum(math.prod(leaf.shape) for leaf in counted)
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in counted)
-    on_device = ", ".join(
-        f"{name} {format_bytes(device_bytes(leaves))}" for name, leaves in parts.items() if leaves
-    )
-    return f"{count:,} parameters, {format_bytes(whole)}; per device: {on_device}\n"

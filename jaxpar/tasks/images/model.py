@@ -13,11 +13,11 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, INPUT
-from jaxpar.batches import WEIGHT
 from jaxpar.model import Stack, Sums
 from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import Linear
+from jaxpar.parts import WEIGHT
 
 # Keys of a batch.
 IMAGE, LABEL = "image", "label"

@@ -10,10 +10,11 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
-from jaxpar.batches import WEIGHT, ArrayBatches
+from jaxpar.batches import ArrayBatches
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
 from jaxpar.fields import MOST, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
+from jaxpar.parts import WEIGHT
 from jaxpar.sharding import Rules
 from jaxpar.task import Task
 from jaxpar.tasks.images.digits import SPLITS, load_digits

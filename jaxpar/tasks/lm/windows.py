@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.at import At
-from jaxpar.batches import RESETS, part_of, with_part
 from jaxpar.fields import check_fields, require, require_rate
+from jaxpar.parts import RESETS, part_of, with_part
 from jaxpar.tasks.lm.regularization import square_of
 from jaxpar.trees import vary_like
 

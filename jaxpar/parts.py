@@ -1,0 +1,31 @@
+"""What a batch may say besides what its model reads: parts with names, as fields or keys."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+STARTS = "starts"  # the part that says whether carried state begins anew
+RESETS = "resets"  # in which rows and at which time steps it does within a window
+RATE = "rate"  # what the learning rate of its step is multiplied by
+WEIGHT = "weight"  # how much each place counts; 0 is padding
+
+
+def part_of(batch: Any, name: str, default: Any = None) -> Any:
+    """A field or key of a batch, if it has it."""
+    if isinstance(batch, Mapping):
+        return batch.get(name, default)
+    return getattr(batch, name, default)
+
+
+def with_part(batch: Any, name: str, value: Any) -> Any:
+    """The batch with another value of a field or key that it has."""
+    if isinstance(batch, Mapping):
+        return {**batch, name: value}
+    if hasattr(batch, "_replace"):
+        return batch._replace(**{name: value})
+    return dataclasses.replace(batch, **{name: value})
+
+
+def starts_of(batch: Any) -> Any:
+    """Whether carried state begins anew with this batch: its `starts`, or True."""
+    return part_of(batch, STARTS, True)

@@ -1,0 +1,85 @@
+"""A measured step as a picture: on each stage what was predicted, and what it did."""
+
+from rich.table import Table
+
+from jaxpar.analysis.measured import PARTS, WEIGHTS, MeasuredStep, Span
+from jaxpar.display import FittingTable, show
+from jaxpar.pictures.chart import Chart, Key, Row, round_marks
+from jaxpar.pictures.picture import Drawing
+from jaxpar.pictures.timeline import legend_of, unit_colors
+from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.schedule import Block, Schedule
+
+WIDTH = 820  # of the time axis, in pixels
+REST = "#8c959f"  # the colour of work that is not a unit of a microbatch
+
+
+@show.register
+def show_measured(step: MeasuredStep) -> Drawing:
+    """Two rows per stage, in ms; a table of the stages; the prediction, and what measuring costs."""
+    caption = _caption(step)
+    return Drawing(_chart(step, caption), _table(step), f"\n{caption}")
+
+
+def _table(step: MeasuredStep) -> Table:
+    parts = PARTS if step.schedule.weights else PARTS[:-1]
+    table = FittingTable("stage", *(f">{name}, ms" for name in (*parts, "idle")), ">idle")
+    for stage, busy in enumerate(step.busy_seconds):
+        idle = step.loop_seconds - busy
+        cells = [*(sum(step.seconds_of(stage, part)) for part in parts), idle]
+        share = f"{idle / step.loop_seconds:.1%}"
+        table.add_row(str(stage), *(f"{1000 * seconds:.2f}" for seconds in cells), share)
+    return table
+
+
+def _caption(step: MeasuredStep) -> str:
+    forward, backward, weights = (1000 * seconds for seconds in step.unit_seconds)
+    apart = f", {weights:.2f} ms W" if step.schedule.weights else ""
+    traced, plain = 1000 * step.traced_seconds, 1000 * step.plain_seconds
+    cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms "
+    cost += f"({traced / plain - 1:+.0%})."
+    if traced <= plain:
+        cost = f"The profiler costs less than steps vary: {traced:.1f} ms with it, {plain:.1f} without."
+    return (
+        f"{_title(step)} with "
+        f"{forward:.2f} ms a forward and {backward:.2f} ms a backward unit{apart}.\n"
+        f"The loop takes {1000 * step.loop_seconds:.1f} ms of a step of "
+        f"{1000 * step.step_seconds:.1f} ms. {cost}"
+    )
+
+
+def _title(step: MeasuredStep) -> str:
+    return f"{step.schedule.title}: idle {step.bubble:.1%}, predicted {step.predicted_bubble:.1%}"
+
+
+def _chart(step: MeasuredStep, caption: str) -> Chart:
+    schedule, costs = step.schedule, [1000 * seconds for seconds in step.unit_seconds]
+    units, end = schedule.blocks(costs), float(schedule.half_times(costs)[-1])
+    rows, loop_end = [], 1000 * step.loop_seconds
+    for stage in range(schedule.num_stages):
+        top = 2.3 * stage
+        predicted = [block for block in units if block.stage == stage]
+        measured = [_block(span, schedule) for span in step.spans if span.stage == stage]
+        rows.append(Row(f"stage {stage} predicted", top, [(0, end)], predicted))
+        rows.append(Row("measured", top + 1, [(0, loop_end)], measured))
+    return Chart(
+        title=_title(step),
+        rows=rows,
+        colors={**unit_colors(schedule), -1: (REST,)},
+        marks=round_marks(max(end, loop_end)),
+        unit="ms",
+        width=WIDTH,
+        legend=[*legend_of(schedule), Key((REST,), "H: what follows the layers, and the loss")],
+        caption=caption,
+    )
+
+
+def _block(span: Span, schedule: Schedule) -> Block:
+    times = 1000 * span.start, 1000 * span.seconds
+    if span.part == HEAD:
+        return Block(span.stage, *times, "H", "H", -1)
+    letter, lane = {FORWARD: ("F", schedule.forward), BACKWARD: ("B", schedule.backward)}.get(
+        span.part
+    ) or ("W", schedule.weights[int(span.part.removeprefix(WEIGHTS))])
+    unit, group = (int(a[span.tick, span.stage]) for a in (lane.unit, lane.group))
+    return Block(span.stage, *times, schedule.label(letter, unit, group), letter, unit)

@@ -1,0 +1,133 @@
+"""Imports point down: the order of the package's modules and folders, and no circles."""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import jaxpar
+
+PACKAGE = Path(jaxpar.__file__).parent
+
+# From the bottom to the top. What stands in one line does not import each other; a folder is one name, whose
+# own modules import each other without a circle.
+LAYERS = (
+    "_versions _interrupt _mistyped option_errors",  # before JAX is imported
+    "axes parts fields files memory output display timing",  # names, checks, text, the machine
+    "trees jaxprs work",  # of arrays, of traced programs
+    "at mesh sharding batches hosts",  # where arrays lie; where they come from; many processes
+    "config packing nn",  # the options that tasks share; rows of several lengths; layers
+    "optimizer pipeline",  # updates; schedules, and the engine that runs them
+    "model task",  # what layers are part of; what is learned
+    "layout config_file",  # a task's model on a mesh; tasks and options as files
+    "state rows",  # what a run changes; whether rows stand apart
+    "step",  # one step
+    "training",  # many
+    "tasks",  # those that come with jaxpar
+    "analysis",  # what a compiled step does
+    "planning",  # what a step will cost
+    "pictures",  # how all of it is drawn
+    "commands",  # the command line
+    "__main__",
+    "__init__",
+)
+HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names.split()}
+
+# `show` finds what draws an object when it is to be drawn.
+LATE = {"jaxpar.display": {"jaxpar.pictures"}}
+
+
+def name_of(path: Path) -> str:
+    parts = ("jaxpar", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(path): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All, but for those that only a type checker reads."""
+    yield tree
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
+        return
+    for child in ast.iter_child_nodes(tree):
+        yield from nodes(child)
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The package's modules that a module imports, at its top or when a function is called."""
+    found = set()
+    for node in nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module  # names are in full
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = names & TREES.keys()
+            found |= modules | ({node.module} if names - modules else set())
+    return found & TREES.keys()
+
+
+def late(tree: ast.AST) -> set[str]:
+    """Packages of jaxpar that are imported by text, such as "jaxpar.pictures" in `import_module`."""
+    calls = (node for node in nodes(tree) if isinstance(node, ast.Call))
+    words = [ast.unparse(c) for c in calls if "import_module" in ast.unparse(c.func)]
+    return {f"jaxpar.{top}" for top in HEIGHT for word in words if f"jaxpar.{top}" in word}
+
+
+def layer(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+IMPORTS = {name: imported(tree) for name, tree in TREES.items()}
+
+
+def pointing_up(imports: dict[str, set[str]]) -> list[str]:
+    return [
+        f"{name} imports {other}"
+        for name, others in imports.items()
+        for other in sorted(others)
+        if layer(name) != layer(other) and HEIGHT[layer(name)] <= HEIGHT[layer(other)]
+    ]
+
+
+def test_every_module_has_its_layer():
+    assert {layer(name) for name in TREES} == HEIGHT.keys()
+    assert len(TREES) > 100
+
+
+def test_no_import_points_up():
+    assert pointing_up(IMPORTS) == []
+
+
+def test_no_modules_import_each_other():
+    graphlib.TopologicalSorter(IMPORTS).prepare()
+
+
+def test_only_show_imports_by_name_what_is_above():
+    assert {name: found for name, tree in TREES.items() if (found := late(tree))} == LATE
+
+
+def test_nothing_but_the_command_line_knows_the_tasks():
+    knows = {layer(name) for name, others in IMPORTS.items() if "tasks" in map(layer, others)}
+    assert knows == {"tasks", "commands", "__init__"}
+
+
+def test_arrows_up_and_circles_are_seen():
+    """Also those in functions; not those of types alone."""
+    up = "from jaxpar.pictures.chart import Chart"
+    texts = {
+        "jaxpar.step": f"def f():\n    {up}\n",
+        "jaxpar.state": "from jaxpar import rows",  # in one line with it
+        "jaxpar.rows": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {up}\n",
+    }
+    imports = IMPORTS | {name: imported(ast.parse(text)) for name, text in texts.items()}
+    assert sorted(pointing_up(imports)) == [
+        "jaxpar.state imports jaxpar.rows",
+        "jaxpar.step imports jaxpar.pictures.chart",
+    ]
+    circle = {"a": {"b"}, "b": {"a"}}
+    with pytest.raises(graphlib.CycleError, match="nodes are in a cycle"):
+        graphlib.TopologicalSorter(circle).prepare()
