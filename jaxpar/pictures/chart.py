@@ -1,6 +1,7 @@
 """Work as blocks in time, a row a device: what schedules, measured steps and the animation are drawn with.
 
-A `Chart` is what is to be seen. Its renderers are `draw`, for SVG, and `figures.draw_chart`, for matplotlib.
+A `Chart` is what is to be seen, `draw` says which shapes that are. `to_svg` writes them, and
+`figures.draw_chart` gives them to matplotlib.
 """
 
 import html
@@ -13,7 +14,7 @@ from jaxpar.pipeline.schedule import Block
 
 ROW = 26  # pixels of a row
 LETTER, TEXT = 6.4, 5.9  # pixels that letters 11 pixels high take, in labels and in running text
-IDLE = "var(--idle)"  # the colour of waiting
+IDLE, LINE = "var(--idle)", "var(--line)"  # the colours of waiting, and of marks
 FEET = {"F": 0.0, "B": 0.45, "W": 0.2, "H": 0.0}  # how dark the band along the bottom of a block is
 
 
@@ -78,78 +79,130 @@ class Chart(NamedTuple):
         """Pixels before time begins."""
         return LETTER * max(self.name_letters, *(len(row.name) for row in self.rows)) + 8
 
-    def fits(self, label: str, time: float, width: float) -> bool:
-        """Whether there is room for a label on something that lasts so long, `width` being all of time."""
-        return label != "" and LETTER * len(label) + 4 < time * width / self.end
+    @property
+    def scale(self) -> float:
+        """Pixels of a unit of time."""
+        return self.width / self.end
 
-    def marks_with_room(self, width: float) -> Iterator[tuple[float, str]]:
+    def fits(self, block: Block) -> bool:
+        """Whether there is room for a block's label."""
+        return block.label != "" and LETTER * len(block.label) + 4 < block.cost * self.scale
+
+    def marks_with_room(self) -> Iterator[tuple[float, str]]:
         """The marks whose labels do not touch the one before."""
         free = -math.inf
         for place, label in self.marks:
-            half = (LETTER * len(label) / 2 + 3) * self.end / width
+            half = (LETTER * len(label) / 2 + 3) / self.scale
             if place - half >= free:
                 yield place, label
                 free = place + half
 
 
-def draw(chart: Chart) -> tuple[str, float, float]:
-    """A chart as SVG, and its width and height."""
-    left, scale, bottom = chart.left, chart.width / chart.end, ROW * chart.height
-    parts = [_text(left - 8, bottom + 17, chart.unit, 'class="dim" text-anchor="end"')]
+class Rect(NamedTuple):
+    """A rectangle, in pixels; `title` is told where it is pointed at."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    fill: str
+    opacity: float = 1.0
+    title: str = ""
+
+
+class Words(NamedTuple):
+    """A line of text: its `anchor` (start, middle, end) is at `x`, its letters stand on `y`."""
+
+    x: float
+    y: float
+    text: str
+    kind: str = ""
+    anchor: str = "start"
+    fill: str = "var(--fg)"
+
+
+Shapes = list[Rect | Words]
+
+
+def draw(chart: Chart) -> tuple[Shapes, float, float]:
+    """What is to be drawn, later shapes above earlier ones; its width and height."""
+    left, scale, bottom = chart.left, chart.scale, ROW * chart.height
+    shapes: Shapes = [Words(left - 8, bottom + 17, chart.unit, "dim", "end")]
     for row in chart.rows:
         y = ROW * row.top
-        parts.append(_text(left - 8, y + ROW / 2 + 4, row.name, 'class="row" text-anchor="end"'))
-        parts += [
-            _rect(left + start * scale, y + 1, (end - start) * scale, ROW - 2, IDLE, 'class="idle"')
+        shapes.append(Words(left - 8, y + ROW / 2 + 4, row.name, "row", "end"))
+        shapes += [
+            Rect(left + start * scale, y + 1, (end - start) * scale, ROW - 2, IDLE)
             for start, end in row.spans
         ]
-    for place, label in chart.marks_with_room(chart.width):
+    for place, label in chart.marks_with_room():
         x = left + place * scale
-        parts.append(f'<path class="tick" d="M{x:.1f} 0V{bottom + 5:g}"/>')
-        parts.append(_text(x, bottom + 17, label, 'class="dim" text-anchor="middle"'))
+        shapes.append(Rect(x - 0.5, 0, 1, bottom + 5, LINE))
+        shapes.append(Words(x, bottom + 17, label, "dim", "middle"))
     for row in chart.rows:
-        y = ROW * row.top
         for block in row.blocks:
-            x, width, colors = (
-                left + block.start * scale,
-                block.cost * scale,
-                chart.colors[block.unit],
-            )
-            gap, high = 1 if width > 8 else 0.3, (ROW - 2) / len(colors)
-            title = f"<title>{html.escape(block.label)}</title>" * bool(block.label)
-            for i, color in enumerate(colors):
-                parts.append(
-                    _rect(x + gap, y + 1 + i * high, width - 2 * gap, high, color, inside=title)
-                )
-            parts += _foot(x + gap, y + ROW - 6, width - 2 * gap, 5, FEET[block.letter])
-            if chart.fits(block.label, block.cost, chart.width):
-                style = f'style="fill:{text_color_on(colors[0])}" text-anchor="middle"'
-                middle = left + (block.start + block.cost / 2) * scale
-                parts.append(_text(middle, ROW * (row.top + 0.5) + 3, block.label, style))
+            shapes += _draw_block(chart, block, ROW * row.top)
     lines = [TEXT * len(line) for line in chart.caption.splitlines()]
     width = max(left + chart.width + 16, 620.0 * bool(chart.legend), *lines)
     legend, height = draw_legend(chart.legend, chart.caption, width, bottom + 30)
-    return "".join((*parts, legend)), width, height
+    return shapes + legend, width, height
+
+
+def _draw_block(chart: Chart, block: Block, y: float) -> Shapes:
+    x, width = chart.left + block.start * chart.scale, block.cost * chart.scale
+    colors, gap = chart.colors[block.unit], 1 if width > 8 else 0.3
+    high, inside = (ROW - 2) / len(colors), (x + gap, width - 2 * gap)
+    shapes: Shapes = [
+        Rect(inside[0], y + 1 + i * high, inside[1], high, color, title=block.label)
+        for i, color in enumerate(colors)
+    ]
+    shapes += _foot(inside[0], y + ROW - 6, inside[1], 5, FEET[block.letter])
+    if chart.fits(block):
+        style = "", "middle", text_color_on(colors[0])
+        shapes.append(Words(x + width / 2, y + ROW / 2 + 3, block.label, *style))
+    return shapes
 
 
 def draw_legend(
     legend: Sequence[Key], caption: str, width: float, y: float = 0.0
-) -> tuple[str, float]:
+) -> tuple[Shapes, float]:
     """Explanations side by side as far as there is room, then lines of text; and where they end.
 
     Args:
       y: where they begin.
     """
-    parts, x, lines = [], 0.0, [Key((), line) for line in caption.splitlines()]
+    shapes, x, lines = list[Rect | Words](), 0.0, [Key((), line) for line in caption.splitlines()]
     for i, (colors, text, foot) in enumerate((*legend, *lines)):
         step = 15 * len(colors) + TEXT * len(text) + 20
         if x and (x + step > width or i >= len(legend)):
             x, y = 0.0, y + 19
-        parts += [_rect(x + 15 * j, y, 14, 12, color) for j, color in enumerate(colors)]
-        parts += _foot(x, y + 8, 15 * len(colors) - 1, 4, foot)
-        parts.append(_text(x + 15 * len(colors) + 4 * bool(colors), y + 10, text))
+        shapes += [Rect(x + 15 * j, y, 14, 12, color) for j, color in enumerate(colors)]
+        shapes += _foot(x, y + 8, 15 * len(colors) - 1, 4, foot)
+        shapes.append(Words(x + 15 * len(colors) + 4 * bool(colors), y + 10, text))
         x += step
-    return "".join(parts), y + 16 * bool(parts)
+    return shapes, y + 16 * bool(shapes)
+
+
+def _foot(x: float, y: float, width: float, height: float, darkness: float) -> list[Rect]:
+    return [Rect(x, y, width, height, "#000", darkness)] * bool(darkness)
+
+
+def to_svg(shapes: Shapes) -> str:
+    """Shapes as elements of an SVG."""
+    return "".join(map(_element, shapes))
+
+
+def _element(shape: Rect | Words) -> str:
+    if isinstance(shape, Words):
+        style = f'class="{shape.kind}"' if shape.kind else f'style="fill:{shape.fill}"'
+        place = f'x="{shape.x:.1f}" y="{shape.y:g}" text-anchor="{shape.anchor}"'
+        return f"<text {place} {style}>{html.escape(shape.text)}</text>"
+    size = f'x="{shape.x:.1f}" width="{shape.width:.1f}" y="{shape.y:g}" height="{shape.height:g}"'
+    style = f'style="fill:{shape.fill}"' + f' fill-opacity="{shape.opacity:g}"' * (
+        shape.opacity < 1
+    )
+    title = f"<title>{html.escape(shape.title)}</title>" * bool(shape.title)
+    return f"<rect {size} {style}>{title}</rect>"
 
 
 def round_marks(end: float) -> list[tuple[float, str]]:
@@ -157,18 +210,3 @@ def round_marks(end: float) -> list[tuple[float, str]]:
     power = 10.0 ** math.floor(math.log10(end / 10))
     step = next(power * n for n in (1, 2, 5, 10) if power * n >= end / 10)
     return [(n * step, f"{n * step:g}") for n in range(int(end / step) + 1)]
-
-
-def _foot(x: float, y: float, width: float, height: float, darkness: float) -> list[str]:
-    return [_rect(x, y, width, height, "#000", f'fill-opacity="{darkness:g}"')] * bool(darkness)
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, fill: str, more: str = "", inside: str = ""
-) -> str:
-    size = f'x="{x:.1f}" width="{width:.1f}" y="{y:g}" height="{height:g}"'
-    return f'<rect {size} style="fill:{fill}" {more}>{inside}</rect>'
-
-
-def _text(x: float, y: float, text: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:g}" {more}>{html.escape(text)}</text>'

@@ -1,7 +1,6 @@
 """Figures with matplotlib: schedule, bubble, memory, bytes sent, and the curves of a run."""
 
 import io
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.legend_handler import HandlerBase
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
@@ -17,14 +15,17 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.config import ZeroBubble
 from jaxpar.display import format_count
 from jaxpar.files import whole_file
-from jaxpar.pictures.chart import FEET, IDLE, Chart, Key
-from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
+from jaxpar.pictures.chart import IDLE, LINE, Chart, Words, draw
+from jaxpar.pictures.style import PALETTE, color_of, make_page
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import TrainState
 from jaxpar.trees import device_bytes
 
-GREY = "#e4e8ec"  # idle
-PIXELS = 95  # of a chart, in an inch
+PIXELS = 75  # of a chart, in an inch
+FONT_SIZE = 9.0  # points: letters are as wide as a chart takes them to be
+
+_COLORS = {IDLE: "#e4e8ec", LINE: "#d1d9e0", "var(--fg)": "#1b1f24"}
+_SIDES = {"start": "left", "middle": "center", "end": "right"}
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -43,31 +44,18 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def draw_chart(chart: Chart) -> Figure:
-    """A schedule, or a measured step."""
-    inches = max(7.0, 1.6 + chart.width / PIXELS)
-    figure, [axes] = _figure(inches, 1.5 + 0.36 * chart.height)
-    width = PIXELS * (inches - 1.6)
-    for row in chart.rows:
-        for start, end in row.spans:
-            axes.add_patch(Rectangle((start, row.top), end - start, 0.92, fc=GREY, lw=0))
-        for block in row.blocks:
-            corner, [color] = (block.start, row.top), chart.colors[block.unit]
-            edge: Any = {"ec": "white", "lw": min(0.8, 0.1 * block.cost * width / chart.end)}
-            axes.add_patch(Rectangle(corner, block.cost, 0.92, fc=color, **edge))
-            if foot := FEET[block.letter]:
-                corner = (block.start, row.top + 0.74)
-                axes.add_patch(Rectangle(corner, block.cost, 0.18, fc="black", alpha=foot, lw=0))
-            if chart.fits(block.label, block.cost, width):
-                style: Any = {"ha": "center", "va": "center", "fontsize": 7}
-                middle = (block.start + block.cost / 2, row.top + 0.46)
-                axes.text(*middle, block.label, color=text_color_on(color), **style)
-    axes.set_xlim(0, chart.end)
-    axes.set_ylim(chart.height, -0.1)
-    axes.set_yticks([row.top + 0.46 for row in chart.rows], [row.name for row in chart.rows])
-    axes.set_xticks(*zip(*chart.marks_with_room(width), strict=True), fontsize=8)
-    axes.set_xlabel(f"time ({chart.unit})")
-    axes.set_title(chart.title, fontsize=10)
-    _legend_below(figure, chart.legend, [key.text for key in chart.legend])
+    """A schedule, or a measured step: the same shapes as in SVG."""
+    shapes, width, height = draw(chart)
+    figure = Figure(figsize=((width + 24) / PIXELS, (height + 20) / PIXELS))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(-12, width + 12), ylim=(height + 10, -10))
+    axes.set_axis_off()
+    for shape in shapes:
+        if isinstance(shape, Words):
+            style: Any = {"ha": _SIDES[shape.anchor], "color": _COLORS.get(shape.fill, shape.fill)}
+            axes.text(shape.x, shape.y, shape.text, fontsize=FONT_SIZE, **style)
+        else:
+            style = {"fc": _COLORS.get(shape.fill, shape.fill), "alpha": shape.opacity, "lw": 0}
+            axes.add_patch(Rectangle((shape.x, shape.y), shape.width, shape.height, **style))
     return figure
 
 
@@ -165,13 +153,8 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
         dots = {"marker": "o", "markersize": 3} if len(steps) < 30 else {}
         style: dict[str, Any] = {"color": color_of(i), "label": f"{name}, train", **dots}
         losses.plot(steps, [line["loss"] for line in train], **style)
-        # The first line of a process has compiled in its time: it has no speed. Older versions wrote a number
-        # there too; their lines tell by the seconds, which begin anew.
-        timed = [
-            (line["step"], line[unit])
-            for before, line in itertools.pairwise(train)
-            if line[unit] is not None and line.get("seconds", 0.0) >= before.get("seconds", 0.0)
-        ]
+        # The first line of a process has compiled in its time: it has no speed.
+        timed = [(line["step"], line[unit]) for line in train if line[unit] is not None]
         points = zip(*timed, strict=True) if timed else ((), ())
         speeds.plot(*points, **style | {"label": name})
         valid = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
@@ -210,7 +193,8 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     axes.invert_yaxis()
     unit = ("B", "kB", "MB", "GB", "TB")[power]
     axes.set_xlabel(f"{what} ({unit})" + f"\ntoo small to be seen: {unseen}" * bool(unseen))
-    _legend_below(figure, *axes.get_legend_handles_labels())
+    below: Any = {"loc": "outside lower center", "ncols": 3, "frameon": False, "fontsize": 8}
+    figure.legend(*axes.get_legend_handles_labels(), **below)
     return figure
 
 
@@ -220,32 +204,3 @@ def _figure(width: float = 7.0, height: float = 4.0, rows: int = 1) -> tuple[Fig
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
-
-
-def _legend_below(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    columns = max(1, int(figure.get_figwidth() / 2.2))
-    figure.legend(
-        handles,
-        labels,
-        handler_map={Key: _KeyHandler()},
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-    )
-
-
-class _KeyHandler(HandlerBase):
-    """Draws the colours of a key side by side, and the band below them."""
-
-    def create_artists(
-        self, legend, orig_handle: Any, xdescent, ydescent, width, height, fontsize, trans
-    ):
-        colors = [GREY if color == IDLE else color for color in orig_handle.colors] or ["none"]
-        part, foot = width / len(colors), orig_handle.foot
-        boxes = [(i * part, part, height, color, None) for i, color in enumerate(colors)]
-        boxes += [(0, width, height / 3, "black", foot)] * bool(foot)
-        return [
-            Rectangle((x, 0), wide, high, fc=color, alpha=alpha, lw=0, transform=trans)
-            for x, wide, high, color, alpha in boxes
-        ]

@@ -26,7 +26,6 @@ from jaxpar.training.run_folder import RunFolder
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("schedule", "timeline", "bubble", "memory", "bytes", "curves", "strategies")
 SUFFIXES = (".png", ".svg", ".html")
 IN_TERMINAL = ("schedule", "timeline")  # can be seen as text, and need no matplotlib but for a .png
 
@@ -41,7 +40,7 @@ def plot(
     """Draws a picture into a file, or for a terminal.
 
     Args:
-      kind: one of `KINDS`.
+      kind: "schedule", "timeline", "bubble", "memory" or "bytes", of a step; "curves", of runs; "strategies".
       settings: of the step whose schedule, timeline, bubble, memory or bytes are drawn.
       meshes: several by name, for memory and bytes; without them, that of the settings.
       runs: folders of runs, for curves.
@@ -52,11 +51,9 @@ def plot(
       ValueError: the settings have no such picture, or the file cannot be written so.
       OSError: no such run or folder.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is not a picture; use one of {', '.join(KINDS)}")
-    if output is None and kind in IN_TERMINAL:
-        return _drawing(kind, settings)
     if output is None:
+        if kind in IN_TERMINAL:
+            return _drawing(kind, settings)
         suffix = ".html" if kind == "strategies" else ".png"
         raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{suffix}")
     path = Path(output).expanduser()
@@ -69,10 +66,10 @@ def plot(
     if kind == "strategies":
         if path.suffix != ".html":
             raise ValueError(f"strategies move, and {str(path)!r} cannot; end its name in .html")
-        _write(path, make_animation())
+        text = make_animation()
     elif kind in IN_TERMINAL and path.suffix != ".png":
         picture = _drawing(kind, settings)
-        _write(path, picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind))
+        text = picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind)
     else:
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("this picture needs the package matplotlib; pip install matplotlib")
@@ -80,12 +77,10 @@ def plot(
         from jaxpar.pictures.figures import save_figure
 
         save_figure(_figure(kind, settings, meshes, runs), path)
-    return path
-
-
-def _write(path: Path, text: str) -> None:
+        return path
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
+    return path
 
 
 def _figure(
@@ -99,20 +94,19 @@ def _figure(
     if kind == "curves":
         if not runs:
             raise ValueError("curves of what? Name folders of runs, such as runs/0001")
-        return figures.draw_curves({str(run): _metrics(RunFolder(run)) for run in runs})
+        folders = {str(run): RunFolder(run) for run in runs}
+        for folder in folders.values():
+            folder.check()
+        return figures.draw_curves({name: folder.metrics() for name, folder in folders.items()})
     if kind in IN_TERMINAL:
         return figures.draw_chart(_drawing(kind, settings).chart)
     if kind == "bubble":
-        schedule = _schedule(settings)
-        if schedule.num_stages == 1:
+        s = _schedule(settings)
+        if s.num_stages == 1:
             raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
-        return figures.draw_bubble(
-            schedule.kind,
-            schedule.num_stages,
-            schedule.num_groups,
-            zero_bubble=schedule.zero_bubble,
-        )
-    task, parallel, train = _of(settings)
+        return figures.draw_bubble(s.kind, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
+    assert settings is not None
+    task, parallel, train = settings
     reports, memory = {}, {}
     for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
         on_shape = dataclasses.replace(parallel, mesh=shape)
@@ -126,25 +120,16 @@ def _figure(
 def _drawing(kind: str, settings: Settings | None) -> Drawing:
     if kind == "schedule":
         return show_schedule(_schedule(settings))
-    return show_measured(measure_step(*_of(settings)))
+    assert settings is not None
+    return show_measured(measure_step(*settings))
 
 
 def _schedule(settings: Settings | None) -> Schedule:
     """Of a step that can be: the devices need not be there."""
-    task, parallel, _ = _of(settings)
+    assert settings is not None
+    task, parallel, _ = settings
     shape = parallel.mesh if parallel.mesh.stage > 0 else parallel.mesh.resolve()
     sizes = {axis: max(size, 1) for axis, size in shape.sizes.items()}
     shape = dataclasses.replace(shape, **sizes, devices=None)
     parallel = dataclasses.replace(parallel, mesh=shape)
     return step_schedule(Layout(ModelFacts.of(task.resolve()), parallel).parallel)
-
-
-def _of(settings: Settings | None) -> Settings:
-    if settings is None:
-        raise ValueError("a picture of which task? Give the settings of its step")
-    return settings
-
-
-def _metrics(folder: RunFolder) -> list[dict[str, object]]:
-    folder.check()
-    return folder.metrics()

@@ -28,8 +28,7 @@ padding:10px 12px;border-radius:6px;overflow-x:auto}
 .jaxpar .device{padding:2px 2px;border-radius:4px;font-weight:600;white-space:pre}
 .jaxpar svg{display:block;height:auto}
 .jaxpar svg text{font:11px system-ui,sans-serif;fill:var(--fg)}
-.jaxpar svg .dim{fill:var(--dim)}
-.jaxpar svg .tick{stroke:var(--line)}"""
+.jaxpar svg .dim{fill:var(--dim)}"""
 
 HEAD = "dim"  # style of a column whose cells are headers of their rows
 

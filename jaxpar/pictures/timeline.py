@@ -75,7 +75,7 @@ class _Text:
         self.schedule = schedule
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        names, *columns = self._columns()
+        names, *columns = _columns(self.schedule)
         band, last = [names], -1
         for tick in _shown(self.schedule, MAX_TEXT_TICKS):
             left_out, last = tick - last - 1, tick
@@ -89,39 +89,33 @@ class _Text:
         yield _join(band)
         yield Text(_caption(self.schedule))
 
-    def _columns(self) -> list[list[Text]]:
-        """Names of the rows, then a column per tick, whose cells are as wide."""
-        s, stages = self.schedule, range(self.schedule.num_stages)
-        costs = (1.0, 1.0, 1.0 / s.lanes[-1].num_units)  # one label of any kind takes 1
-        blocks = {(b.stage, round(b.start)): b for b in s.blocks(costs)}
-        width = max(len(block.label) for block in blocks.values())
 
-        def cell(stage: int, place: int) -> Text:
-            block = blocks.get((stage, place))
-            text = Text(".")
-            if block:
-                text = Text.assemble((block.label, style_on(unit_color(s, block.unit))))
-            text.pad_right(width - len(text))
-            return text
-
-        columns = [[Text("tick"), *(Text(f"stage {stage}") for stage in stages)]]
-        bounds = s.half_times(costs)[::2].round().astype(int).tolist()
-        for tick, bound in enumerate(itertools.pairwise(bounds)):
-            rows = (Text(" ").join(cell(stage, n) for n in range(*bound)) for stage in stages)
-            columns.append([Text(str(tick)), *rows])
-        for column in columns:
-            for text in column:
-                text.pad_right(max(map(len, column)) - len(text))
-        return columns
+def _columns(s: Schedule) -> list[list[Text]]:
+    """Names of the rows, then a column per tick, whose cells are as wide."""
+    costs = (1.0, 1.0, 1.0 / s.lanes[-1].num_units)  # one label of any kind takes 1
+    bounds = s.half_times(costs)[::2].round().astype(int).tolist()
+    blocks = s.blocks(costs)
+    width = max(len(block.label) for block in blocks)
+    cells_SC = [[Text(".".ljust(width)) for _ in range(bounds[-1])] for _ in range(s.num_stages)]
+    for b in blocks:
+        cell = Text.assemble(
+            (b.label, style_on(unit_color(s, b.unit))), " " * (width - len(b.label))
+        )
+        cells_SC[b.stage][round(b.start)] = cell
+    columns = [[Text("tick"), *(Text(f"stage {stage}") for stage in range(s.num_stages))]]
+    for tick, (begin, end) in enumerate(itertools.pairwise(bounds)):
+        columns.append([Text(str(tick)), *(Text(" ").join(row[begin:end]) for row in cells_SC)])
+    for column in columns:
+        for text in column:
+            text.pad_right(max(map(len, column)) - len(text))
+    return columns
 
 
 def _join(columns: list[list[Text]]) -> Text:
-    lines = [Text("|").join(row) for row in zip(*columns, strict=True)]
+    lines = [Text("|", end="").join(row) for row in zip(*columns, strict=True)]
     for line in lines:
         line.rstrip()
-    text = Text("\n").join(lines)
-    text.no_wrap = True
-    return text
+    return Text("\n", no_wrap=True).join(lines)
 
 
 def _caption(s: Schedule) -> str:
