@@ -40,24 +40,25 @@ def show(thing: Any) -> Any:
 
 
 class Shown:
-    """A class whose objects `print`, `rich.print` and a notebook show as their picture.
-
-    So does a prompt, if it is a dataclass that has `repr=False`.
-    """
-
-    def __str__(self) -> str:
-        return str(show(self))
-
-    __repr__ = __str__
-
-    def __rich__(self) -> Any:
-        return show(self)
+    """A class whose objects a notebook and `rich.print` show as their picture."""
 
     def _repr_html_(self) -> str:
         return show(self)._repr_html_()
 
     def _repr_svg_(self) -> str | None:
         return show(self)._repr_svg_()
+
+    def __rich__(self) -> Any:
+        return show(self)
+
+
+class Printed(Shown):
+    """One whose objects `print` shows so too, and a prompt, if it is a dataclass with `repr=False`."""
+
+    def __str__(self) -> str:
+        return str(show(self))
+
+    __repr__ = __str__
 
 
 class FittingTable(Table):

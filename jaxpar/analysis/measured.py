@@ -20,7 +20,7 @@ from jaxpar.analysis.program import busy_of
 from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Shown
+from jaxpar.display import Printed
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.setup import Setup
@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MeasuredStep(Shown):
+class MeasuredStep(Printed):
     """When the stages of a pipeline worked in one step, and when they waited.
 
     Attributes:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Shown, format_bytes
+from jaxpar.display import Printed, format_bytes
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.setup import Setup
@@ -69,7 +69,7 @@ class Total:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ProgramReport(Shown):
+class ProgramReport(Printed):
     """What one device does when a compiled program runs once. `print` it, or read its attributes.
 
     Attributes:

@@ -38,7 +38,7 @@ from typing import NamedTuple, get_args
 import numpy as np
 
 from jaxpar.config import ZeroBubble
-from jaxpar.display import Shown
+from jaxpar.display import Printed
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -103,7 +103,7 @@ class Block(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Schedule(Shown):
+class Schedule(Printed):
     """What each stage does at each tick; built by `make_schedule`. Its arrays are read-only."""
 
     kind: str

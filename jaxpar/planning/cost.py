@@ -15,7 +15,7 @@ from jaxpar.analysis.collectives import num_messages
 from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.axes import STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Shown, format_bytes
+from jaxpar.display import Printed, format_bytes
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
 from jaxpar.planning.compiled import report_of
 from jaxpar.planning.hardware import Hardware
@@ -57,7 +57,7 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Cost(Shown):
+class Cost(Printed):
     """What a step costs each device; `print` it, or read its attributes.
 
     Attributes:
@@ -189,7 +189,7 @@ def compare_here(
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Comparison(Shown):
+class Comparison(Printed):
     """What was predicted, and what the compiler says; `print` shows them side by side.
 
     Attributes:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig, short_name
-from jaxpar.display import Shown, format_bytes, format_seconds
+from jaxpar.display import Printed, format_bytes, format_seconds
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import balance
 from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
@@ -49,7 +49,7 @@ _UNITS_PER_STAGE = 16
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Ranking(Shown):
+class Ranking(Printed):
     """What `plan` found; `print` it, or read its attributes.
 
     Attributes:
