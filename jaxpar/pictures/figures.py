@@ -198,8 +198,8 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     return figure
 
 
-def _figure(width: float = 7.0, height: float = 4.0, rows: int = 1) -> tuple[Figure, list[Any]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
+def _figure(height: float = 4.0, rows: int = 1) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(7.0, height), layout="constrained")
     axes = figure.subplots(rows, 1, squeeze=False, sharex=rows > 1)[:, 0].tolist()
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
