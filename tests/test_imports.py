@@ -21,8 +21,10 @@ LAYERS = (
     "config packing nn",  # the options that tasks share; rows of several lengths; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them
     "model task",  # what layers are part of; what is learned
-    "layout config_file",  # a task's model on a mesh; tasks and options as files
-    "state rows",  # what a run changes; whether rows stand apart
+    "facts config_file",  # what a task's model is; tasks and options as files
+    "layout",  # how it lies on devices
+    "setup rows",  # all that a run is made from; whether rows stand apart
+    "state",  # what a run changes
     "step",  # one step
     "training",  # many
     "tasks",  # those that come with jaxpar
