@@ -122,12 +122,12 @@ def test_arrows_up_and_circles_are_seen():
     up = "from jaxpar.pictures.chart import Chart"
     texts = {
         "jaxpar.step": f"def f():\n    {up}\n",
-        "jaxpar.state": "from jaxpar import rows",  # in one line with it
+        "jaxpar.setup": "from jaxpar import rows",  # in one line with it
         "jaxpar.rows": f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {up}\n",
     }
     imports = IMPORTS | {name: imported(ast.parse(text)) for name, text in texts.items()}
     assert sorted(pointing_up(imports)) == [
-        "jaxpar.state imports jaxpar.rows",
+        "jaxpar.setup imports jaxpar.rows",
         "jaxpar.step imports jaxpar.pictures.chart",
     ]
     circle = {"a": {"b"}, "b": {"a"}}
