@@ -73,8 +73,12 @@ def abstract_state(
 
 
 def _abstract_state(setup: Setup, _: int) -> TrainState:
-    mesh = setup.mesh
-    state = jax.eval_shape(lambda: _initial_state(setup, 0))
+    layout, mesh = setup.layout, setup.mesh
+
+    def make(params, frozen):
+        return _initial_state(setup, layout.merge(params, frozen))
+
+    state = jax.eval_shape(make, layout.params, layout.frozen)
     check_sizes({**state.params, **state.frozen}, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
     _check_optimizer(setup, state)
@@ -139,7 +143,8 @@ def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
     made = dataclasses.replace(target, opt_state=()) if on_host else target
 
     def make(key_data: jax.Array) -> TrainState:
-        state = _initial_state(setup, jax.random.wrap_key_data(key_data))
+        key = jax.random.wrap_key_data(key_data)
+        state = _initial_state(setup, setup.layout.make(key))
         return dataclasses.replace(state, opt_state=()) if on_host else state
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made))
@@ -238,9 +243,8 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         )
 
 
-def _initial_state(setup: Setup, seed: int | jax.Array) -> TrainState:
+def _initial_state(setup: Setup, model: Any) -> TrainState:
     layout = setup.layout
-    model = layout.make(seed)
     _, params, frozen = layout.facts.split(model)
     return TrainState(
         step=jnp.zeros((), jnp.int32),

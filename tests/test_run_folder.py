@@ -321,6 +321,19 @@ def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
 # ---- what has changed, or is damaged ----
 
 
+def test_a_run_of_an_older_version_is_refused_in_one_line(run):
+    folder = RunFolder(run)
+    (folder.path / "manifest.json").unlink()
+    data = json.loads(folder.data_path.read_text())
+    folder.data_path.write_text(
+        json.dumps({"data": data["data"], "files": data["files"], "sha256": ""})
+    )
+    with pytest.raises(
+        ValueError, match=r"^the run in \S* is of an older version of jaxpar, .*; use it"
+    ):
+        folder.restore()
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -255,6 +255,11 @@ class RunFolder:
         except ValueError:
             raise _damaged(self.data_path) from None
         types = {"data": dict, "files": dict, "settings": str, "batches": dict}
+        if manifest is None and not types.keys() <= data.keys():
+            raise ValueError(
+                f"the run in {self} is of an older version of jaxpar: its {self.data_path.name} is another; "
+                f"use it with that version, or begin a new one"
+            )
         of_files = {"characters": int, "sha256": str}
         if (
             (known and is_changed(self.data_path, known))

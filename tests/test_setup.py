@@ -1,0 +1,112 @@
+"""A task on devices is put together once: what it is, how it lies, and what is made of it."""
+
+import dataclasses
+import gc
+import itertools
+import time
+
+import jax
+import pytest
+from models import Regress
+
+import jaxpar
+from jaxpar.config import Parallel, PipelineConfig
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout
+from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
+from jaxpar.tasks.lm import LM
+from jaxpar.tasks.lm.corpus import load_corpus
+
+SMALL = Regress(kinds=("gru", "gru"), batch_size=8, seq_len=4)
+RUNS = 5  # of one task in one process
+NOISE = 200  # objects that Python and JAX keep of each: names of files, lines of logs
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Regress):
+    """Counts how often its model is made, or traced."""
+
+    def make_model(self, rngs):
+        MADE.append(1)
+        return super().make_model(rngs)
+
+
+MADE = []
+
+
+def test_calls_apart_trace_once():
+    task = Counted(kinds=("gru", "dense"), batch_size=8, seq_len=4)
+    state = jaxpar.init_state(task, "pp2")
+    before = len(MADE)
+    step, evaluate = jaxpar.make_train_step(task, "pp2"), jaxpar.make_eval_step(task, "pp2")
+    jaxpar.init_state(task, "pp2", seed=1)
+    batch = jaxpar.state.abstract_state(task, "pp2")
+    assert len(MADE) == before > 0
+    assert jaxpar.make_train_step(task, "pp2") is step
+    assert jaxpar.make_eval_step(task, "pp2") is evaluate
+    assert jax.tree.structure(batch) == jax.tree.structure(state)
+    other = jaxpar.TrainConfig(seed=1)  # of dropout, too
+    assert jaxpar.make_train_step(task, "pp2", other) is not step
+
+
+def test_a_setup_is_taken_for_what_it_was_made_of():
+    setup = Setup.of(SMALL, "dp-1pp2")
+    assert Setup.of(setup) is setup
+    assert setup.asked.mesh == MeshConfig(data=-1, stage=2)
+    assert setup.parallel.mesh == MeshConfig(data=4, stage=2)
+    assert jaxpar.make_train_step(setup) is jaxpar.make_train_step(SMALL, "dp-1pp2")
+    assert jaxpar.inspect_step(setup).totals == jaxpar.inspect_step(SMALL, "dp-1pp2").totals
+    assert setup.replace(num_steps=7).settings == (
+        SMALL,
+        setup.parallel,
+        jaxpar.TrainConfig(num_steps=7),
+    )
+
+
+def test_a_mesh_of_other_sizes_is_refused():
+    mesh = MeshConfig(data=2, devices=(0, 1)).build()
+    with pytest.raises(
+        ValueError, match=r"the mesh has the sizes .*'data': 2.* parallel says data=1,"
+    ):
+        Setup.of(SMALL, "pp2", mesh=mesh)
+
+
+def test_a_text_that_has_changed_is_read_again(tmp_path):
+    path = tmp_path / "text.txt"
+    texts = ("a cat sat\n" * 60, "a dog sat on a cat\n" * 60)
+    task = LM(1, 8, 8, batch_size=2, seq_len=4, corpus=str(path))
+    for text in texts:
+        path.write_text(text)
+        words = Setup.of(task).task.read_text().vocabulary.words
+        assert words == load_corpus(str(path)).vocabulary.words
+    assert "dog" in words
+
+
+def test_two_thousand_layouts_take_seconds():
+    """As many as a plan for 256 devices has."""
+    facts = ModelFacts.of(LM(16, 256, 256, 384, batch_size=4096, seq_len=64))
+    facts.traces  # noqa: B018 - once
+    sizes = itertools.product((1, 2, 4, 8, 16), repeat=3)
+    meshes = (MeshConfig(*each) for each in sizes)
+    units = itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8))
+    cuts = [PipelineConfig(num_microbatches=M, num_chunks=K) for M, K in units]
+    parallels = [Parallel(mesh, cut) for mesh, cut in itertools.product(meshes, cuts)][:2000]
+    assert len(parallels) == 2000
+    begin = time.process_time()
+    layouts = {Layout(facts, parallel) for parallel in parallels}
+    taken = time.process_time() - begin
+    assert len(layouts) == 2000
+    assert {sum(layout.placement) for layout in layouts} == {16}
+    assert taken < 4, f"{taken:.1f} s"
+
+
+def test_runs_one_after_the_other_leave_nothing_in_memory(tmp_path):
+    def count(number):
+        train = jaxpar.TrainConfig(num_steps=2, out_dir=str(tmp_path / str(number)))
+        jaxpar.fit(SMALL, "pp2", train, quiet=True)
+        gc.collect()
+        return len(gc.get_objects())
+
+    counts = [count(number) for number in range(RUNS + 2)][2:]
+    assert counts[-1] - counts[0] < NOISE * (RUNS - 1), counts
