@@ -20,17 +20,18 @@ gc.disable()
 from jaxpar import analysis, nn, pipeline, planning  # noqa: E402
 from jaxpar.analysis import inspect_step, measure_step  # noqa: E402
 from jaxpar.at import At  # noqa: E402
-from jaxpar.batches import ArrayBatches, SeriesBatches  # noqa: E402
 from jaxpar.config import (  # noqa: E402
     OptimizerConfig,
     Parallel,
     PipelineConfig,
     TrainConfig,
 )
+from jaxpar.data.array import ArrayBatches  # noqa: E402
+from jaxpar.data.packed import PackedBatches  # noqa: E402
+from jaxpar.data.streams import SeriesBatches  # noqa: E402
 from jaxpar.display import show  # noqa: E402
 from jaxpar.mesh import MeshConfig, simulate_devices  # noqa: E402
 from jaxpar.model import Stack, Sums  # noqa: E402
-from jaxpar.packing import PackedBatches  # noqa: E402
 from jaxpar.sharding import RULES, Rules  # noqa: E402
 from jaxpar.state import init_state  # noqa: E402
 from jaxpar.step import make_eval_step, make_train_step  # noqa: E402

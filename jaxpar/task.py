@@ -18,9 +18,9 @@ from flax import nnx
 from jaxpar import optimizer
 from jaxpar.batches import Batches
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.data.packed import PackedBatches
 from jaxpar.fields import check_fields, require_instance
 from jaxpar.files import read_file
-from jaxpar.packing import PackedBatches
 from jaxpar.sharding import RULES, Rules
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.

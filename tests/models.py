@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, Stack, Sums, nn
-from jaxpar.batches import SeriesBatches
+from jaxpar.data.streams import SeriesBatches
 from jaxpar.nn import Recurrent, dropout, named_param
 
 WIDTH, FEATURES = 16, 3

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.batches import SeriesBatches, place_batch
+from jaxpar.batches import place_batch
+from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.streams import IGNORE, TokenStreams
 
 

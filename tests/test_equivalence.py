@@ -9,6 +9,7 @@ import pytest
 
 from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.data.windows import Windows
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
@@ -17,7 +18,6 @@ from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
-from jaxpar.tasks.lm.windows import Windows
 
 pytestmark = pytest.mark.law
 

@@ -16,9 +16,9 @@ PACKAGE = Path(jaxpar.__file__).parent
 LAYERS = (
     "_versions _interrupt _mistyped option_errors",  # before JAX is imported
     "axes parts fields files memory output display timing",  # names, checks, text, the machine
-    "trees jaxprs work",  # of arrays, of traced programs
+    "trees jaxprs work data",  # of arrays, of traced programs; batches of arrays in memory
     "at mesh sharding batches hosts",  # where arrays lie; where they come from; many processes
-    "config packing nn",  # the options that tasks share; rows of several lengths; layers
+    "config nn",  # the options that tasks share; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them
     "model task",  # what layers are part of; what is learned
     "facts config_file",  # what a task's model is; tasks and options as files

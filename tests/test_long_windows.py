@@ -21,8 +21,9 @@ from test_equivalence import (
 
 import jaxpar.step
 from jaxpar import Parallel, PipelineConfig, Stack, Sums
-from jaxpar.batches import SeriesBatches, place_batch
+from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.streams import SeriesBatches
 from jaxpar.nn import LSTM
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.setup import Setup

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.packing import PackedBatches, Packing
-from jaxpar.tasks.lm.buckets import Sentences
-from jaxpar.tasks.lm.packed import PackedSentences
+from jaxpar.data.packed import PackedBatches, Packing
+from jaxpar.tasks.lm.buckets import PackedSentences, Sentences
 from jaxpar.tasks.lm.streams import IGNORE
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
@@ -56,7 +55,7 @@ def test_every_sequence_is_there_once_in_one_piece_and_begins_with_a_reset(
         found.add(sequence)
     assert found == {n for n, length in enumerate(lengths) if length}
     assert stream["weight"].sum() == sum(lengths)
-    assert batches.packing.padding == pytest.approx(1 - stream["weight"].mean())
+    assert batches.padding == pytest.approx(1 - stream["weight"].mean(dtype=np.float64))
 
 
 @hypothesis.given(LENGTHS, st.integers(1, 12))

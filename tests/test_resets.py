@@ -22,9 +22,9 @@ import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.packed import PackedBatches
 from jaxpar.nn import LSTM
 from jaxpar.nn.lstm import LSTMCarry, LSTMParams, Resets, lstm_layer
-from jaxpar.packing import PackedBatches
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import NEVER, batch_sharding, make_loss_and_grad, make_train_step

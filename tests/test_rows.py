@@ -15,6 +15,7 @@ from test_equivalence import full, on_devices
 from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.windows import Windows
 from jaxpar.nn import Residual, Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -23,7 +24,6 @@ from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.images.task import Images
 from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.task import LM
-from jaxpar.tasks.lm.windows import Windows
 
 ONE = Parallel(on_devices((1, 1, 1))).resolve(8)
 

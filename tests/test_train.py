@@ -23,7 +23,7 @@ from flax import nnx
 from rich.console import Console
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig
-from jaxpar.batches import SeriesBatches
+from jaxpar.data.streams import SeriesBatches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.pictures import figures

@@ -9,12 +9,12 @@ import pytest
 from test_equivalence import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
 
 from jaxpar.config import Parallel
+from jaxpar.data.windows import Windows
 from jaxpar.mesh import MeshConfig
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
 from jaxpar.tasks.lm.regularization import Regularization
-from jaxpar.tasks.lm.windows import Windows
 
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
-from jaxpar.batches import ArrayBatches
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
+from jaxpar.data.array import ArrayBatches
 from jaxpar.fields import MOST, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
 from jaxpar.parts import WEIGHT

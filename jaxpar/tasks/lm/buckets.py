@@ -18,15 +18,16 @@ Dims: S sentences, P pieces of sentences, B batch rows, T time steps, N batches 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxpar.batches import check_at_least, place_of
+from jaxpar.data.order import Places, check_at_least
+from jaxpar.data.packed import Packing
 from jaxpar.fields import nearest_multiples
-from jaxpar.tasks.lm.streams import IGNORE, Batch, check_text
+from jaxpar.parts import STARTS
+from jaxpar.tasks.lm.streams import TextReader, check_text
 
 
 class Sentences(NamedTuple):
@@ -145,10 +146,10 @@ class Bucket(NamedTuple):
     padding: float
 
 
-class BucketedSentences:
-    """The batches of sentences.
+class BucketedSentences(TextReader):
+    """The batches of sentences; each is of one bucket, with `starts` True.
 
-    Every epoch holds every sentence exactly once. A batch is of one bucket, and as long as its edge.
+    Every epoch holds every sentence exactly once. A batch is as long as the edge of its bucket.
     The rows that a bucket's sentences do not fill are padding, spread over the bucket's batches: none
     is left with a single sentence while others are full.
 
@@ -184,15 +185,14 @@ class BucketedSentences:
         edges: Sequence[int],
         seed: int | None = None,
     ) -> None:
-        check_at_least(1, batch_size=batch_size)
-        check_at_least(0, seed=0 if seed is None else seed)
+        super().__init__(batch_size, seed)
         edges = tuple(edges)
         if not edges or edges[0] < 1 or any(np.diff(edges) < 1):
             raise ValueError(
                 f"edges={edges} do not increase from 1 or more; use edges such as those of "
                 f"choose_edges"
             )
-        self.sentences, self.batch_size, self.edges, self.seed = sentences, batch_size, edges, seed
+        self.sentences, self.tokens, self.edges = sentences, sentences.tokens, edges
         sentence_P, first_P, self._lengths_P = _cut(sentences.lengths_S, edges[-1])
         self._starts_P = sentences.starts_S[sentence_P] + first_P
         self._bucket_P = np.searchsorted(edges, self._lengths_P)
@@ -201,7 +201,6 @@ class BucketedSentences:
         self.num_targets = int(self._lengths_P.sum())
         self.buckets = tuple(map(self._bucket, range(len(edges))))
         self.num_windows = sum(bucket.num_batches for bucket in self.buckets)
-        self._rows_of_epoch_NB = functools.lru_cache(maxsize=2)(self._draw_epoch_NB)
 
     @property
     def padding(self) -> float:
@@ -224,36 +223,18 @@ class BucketedSentences:
             lines.append(f"left out, without a target: {self.num_left_out:,}")
         return "\n".join(lines)
 
-    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
-
-        Returns:
-          inputs and targets of shape [rows, edge of the batch's bucket]; `starts` is True.
-
-        Raises:
-          ValueError: step is negative.
-        """
-        pieces_B, seq_len = self._rows_and_length(step)
+    def window(self, drawn: np.ndarray, window: int, rows: slice) -> Places:
+        """The pieces of a row each, as long as the edge of their bucket."""
+        pieces_B = drawn[window]
+        times = np.arange(self.edges[self._bucket_P[pieces_B.max()]])
         pieces_B = pieces_B[rows]
-        times = np.arange(seq_len)
         inside_BT = times < np.where(pieces_B < 0, 0, self._lengths_P[pieces_B])[:, None]
         places_BT = np.where(inside_BT, self._starts_P[pieces_B, None] + times, 0)
-        tokens = self.sentences.tokens
-        return Batch(
-            inputs_BT=np.where(inside_BT, tokens[places_BT], 0).astype(np.int32),
-            targets_BT=np.where(inside_BT, tokens[places_BT + 1], IGNORE).astype(np.int32),
-            starts=True,
-        )
+        return Places(places_BT, inside_BT, {STARTS: True})
 
-    def _rows_and_length(self, step: int) -> tuple[np.ndarray, int]:
-        """The piece in each row of a step's batch, -1 for none, and T."""
-        epoch, window = place_of(step, self.num_windows)
-        pieces_B = self._rows_of_epoch_NB(epoch)[window]
-        return pieces_B, self.edges[self._bucket_P[pieces_B.max()]]
-
-    def _draw_epoch_NB(self, epoch: int) -> np.ndarray:
+    def draw(self, epoch: int) -> np.ndarray:
         """The piece in each row of each batch of an epoch; -1 for none."""
-        rng = None if self.seed is None else np.random.default_rng([self.seed, epoch])
+        rng = None if self.seed is None else self.rng(epoch)
         epoch_NB = np.full((self.num_windows, self.batch_size), -1)
         first = 0
         for i, bucket in enumerate(self.buckets):
@@ -272,6 +253,26 @@ class BucketedSentences:
         num_steps = num_batches * self.batch_size * self.edges[i]
         padding = _padding(int(lengths_P.sum()), num_steps)
         return Bucket(self.edges[i], len(lengths_P), num_batches, padding)
+
+
+class PackedSentences(TextReader, Packing):
+    """The batches of sentences, each read from the initial state; see `data.packed.Packing`.
+
+    Args:
+      sentences: from `Sentences.split` or `Sentences.join`.
+      batch_size: B, over all processes.
+      seq_len: T, the steps of a window.
+      seed: None for evaluation.
+
+    Raises:
+      ValueError: a number is out of range, or no sentence has a target.
+    """
+
+    def __init__(
+        self, sentences: Sentences, batch_size: int, seq_len: int, seed: int | None = None
+    ) -> None:
+        super().__init__(sentences.starts_S, sentences.lengths_S, batch_size, seq_len, seed)
+        self.tokens = sentences.tokens
 
 
 class _Pieces(NamedTuple):

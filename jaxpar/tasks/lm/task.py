@@ -14,10 +14,16 @@ from flax import nnx
 from jaxpar.axes import TENSOR
 from jaxpar.batches import Batches
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
+from jaxpar.data.windows import Windows
 from jaxpar.fields import nearest_multiples, require, require_rate, require_sizes
 from jaxpar.nn import GRU, LSTM, RGLRU, SLSTM, MinGRU
 from jaxpar.task import Task
-from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
+from jaxpar.tasks.lm.buckets import (
+    BucketedSentences,
+    PackedSentences,
+    Sentences,
+    choose_edges,
+)
 from jaxpar.tasks.lm.corpus import (
     LEAST_VOCAB,
     SPLITS,
@@ -28,10 +34,9 @@ from jaxpar.tasks.lm.corpus import (
 )
 from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
 from jaxpar.tasks.lm.model import NLL, LanguageModel
-from jaxpar.tasks.lm.packed import PackedSentences
 from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
-from jaxpar.tasks.lm.windows import Windows, in_window
+from jaxpar.tasks.lm.windows import in_window
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
@@ -89,7 +94,7 @@ class LM(Task):
         `buckets.BucketedSentences`.
       bucket_multiple: of which the lengths of buckets are multiples. A pipeline needs whole chunks.
       packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
-        ones continue in the next window. See `packing.Packing`.
+        ones continue in the next window. See `data.packed.Packing`.
       optimizer: and its learning rate.
     """
 

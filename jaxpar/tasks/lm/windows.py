@@ -1,6 +1,4 @@
-"""Windows of random lengths of a text (Merity et al. 2017, arXiv:1708.02182), and layers in them.
-
-All windows of a run are arrays of one length, the longest: one program. Shorter ones begin late:
+"""Layers in windows of random lengths, which begin late; see `data.windows.Windows`.
 
     step of the window   0 1 2 3 4 5 6 7
     tokens                   d e f g h i     padding=2: before them nothing counts
@@ -9,63 +7,17 @@ All windows of a run are arrays of one length, the longest: one program. Shorter
 Legend of the dim suffixes: T time, B batch, H hidden.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxpar.at import At
-from jaxpar.fields import check_fields, require, require_rate
+from jaxpar.data.windows import PADDING
 from jaxpar.parts import RESETS, part_of, with_part
 from jaxpar.tasks.lm.regularization import square_of
 from jaxpar.trees import vary_like
-
-PADDING = "padding"  # the field of a batch: how many steps of the window are before its text
-LEAST = 5  # steps of a window
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Lengths of the windows of training; the learning rate of a step is multiplied by length / mean.
-
-    Attributes:
-      mean: of the normal distribution that lengths are drawn from, in steps; with 0 all are `seq_len` steps
-        long. Lengths are from 5 to `seq_len`.
-      spread: its standard deviation.
-      short: the share of windows for which half the mean is taken.
-    """
-
-    mean: int = 0
-    spread: float = 5.0
-    short: float = 0.05
-
-    def __post_init__(self):
-        check_fields(self)
-        require(
-            self.mean == 0 or self.mean >= LEAST,
-            f"mean={self.mean}: windows have {LEAST} steps or more; use {LEAST}, or 0 for one length",
-        )
-        require(self.spread >= 0, f"spread={self.spread}: must not be negative")
-        require_rate(self, "short")
-
-    def expected(self, seq_len: int) -> float:
-        """The mean length, ignoring what is cut off at the ends."""
-        return self.mean * (1 - self.short / 2) if self.mean else seq_len
-
-    def draw(self, rng: np.random.Generator, count: int, seq_len: int) -> np.ndarray:
-        """The lengths of `count` windows, integers [count]."""
-        if not self.mean:
-            return np.full(count, seq_len)
-        means = np.where(rng.random(count) < self.short, self.mean / 2, self.mean)
-        lengths = rng.normal(means, self.spread).astype(np.int64)
-        return np.clip(lengths, LEAST, seq_len)
-
-    def rate(self, length: int) -> float:
-        """The factor of the learning rate in a window of this length."""
-        return length / self.mean if self.mean else 1.0
 
 
 class Outputs(NamedTuple):

@@ -13,38 +13,19 @@ which row and when, is drawn. Dims: S sequences, sorted by their length, Q strip
 together), B batch rows, T time steps.
 """
 
-import functools
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.batches import check_at_least, place_of
-from jaxpar.parts import RESETS, STARTS, WEIGHT
+from jaxpar.data.order import ArrayReader, Order, Places, check_at_least
+from jaxpar.parts import RESETS, STARTS
 
 
-class Places(NamedTuple):
-    """What lies in a window.
-
-    Attributes:
-      place_BT: the place of each step among all steps of all sequences; 0 for padding.
-      inside_BT: False for padding.
-      resets_BT: whether a sequence begins.
-      starts: whether this is the first window of an epoch.
-    """
-
-    place_BT: np.ndarray
-    inside_BT: np.ndarray
-    resets_BT: np.ndarray
-    starts: bool
-
-
-class Packing:
+class Packing(Order):
     """Where sequences lie in the windows of an epoch. Every epoch has each of them once.
 
     Attributes:
-      num_windows: batches in an epoch.
       num_sequences: in an epoch; empty ones are left out.
       num_long: sequences that continue in further windows.
       padding: the share of an epoch's positions that is padding.
@@ -69,13 +50,14 @@ class Packing:
         Raises:
           ValueError: a number is out of range, or no sequence has a step.
         """
-        check_at_least(1, batch_size=batch_size, seq_len=seq_len)
+        super().__init__(batch_size, seed)
+        check_at_least(1, seq_len=seq_len)
         lengths_S = np.asarray(lengths_S)
         if not (lengths_S > 0).any():
             raise ValueError(
                 f"none of {len(lengths_S)} sequences has a step; give one of 1 step or more"
             )
-        self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
+        self.seq_len = seq_len
         self._ids_S = np.flatnonzero(lengths_S > 0)
         self._ids_S = self._ids_S[np.argsort(-lengths_S[self._ids_S], kind="stable")]
         self._starts_S, self._lengths_S = np.asarray(starts_S), lengths_S[self._ids_S]
@@ -85,16 +67,10 @@ class Packing:
         self.num_long = int(np.count_nonzero(self._lengths_S > seq_len))
         positions = self.num_windows * batch_size * seq_len
         self.padding = 1 - int(self._lengths_S.sum()) / positions
-        self._epoch = functools.lru_cache(maxsize=2)(self._draw_epoch)
 
-    def places(self, step: int, rows: slice = slice(None)) -> Places:
-        """What lies in the window of a step, counted from 0 over all epochs; in some of its rows, if asked.
-
-        Raises:
-          ValueError: step is negative.
-        """
-        epoch, window = place_of(step, self.num_windows)
-        begins_S, ids_S, lengths_S = self._epoch(epoch)
+    def window(self, drawn: tuple[np.ndarray, ...], window: int, rows: slice) -> Places:
+        """The steps that lie there."""
+        begins_S, ids_S, lengths_S = drawn
         T = self.seq_len
         row_B1 = np.arange(self.batch_size)[rows, None]
         at_BT = (row_B1 * self.num_windows + window) * T + np.arange(T)
@@ -102,7 +78,8 @@ class Packing:
         step_BT = at_BT - begins_S[which_BT]  # of the sequence
         inside_BT = (step_BT >= 0) & (step_BT < lengths_S[which_BT])
         place_BT = np.where(inside_BT, self._starts_S[ids_S[which_BT]] + step_BT, 0)
-        return Places(place_BT, inside_BT, inside_BT & (step_BT == 0), window == 0)
+        marks = {RESETS: inside_BT & (step_BT == 0), STARTS: window == 0}
+        return Places(place_BT, inside_BT, marks)
 
     def to_text(self) -> str:
         """How many sequences in how many batches, and how many positions are padding."""
@@ -112,12 +89,12 @@ class Packing:
             f"{self.padding:.1%} of positions are padding"
         )
 
-    def _draw_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def draw(self, epoch: int) -> tuple[np.ndarray, ...]:
         """By place: where each sequence begins in all rows, one after the other; which it is, its length."""
         ids_S, order_Q = self._ids_S, np.arange(len(self._windows_Q))
         turn_Q = order_Q
         if self.seed is not None:
-            rng = np.random.default_rng([self.seed, epoch])
+            rng = self.rng(epoch)
             ids_S = _shuffle_equal(rng, ids_S, self._lengths_S)
             order_Q = _shuffle_equal(rng, order_Q, self._windows_Q)
             turn_Q = rng.permutation(len(order_Q))
@@ -136,14 +113,11 @@ class Packing:
         return begins_S[by_place], ids_S[by_place], self._lengths_S[by_place]
 
 
-class PackedBatches:
+class PackedBatches(ArrayReader, Packing):
     """Sequences of any length, packed into rows, for models that start afresh where `at.resets` says so.
 
     With a seed, for training, which sequences lie together, where and when is drawn from (seed, epoch);
     without one, for evaluation, the order is plain. Every epoch has every sequence once; see `Packing`.
-
-    Attributes:
-      packing: where they lie.
     """
 
     def __init__(
@@ -180,25 +154,9 @@ class PackedBatches:
             raise ValueError(
                 f"arrays of {found} steps for sequences of {total} steps in all; give as many in each array"
             )
-        self.arrays, self.batch_size = dict(arrays), batch_size
         starts_S = np.cumsum(lengths_S) - lengths_S
-        self.packing = Packing(starts_S, lengths_S, batch_size, seq_len, seed)
-
-    @property
-    def num_windows(self) -> int:
-        """Batches in an epoch."""
-        return self.packing.num_windows
-
-    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
-        """See `Batches`; `weight` float32 [B, T] is 1, or 0 for padding; `resets` are the beginnings."""
-        at = self.packing.places(step, rows)
-        batch = {name: array[at.place_BT] for name, array in self.arrays.items()}
-        weight_BT = at.inside_BT.astype(np.float32)
-        return {**batch, WEIGHT: weight_BT, RESETS: at.resets_BT, STARTS: at.starts}
-
-    def to_text(self) -> str:
-        """How many sequences in how many batches, and how many positions are padding."""
-        return self.packing.to_text()
+        super().__init__(starts_S, lengths_S, batch_size, seq_len, seed)
+        self.arrays = dict(arrays)
 
 
 def _first_fit(lengths_S: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

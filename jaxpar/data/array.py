@@ -1,0 +1,46 @@
+"""Rows of arrays in batches. Dims: N rows in all, B batch rows."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxpar.data.order import ArrayReader, Places, common_length
+
+
+class ArrayBatches(ArrayReader):
+    """Rows of arrays in memory, in batches.
+
+    With a seed, for training: every epoch has a different order, drawn from (seed, epoch), and all batches
+    are full; rows that do not fill one are left to other epochs. Without a seed, for evaluation: plain order,
+    every row once, the last batch padded with copies of row 0 whose weight is 0.
+
+    Args:
+      arrays: [N, ...] each.
+      batch_size: B.
+      seed: None for evaluation.
+    Raises:
+      ValueError: a number is out of range, arrays differ in their rows, or there are too few of them.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
+        self.num_rows = common_length(arrays)
+        super().__init__(batch_size, seed)
+        if seed is not None and batch_size > self.num_rows:
+            raise ValueError(
+                f"batch_size={batch_size} is more than the {self.num_rows} rows there are; use "
+                f"{self.num_rows} or less"
+            )
+        self.arrays = dict(arrays)
+        whole, rest = divmod(self.num_rows, batch_size)
+        self.num_windows = whole + (seed is None and rest > 0)
+
+    def draw(self, epoch: int) -> np.ndarray:
+        """The rows in their order."""
+        rows_N = np.arange(self.num_rows)
+        return rows_N if self.seed is None else self.rng(epoch).permutation(rows_N)
+
+    def window(self, drawn: np.ndarray, window: int, rows: slice) -> Places:
+        """The next B of them."""
+        at_B = np.arange(window * self.batch_size, (window + 1) * self.batch_size)[rows]
+        there_B = at_B < self.num_rows
+        return Places(drawn[np.where(there_B, at_B, 0)], there_B, {})

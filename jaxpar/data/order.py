@@ -1,0 +1,123 @@
+"""Which part of the data lies where in a batch: drawn from the seed and the epoch, the same in every process.
+
+An `Order` says what lies where, a reader such as `ArrayReader` makes batches of it. Nothing else is kept
+between batches. Dims: B batch rows, T time steps.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar.fields import require_instance
+from jaxpar.parts import WEIGHT
+
+
+class Places(NamedTuple):
+    """What lies in a batch.
+
+    Attributes:
+      at: [B] or [B, T], the place of each row or step among all of the data; of padding any.
+      inside: False for padding.
+      marks: other parts of the batch by their names, such as `starts` and `resets`.
+    """
+
+    at: np.ndarray
+    inside: np.ndarray
+    marks: dict[str, Any]
+
+
+class Order:
+    """What lies in the batches of an epoch.
+
+    Attributes:
+      batch_size: B, over all processes.
+      seed: of what is drawn; None for evaluation, in plain order.
+      num_windows: batches in an epoch.
+    """
+
+    num_windows: int
+
+    def __init__(self, batch_size: int, seed: int | None):
+        """Takes them.
+
+        Raises:
+          ValueError: one is out of range.
+        """
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, seed=0 if seed is None else seed)
+        self.batch_size, self.seed = batch_size, seed
+        self._drawn = functools.lru_cache(maxsize=2)(self.draw)
+
+    def places(self, step: int, rows: slice = slice(None)) -> Places:
+        """What lies in the batch of a step, counted from 0 over all epochs; in some of its rows, if asked.
+
+        Raises:
+          ValueError: step is negative.
+        """
+        if step < 0:
+            raise ValueError(f"step={step} is negative; the first batch is step 0")
+        epoch, window = divmod(step, self.num_windows)
+        return self.window(self._drawn(epoch), window, rows)
+
+    def draw(self, epoch: int) -> Any:
+        """What `window` needs of an epoch."""
+        raise NotImplementedError
+
+    def window(self, drawn: Any, window: int, rows: slice) -> Places:
+        """What lies in rows of a batch, by its number in the epoch for which this was drawn."""
+        raise NotImplementedError
+
+    def rng(self, epoch: int, *more: int) -> np.random.Generator:
+        """Of an epoch of training."""
+        assert self.seed is not None
+        return np.random.default_rng([self.seed, epoch, *more])
+
+
+class ArrayReader(Order):
+    """Batches of arrays.
+
+    Attributes:
+      arrays: [rows or steps, ...] each, by name.
+    """
+
+    arrays: dict[str, np.ndarray]
+
+    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
+        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or 0 for padding."""
+        at, inside, marks = self.places(step, rows)
+        batch = {name: array[at] for name, array in self.arrays.items()}
+        return {**batch, WEIGHT: inside.astype(np.float32), **marks}
+
+
+def common_length(arrays: Mapping[str, np.ndarray]) -> int:
+    """The rows that arrays have.
+
+    Raises:
+      ValueError: these are no arrays by name, or they differ in their rows.
+    """
+    require_instance(
+        "arrays", arrays, Mapping, 'a dict of arrays by name, such as {"x": x, "y": y}'
+    )
+    for name, array in arrays.items():
+        if not np.ndim(array):
+            raise ValueError(f"arrays[{name!r}]={array!r} has no rows; give an array of rows")
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"arrays of {lengths} rows; give one or more, all with the same number of rows"
+        )
+    return next(iter(lengths.values()))
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Checks that all are whole numbers of `least` or more.
+
+    Raises:
+      ValueError: names the first that is not.
+    """
+    for name, value in values.items():
+        require_instance(name, value, int | np.integer, "a whole number")
+        if value < least:
+            raise ValueError(f"{name}={value} is too small; use {least} or more")
