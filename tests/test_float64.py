@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
+from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad
@@ -148,7 +148,7 @@ def test_layer_and_gradients(dtype, sizes, seed):
     @jax.jit
     def ours(params, carry, x, d_carry, dy):
         x, dy = x.astype(dtype), dy.astype(dtype)
-        out, vjp = jax.vjp(lstm_layer, LSTMParams(*params), LSTMCarry(*carry), x)
+        out, vjp = jax.vjp(lstm_layer, GateParams(*params), LSTMCarry(*carry), x)
         return out, vjp((LSTMCarry(*d_carry), dy))
 
     actual = ours(*arguments, *cotangents)

@@ -21,7 +21,7 @@ from jaxpar.nn import (
     RGLRU,
     SLSTM,
     Bidirectional,
-    GRUParams,
+    GateParams,
     MinGRU,
     SLSTMCarry,
     gru_layer,
@@ -182,7 +182,7 @@ def from_torch(tensors, layer):
     b_x, b_h = bias_ih.reshape(3, H), bias_hh.reshape(3, H)
     b_4H = np.stack([b_x[0] + b_h[0], b_x[1] + b_h[1], b_x[2], b_h[2]])
     w_x, w_h = weight_ih.T.reshape(-1, 3, H), weight_hh.T.reshape(H, 3, H)
-    return GRUParams(*map(jnp.asarray, (w_x, w_h, b_4H)))
+    return GateParams(*map(jnp.asarray, (w_x, w_h, b_4H)))
 
 
 def to_torch(params, layer):

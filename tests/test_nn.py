@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.model import Stack, values
-from jaxpar.nn import LSTM, LSTMCarry, LSTMParams, dropout, extend, lstm_layer, named_param
+from jaxpar.nn import LSTM, GateParams, LSTMCarry, dropout, extend, lstm_layer, named_param
 from jaxpar.nn.linear import dot_general, matmul
 from jaxpar.pipeline.placement import make_slots
 from jaxpar.sharding import RULES, is_variable
@@ -276,11 +276,11 @@ def test_no_key_or_no_rate_means_no_dropout():
 def test_residuals_hold_no_weights():
     """What a layer saves for its backward pass is activations; its weights are taken again."""
     lstm = LSTM(8, rngs=nnx.Rngs(1))
-    params = LSTMParams(lstm.w_x[...], lstm.w_h[...], lstm.b[...])
+    params = GateParams(lstm.w_x[...], lstm.w_h[...], lstm.b[...])
     x, carry = random_inputs(8, 8, 1)
     carry = jax.tree.map(lambda a: a[0], carry)
     _, vjp = jax.vjp(lambda params: lstm_layer(params, carry, x), params)
     weights = {id(leaf) for leaf in jax.tree.leaves(params)}
     shapes = [leaf.shape for leaf in jax.tree.leaves(vjp) if id(leaf) not in weights]
-    assert isinstance(params, LSTMParams)
+    assert isinstance(params, GateParams)
     assert not {leaf.shape for leaf in params} & set(shapes)

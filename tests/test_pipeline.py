@@ -27,7 +27,7 @@ from jaxpar.analysis import inspect_step
 from jaxpar.at import At
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.nn import LSTMCarry, LSTMParams, lstm_layer
+from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
 from jaxpar.pipeline.layers import SlotArrays, run_layers
 from jaxpar.pipeline.placement import make_slots
@@ -218,7 +218,7 @@ def lstms(num_layers):
     """Parameters of LSTM layers, stacked."""
     keys = jax.random.split(jax.random.key(5), 2)
     w_x, w_h = (jax.random.normal(key, (num_layers, 8, 4, 8)) / 8**0.5 for key in keys)
-    return LSTMParams(w_x, w_h, jnp.zeros((num_layers, 4, 8)).at[:, 1].set(1.0))
+    return GateParams(w_x, w_h, jnp.zeros((num_layers, 4, 8)).at[:, 1].set(1.0))
 
 
 def lstm_carry(num_layers, rows):

@@ -23,8 +23,7 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
 from jaxpar.data.packed import PackedBatches
-from jaxpar.nn import LSTM
-from jaxpar.nn.lstm import LSTMCarry, LSTMParams, Resets, lstm_layer
+from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import NEVER, batch_sharding, make_loss_and_grad, make_train_step
@@ -82,9 +81,9 @@ def test_a_layer_with_resets_equals_its_sequences_one_by_one(T, B, share, learne
     expected = one_by_one(arguments, cotangents, resets_TB, initial)
 
     def run(params, carry, x, initial):
-        return lstm_layer(params, carry, x.astype(dtype), Resets(resets_TB, initial))
+        return lstm_layer(params, carry, x.astype(dtype), resets_TB, initial)
 
-    params, carry, x = LSTMParams(*arguments[0]), LSTMCarry(*arguments[1]), arguments[2]
+    params, carry, x = GateParams(*arguments[0]), LSTMCarry(*arguments[1]), arguments[2]
     start = LSTMCarry(*initial) if learned else None
     (after, y), vjp = jax.vjp(run, params, carry, jnp.asarray(x), start)
     d_params, d_carry, dx, d_start = vjp((LSTMCarry(*cotangents[0]), cotangents[1].astype(y.dtype)))
@@ -364,7 +363,7 @@ def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
 def test_where_a_sequence_begins_nothing_comes_through_that_is_not_finite():
     """Neither forward nor backward, nor into the gradients of the weights."""
     arguments, cotangents = draw(6, 2, 4, 4, 0)
-    resets = Resets(jnp.zeros((6, 2), bool).at[3].set(True))
+    resets = jnp.zeros((6, 2), bool).at[3].set(True)
     bad = arguments[2].copy()
     bad[1] = np.inf  # the state before the reset is not finite
 
@@ -372,7 +371,7 @@ def test_where_a_sequence_begins_nothing_comes_through_that_is_not_finite():
         _, y = lstm_layer(params, LSTMCarry(*arguments[1]), x, resets)
         return jnp.sum((y * cotangents[1])[3:]), y
 
-    params = LSTMParams(*arguments[0])
+    params = GateParams(*arguments[0])
     (_, y), (_, dx) = jax.value_and_grad(run, (0, 1), has_aux=True)(params, jnp.asarray(bad))
     (_, good), _ = jax.value_and_grad(run, (0, 1), has_aux=True)(params, jnp.asarray(arguments[2]))
     assert not np.isfinite(y[1:3]).all()

@@ -16,7 +16,7 @@ from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fi
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
 from jaxpar.data.windows import Windows
-from jaxpar.nn import Residual, Stateless
+from jaxpar.nn import Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
@@ -156,8 +156,8 @@ MIXED = {
         "layer layer0 mixes",
     ),
     "what is multiplied by 0 at first": (
-        {"make": lambda rngs: Residual(Zero(rngs=rngs))},
-        "layer residual mixes",
+        {"make": lambda rngs: Stateless(Zero(rngs=rngs))},
+        "layer stateless mixes",
     ),
     "channels of a group": (
         {"make": lambda rngs: Stateless(nnx.GroupNorm(WIDTH, num_groups=4, rngs=rngs))},

@@ -17,7 +17,7 @@ import pytest
 import safetensors.numpy
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.nn.gru import GRUParams, gru_layer
+from jaxpar.nn import GateParams, gru_layer
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.weights import _from_torch, export_weights, import_weights, read_weights
@@ -231,7 +231,7 @@ def test_a_gru_of_torch_gives_its_outputs_in_a_language_model():
     tensors |= {"embedding.weight": np.ones((2, H), np.float32), "head.weight": np.eye(2, H)}
     weights = _from_torch(tensors, "gru", ("embedding", "gru", "head"), None)
     params = [
-        GRUParams(*(weights.arrays[f"layers/gru/{name}"][layer] for name in ("w_x", "w_h", "b")))
+        GateParams(*(weights.arrays[f"layers/gru/{name}"][layer] for name in ("w_x", "w_h", "b")))
         for layer in range(weights.num_layers)
     ]
     y = jnp.asarray(stored["x"])

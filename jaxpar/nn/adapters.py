@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.at import At
@@ -52,14 +51,3 @@ class Stateless(nnx.Module):
     def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
         """The module; there is no state."""
         return carry, self.module(x)
-
-
-class Residual(nnx.Module):
-    """A layer made of any module `x -> y`, added to its inputs: `x + module(x)`."""
-
-    def __init__(self, module: Any):
-        self.module = module
-
-    def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
-        """The inputs and what the module makes of them."""
-        return carry, jax.tree.map(jnp.add, x, self.module(x))

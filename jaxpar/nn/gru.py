@@ -9,30 +9,20 @@ Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z 
 (Cho et al. 2014, with the reset gate applied after the product, as in `torch.nn.GRU` and cuDNN.)
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.nn.dropout import dropout
-from jaxpar.nn.hidden import Recurrence
+from jaxpar.nn.hidden import GateParams, Recurrence
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
 from jaxpar.nn.resets import begin_anew, initial_of
 
 
-class GRUParams(NamedTuple):
-    """Weights of one layer. float32."""
-
-    w_x_I3H: jax.Array
-    w_h_H3H: jax.Array
-    b_4H: jax.Array
-
-
 def gru_layer(
-    params: GRUParams,
+    params: GateParams,
     carry: jax.Array,
     x_TBI: jax.Array,
     resets_TB: jax.Array | None = None,
@@ -54,9 +44,9 @@ def gru_layer(
         params, initial_BH = given
         x_BI, is_new_B = inputs
         h_BH = begin_anew(is_new_B, initial_BH, h_BH)
-        b_4H = params.b_4H
-        zx_B3H = contract(x_BI, params.w_x_I3H.astype(dtype), out=jnp.float32) + b_4H[:3][None]
-        zh_B3H = contract(h_BH.astype(dtype), params.w_h_H3H.astype(dtype), out=jnp.float32)
+        b_4H = params.b_GH
+        zx_B3H = contract(x_BI, params.w_x_IGH.astype(dtype), out=jnp.float32) + b_4H[:3][None]
+        zh_B3H = contract(h_BH.astype(dtype), params.w_h_HGH.astype(dtype), out=jnp.float32)
         r = nnx.sigmoid(zx_B3H[:, 0] + zh_B3H[:, 0])
         z = nnx.sigmoid(zx_B3H[:, 1] + zh_B3H[:, 1])
         n = jnp.tanh(zx_B3H[:, 2] + r * (zh_B3H[:, 2] + b_4H[3][None]))
@@ -79,6 +69,5 @@ class GRU(Recurrence):
     @jax.named_scope("gru")
     def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
         """Dropout, then the layer over a window of time; see `gru_layer`."""
-        params = GRUParams(self.w_x[...], self.w_h[...], self.b[...])
         initial = initial_of(self, x_TBH, at)
-        return gru_layer(params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)
+        return gru_layer(self.params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)

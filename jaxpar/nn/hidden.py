@@ -1,13 +1,22 @@
 """What recurrent layers have in common: their constructors, and a state of h, one vector per row."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.axes import BATCH, GATES, HIDDEN
 from jaxpar.nn.dropout import Dropout
 from jaxpar.nn.param import Initializer, gate_kernel, named_param
+
+
+class GateParams(NamedTuple):
+    """Weights of one layer, or of several stacked on a leading dim; I inputs, H hidden, G gates. float32."""
+
+    w_x_IGH: jax.Array
+    w_h_HGH: jax.Array
+    b_GH: jax.Array
 
 
 class Recurrence(nnx.Module):
@@ -24,7 +33,6 @@ class Recurrence(nnx.Module):
     kernels: ClassVar[tuple[str, ...]] = ("w_x", "w_h")
     num_gates: ClassVar[int]
     num_biases: ClassVar[int]
-    w: nnx.Param
     w_x: nnx.Param
     w_h: nnx.Param
 
@@ -48,6 +56,11 @@ class Recurrence(nnx.Module):
             setattr(self, name, gate_kernel(rngs, width, self.num_gates, init))
         self.b = named_param(jnp.zeros((self.num_biases, width), jnp.float32), (GATES, HIDDEN))
 
+    @property
+    def params(self) -> GateParams:
+        """The weights."""
+        return GateParams(self.w_x[...], self.w_h[...], self.b[...])
+
     def initial_carry(self, rows: int) -> Any:
         """Zeros, [rows, H]; a layer of your own may return something else, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)
@@ -58,22 +71,13 @@ class ForgetGate(Recurrence):
 
     num_gates = num_biases = 4
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        forget_bias: float = 1.0,
-        dropout: float | Dropout = 0.0,
-    ):
+    def __init__(self, width: int, *, forget_bias: float = 1.0, **options: Any):
         """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
           width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
-          dropout: of the inputs; see `nn.dropout`.
+          options: `rngs`, `init` and `dropout`, as of every `Recurrence`.
         """
-        super().__init__(width, rngs=rngs, init=init, dropout=dropout)
+        super().__init__(width, **options)
         self.b[...] = self.b[...].at[1].set(forget_bias)

@@ -10,6 +10,7 @@ same a.
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
@@ -52,6 +53,7 @@ class LinearRecurrence(Recurrence):
     """
 
     kernels = ("w",)
+    w: nnx.Param
     num_gates = num_biases = 2
 
     def factors(self, gates_TB2H: jax.Array, x_TBH: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,15 +16,14 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, HIDDEN
-from jaxpar.nn.dropout import Dropout, dropout
-from jaxpar.nn.hidden import ForgetGate
+from jaxpar.nn.dropout import dropout
+from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.param import Initializer, named_param
+from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.trees import vary_like
 
@@ -34,14 +33,6 @@ _SCALE_141 = (1 + _IS_TANH_141) / 2
 _SHIFT_141 = 1 - _SCALE_141
 
 
-class LSTMParams(NamedTuple):
-    """Weights of one layer, or of several stacked on a leading dim. float32."""
-
-    w_x_I4H: jax.Array
-    w_h_H4H: jax.Array
-    b_4H: jax.Array
-
-
 class LSTMCarry(NamedTuple):
     """The state between two windows of time: of one layer [B, H], or stacked [L, B, H]. float32."""
 
@@ -49,7 +40,7 @@ class LSTMCarry(NamedTuple):
     c_BH: jax.Array
 
 
-class LSTMResiduals(NamedTuple):
+class _Residuals(NamedTuple):
     """What the backward pass of one layer needs besides the weights."""
 
     x_TBI: jax.Array
@@ -59,21 +50,14 @@ class LSTMResiduals(NamedTuple):
     c_last_BH: jax.Array
 
 
-class Resets(NamedTuple):
-    """Where sequences begin within a window, and from which state.
-
-    Attributes:
-      at_TB: bool.
-      initial: [B, H] float32; None is zeros.
-    """
-
-    at_TB: jax.Array
-    initial: LSTMCarry | None = None
-
-
-def lstm_forward(
-    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array, resets: Resets | None = None
-) -> tuple[LSTMCarry, jax.Array, LSTMResiduals]:
+@jax.custom_vjp
+def lstm_layer(
+    params: GateParams,
+    carry: LSTMCarry,
+    x_TBI: jax.Array,
+    resets_TB: jax.Array | None = None,
+    initial: LSTMCarry | None = None,
+) -> tuple[LSTMCarry, jax.Array]:
     """One layer over a window of time.
 
     The dtype of `x_TBI` is the compute dtype of the matmuls (they accumulate in float32); c and the gate
@@ -82,19 +66,23 @@ def lstm_forward(
     Args:
       params: of one layer; H may be sharded over `tensor`.
       carry: (h, c) before the first step, [B, H] float32.
-      resets: where sequences begin; None if none begins within the window.
+      resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
     Returns:
-      (h, c) after the last step, the outputs h_TBH in the dtype of x, and the residuals.
+      (h, c) after the last step, and the outputs h_TBH in the dtype of x.
     """
+    return _forward(params, carry, x_TBI, resets_TB, initial)[0]
+
+
+def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: Any, initial: Any):
+    """The layer, and what its backward pass needs."""
     dtype = x_TBI.dtype
-    w_h = params.w_h_H4H.astype(dtype)
-    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_I4H.astype(dtype))
+    w_h = params.w_h_HGH.astype(dtype)
+    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_IGH.astype(dtype))
 
     def step(carry, inputs):
         (h_BH, c_before_BH, room_TB4H), (t, is_new_B) = carry, inputs
-        initial = None if resets is None else resets.initial
         h_BH, c_BH = begin_anew(is_new_B, initial, LSTMCarry(h_BH, c_before_BH))
-        z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_4H[None]
+        z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_GH[None]
         gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         c_next = f * c_BH + i * g
@@ -104,40 +92,31 @@ def lstm_forward(
         return (h_next, c_next, room_TB4H), (h_next, h_BH, c_before_BH)
 
     start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
-    steps = jnp.arange(len(x_TBI)), None if resets is None else resets.at_TB
+    steps = jnp.arange(len(x_TBI)), resets_TB
     (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps)
-    residuals = LSTMResiduals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
-    return LSTMCarry(h.astype(jnp.float32), c), y_TBH, residuals
+    residuals = _Residuals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
+    after = LSTMCarry(h.astype(jnp.float32), c)
+    return (after, y_TBH), (params, residuals, resets_TB, initial)
 
 
-def lstm_backward(
-    params: LSTMParams,
-    residuals: LSTMResiduals,
-    d_carry: LSTMCarry,
-    dy_TBH: jax.Array,
-    resets: Resets | None = None,
-) -> tuple[LSTMParams, LSTMCarry, jax.Array, LSTMCarry | None]:
-    """The vector-Jacobian product of `lstm_forward`.
+def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
+    """From cotangents of the (h, c) after the last step and of the outputs to those of the arguments.
 
-    Args:
-      d_carry: cotangent of the (h, c) after the last step.
-      dy_TBH: cotangent of the outputs.
-      resets: as given to `lstm_forward`.
-    Returns:
-      cotangents of the weights (float32), of the (h, c) before the first step, of x, and of `resets.initial`.
+    Those of the weights are float32.
     """
+    params, residuals, resets_TB, initial = saved
+    d_carry, dy_TBH = cotangents
     dtype = residuals.x_TBI.dtype
-    w_x_I4H = transposable(params.w_x_I4H.astype(dtype))
+    w_x_I4H = transposable(params.w_x_IGH.astype(dtype))
     # Transposed here, or it would be at every step.
-    w_h_4HH = lax.optimization_barrier(params.w_h_H4H.astype(dtype).transpose(1, 2, 0))
-    initial = None if resets is None else resets.initial
+    w_h_4HH = lax.optimization_barrier(params.w_h_HGH.astype(dtype).transpose(1, 2, 0))
 
     def step(carry, inputs):
         dh_BH, dc_BH, c_BH, d_initial = carry
         *inputs, is_new_B = inputs
         dy_BH, gates_B4H, c_before_BH = lax.optimization_barrier(tuple(inputs))
         c_prev_BH = c_before_BH
-        if resets is not None:
+        if resets_TB is not None:
             c_prev_BH = _where(is_new_B, 0.0 if initial is None else initial.c_BH, c_before_BH)
         gates_B4H = gates_B4H.astype(jnp.float32)
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
@@ -148,7 +127,7 @@ def lstm_backward(
         slope_B4H = (1 - gates_B4H) * (gates_B4H + _IS_TANH_141)
         dz_B4H = lax.optimization_barrier((d_gates_B4H * slope_B4H).astype(dtype))
         d_prev = LSTMCarry(_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f)
-        if resets is not None:
+        if resets_TB is not None:
             if initial is not None:
                 d_initial = jax.tree.map(
                     lambda total, d: total + _where(is_new_B, d, 0.0), d_initial, d_prev
@@ -158,39 +137,18 @@ def lstm_backward(
 
     d_initial = vary_like(jax.tree.map(jnp.zeros_like, initial), dy_TBH)
     start = (*d_carry, residuals.c_last_BH, d_initial)
-    is_new_TB = None if resets is None else resets.at_TB
-    inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, is_new_TB)
+    inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, resets_TB)
     (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
-    d_params = LSTMParams(
-        w_x_I4H=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
-        w_h_H4H=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
-        b_4H=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
+    d_params = GateParams(
+        w_x_IGH=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
+        w_h_HGH=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
+        b_GH=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
     dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)
-    return d_params, LSTMCarry(dh, dc), dx_TBI, d_initial
+    return d_params, LSTMCarry(dh, dc), dx_TBI, None, d_initial
 
 
-@jax.custom_vjp
-def lstm_layer(
-    params: LSTMParams, carry: LSTMCarry, x_TBI: jax.Array, resets: Resets | None = None
-) -> tuple[LSTMCarry, jax.Array]:
-    """`lstm_forward` without the residuals, differentiable by `lstm_backward`."""
-    carry, y_TBH, _ = lstm_forward(params, carry, x_TBI, resets)
-    return carry, y_TBH
-
-
-def _layer_fwd(params, carry, x_TBI, resets):
-    carry, y_TBH, residuals = lstm_forward(params, carry, x_TBI, resets)
-    return (carry, y_TBH), (params, residuals, resets)
-
-
-def _layer_bwd(saved, cotangents):
-    params, residuals, resets = saved
-    *grads, d_initial = lstm_backward(params, residuals, *cotangents, resets=resets)
-    return *grads, None if resets is None else resets._replace(at_TB=None, initial=d_initial)
-
-
-lstm_layer.defvjp(_layer_fwd, _layer_bwd)
+lstm_layer.defvjp(_forward, _backward)
 
 
 def _where(is_new_B: jax.Array, a: Any, b: Any) -> jax.Array:
@@ -213,26 +171,15 @@ class LSTM(ForgetGate):
 
     carry_dims: ClassVar[Any] = LSTMCarry(*[(BATCH, HIDDEN)] * 2)  # pyright: ignore[reportArgumentType]
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        forget_bias: float = 1.0,
-        dropout: float | Dropout = 0.0,
-        learn_initial: bool = False,
-    ):
+    def __init__(self, width: int, *, learn_initial: bool = False, **options: Any):
         """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
           width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
-          forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
-          dropout: of the inputs; see `nn.dropout`.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
+          options: `rngs`, `init`, `dropout` and `forget_bias`, as of every `ForgetGate`.
         """
-        super().__init__(width, rngs=rngs, init=init, forget_bias=forget_bias, dropout=dropout)
+        super().__init__(width, **options)
         self.learn_initial = learn_initial
         if learn_initial:
             self.h_0 = named_param(jnp.zeros(width, jnp.float32), (HIDDEN,))
@@ -249,12 +196,9 @@ class LSTM(ForgetGate):
     @jax.named_scope("lstm")
     def __call__(self, carry: LSTMCarry, x_TBH: jax.Array, at: At) -> tuple[LSTMCarry, jax.Array]:
         """Dropout, then the layer over a window of time; see `lstm_layer`."""
-        params = LSTMParams(self.w_x[...], self.w_h[...], self.b[...])
-        arguments = params, carry, dropout(x_TBH, self.dropout, at)
-        if at.resets is None:
-            return lstm_layer(*arguments)
+        params, x_TBH = self.params, dropout(x_TBH, self.dropout, at)
         initial = initial_of(self, x_TBH, at) if self.learn_initial else at.initial
-        return lstm_layer(*arguments, Resets(at.resets, initial))
+        return lstm_layer(params, carry, x_TBH, at.resets, initial)
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

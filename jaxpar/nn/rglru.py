@@ -9,14 +9,15 @@ linear layers around it.
 Legend of the dim suffixes: T time, B batch, H hidden, 2 the gates r i.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.axes import HIDDEN
-from jaxpar.nn.dropout import Dropout
 from jaxpar.nn.linear_recurrence import LinearRecurrence
-from jaxpar.nn.param import Initializer, named_param
+from jaxpar.nn.param import named_param
 
 SHARPNESS = 8.0  # the paper's c
 # What is kept of a state in a step with a wide-open gate, a ** c, is drawn from these (section 2.4).
@@ -30,16 +31,9 @@ class RGLRU(LinearRecurrence):
       decay: L, [H].
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        rngs: nnx.Rngs,
-        init: Initializer | None = None,
-        dropout: float | Dropout = 0.0,
-    ):
-        """As `LinearRecurrence`, and `decay` as in the paper."""
-        super().__init__(width, rngs=rngs, init=init, dropout=dropout)
+    def __init__(self, width: int, *, rngs: nnx.Rngs, **options: Any):
+        """As every `Recurrence`, and `decay` as in the paper."""
+        super().__init__(width, rngs=rngs, **options)
         dtype = jnp.dtype(jnp.float32)
         kept = jax.random.uniform(rngs.params(), (width,), dtype, LEAST_KEPT, MOST_KEPT)
         self.decay = named_param(jnp.log(jnp.expm1(-jnp.log(kept) / SHARPNESS)), (HIDDEN,))

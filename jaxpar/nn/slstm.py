@@ -7,7 +7,7 @@
 by exp(m_t), m_t = max(log f_t + m_{t-1}, log i_t), which changes no output (equations 15 to 17). So no
 gradient flows through m.
 
-Legend of the dim suffixes: T time, B batch, I input, H hidden, 4 the gates i f z o.
+Legend of the dim suffixes: T time, B batch, H hidden, 4 the gates i f z o.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -28,14 +28,6 @@ from jaxpar.nn.resets import begin_anew, initial_of
 NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0
 
 
-class SLSTMParams(NamedTuple):
-    """Weights of one layer. float32."""
-
-    w_x_I4H: jax.Array
-    w_h_H4H: jax.Array
-    b_4H: jax.Array
-
-
 class SLSTMCarry(NamedTuple):
     """The state between two windows of time, [B, H]. float32."""
 
@@ -43,42 +35,6 @@ class SLSTMCarry(NamedTuple):
     c_BH: jax.Array
     n_BH: jax.Array
     m_BH: jax.Array
-
-
-def slstm_layer(
-    params: SLSTMParams,
-    carry: SLSTMCarry,
-    x_TBI: jax.Array,
-    resets_TB: jax.Array | None = None,
-    initial: SLSTMCarry | None = None,
-) -> tuple[SLSTMCarry, jax.Array]:
-    """One layer over a window of time.
-
-    The dtype of `x_TBI` is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
-
-    Args:
-      resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
-    Returns:
-      the state after the last step, and the outputs h_TBH in the dtype of x.
-    """
-    dtype = x_TBI.dtype
-
-    def step(given, carry, inputs):
-        params, initial = given
-        x_BI, is_new_B = inputs
-        h_BH, c_BH, n_BH, m_BH = begin_anew(is_new_B, initial, carry)
-        zx_B4H = contract(x_BI, params.w_x_I4H.astype(dtype), out=jnp.float32)
-        zh_B4H = contract(h_BH.astype(dtype), params.w_h_H4H.astype(dtype), out=jnp.float32)
-        z_B4H = zx_B4H + zh_B4H + params.b_4H[None]
-        log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
-        log_f = nnx.log_sigmoid(z_B4H[:, 1])
-        m_next = lax.stop_gradient(jnp.maximum(log_f + m_BH, log_i))
-        f, i = jnp.exp(log_f + lax.stop_gradient(m_BH) - m_next), jnp.exp(log_i - m_next)
-        c_BH, n_BH = f * c_BH + i * z, f * n_BH + i
-        h_BH = o * c_BH / n_BH
-        return SLSTMCarry(h_BH, c_BH, n_BH, m_next), h_BH.astype(dtype)
-
-    return hoisted_scan(step, (params, initial), carry, (x_TBI, resets_TB))
 
 
 class SLSTM(ForgetGate):
@@ -99,7 +55,26 @@ class SLSTM(ForgetGate):
 
     @jax.named_scope("slstm")
     def __call__(self, carry: SLSTMCarry, x_TBH: jax.Array, at: At) -> tuple[SLSTMCarry, jax.Array]:
-        """Dropout, then the layer over a window of time; see `slstm_layer`."""
-        params = SLSTMParams(self.w_x[...], self.w_h[...], self.b[...])
-        initial = initial_of(self, x_TBH, at)
-        return slstm_layer(params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)
+        """Dropout, then the layer over a window of time.
+
+        The dtype of x is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
+        """
+        initial, x_TBH = initial_of(self, x_TBH, at), dropout(x_TBH, self.dropout, at)
+        dtype = x_TBH.dtype
+
+        def step(given, carry, inputs):
+            params, initial = given
+            x_BH, is_new_B = inputs
+            h_BH, c_BH, n_BH, m_BH = begin_anew(is_new_B, initial, carry)
+            zx_B4H = contract(x_BH, params.w_x_IGH.astype(dtype), out=jnp.float32)
+            zh_B4H = contract(h_BH.astype(dtype), params.w_h_HGH.astype(dtype), out=jnp.float32)
+            z_B4H = zx_B4H + zh_B4H + params.b_GH[None]
+            log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
+            log_f = nnx.log_sigmoid(z_B4H[:, 1])
+            m_next = lax.stop_gradient(jnp.maximum(log_f + m_BH, log_i))
+            f, i = jnp.exp(log_f + lax.stop_gradient(m_BH) - m_next), jnp.exp(log_i - m_next)
+            c_BH, n_BH = f * c_BH + i * z, f * n_BH + i
+            h_BH = o * c_BH / n_BH
+            return SLSTMCarry(h_BH, c_BH, n_BH, m_next), h_BH.astype(dtype)
+
+        return hoisted_scan(step, (self.params, initial), carry, (x_TBH, at.resets))
