@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from typing import Any
 
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 # Done again, where that keeps less.
 _CHEAP = {
@@ -19,6 +19,16 @@ _CHEAP = {
 }  # fmt: skip
 
 _HAND_ON = {"jit", "pjit", "checkpoint", "remat2"}  # calls of a program, with its own arguments
+
+
+def programs_in(eqn: Any) -> list[Jaxpr]:
+    """The programs of a loop, a conditional or a call."""
+    return [
+        part.jaxpr if isinstance(part, ClosedJaxpr) else part
+        for value in eqn.params.values()
+        for part in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(part, ClosedJaxpr | Jaxpr)
+    ]
 
 
 def made_of(
@@ -65,9 +75,10 @@ def handed_on(jaxpr: Jaxpr, out: Any) -> Any:
     return out
 
 
-def inlined(jaxpr: Jaxpr) -> Jaxpr:
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same program with functions that were jitted without shardings written out."""
-    eqns = list[Any]()
+    jaxpr, eqns = closed.jaxpr, list[Any]()
+    consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
 
     def add(part: Jaxpr, names: dict[Var, Any], scope: Any) -> list[Any]:
         def named(atoms):
@@ -75,20 +86,24 @@ def inlined(jaxpr: Jaxpr) -> Jaxpr:
 
         for eqn in part.eqns:
             info = eqn.source_info
-            info = info.replace(name_stack=scope + info.name_stack) if scope else info
+            if scope is not None:
+                info = info.replace(name_stack=scope + info.name_stack)
             reads = named(eqn.invars)
             called = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-            if called is None or called.consts or not _is_plain(eqn):
-                makes = [type(v)(v.aval) for v in eqn.outvars] if scope else eqn.outvars
+            if called is None or not _is_plain(eqn):
+                # What is called twice makes other variables each time.
+                makes = eqn.outvars if scope is None else [type(v)(v.aval) for v in eqn.outvars]
                 eqns.append(eqn.replace(invars=reads, outvars=makes, source_info=info))
             else:
                 own = dict(zip(called.jaxpr.invars, reads, strict=True))
+                consts.update(zip(called.jaxpr.constvars, called.consts, strict=True))
                 makes = add(called.jaxpr, own, info.name_stack)
             names.update(zip(eqn.outvars, makes, strict=True))
         return named(part.outvars)
 
     outvars = add(jaxpr, {}, None)
-    return program_of(jaxpr, jaxpr.invars, eqns, outvars)
+    program = program_of(jaxpr, jaxpr.invars, eqns, outvars).replace(constvars=[*consts])
+    return ClosedJaxpr(program, [*consts.values()])
 
 
 def _is_plain(eqn: Any) -> bool:

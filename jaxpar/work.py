@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
+from jaxpar.jaxprs import programs_in
+
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
 _REDUCING = (
@@ -118,19 +120,9 @@ def _reductions(jaxpr: Any) -> set[str]:
         is_array = any(v.aval.shape for v in equation.invars)
         if is_array and name.startswith(_REDUCING) and name != "reduce_precision":
             found.add(name)
-        for part in _inner(equation):
+        for part in programs_in(equation):
             found |= _reductions(part)
     return found
-
-
-def _inner(equation: Any) -> list[Any]:
-    """The jaxprs of loops, conditionals and calls."""
-    return [
-        part.jaxpr if isinstance(part, core.ClosedJaxpr) else part
-        for value in equation.params.values()
-        for part in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(part, core.ClosedJaxpr | core.Jaxpr)
-    ]
 
 
 def _collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, float]]:
@@ -139,7 +131,7 @@ def _collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, float]]:
             whole = equation.outvars if op == "all-gather" else equation.invars
             yield op, times * sum(map(_bytes, whole))
         length = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for part in _inner(equation):
+        for part in programs_in(equation):
             yield from _collectives(part, times * length)
 
 
@@ -165,7 +157,7 @@ class _Operation(NamedTuple):
         """Those of its results that a loop stacks; the others are its carry."""
         if self.name != "scan":
             return []
-        [body], wholes = _inner(self.equation), self.equation.outvars
+        [body], wholes = programs_in(self.equation), self.equation.outvars
         return [
             n
             for n, v, one in zip(self.makes, wholes, body.outvars, strict=True)
@@ -178,7 +170,7 @@ class _Operation(NamedTuple):
         count = len(self.makes) - len(self.stacked)
         if self.name == "while":
             return self.reads[len(self.reads) - count :]
-        [body], wholes = _inner(self.equation), self.equation.invars
+        [body], wholes = programs_in(self.equation), self.equation.invars
         pairs = zip(self.reads, wholes, body.invars, strict=True)
         whole = [n for n, v, one in pairs if not _has_more(v, one)]  # constants, and the carry
         return whole[len(whole) - count :]
@@ -235,7 +227,7 @@ class _Program:
         for equation in jaxpr.eqns:
             name, reads = equation.primitive.name, numbers_of(equation.invars)
             if name in _CALLS:
-                called = _inner(equation)[0]
+                called = programs_in(equation)[0]
                 makes = self._add(called, dict(zip(called.invars, reads, strict=True)))
             elif name in _SAME:
                 self._held |= {n for n in reads if n is not None}
@@ -243,7 +235,9 @@ class _Program:
             else:
                 makes = [*map(self._number, equation.outvars)]
                 parts = (
-                    [*map(_Program, _inner(equation))] if name in ("scan", "while", "cond") else []
+                    [*map(_Program, programs_in(equation))]
+                    if name in ("scan", "while", "cond")
+                    else []
                 )
                 self.operations.append(_Operation(equation, reads, makes, parts))
             numbers.update(zip(equation.outvars, makes, strict=True))

@@ -16,7 +16,8 @@ PACKAGE = Path(jaxpar.__file__).parent
 LAYERS = (
     "_versions _interrupt _mistyped option_errors",  # before JAX is imported
     "axes parts fields files memory output display timing",  # names, checks, text, the machine
-    "trees jaxprs work data",  # of arrays, of traced programs; batches of arrays in memory
+    "trees jaxprs data",  # of arrays, of traced programs; batches of arrays in memory
+    "work",  # what a traced program does
     "at mesh sharding batches hosts",  # where arrays lie; where they come from; many processes
     "config nn",  # the options that tasks share; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them

@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from jaxpar.jaxprs import equations_for, program_of, reads_of, varying_of
+from jaxpar.jaxprs import equations_for, inlined, program_of, programs_in, reads_of, varying_of
 from jaxpar.trees import vary_over
-
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
 
 
 class StepProgram:
@@ -168,31 +166,11 @@ def read_step(
 ) -> tuple[StepProgram, list[Any], Any]:
     """The program of `step(params, carry, x)`, what is given to it, and the shapes of its results."""
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(params, carry, x)
-    num_carry = len(jax.tree.leaves(carry))
-    given = [*closed.consts, *jax.tree.leaves(params)]
-    arguments = (*closed.consts, *jax.tree.leaves((params, carry, x)))
-
-    def flat(*values):
-        return _run(closed.jaxpr, values)
-
-    jaxpr = jax.make_jaxpr(flat)(*arguments).jaxpr
-    assert not jaxpr.constvars, "constants are given"
-    return StepProgram(jaxpr, len(given), num_carry), given, shapes
-
-
-def _run(jaxpr: Jaxpr, values: Sequence[Any]) -> list[Any]:
-    """Evaluates a program, and what it calls as if that were written out in it."""
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), values, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = read_values(env, eqn.invars)
-        if eqn.primitive.name in _CALLS:
-            inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-            outs = _run(inner.jaxpr, (*inner.consts, *ins))
-        else:
-            run, given = _alone(jaxpr, eqn, ins)
-            outs = run(*given.values())
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return read_values(env, jaxpr.outvars)
+    whole = inlined(closed)
+    given, jaxpr = [*whole.consts, *jax.tree.leaves(params)], whole.jaxpr
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    program = program_of(jaxpr, invars, jaxpr.eqns, jaxpr.outvars).replace(constvars=[])
+    return StepProgram(program, len(given), len(jax.tree.leaves(carry))), given, shapes
 
 
 def _alone(
@@ -216,14 +194,7 @@ def is_float(aval: Any) -> bool:
 
 def _is_plain(eqn: Any) -> bool:
     """Whether an equation is arithmetic."""
-    if eqn.primitive.name == "custom_jvp_call":
-        return True
-    programs = (Jaxpr, ClosedJaxpr)
-    return not eqn.effects and not any(
-        isinstance(value, programs)
-        or (isinstance(value, tuple) and any(isinstance(part, programs) for part in value))
-        for value in eqn.params.values()
-    )
+    return eqn.primitive.name == "custom_jvp_call" or not (eqn.effects or programs_in(eqn))
 
 
 class Product(NamedTuple):

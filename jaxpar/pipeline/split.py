@@ -143,7 +143,8 @@ class _Forward:
 
         self.arguments = params, frozen, carry, x, at.layer, at.time, at.row, at.batch
         traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*self.arguments)
-        self._jaxpr, self._consts = inlined(traced.jaxpr), traced.consts
+        whole = inlined(traced)
+        self._jaxpr, self._consts = whole.jaxpr, whole.consts
         self._out = jax.tree.structure(shapes[0])
         num = self._out.num_leaves
         self._outs, residuals = self._jaxpr.outvars[:num], self._jaxpr.outvars[num:]
