@@ -41,6 +41,25 @@ def read_file(
         raise type(error)(f"cannot read {named}: {error.strerror}; {remedy}") from error
 
 
+def read_text(path: str | os.PathLike[str], what: str = "") -> str:
+    """The text of a file in UTF-8, with lines that end in a newline alone.
+
+    Args:
+      what: as of `read_file`.
+    Raises:
+      OSError: as of `read_file`.
+      ValueError: it is not UTF-8; names the first byte that is not.
+    """
+    try:
+        return read_file(path, what).decode().removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        named = f"{what} {path}".lstrip()
+        raise ValueError(
+            f"{named} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
+            f"convert it, e.g. iconv -f latin1 -t utf-8"
+        ) from error
+
+
 def check_file(path: str | os.PathLike[str]) -> None:
     """Nothing, if a path leads to a file: whoever opens a pipe waits for its writer, and a device has no end.
 

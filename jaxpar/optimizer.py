@@ -144,30 +144,24 @@ def update(
       rate: what the learning rate is multiplied by; None is 1.
     """
 
-    def run(params, grads, opt_state, scale, rate):
-        return next_state(optimizer, params, grads, opt_state, scale, rate)
-
     def keep(params, grads, opt_state, scale, rate):
         return params, opt_state
 
     # A choice between old and new arrays would hold both of them.
+    run = functools.partial(next_state, optimizer)
     return lax.cond(applies, run, keep, params, grads, opt_state, scale, rate)
 
 
-def gives_finite(
-    optimizer: optax.GradientTransformation,
-    params: Any,
-    grads: Any,
-    opt_state: optax.OptState,
-    scale: jax.Array | None = None,
-    rate: jax.Array | None = None,
-) -> jax.Array:
+def gives_finite(optimizer: optax.GradientTransformation, *trees: Any) -> jax.Array:
     """Whether parameters and state after a step would be finite: for optimizers that are not `Safe`.
 
     They are computed for that alone and not kept: to look at them after an update one would need the old ones
     as well, and room for both.
+
+    Args:
+      trees: as `next_state` takes them.
     """
-    leaves = jax.tree.leaves(next_state(optimizer, params, grads, opt_state, scale, rate))
+    leaves = jax.tree.leaves(next_state(optimizer, *trees))
     finite = [
         jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
@@ -238,34 +232,18 @@ class HostOptimizer:
         """
         return self._run(self._init, (params,), target)
 
-    def update(
-        self,
-        params: Any,
-        grads: Any,
-        opt_state: optax.OptState,
-        applies: jax.Array,
-        scale: jax.Array | None = None,
-        rate: jax.Array | None = None,
-    ) -> tuple[Any, optax.OptState]:
+    def update(self, params: Any, grads: Any, opt_state: Any, *how: Any) -> tuple[Any, Any]:
         """Parameters, on devices, and state, on the host, after a step; those passed in are consumed.
 
         Args:
           params, grads: arrays on devices, laid out as the state is.
-          applies, scale, rate: as of `update`, on every device.
+          how: `applies`, `scale` and `rate` as of the function, on every device.
         """
-        trees = params, grads, opt_state, applies, scale, rate
-        return self._run(self._update, trees, (params, opt_state))
+        return self._run(self._update, (params, grads, opt_state, *how), (params, opt_state))
 
-    def gives_finite(
-        self,
-        params: Any,
-        grads: Any,
-        opt_state: optax.OptState,
-        scale: jax.Array | None = None,
-        rate: jax.Array | None = None,
-    ) -> bool:
+    def gives_finite(self, *trees: Any) -> bool:
         """As the function, for all processes; it waits for the gradients."""
-        done = self._on_host(self._gives_finite, (params, grads, opt_state, scale, rate))
+        done = self._on_host(self._gives_finite, trees)
         found = [np.asarray(leaf) for _, leaves in done for leaf in leaves]
         every = np.all(found)
         if jax.process_count() > 1:

@@ -8,22 +8,18 @@ from jaxpar.analysis.measured import MeasuredStep, Span, measure_step
 from jaxpar.analysis.program import (
     Memory,
     ProgramReport,
-    Total,
     inspect_compiled,
     inspect_function,
     inspect_step,
 )
-from jaxpar.analysis.strategy import Advice, SplitCost, strategy_for
+from jaxpar.analysis.strategy import strategy_for
 
 __all__ = [
-    "Advice",
     "Collective",
     "MeasuredStep",
     "Memory",
     "ProgramReport",
     "Span",
-    "SplitCost",
-    "Total",
     "find_collectives",
     "inspect_compiled",
     "inspect_function",

@@ -6,7 +6,7 @@ takes functions, a mesh and arrays.
 """
 
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
-from jaxpar.pipeline.placement import Slots, balance, make_slots
+from jaxpar.pipeline.placement import balance, make_slots
 from jaxpar.pipeline.schedule import Schedule, make_schedule
 from jaxpar.pipeline.ticks import make_plan
 
@@ -14,7 +14,6 @@ __all__ = [
     "Pipeline",
     "PipelineParams",
     "Schedule",
-    "Slots",
     "balance",
     "make_plan",
     "make_schedule",

@@ -233,11 +233,6 @@ class Slots:
     rows: tuple[tuple[int, ...], ...]
 
     @property
-    def num_kinds(self) -> int:
-        """Kinds of layers."""
-        return len(self.rows)
-
-    @property
     def has_empty_slots(self) -> bool:
         """Whether a slot is without a layer."""
         return -1 in self.layers

@@ -2,9 +2,7 @@
 
 from jaxpar.planning.calibration import HERE, calibrate, find_machine, measure_pieces
 from jaxpar.planning.cost import (
-    Comparison,
     Cost,
-    MemoryCost,
     Seconds,
     compare,
     compare_here,
@@ -15,20 +13,16 @@ from jaxpar.planning.elastic import fit_devices
 from jaxpar.planning.hardware import MACHINES, Hardware, Link, Sample, Work
 from jaxpar.planning.planner import Ranking, check_fits, place, plan, plan_here
 from jaxpar.planning.shares import measure_groups, propose_shares
-from jaxpar.planning.traffic import Traffic
 
 __all__ = [
-    "Comparison",
     "Cost",
     "HERE",
     "Hardware",
     "Link",
     "MACHINES",
-    "MemoryCost",
     "Ranking",
     "Sample",
     "Seconds",
-    "Traffic",
     "Work",
     "calibrate",
     "check_fits",

@@ -36,7 +36,7 @@ import numpy as np
 import xxhash
 
 from jaxpar.fields import require_instance
-from jaxpar.files import cache_folder, read_file, read_json, whole_file
+from jaxpar.files import cache_folder, read_json, read_text, whole_file
 
 Level = Literal["auto", "word", "char", "subword"]
 
@@ -171,11 +171,24 @@ class Vocabulary:
         return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in words))
 
     def to_json(self) -> str:
-        """What `load` reads from a file."""
+        """What `from_json` reads."""
         content = {"tokenizer": self.tokenizer, "words": self.words}
         if self.pieces:
             content["pieces"] = self.pieces
         return json.dumps(content, ensure_ascii=False, indent=0)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Vocabulary:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: it is something else.
+        """
+        content = read_json(text)
+        words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
+        if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
+            raise ValueError("its words, tokenizer or pieces are missing, or no texts")
+        return cls(tuple(words), *texts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -186,11 +199,7 @@ class Vocabulary:
           ValueError: it holds something else.
         """
         try:
-            content = read_json(_read(Path(path)))
-            words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
-            if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
-                raise ValueError("its words, tokenizer or pieces are missing, or no texts")
-            return cls(tuple(words), *texts)
+            return cls.from_json(read_text(path))
         except ValueError as error:
             raise ValueError(
                 f"{path} is not a vocabulary ({error}); give the vocabulary.json of a run"
@@ -401,8 +410,7 @@ def _cached(key: str, name: str, level: str) -> Corpus | None:
         path = cache_folder() / _CORPORA / f"{key}.npz"
         with np.load(path, allow_pickle=False) as file:  # a zip file, which has checksums
             content = {field: file[field] for field in file.files}
-        vocabulary = Vocabulary(**json.loads(bytes(content.pop("vocabulary"))))
-        vocabulary = dataclasses.replace(vocabulary, words=tuple(vocabulary.words))
+        vocabulary = Vocabulary.from_json(bytes(content.pop("vocabulary")))
         return Corpus(name, level, vocabulary, **content)
     except (OSError, zipfile.BadZipFile, ValueError, KeyError, TypeError):
         return None
@@ -413,10 +421,7 @@ def _keep(key: str, corpus: Corpus) -> None:
     try:
         folder = cache_folder() / _CORPORA
         folder.mkdir(parents=True, exist_ok=True)
-        known = corpus.vocabulary
-        text = json.dumps(
-            {"words": known.words, "tokenizer": known.tokenizer, "pieces": known.pieces}
-        )
+        text = corpus.vocabulary.to_json()
         with whole_file(folder / f"{key}.npz") as path, path.open("wb") as file:
             np.savez(
                 file, vocabulary=np.frombuffer(text.encode(), np.uint8),
@@ -488,7 +493,7 @@ def _source_paragraphs() -> Iterator[str]:
     for path in sorted(folder.glob("*.py")):
         # Not what the machine's owner or the build put there: sitecustomize, _sysconfigdata.
         if num_chars < SOURCE_CHARS and path.stem in sys.stdlib_module_names:
-            text = _read(path)
+            text = read_text(path)
             num_chars += len(text)
             yield from (part.strip("\n") + "\n\n" for part in text.split("\n\n") if part.strip())
     if not num_chars:
@@ -548,19 +553,9 @@ def _split_files(folder: Path) -> dict[str, Path]:
 
 
 def _read_text(path: Path) -> str:
-    text = _read(path)
+    text = read_text(path)
     if not text or text.isspace():
         raise ValueError(
             f"{path} is empty ({len(text)} characters, all of them white space); give a text"
         )
     return text if text.endswith("\n") else text + "\n"
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_file(path).decode().removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}; "
-            f"convert it, e.g. iconv -f latin1 -t utf-8"
-        ) from error

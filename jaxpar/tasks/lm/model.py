@@ -143,24 +143,11 @@ class LanguageModel(nnx.Module):
 
     def last(self, y: Any, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
-        kernel_HV, bias_V = self._head()
-        y_TBH, change_TB = _split(y)
-        y_TBH = dropout(y_TBH, self.dropout, at)
-        targets_TB = jnp.asarray(batch.targets_BT)
-        sums = linear_cross_entropy(
-            y_TBH, kernel_HV, bias_V, targets_TB, max_logits=self.max_logits
-        )
-        return self._penalize(sums, y_TBH, change_TB, targets_TB, at)
+        return self._sums(y, batch, at)
 
     def last_part(self, y: Any, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
-        kernel_HV, bias_V = self._head(manual_axis=STAGE)
-        y_TBH, change_TB = _split(y)
-        y_TBH = dropout(y_TBH, self.dropout, at)
-        logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
-        targets_TB = jnp.asarray(batch.targets_BT)
-        sums = cross_entropy(logits_TBV, targets_TB, manual_axis=STAGE)
-        return self._penalize(sums, y_TBH, change_TB, targets_TB, at, manual_axis=STAGE)
+        return self._sums(y, batch, at, manual_axis=STAGE)
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
@@ -196,16 +183,18 @@ class LanguageModel(nnx.Module):
         scale_V = scale_of_words(self.regularization.word_dropout, self.vocab_size, at)
         return x_TBE if scale_V is None else x_TBE * scale_V[tokens_TB][..., None]
 
-    def _penalize(
-        self,
-        sums: Sums,
-        y_TBH: jax.Array,
-        change_TB: jax.Array | None,
-        targets_TB: jax.Array,
-        at: At,
-        manual_axis: str | None = None,
-    ) -> Sums:
-        """The sums with the penalty on large and quickly changing activations; `nll` is without it."""
+    def _sums(self, y: Any, batch: Batch, at: At, manual_axis: str | None = None) -> Sums:
+        """With the penalty on large and quickly changing activations in training; `nll` is without it."""
+        kernel_HV, bias_V = self._head(manual_axis)
+        y_TBH, change_TB = _split(y)
+        y_TBH, targets_TB = dropout(y_TBH, self.dropout, at), jnp.asarray(batch.targets_BT)
+        if manual_axis is None:
+            sums = linear_cross_entropy(
+                y_TBH, kernel_HV, bias_V, targets_TB, max_logits=self.max_logits
+            )
+        else:
+            logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
+            sums = cross_entropy(logits_TBV, targets_TB, manual_axis=manual_axis)
         how = self.regularization
         if how.activations == how.slowness == 0.0:
             return sums

@@ -2,6 +2,7 @@
 
 import math
 from os import PathLike
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,24 +52,18 @@ def sample_text(
     state: TrainState,
     vocabulary: Vocabulary,
     prompt: str,
-    *,
-    length: int,
-    temperature: float,
-    seed: int,
+    **numbers: Any,
 ) -> str:
-    """As `sample`, of a state."""
+    """As `sample`, of a state.
+
+    Args:
+      numbers: `length`, `temperature` and `seed`, as of `sample_tokens`.
+    """
     assert isinstance(setup.task, LM)
     tokens = read_prompt(vocabulary, prompt)
-    new = sample_tokens(
-        setup,
-        state,
-        tokens,
-        num_words=len(vocabulary),
-        separator=int(tokens[0]) if setup.task.reads_lines else None,
-        length=length,
-        temperature=temperature,
-        seed=seed,
-    )
+    separator = int(tokens[0]) if setup.task.reads_lines else None
+    ends = {"separator": separator, "num_words": len(vocabulary)}
+    new = sample_tokens(setup, state, tokens, **ends, **numbers)
     return vocabulary.decode(np.concatenate([tokens, new])[1:])
 
 

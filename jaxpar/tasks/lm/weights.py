@@ -31,7 +31,7 @@ import safetensors.numpy
 
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import require
-from jaxpar.files import check_file, read_file, read_json, whole_file
+from jaxpar.files import check_file, read_json, read_text, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
@@ -257,25 +257,22 @@ def read_weights(
         with safetensors.safe_open(path, framework="np") as file:
             tensors = {name: _tensor(file, name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
+        words = metadata.get(WORDS)
+        if SHA256 in metadata and metadata[SHA256] != _sha256(tensors, words):
+            raise ValueError(
+                f"the file is damaged: it is not what was exported; export it again. If another program has "
+                f"changed it, have it leave {SHA256} out of the metadata"
+            )
+        embedding, recurrent, head = names
+        names = embedding, layer if recurrent == "auto" else recurrent, head
+        words = None if words is None else _parse_words(words)
+        return _from_torch(tensors, layer, names, words)
     except OSError as error:
         raise type(error)(
             f"cannot read the weights {path}: {error.strerror or error}; give a safetensors file"
         ) from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or not all of it: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    words = metadata.get(WORDS)
-    if SHA256 in metadata and metadata[SHA256] != _sha256(tensors, words):
-        raise ValueError(
-            f"{path} is damaged: it is not what was exported; export it again. If another program has "
-            f"changed it, have it leave {SHA256} out of the metadata"
-        )
-    try:
-        embedding, recurrent, head = names
-        names = embedding, layer if recurrent == "auto" else recurrent, head
-        words = None if words is None else _parse_words(words)
-        return _from_torch(tensors, layer, names, words)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -355,9 +352,8 @@ def _from_torch(
                 f"layer={other!r}, the task has layer={kind!r}; use --layer {other}"
             )
     layers = []
-    for layer in range(
-        L
-    ):  # all of them first: their names alone may promise more than there is memory
+    # All of them first: their names alone may promise more than there is memory.
+    for layer in range(L):
         inputs = H if layer else E
         weights = [
             take(f"{recurrent}.weight_{name}_l{layer}", G * H, size)
@@ -401,10 +397,7 @@ def _read_words(path: Path) -> Sequence[str]:
         if folder.data_path.exists() and path.name == VOCABULARY:
             folder.read(VOCABULARY)  # is it as it was written?
         return Vocabulary.load(path).words
-    try:
-        return read_file(path, "the vocabulary").decode().removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the vocabulary {path} is not UTF-8: {error}") from error
+    return read_text(path, "the vocabulary").removesuffix("\n").split("\n")
 
 
 def _in_order_of(
