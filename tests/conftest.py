@@ -20,6 +20,8 @@ flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 flags += ["--xla_cpu_use_fusion_emitters=false"] * (jax.__version_info__ < (0, 11))
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+# Where in the source each operation came from costs a tenth of tracing and compiling; no test looks.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -27,6 +29,7 @@ if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
 # All of this before the backend starts.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_traceback_in_locations_limit", 0)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -40,9 +43,10 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_collection_finish():
-    """What is imported stays: tracing makes much garbage, and the collector need not look there."""
+    """What is imported stays, and tracing makes much: the collector need not look there, nor often."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)
