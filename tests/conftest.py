@@ -1,6 +1,7 @@
 """What every test runs on: 8 simulated CPU devices, strict dtypes and ranks."""
 
 import atexit
+import collections
 import gc
 import os
 import shutil
@@ -40,6 +41,23 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("thorough", **patient, max_examples=1000)
 hypothesis.settings.load_profile("default")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--rows", type=int, help="run only so many rows of each table, from all over it")
+
+
+@pytest.hookimpl(trylast=True)  # of what is left by -m and -k
+def pytest_collection_modifyitems(config, items):
+    if most := config.getoption("--rows"):
+        tables = collections.defaultdict(list)
+        for item in items:
+            tables[item.nodeid.partition("[")[0]].append(item)
+        kept = {
+            own[n * len(own) // most] for own in tables.values() for n in range(most)
+        }
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
 
 
 def pytest_collection_finish():

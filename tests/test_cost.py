@@ -388,6 +388,7 @@ def test_a_machine_is_measured_once(own_cache, monkeypatch):
 @pytest.mark.parametrize("update", ["sharded", pytest.param("host", marks=pytest.mark.full)])
 def test_every_piece_of_a_step_is_measured_once(mesh, cut, update, own_cache, monkeypatch):
     monkeypatch.setattr(calibration._Bench, "part", 0.0)
+    monkeypatch.setattr(calibration._Bench, "use_caches", lambda bench: ())
     task = LM(2, 16, 16, vocab_size=384, batch_size=8, seq_len=4, optimizer=SGD)
     step = StepShape(*make_settings(mesh, cut, task, layout={"update": update}))
     machine = dataclasses.replace(MACHINES["laptop-cpu"], samples=())

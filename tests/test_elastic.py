@@ -42,7 +42,7 @@ def test_a_mesh_that_fits_is_kept(asked):
     assert layout == Parallel.of(asked, LM.parallel).resolve()
 
 
-@pytest.mark.parametrize("task", [TEXT, Regress()], ids=["lm", "own"])
+@pytest.mark.parametrize("task", [TEXT, Regress(("gru", "cell"))], ids=["lm", "own"])
 def test_the_cost_model_chooses(task):
     layout, reason = fit_devices(task, Parallel.of("dp2pp2", task.parallel), TrainConfig())
     assert layout.mesh.num_devices == 8
@@ -56,7 +56,8 @@ def test_the_cost_model_chooses(task):
 def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
     tiny = dataclasses.replace(MACHINES["laptop-cpu"], memory_bytes=1e3)
     monkeypatch.setattr(elastic, "MACHINES", {"tiny": tiny})
-    layout, reason = fit_devices(Regress(), Parallel.of("dp2pp2", Parallel()), TrainConfig())
+    asked = Parallel.of("dp2pp2", Parallel())
+    layout, reason = fit_devices(Regress(("cell", "cell")), asked, TrainConfig())
     assert layout.mesh.num_devices == 8
     assert reason.endswith(" needs the least memory by the cost model for tiny")
 
@@ -64,7 +65,7 @@ def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
 def test_a_mesh_that_the_batch_does_not_fit_is_passed_over():
     """Twelve rows are not for eight groups."""
     asked = Parallel.of("dp1pp6", Parallel())
-    layout, _ = fit_devices(Regress(batch_size=12), asked, TrainConfig())
+    layout, _ = fit_devices(Regress(("cell", "cell"), batch_size=12), asked, TrainConfig())
     assert layout.mesh.num_devices == 8
     assert layout.mesh.data in (1, 2, 4)
 

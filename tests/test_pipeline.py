@@ -120,6 +120,25 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
             assert 0 < error <= 1.5 * allowed[name], name
 
 
+@functools.cache  # one program of the plain model for each length
+def step_of_lengths(*where, **options):
+    task = dataclasses.replace(MODEL, batch_size=16, seq_len=10, num_buckets=5, bucket_multiple=2)
+    settings = make_settings(*where, task=task, **options)
+    mesh = settings.parallel.mesh.build()
+    return settings, mesh, make_train_step(*settings, mesh)
+
+
+def train_at_lengths(lengths, *where, **options):
+    """Losses and parameters of a step at each length, and the number of programs."""
+    settings, mesh, step = step_of_lengths(*where, **options)
+    state, losses = init_state(settings.task, settings.parallel, mesh=mesh), []
+    for length in lengths:
+        batch = make_batch(settings, mesh, seed=length, length=length)
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return losses, by_layer(state.params, settings), step.num_programs
+
+
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("mesh", "units", "lengths", "programs", "options"),
@@ -133,20 +152,9 @@ def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
 def test_all_lengths_are_one_program_on_stages_and_equal_plain(
     mesh, units, lengths, programs, options
 ):
-    def train(settings, lengths):
-        mesh = settings.parallel.mesh.build()
-        state, losses = init_state(settings.task, settings.parallel, mesh=mesh), []
-        step = make_train_step(*settings, mesh)
-        for length in lengths:
-            batch = make_batch(settings, mesh, seed=length, length=length)
-            state, metrics = step(state, batch)
-            losses.append(float(metrics.loss))
-        return losses, by_layer(state.params, settings), step.num_programs
-
-    task = dataclasses.replace(MODEL, batch_size=16, seq_len=10, num_buckets=5, bucket_multiple=2)
-    expected_losses, expected, _ = train(make_settings(task=task), lengths)
-    losses, params, num_programs = train(make_settings(mesh, units, task, **options), lengths)
+    losses, params, num_programs = train_at_lengths(lengths, mesh, units, **options)
     assert num_programs == programs
+    expected_losses, expected, _ = train_at_lengths(lengths)
     np.testing.assert_allclose(losses, expected_losses, rtol=RELATIVE_ERROR)
     assert_close(params, expected)
 
@@ -763,7 +771,7 @@ def test_w_of_a_microbatch_needs_layers_whose_chunks_can_be_joined(layer):
     with pytest.raises(
         ValueError, match="kind 0 cannot be taken for 2 chunks of time at once; use 'u"
     ):
-        jax.grad(lambda params: pipeline.sums(params, ((),), batch, plan)[0][0])(params)
+        jax.jit(jax.grad(lambda params: pipeline.sums(params, ((),), batch, plan)[0][0]))(params)
 
 
 def test_layers_of_several_groups_are_not_written_out():
