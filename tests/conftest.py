@@ -44,7 +44,9 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rows", type=int, help="run only so many rows of each table, from all over it")
+    parser.addoption(
+        "--rows", type=int, help="run only so many rows of each table, from all over it"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # of what is left by -m and -k
@@ -53,9 +55,7 @@ def pytest_collection_modifyitems(config, items):
         tables = collections.defaultdict(list)
         for item in items:
             tables[item.nodeid.partition("[")[0]].append(item)
-        kept = {
-            own[n * len(own) // most] for own in tables.values() for n in range(most)
-        }
+        kept = {own[n * len(own) // most] for own in tables.values() for n in range(most)}
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

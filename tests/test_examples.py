@@ -124,13 +124,18 @@ class Plain:
         """The losses of two optimizer steps, and the parameters after them."""
         clip = optax.clip_by_global_norm(TrainConfig().clip_norm)
         optimizer = optax.chain(clip, self.task.make_optimizer(2))
-        state, carry, losses = optimizer.init(params), self.initial_carry(), []
+
+        @jax.jit
+        def update(grads, state, params):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state, carry, losses = jax.jit(optimizer.init)(params), self.initial_carry(), []
         for step in range(2):
             batch = self.batches.batch(step)
             carry = self.initial_carry() if starts(batch) else carry
             (loss, (_, carry)), grads = self.grads(params, carry, batch, step)
-            updates, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = update(grads, state, params)
             losses.append(float(loss))
         return losses, params
 
@@ -345,6 +350,7 @@ def trained(name, module, monkeypatch, caches, capsys, folder, *options):
     return numbers, load_run(folder).model
 
 
+@nnx.jit
 def outputs(model, batch):
     """What a model's layers make of a whole batch, from zero state."""
     rows = jax.tree.leaves(batch)[0].shape[1]

@@ -33,6 +33,7 @@ METADATA, HALF_WRITTEN = (
     ".orbax-checkpoint-tmp",
 )  # by these names Orbax knows them
 _ARRAYS = "state"
+_MIN_PART_BYTES = 2**20
 
 _attempts = itertools.count(1)  # late writes of one that failed do not come into the next
 
@@ -165,6 +166,12 @@ class Writing:
 
 
 def _handler() -> orbax.PyTreeCheckpointHandler:
+    """Replicas of a large array write a part of it each; of a small one, compiling the cuts takes longer."""
     from orbax import checkpoint as orbax
 
-    return orbax.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+    handlers = orbax.type_handlers
+    array_handler = handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_PART_BYTES)
+    registry = handlers.create_type_handler_registry((jax.Array, array_handler))
+    return orbax.PyTreeCheckpointHandler(
+        use_ocdbt=True, use_zarr3=True, type_handler_registry=registry
+    )
