@@ -439,10 +439,9 @@ def test_buckets_that_are_no_whole_chunks_are_refused():
     ):
         dataclasses.replace(TASK, bucket_multiple=6)
     task = dataclasses.replace(TASK, bucket_multiple=2)
-    mesh = PARALLEL.mesh.build()
     with pytest.raises(
         ValueError,
         match=r"bucket_multiple=2 is not made of the chunks of 4 .*; use bucket_multiple=4",
     ):
-        task.check(PARALLEL, mesh)
-    task.check(jaxpar.Parallel(), jaxpar.MeshConfig(devices=(0,)).build())  # no chunks, no matter
+        task.check(PARALLEL)
+    task.check(jaxpar.Parallel())  # no chunks, no matter
