@@ -87,7 +87,9 @@ CALLS = {
     "state of rows that do not divide": (
         lambda m: jaxpar.init_state(TASK, "dp3"), "batch_size=8 does not divide by data=3",
     ),
-    "state of no vocabulary": (lambda m: jaxpar.init_state(jaxpar.lm.LM(), "dp8"), "vocab_size=None: set it"),
+    "state of no text": (
+        lambda m: jaxpar.init_state(jaxpar.lm.LM(corpus="nowhere"), "dp8"), "no corpus 'nowhere'",
+    ),
     "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
     "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),
     "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "use a TrainConfig"),
