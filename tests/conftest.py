@@ -21,8 +21,8 @@ flags += ["--xla_cpu_parallel_codegen_split_count=1"]
 flags += ["--xla_cpu_use_fusion_emitters=false"] * (jax.__version_info__ < (0, 11))
 if os.environ["JAX_PLATFORMS"] == "cpu":
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
-# Where in the source each operation came from costs a tenth of tracing and compiling; no test looks.
-os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+# Of each operation the line that it is from, not those that led there: a twentieth of tracing and compiling.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "1"
 if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxpar-cache-")
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
@@ -30,7 +30,7 @@ if "XDG_CACHE_HOME" not in os.environ:  # the user's stays as it is
 # All of this before the backend starts.
 jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_traceback_in_locations_limit", 0)
+jax.config.update("jax_traceback_in_locations_limit", 1)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
