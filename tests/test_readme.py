@@ -195,7 +195,7 @@ HELPS = (
     ["evaluate"], ["sample"], ["export"], ["import"], ["launch"],
 )  # fmt: skip
 # Of pip, pytest, mkdocs, Slurm and Open MPI; and of a model of the reader's.
-OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--help"}
+OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--rows", "--help"}
 
 
 def help_of(command):
