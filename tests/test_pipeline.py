@@ -94,7 +94,8 @@ def test_uneven_placements_equal_plain(stages, options):
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
     monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
-    assert_same_as_plain(make_settings((2, 4, 1), (2, 4), **options))
+    task = dataclasses.replace(MODEL, dropout=0.0)  # half of the program to compile
+    assert_same_as_plain(make_settings((2, 4, 1), (2, 4), task, **options))
 
 
 @pytest.mark.law
