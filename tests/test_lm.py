@@ -208,8 +208,8 @@ def test_evaluations_stand_beside_word_frequencies(text):
     task = LM(
         num_layers=1, hidden_size=8, embed_size=8, corpus=str(text), batch_size=8, seq_len=4
     ).resolve()
-    mesh = ONE.mesh.build()
-    found = evaluate(task, ONE, init_state(task, ONE, mesh=mesh), "valid", mesh)
+    setup = Setup.of(task, ONE)
+    found = evaluate(setup, init_state(setup), "valid")
     assert found.metrics == {"perplexity": math.exp(found.loss)}
     assert found.metrics["perplexity"] == pytest.approx(11, rel=0.1)
     assert 5 < found.baseline["unigram perplexity"] < 11
@@ -232,7 +232,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     batch = place_batch(batches, 0, batch_sharding(task, parallel, mesh=devices))
     assert batch.inputs_BT.shape == (8, 4)
     assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2
-    loss = evaluate(task, parallel, state, "valid", devices).loss
+    loss = evaluate(Setup.of(task, parallel), state, "valid").loss
     # Each of the two targets is in a row of its own, after a token and the zero state.
     model = Setup.of(task, ONE).layout.merge(init_state(task, ONE).params, state.frozen)
     tokens = task.read_text().valid
@@ -273,7 +273,7 @@ def test_fields_that_cannot_be(changes, message):
 
 def test_a_model_of_no_known_vocabulary_is_refused():
     task = dataclasses.replace(TASK, vocab_size=None, num_words=None)
-    for use in (task.example_batch, lambda: init_state(task, ONE)):
+    for use in (task.example_batch, lambda: task.make_model(nnx.Rngs(0))):
         with pytest.raises(ValueError, match="vocab_size=None: set it, or let `resolve`"):
             use()
 

@@ -102,9 +102,9 @@ def test_every_parameter_of_a_compiled_step_is_split_over_the_axes_that_it_names
 def test_initialisation_needs_the_memory_of_its_shards():
     task = LM(num_layers=8, hidden_size=256, embed_size=256, vocab_size=3072)
     _, parallel, _ = make_settings((2, 2, 2))
-    layout, mesh = Setup.of(task, parallel).layout, parallel.mesh.build()
-    target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(task, parallel, mesh=mesh))
-    make = jax.jit(lambda: _initial_state(layout, 0, 100), out_shardings=target)
+    setup = Setup.of(task, parallel)
+    target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
+    make = jax.jit(lambda: _initial_state(setup, setup.layout.make(0)), out_shardings=target)
     compiled = make.lower().compile()
     memory, state = compiled.memory_analysis(), compiled()
     # XLA counts a table of pointers to the arrays too.

@@ -96,10 +96,10 @@ class ModelShapes:
 
     def __init__(self, task: Task, num_steps: int):
         """Traces shapes; no array is made."""
-        self.task = task
         train = dataclasses.replace(task.train, num_steps=num_steps)
         setup = Setup.of(task, Parallel(ONE), train, simulated_mesh(ONE))
         self.layout, self.facts, state = setup.layout, setup.layout.facts, abstract_state(setup)
+        self.task = setup.task
         self.params, self.frozen, self.opt_state, self.carry = (
             tuple(self._arrays(tree))
             for tree in (state.params, state.frozen, state.opt_state, state.carry)
@@ -174,8 +174,9 @@ class StepShape:
         parallel, train = Parallel.of(parallel, task.parallel), train or task.train
         if -1 in parallel.mesh.sizes.values():
             parallel = Setup.of(task, parallel, train).parallel
-        self.settings, self.train, self.parallel = Settings(task, parallel, train), train, parallel
         self.model = model = shapes_of(task, train.num_steps)
+        self.settings = Settings(model.task, parallel, train)
+        self.train, self.parallel = train, parallel
         layout, facts, self.sizes = Layout(model.facts, parallel), model.facts, parallel.mesh.sizes
         self.shares_head = parallel.mesh.stage > 1 and layout.head == "sharded"
         self.placement = layout.placement
