@@ -510,8 +510,8 @@ def test_unequal_shares_are_those_of_the_group_with_most():
 
 def test_what_cannot_be_predicted_is_refused(tmp_path):
     task, parallel, train = make_settings((2, 1, 1))
-    with pytest.raises(ValueError, match="no corpus 'nowhere'"):
-        unknown = dataclasses.replace(task, vocab_size=None, corpus="nowhere")
+    unknown = dataclasses.replace(task, vocab_size=None, corpus="nowhere")
+    with pytest.raises(FileNotFoundError, match="no corpus 'nowhere'"):
         predict_step(unknown, parallel, train)
     with pytest.raises(ValueError, match=r"hidden_size=\d+ does not divide by tensor=7"):
         predict_step(task, "tp7", train)
