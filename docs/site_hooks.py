@@ -67,11 +67,12 @@ def on_page_markdown(markdown, page, config, files):
 def _reference(name, path):
     """A page with all public names of a module, in the order of its `__all__`."""
     tree = ast.parse(path.read_text("utf-8"))
-    [names] = [
-        ast.literal_eval(node.value)
+    tables = {
+        node.targets[0].id: node.value
         for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-    ]
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    names = ast.literal_eval(tables.get("_HOMES", tables["__all__"]))
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
     title = name if name == "jaxpar" else f"jaxpar.{name}"
     lines = [f"# {title}", "", (ast.get_docstring(tree) or "").strip(), ""]

@@ -3,9 +3,10 @@
 `pip` keeps to the same holes (`pyproject.toml`), but a later `pip install -U jax` does not.
 """
 
-import importlib.metadata
+import importlib.util
 import re
 import sys
+from pathlib import Path
 
 OLDEST = (0, 10, 1)
 EXCLUDED = {
@@ -41,9 +42,23 @@ def check_jax_version() -> None:
     Raises:
       ImportError: with the installed version, the reason and the remedy.
     """
-    reason = excluded_reason(importlib.metadata.version("jax"), sys.version_info[:2])
+    reason = excluded_reason(_installed_version(), sys.version_info[:2])
     if reason is not None:
         raise ImportError(f"jaxpar does not run on this JAX: {reason}")
+
+
+def _installed_version() -> str:
+    """That of JAX, by the name of the folder that pip leaves beside it."""
+    spec = importlib.util.find_spec("jax")
+    beside = (
+        Path(spec.origin).parents[1] if spec is not None and spec.origin is not None else Path()
+    )
+    found = [path.name for path in beside.glob("jax-*.dist-info")]
+    if len(found) == 1:
+        return found[0].removeprefix("jax-").removesuffix(".dist-info")
+    from importlib import metadata  # takes as long as all else of a help
+
+    return metadata.version("jax")
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -17,17 +17,16 @@ of its optimizer, of the pipeline and of training in tables.
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
-import tomllib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from jaxpar.config import Parallel, short_name
+from jaxpar.fields import leaves_of, walk
 from jaxpar.files import read_file, whole_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Settings, Task, find_task, spec_of
@@ -82,6 +81,8 @@ def read_toml(path: Path) -> dict[str, Any]:
       OSError: it cannot be read, or is longer than any settings.
       ValueError: it is not TOML in UTF-8, or nested too deeply.
     """
+    import tomllib
+
     content = read_file(path, "the config", "give a readable TOML file", MOST_BYTES)
     if _LONG_KEY.search(content):
         raise ValueError(f"{path} is nested too deeply")
@@ -111,26 +112,34 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
     Raises:
       ValueError: a value would not be read back as it is.
     """
-    task, parallel, train = settings
-    spec = spec_of(task)
-    tables = {**_table(task), **_table(parallel), TRAIN: _table(train)}
-    if parallel.mesh.devices is None:
-        tables[MESH] = short_name(parallel.mesh)
+    import tomllib
+
+    import tomli_w
+
+    task, mesh = settings.task, settings.parallel.mesh
+    spec, tables = spec_of(task), _tables(keys_of(settings))
+    if mesh.devices is None:
+        tables[MESH] = short_name(mesh)
     try:
         simulated = {} if simulate is None else {SIMULATE: simulate}
         text = tomli_w.dumps({TASK: spec, **simulated, **tables})
     except TypeError as error:
         raise ValueError(f"the settings of {spec} cannot be written as TOML: {error}") from error
     found = _change(default_settings(type(task)), tomllib.loads(tomli_w.dumps(tables)))
-    for config, other in zip(settings, found, strict=True):
-        for field in dataclasses.fields(config):
-            value, again = getattr(config, field.name), getattr(other, field.name)
-            if value != again:
-                raise ValueError(
-                    f"{field.name}={value!r} would be read back from a TOML file as {again!r}; TOML has no "
-                    f"null, and does not keep types: use another value, or another default"
-                )
+    again = keys_of(found)
+    for key, value in keys_of(settings).items():
+        if key not in again or value != again[key]:
+            raise ValueError(
+                f"{key}={value!r} would be read back from a TOML file as {again.get(key)!r}; TOML has no "
+                f"null, and does not keep types: use another value, or another default"
+            )
     return text
+
+
+def keys_of(settings: Settings) -> dict[str, Any]:
+    """Every value of the settings by its key, such as `optimizer.learning_rate`."""
+    task, parallel, train = settings
+    return leaves_of(task) | leaves_of(parallel) | leaves_of({TRAIN: train})
 
 
 def default_settings(task: type[Task]) -> Settings:
@@ -170,7 +179,7 @@ def _base(tables: dict[str, Any], base: Settings | None) -> Settings:
 def _change(settings: Settings, tables: Mapping[str, Any]) -> Settings:
     """The settings with the values of a file."""
     task, parallel, train = settings
-    paths = [*_paths(task), *_paths(parallel), TRAIN, *_paths(train, f"{TRAIN}.")]
+    paths = [path for tree in (task, parallel, {TRAIN: train}) for path, _ in walk(tree)]
     for key, value in tables.items():
         if key not in paths or "." in key:
             raise ValueError(_unknown(key, value, paths))
@@ -213,15 +222,6 @@ def _replace(config: Any, values: Mapping[str, Any], path: str, paths: list[str]
         raise ValueError(f"{path if begins in names else ''}{error}") from error
 
 
-def _paths(config: Any, path: str = "") -> Iterator[str]:
-    """The keys of a dataclass, and of those in it."""
-    for field in dataclasses.fields(config):
-        yield f"{path}{field.name}"
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _paths(value, f"{path}{field.name}.")
-
-
 def _as_table(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value!r}: write a table [{name}]")
@@ -244,11 +244,12 @@ def _unknown(name: str, value: Any, paths: list[str]) -> str:
     return f"there is no key {name}; {remedy}"
 
 
-def _table(config: Any) -> dict[str, Any]:
-    """A dataclass as a TOML table."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {
-        name: _table(value) if dataclasses.is_dataclass(value) else value
-        for name, value in values.items()
-        if value is not None
-    }
+def _tables(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by their keys as tables, without those that are None."""
+    tables: dict[str, Any] = {}
+    for key, value in values.items():
+        *names, last = key.split(".")
+        table = functools.reduce(lambda table, name: table.setdefault(name, {}), names, tables)
+        if value is not None:
+            table[last] = value
+    return tables

@@ -104,15 +104,30 @@ def _describe(wanted: Any) -> str:
     return names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
 
 
-def leaves_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in tables and dataclasses, each with the names that lead to it, such as `a.b`."""
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        tree = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for name, value in tree.items():
-        yield from leaves_of(value, f"{path}.{name}" if path else str(name))
+def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All that is in a table or dataclass, by its path, such as `a.b`; a table before what is in it."""
+    for name, value in _entries(tree).items():
+        yield f"{path}{name}", value
+        if _is_table(value):
+            yield from walk(value, f"{path}{name}.")
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    """The values in tables and dataclasses, by the names that lead to them, such as `a.b`."""
+    return {path: value for path, value in walk(tree) if not _is_table(value)}
+
+
+def _is_table(value: Any) -> bool:
+    """Whether something is in it."""
+    if isinstance(value, Mapping):
+        return len(value) > 0
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _entries(tree: Any) -> Mapping[str, Any]:
+    if isinstance(tree, Mapping):
+        return tree
+    return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
 
 
 def require(condition: bool, message: str) -> None:

@@ -1,20 +1,22 @@
-"""Device meshes: `MeshConfig` -> `jax.sharding.Mesh`, and simulated devices for a laptop."""
+"""Device meshes: `MeshConfig` -> `jax.sharding.Mesh`, and simulated devices for a laptop.
 
-import ctypes
+`MeshConfig` is plain data: JAX is imported by what makes or finds devices.
+"""
+
 import dataclasses
 import difflib
 import math
 import os
 import re
 import sys
-from typing import Any
-
-import jax
-from jax.sharding import AxisType, Mesh
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.display import Shown, format_count
 from jaxpar.fields import check_fields, require_instance
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 MAX_SIMULATED = 1024  # devices, each with a thread of its own
 SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
@@ -144,7 +146,7 @@ class MeshConfig(Shown):
             )
         return self
 
-    def build(self) -> Mesh:
+    def build(self) -> "Mesh":
         """The mesh over real devices, axes (data, stage, tensor), all of type Auto.
 
         Devices are ordered by process, so that `tensor` (the axis with most traffic) stays inside a host
@@ -155,6 +157,8 @@ class MeshConfig(Shown):
           ValueError: there are too few devices, or in several processes too many; a device number does not
             exist, or JAX has no devices.
         """
+        import jax
+
         devices = sorted(_find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
@@ -170,7 +174,7 @@ class MeshConfig(Shown):
         return jax.make_mesh(
             tuple(sizes.values()),
             tuple(sizes),
-            axis_types=(AxisType.Auto,) * len(sizes),
+            axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
             devices=devices,
         )
 
@@ -195,6 +199,8 @@ def simulate_devices(num_devices: int) -> None:
       ValueError: `num_devices` is not positive, or more than one process can simulate.
       RuntimeError: the backend has started with other devices.
     """
+    import jax
+
     require_instance("num_devices", num_devices, int, "a whole number")
     if not 1 <= num_devices <= MAX_SIMULATED:
         raise ValueError(
@@ -220,12 +226,16 @@ def simulate_devices(num_devices: int) -> None:
 
 def num_simulated() -> int | None:
     """How many devices this process simulates, if it is the only one; None if it simulates none."""
+    import jax
+
     number = jax.config.values["jax_num_cpu_devices"]
     is_cpu = jax.devices()[0].platform == "cpu"
     return number if is_cpu and number > 0 and jax.process_count() == 1 else None
 
 
 def _find_devices() -> list[Any]:
+    import jax
+
     try:
         return jax.devices()
     except RuntimeError as error:
@@ -237,6 +247,8 @@ def release_freed_memory() -> None:
 
     Setup leaves memory behind in pieces, none of which a step's one block could use.
     """
+    import ctypes
+
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(ctypes.c_size_t(0))
@@ -249,6 +261,8 @@ def _keep_freed_memory() -> None:
     sixth of a step's time. The user's own settings are left alone. It affects threads started later: JAX's
     start with its backend. The numbers are those of mallopt(3).
     """
+    import ctypes
+
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in (
         os.environ.get("GLIBC_TUNABLES", "")
     )

@@ -1,4 +1,7 @@
-"""What is learned: options, and what follows from them. The base class, and how a user's own is found."""
+"""What is learned: options, and what follows from them. The base class, and how a user's own is found.
+
+Plain data: what needs JAX is imported where it is used.
+"""
 
 import dataclasses
 import difflib
@@ -10,21 +13,23 @@ import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import optax
-from flax import nnx
-
-from jaxpar import optimizer
-from jaxpar.batches import Batches
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.data.packed import PackedBatches
 from jaxpar.fields import check_fields, require_instance
 from jaxpar.files import read_file
-from jaxpar.sharding import RULES, Rules
+
+if TYPE_CHECKING:
+    import optax
+    from flax import nnx
+
+    from jaxpar.batches import Batches
+    from jaxpar.sharding import Rules
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
 TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
+# Modules with commands of theirs, each in a table COMMANDS.
+COMMANDS_OF_TASKS = ("jaxpar.tasks.lm.commands",)
 
 FILE_OF_TASK = "jaxpar_task_"  # how the name of the module of a user's file begins
 
@@ -39,15 +44,17 @@ class Task:
 
     Attributes:
       unit: what `Sums.weight` counts, in the plural: "tokens".
-      frozen: an NNX filter for parameters that are not trained: they have no gradient, no buffer and no
-        optimizer state.
+      frozen: an NNX filter for parameters that are not trained, by default none: they have no gradient, no
+        buffer and no optimizer state.
       train, parallel: the settings that its runs have by default.
+      run_class: what `load_run` makes of its runs, by module and name: a class that derives from `LoadedRun`.
     """
 
     unit: ClassVar[str] = "rows"
-    frozen: ClassVar[Any] = nnx.Nothing()
+    frozen: ClassVar[Any] = False
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
+    run_class: ClassVar[str] = "jaxpar.training.loaded:LoadedRun"
 
     def __post_init__(self):
         check_fields(self)
@@ -58,8 +65,10 @@ class Task:
         return type(self).__name__
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> "Rules":
         """From the names of dims to axes of the mesh."""
+        from jaxpar.sharding import RULES
+
         return RULES
 
     @property
@@ -67,11 +76,11 @@ class Task:
         """Whether batches may have fewer time steps than `example_batch`."""
         return False
 
-    def make_model(self, rngs: nnx.Rngs) -> Any:
+    def make_model(self, rngs: "nnx.Rngs") -> Any:
         """The model; see `model.Model`."""
         raise NotImplementedError(f"task {self.name} has no make_model(self, rngs); write one")
 
-    def make_batches(self, split: str, seed: int | None = None) -> Batches:
+    def make_batches(self, split: str, seed: int | None = None) -> "Batches":
         """The batches of a split.
 
         Args:
@@ -82,12 +91,16 @@ class Task:
             f"task {self.name} has no make_batches(self, split, seed=None); write one"
         )
 
-    def make_optimizer(self, num_steps: int) -> optax.GradientTransformation:
+    def make_optimizer(self, num_steps: int) -> "optax.GradientTransformation":
         """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
+        from jaxpar import optimizer
+
         return optimizer.make_optimizer(self._optimizer(), num_steps)
 
-    def learning_rate(self, num_steps: int) -> optax.Schedule | None:
+    def learning_rate(self, num_steps: int) -> "optax.Schedule | None":
         """Step -> learning rate; None if there is no single number."""
+        from jaxpar import optimizer
+
         return (
             optimizer.learning_rate(self._optimizer(), num_steps)
             if hasattr(self, "optimizer")
@@ -135,6 +148,8 @@ class Task:
 
     def describe(self) -> list[tuple[str, str]]:
         """Lines for the table before a run: (what, in words); by default those of packed batches."""
+        from jaxpar.data.packed import PackedBatches
+
         batches = self.make_batches("train", 0)
         return [("batches", batches.to_text())] if isinstance(batches, PackedBatches) else []
 

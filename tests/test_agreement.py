@@ -186,7 +186,7 @@ def test_flags_of_the_compiler_are_compared_where_they_change_a_program(
 
 PROGRAM = """
 import sys
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 {before}
 sys.exit(main(sys.argv[1:]))
 """

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from test_equivalence import SGD, make_settings
 
-from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_step
+from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.planning import calibration, compare, compiled_cost, cost, planner, predict_step

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import tensorstore as ts
 
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.training.checkpoint import _metadata
 from jaxpar.training.checksums import checksums, digest
 from jaxpar.training.manifest import Manifest, read_manifest
@@ -483,7 +483,7 @@ def test_a_run_of_a_huge_model_takes_no_memory(here):
     model_of_one_terabyte()
     reseal()
     program = (
-        "import re, resource; from jaxpar.__main__ import main\n"
+        "import re, resource; from jaxpar.cli.main import main\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))\n"
         "code = main(['evaluate', 'run'])\n"
         r"print(code, re.search(r'VmHWM:\s+(\d+)', open('/proc/self/status').read())[1])"

@@ -24,7 +24,6 @@ from test_measured import make_measured
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
-from jaxpar.display import FittingTable
 from jaxpar.pictures.animation import make_animation, make_strategies
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.figures import draw_chart
@@ -33,6 +32,7 @@ from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.planning import find_machine, plan
 from jaxpar.state import abstract_state, init_state
+from jaxpar.tables import FittingTable
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.report import Progress

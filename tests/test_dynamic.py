@@ -12,7 +12,7 @@ from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.config import Adaptation
 from jaxpar.mesh import MeshConfig
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.options import Regularization
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.loaded import load_run
 from jaxpar.training.run_folder import RunFolder

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from jaxpar import MeshConfig, Parallel, TrainConfig
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.hosts import launch
 from jaxpar.planning import MACHINES, elastic, fit_devices
 from jaxpar.planning.elastic import _find_machine

@@ -256,7 +256,7 @@ PROGRAM = """
 import os, sys
 import jax
 {before}
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -13,7 +13,7 @@ import pytest
 from test_stopping import NEVER, start_by_hand
 from test_train import make_run
 
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.config import TrainConfig
 from jaxpar.setup import Setup
 from jaxpar.training.console import ConsoleReport
@@ -32,7 +32,7 @@ SMALL = [
 FULL = """
 import os, resource, signal, sys
 from pathlib import Path
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.writing import Writing
 

@@ -14,14 +14,15 @@ import pytest
 from flax import nnx
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_step
 from jaxpar.batches import place_batch
+from jaxpar.cli.main import main
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad
 from jaxpar.tasks.images.digits import load_digits
-from jaxpar.tasks.images.model import num_features
-from jaxpar.tasks.images.task import STRATEGIES, Images
+from jaxpar.tasks.images.sizes import num_features
+from jaxpar.tasks.images.strategies import STRATEGIES
+from jaxpar.tasks.images.task import Images
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder

@@ -14,15 +14,16 @@ PACKAGE = Path(jaxpar.__file__).parent
 # From the bottom to the top. What stands in one line does not import each other; a folder is one name, whose
 # own modules import each other without a circle.
 LAYERS = (
-    "_versions _interrupt _mistyped option_errors",  # before JAX is imported
-    "axes parts fields files memory output display timing",  # names, checks, text, the machine
+    "_versions _lazy",  # before JAX is imported
+    "__init__",  # what is offered, by names
+    "axes parts fields files memory output display tables timing",  # names, checks, text, the machine
     "trees jaxprs data",  # of arrays, of traced programs; batches of arrays in memory
     "work",  # what a traced program does
     "at mesh sharding batches hosts",  # where arrays lie; where they come from; many processes
     "config nn",  # the options that tasks share; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them
     "model task",  # what layers are part of; what is learned
-    "facts config_file",  # what a task's model is; tasks and options as files
+    "facts config_file command",  # what a task's model is; options as files, and of every command
     "layout",  # how it lies on devices
     "setup rows",  # all that a run is made from; whether rows stand apart
     "state",  # what a run changes
@@ -32,9 +33,8 @@ LAYERS = (
     "analysis",  # what a compiled step does
     "planning",  # what a step will cost
     "pictures",  # how all of it is drawn
-    "commands",  # the command line
+    "cli",  # the command line
     "__main__",
-    "__init__",
 )
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names.split()}
 
@@ -113,9 +113,10 @@ def test_only_show_imports_by_name_what_is_above():
     assert {name: found for name, tree in TREES.items() if (found := late(tree))} == LATE
 
 
-def test_nothing_but_the_command_line_knows_the_tasks():
+def test_nothing_knows_the_tasks():
+    """They are found by their names, in tables."""
     knows = {layer(name) for name, others in IMPORTS.items() if "tasks" in map(layer, others)}
-    assert knows == {"tasks", "commands", "__init__"}
+    assert knows == {"tasks"}
 
 
 def test_arrows_up_and_circles_are_seen():

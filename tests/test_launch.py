@@ -13,8 +13,9 @@ import pytest
 import yaml
 from test_train import flip_a_bit
 
-from jaxpar.__main__ import main
-from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, ProcessGroup, find_processes
+from jaxpar.cli.main import main
+from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS
+from jaxpar.hosts.group import ProcessGroup, find_processes
 from jaxpar.hosts.interface import listen_on
 from jaxpar.hosts.launch import _Processes
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script

@@ -149,7 +149,7 @@ def test_resolving_reads_the_text_only_if_it_must(text, monkeypatch):
     task = LM(corpus=str(text)).resolve()
     assert (task.num_words, task.vocab_size) == (11, VOCAB_MULTIPLE)
     # What has been read is at hand, and what says its size is not read.
-    monkeypatch.setattr("jaxpar.tasks.lm.task.load_corpus", lambda *_: pytest.fail("was read"))
+    monkeypatch.setattr("jaxpar.tasks.lm.corpus.load_corpus", lambda *_: pytest.fail("was read"))
     assert len(task.read_text().vocabulary) == 11
     assert task.make_batches("valid").num_targets == 69
     sized = dataclasses.replace(TASK, corpus="nowhere")
@@ -320,7 +320,7 @@ def test_logits_in_pieces_are_those_at_once(monkeypatch, mesh, units):
     parallel = on_mesh(mesh, units, head="last")
     rows = dataclasses.replace(TASK, batch_size=64, seq_len=8)
     loss, grads = loss_and_grads(rows, parallel)
-    monkeypatch.setattr("jaxpar.tasks.lm.task.LOGITS_ON_CPU", 1)
+    monkeypatch.setattr("jaxpar.tasks.lm.loss.LOGITS_ON_CPU", 1)
     pieces = dataclasses.replace(rows, corpus="another")  # what has been traced of a task is kept
     actual, actual_grads = loss_and_grads(pieces, parallel)
     assert actual == pytest.approx(loss, rel=RELATIVE_ERROR)

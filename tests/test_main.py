@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import commands
-from jaxpar.__main__ import _parse, main
+from jaxpar.cli.main import main
+from jaxpar.cli.parse import read_command
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
@@ -423,7 +423,7 @@ def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
         rankings.append(plan(*arguments, num_compiled=1))
         return rankings[-1]
 
-    monkeypatch.setattr(commands, "plan", kept)
+    monkeypatch.setattr("jaxpar.planning.plan", kept)
     given = [
         "lm", "--vocab-size", "768", "--num-layers", "2", "--hidden-size", "96", "--embed-size", "96",
         "--forget-bias", "0.5", "--optimizer.learning-rate", "0.01",
@@ -432,7 +432,7 @@ def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "M: microbatches; K: chunks of time." in printed
     command = printed.splitlines()[-1].removeprefix("To train with the first: python -m jaxpar ")
-    task, parallel, train = _parse(shlex.split(command)).settings
+    task, parallel, train = read_command(shlex.split(command)).settings
     # The size of the vocabulary was a guess; the text tells it.
     assert task == LM(
         2,

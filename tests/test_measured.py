@@ -23,8 +23,8 @@ from jaxpar import (
     Sums,
     show,
 )
-from jaxpar.__main__ import main
 from jaxpar.analysis.measured import MeasuredStep, Span
+from jaxpar.cli.main import main
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.tasks.lm.task import LM

@@ -320,7 +320,7 @@ class Picky(jaxpar.Task):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
-    from jaxpar.__main__ import main
+    from jaxpar.cli.main import main
 
     (tmp_path / "forecast.py").write_text(FILE)
     (tmp_path / "fails.py").write_text("1 / 0\n")
@@ -388,7 +388,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("right", "wrong", "message"), WRONG)
 def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, monkeypatch, capsys):
-    from jaxpar.__main__ import main
+    from jaxpar.cli.main import main
 
     assert right in FILE
     (tmp_path / "own.py").write_text(FILE.replace(right, wrong))
@@ -403,7 +403,7 @@ def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, m
 @pytest.mark.full
 def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypatch, capsys):
     """A weight that is an int, labels of int64: what NumPy and shapes give by themselves."""
-    from jaxpar.__main__ import main
+    from jaxpar.cli.main import main
 
     text = FILE.replace('jnp.sum(batch["weight"]), {', "error.size, {")
     (tmp_path / "own.py").write_text(text.replace(".astype(np.float32)", ""))

@@ -13,7 +13,7 @@ from test_cost import laptop_here, own_cache, task_of  # noqa: F401
 from test_equivalence import make_settings
 from test_placement import all_placements
 
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout

@@ -15,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, inspect_step
-from jaxpar.__main__ import main
 from jaxpar.analysis import inspect_function
+from jaxpar.cli.main import main
 from jaxpar.config_file import write_config
 from jaxpar.pictures import figures
 from jaxpar.pictures.timeline import show_schedule

@@ -14,10 +14,10 @@ from flax import nnx
 
 from benchmarks.published import penn_treebank
 from jaxpar import OptimizerConfig, TrainConfig
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.data.windows import Windows
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.options import Regularization
 
 
 def write_wheel(path, splits):
@@ -51,8 +51,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 from benchmarks.published.in_float64 import LM
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig, fit
 from jaxpar.mesh import MeshConfig
-from jaxpar.tasks.lm.regularization import Regularization
 from jaxpar.data.windows import Windows
+from jaxpar.tasks.lm.options import Regularization
 
 how = Regularization(None, 0.2, True, 0.1, 0.5, 2.0, 1.0)
 task = LM(

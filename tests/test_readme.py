@@ -14,7 +14,8 @@ import pytest
 
 import jaxpar
 from jaxpar import Parallel, show
-from jaxpar.__main__ import _parse, main
+from jaxpar.cli.main import main
+from jaxpar.cli.parse import read_command
 from jaxpar.config_file import default_settings, write_config
 from jaxpar.pipeline import make_schedule
 from jaxpar.setup import Setup
@@ -155,6 +156,9 @@ def test_the_classifier_of_the_guide_trains_on_a_file_of_data(tmp_path):
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_understood(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "jaxpar.cli.options.simulate_devices", lambda number: None
+    )  # there are some
     for run in ("0001", "other"):
         (tmp_path / "runs" / run).mkdir(parents=True)
     for path in ("settings.toml", "runs/0001/config.toml", "runs/other/config.toml"):
@@ -163,7 +167,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         [own] = [block for block in blocks("python", source) if block.startswith(start)]
         (tmp_path / start.removeprefix("# ")).write_text(own)
     for command in commands(page):
-        _parse(command)
+        read_command(command)
 
 
 def test_a_run_without_a_mesh_is_described_as_the_readme_shows():

@@ -14,7 +14,8 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_eval_step, make_loss_and_grad
 from jaxpar.tasks.lm import LM, Batch
-from jaxpar.tasks.lm.regularization import KERNELS, WORDS, Regularization
+from jaxpar.tasks.lm.options import Regularization
+from jaxpar.tasks.lm.regularization import KERNELS, WORDS
 from jaxpar.training.by_layer import array_of
 
 ALL = Regularization(

@@ -22,7 +22,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.images.task import Images
-from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.options import Regularization
 from jaxpar.tasks.lm.task import LM
 
 ONE = Parallel(on_devices((1, 1, 1))).resolve(8)

@@ -16,7 +16,7 @@ import sys
 import pytest
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig
-from jaxpar.__main__ import main
+from jaxpar.cli.main import main
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM

@@ -11,7 +11,7 @@ import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm.corpus import EOS
-from jaxpar.tasks.lm.sample import sample, sample_text, sample_tokens
+from jaxpar.tasks.lm.sampling import sample, sample_text, sample_tokens
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.fit import fit
 

@@ -14,7 +14,7 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
-from jaxpar.tasks.lm.regularization import Regularization
+from jaxpar.tasks.lm.options import Regularization
 
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)

@@ -58,7 +58,7 @@ def agree(*facts: Any, remedy: str, last: bool = False) -> None:
     found = {
         name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an object's address is its own
         for each in facts
-        for name, value in leaves_of(each)
+        for name, value in leaves_of(each).items()
     }
     _state.agree(found, remedy, last=last)
 

@@ -23,9 +23,10 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_count, make_console
-from jaxpar.hosts.distributed import find_processes
+from jaxpar.display import format_count
+from jaxpar.hosts.group import find_processes
 from jaxpar.memory import host_memory
+from jaxpar.tables import make_console
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxpar.hosts import leash
-from jaxpar.hosts.distributed import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.hosts.leash import GRACE_SECONDS
 from jaxpar.hosts.scripts import check_command, how_to_go_on, options_of
 

@@ -9,10 +9,11 @@ from jax.sharding import NamedSharding
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import FittingTable, format_bytes, format_shape, show
+from jaxpar.display import format_bytes, format_shape, show
 from jaxpar.pictures.picture import Picture
 from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
+from jaxpar.tables import FittingTable
 from jaxpar.trees import device_bytes
 
 

@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.display import WIDTH
 from jaxpar.pictures.chart import Chart, draw, to_svg
 from jaxpar.pictures.style import HEAD, STYLE, make_page
+from jaxpar.tables import WIDTH
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}

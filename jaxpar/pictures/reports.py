@@ -8,11 +8,12 @@ from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
-from jaxpar.display import FittingTable, format_bytes, format_seconds, format_shape, show
+from jaxpar.display import format_bytes, format_seconds, format_shape, show
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import Comparison, Cost
 from jaxpar.planning.planner import Ranking, describe
 from jaxpar.planning.traffic import Traffic
+from jaxpar.tables import FittingTable
 
 NUM_MESHES = 12  # of a ranking
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
+import importlib
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flax import nnx
 
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.task import Task
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.report import Evaluation
@@ -31,6 +31,11 @@ class LoadedRun:
     folder: RunFolder
     setup: Setup
     state: TrainState
+
+    @classmethod
+    def of(cls, folder: RunFolder, setup: Setup, state: TrainState) -> Self:
+        """The run with what is read from its folder besides."""
+        return cls(folder, setup, state)
 
     def __repr__(self) -> str:
         return (
@@ -85,10 +90,5 @@ def load_run(
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
     folder = RunFolder(Path(run_dir))
     setup, state = folder.restore(mesh, best=best)
-    return loaded(setup.task, LoadedRun(folder, setup, state))
-
-
-@functools.singledispatch
-def loaded(task: Task, run: LoadedRun) -> LoadedRun:
-    """The run as users of its task want it; a task registers its own."""
-    return run
+    module, _, name = setup.task.run_class.partition(":")
+    return getattr(importlib.import_module(module), name).of(folder, setup, state)

@@ -310,7 +310,7 @@ class RunFolder:
                 {k: v for k, v in each.items() if k not in _OF_SETTINGS} for each in (was, now)
             )
         if was != now:
-            before, after = dict(leaves_of(was)), dict(leaves_of(now))
+            before, after = leaves_of(was), leaves_of(now)
             changed = [n for n in {**before, **after} if before.get(n) != after.get(n)]
             named = (f"{n} was {before.get(n)}, is {after.get(n)}" for n in changed[:_NAMED])
             raise ValueError(

@@ -18,6 +18,7 @@ from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import Linear
 from jaxpar.parts import WEIGHT
+from jaxpar.tasks.images.sizes import num_features
 
 # Keys of a batch.
 IMAGE, LABEL = "image", "label"
@@ -35,7 +36,7 @@ class HybridConvNet(nnx.Module):
     """Convolutions and poolings, then dense layers: a small AlexNet (Krizhevsky et al. 2012).
 
     Its dims have enough names that "one weird trick" (arXiv:1404.5997), and what it is compared with, are
-    nothing but tables of rules: see `task.STRATEGIES`.
+    nothing but tables of rules: see `strategies.STRATEGIES`.
 
         images [B, H, W, C]   conv, conv, pool ...   features [B, F]   dense     dense   logits
         batch                 batch, channels        dense_batch, features  -> units -> features ...
@@ -120,10 +121,3 @@ class HybridConvNet(nnx.Module):
         """Images -> float32 logits [B, V], without dropout."""
         at = At(layer=0, time=0, row=0, time_major=False)
         return self.classify(self.first({IMAGE: images_BHWC}, at), at)
-
-
-def num_features(channels: Sequence[int], image_shape: Sequence[int]) -> int:
-    """The number of features that the convolutions hand to the dense layers per image."""
-    height, width, _ = image_shape
-    num_poolings = len(channels) // 2
-    return (height >> num_poolings) * (width >> num_poolings) * channels[-1]

@@ -1,51 +1,29 @@
-"""The task of classifying images: its options, and what follows from them."""
+"""The task of classifying images: its options, and what follows from them.
+
+Plain data: what needs JAX or NumPy is imported where it is used.
+"""
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-from flax import nnx
-
-from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
+from jaxpar.axes import DATA, TENSOR
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
-from jaxpar.data.array import ArrayBatches
 from jaxpar.fields import MOST, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
-from jaxpar.parts import WEIGHT
-from jaxpar.sharding import Rules
 from jaxpar.task import Task
-from jaxpar.tasks.images.digits import SPLITS, load_digits
-from jaxpar.tasks.images.model import (
-    CHANNELS,
-    DENSE_BATCH,
-    FEATURES,
-    IMAGE,
-    LABEL,
-    UNITS,
-    HybridConvNet,
-    num_features,
-)
+from jaxpar.tasks.images.sizes import num_features
+
+if TYPE_CHECKING:
+    import numpy as np
+    from flax import nnx
+
+    from jaxpar.data.array import ArrayBatches
+    from jaxpar.sharding import Rules
+    from jaxpar.tasks.images.model import HybridConvNet
 
 MOST_PIXELS = 2**28  # that a batch can have here
-
-# What all devices of a mesh split of a network with convolutions below and dense layers above. The hybrid
-# ("one weird trick", arXiv:1404.5997) splits the images of the convolutions, which have many activations,
-# and the weights of the dense layers, which have many parameters. Between them activations change their
-# layout: by an all-to-all if the first dense layer is row-parallel, by an all-gather if it is
-# column-parallel.
-ALL_DEVICES = (DATA, TENSOR)
-_WHOLE = Rules.make(
-    dict.fromkeys((BATCH, DENSE_BATCH, INPUT, CHANNELS, FEATURES, UNITS))  # no axis splits any
-)
-STRATEGIES = {
-    "hybrid": _WHOLE.replace({BATCH: ALL_DEVICES, FEATURES: ALL_DEVICES}),
-    "hybrid-gather": _WHOLE.replace({BATCH: ALL_DEVICES, UNITS: ALL_DEVICES}),
-    "data": _WHOLE.replace({BATCH: ALL_DEVICES, DENSE_BATCH: ALL_DEVICES}),
-    "model": _WHOLE.replace({CHANNELS: ALL_DEVICES, FEATURES: ALL_DEVICES}),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +88,16 @@ class Images(Task):
         )
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> "Rules":
         """Those of the strategy."""
+        from jaxpar.tasks.images.strategies import STRATEGIES
+
         return STRATEGIES[self.strategy]
 
-    def make_model(self, rngs: nnx.Rngs) -> HybridConvNet:
+    def make_model(self, rngs: "nnx.Rngs") -> "HybridConvNet":
         """The network."""
+        from jaxpar.tasks.images.model import HybridConvNet
+
         return HybridConvNet(
             self.channels,
             self.hidden_sizes,
@@ -125,12 +107,16 @@ class Images(Task):
             rngs=rngs,
         )
 
-    def make_batches(self, split: str, seed: int | None = None) -> ArrayBatches:
+    def make_batches(self, split: str, seed: int | None = None) -> "ArrayBatches":
         """The images of a split, their labels, and which of them count.
 
         Raises:
           ValueError: the images do not fit the model, or are not installed.
         """
+        from jaxpar.data.array import ArrayBatches
+        from jaxpar.tasks.images.digits import load_digits
+        from jaxpar.tasks.images.model import IMAGE, LABEL
+
         arrays = load_digits()[split]
         shape, classes = arrays[IMAGE].shape[1:], int(arrays[LABEL].max()) + 1
         for name, known in (("image_shape", shape), ("num_classes", classes)):
@@ -141,8 +127,13 @@ class Images(Task):
             )
         return ArrayBatches(arrays, self.batch_size, seed)
 
-    def example_batch(self) -> dict[str, np.ndarray]:
+    def example_batch(self) -> "dict[str, np.ndarray]":
         """Black images: no data are read for it."""
+        import numpy as np
+
+        from jaxpar.parts import WEIGHT
+        from jaxpar.tasks.images.model import IMAGE, LABEL
+
         B = self.batch_size
         return {
             IMAGE: np.zeros((B, *self.image_shape), np.float32),
@@ -166,11 +157,15 @@ class Images(Task):
             )
         if self.strategy != "model":
             sizes = parallel.mesh.sizes
-            parts = {axis: sizes[axis] for axis in ALL_DEVICES if sizes[axis] > 1}
+            parts = {axis: sizes[axis] for axis in (DATA, TENSOR) if sizes[axis] > 1}
             check_divides("batch_size", self.batch_size, parts)
 
     def check_batch(self, batch: Mapping[str, Any]) -> None:
         """Raises a ValueError for a label that is not one of the classes."""
+        import numpy as np
+
+        from jaxpar.tasks.images.model import LABEL
+
         labels = np.asarray(batch[LABEL])
         if bad := [int(i) for i in np.flatnonzero((labels < 0) | (labels >= self.num_classes))[:1]]:
             raise ValueError(
@@ -180,6 +175,9 @@ class Images(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Layers, strategy, images."""
+        from jaxpar.tasks.images.digits import SPLITS, load_digits
+        from jaxpar.tasks.images.model import LABEL
+
         channels, dense = (", ".join(map(str, s)) for s in (self.channels, self.hidden_sizes))
         splits = ", ".join(f"{len(load_digits()[split][LABEL]):,} {split}" for split in SPLITS)
         return [
@@ -194,8 +192,12 @@ class Images(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Number and checksum of the images of each split."""
+        import hashlib
 
-        def of_split(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        from jaxpar.tasks.images.digits import load_digits
+        from jaxpar.tasks.images.model import IMAGE, LABEL
+
+        def of_split(arrays: "Mapping[str, np.ndarray]") -> dict[str, Any]:
             content = arrays[IMAGE].astype("<f4").tobytes() + arrays[LABEL].astype("<i4").tobytes()
             return {"images": len(arrays[LABEL]), "sha256": hashlib.sha256(content).hexdigest()}
 

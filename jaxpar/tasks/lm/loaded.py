@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Self
 
 import jax
 import numpy as np
 
+from jaxpar.setup import Setup
+from jaxpar.state import TrainState
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.run import read_vocabulary
-from jaxpar.tasks.lm.sample import read_prompt, sample_text
-from jaxpar.tasks.lm.task import LM
-from jaxpar.training.loaded import LoadedRun, loaded
+from jaxpar.tasks.lm.sampling import read_prompt, sample_text
+from jaxpar.training.loaded import LoadedRun
+from jaxpar.training.run_folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -19,6 +22,15 @@ class TextRun(LoadedRun):
     """As `LoadedRun`, with the vocabulary that the run keeps."""
 
     vocabulary: Vocabulary
+
+    @classmethod
+    def of(cls, folder: RunFolder, setup: Setup, state: TrainState) -> Self:
+        """The run with its vocabulary.
+
+        Raises:
+          ValueError, OSError: it is damaged, or cannot be read.
+        """
+        return cls(folder, setup, state, read_vocabulary(folder))
 
     def logits(self, text: str) -> np.ndarray:
         """What the model expects after each token of a text, read from the start of a line.
@@ -44,16 +56,6 @@ class TextRun(LoadedRun):
     def sample(
         self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
     ) -> str:
-        """A text that begins with the prompt; see `sample.sample`."""
+        """A text that begins with the prompt; see `sampling.sample`."""
         numbers = {"length": length, "temperature": temperature, "seed": seed}
         return sample_text(self.setup, self.state, self.vocabulary, prompt, **numbers)
-
-
-@loaded.register
-def load_text_run(task: LM, run: LoadedRun) -> TextRun:
-    """The run with its vocabulary.
-
-    Raises:
-      ValueError, OSError: it is damaged, or cannot be read.
-    """
-    return TextRun(**vars(run), vocabulary=read_vocabulary(run.folder))

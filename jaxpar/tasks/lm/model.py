@@ -25,8 +25,8 @@ from jaxpar.tasks.lm.loss import (
     linear_cross_entropy,
     without_padding,
 )
+from jaxpar.tasks.lm.options import Regularization
 from jaxpar.tasks.lm.regularization import (
-    Regularization,
     drop_kernels,
     scale_of_words,
     square_of,

@@ -1,42 +1,30 @@
-"""The task of a language model: its options, and what follows from them."""
+"""The task of a language model: its options, and what follows from them.
+
+Plain data: what needs JAX or NumPy is imported where it is used.
+"""
 
 import dataclasses
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Self
-
-import jax
-import numpy as np
-from flax import nnx
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jaxpar.axes import TENSOR
-from jaxpar.batches import Batches
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
 from jaxpar.data.windows import Windows
 from jaxpar.fields import nearest_multiples, require, require_rate, require_sizes
-from jaxpar.nn import GRU, LSTM, RGLRU, SLSTM, MinGRU
 from jaxpar.task import Task
-from jaxpar.tasks.lm.buckets import (
-    BucketedSentences,
-    PackedSentences,
-    Sentences,
-    choose_edges,
-)
-from jaxpar.tasks.lm.corpus import (
-    LEAST_VOCAB,
-    SPLITS,
-    Corpus,
-    check_tokens,
-    load_corpus,
-    unigram_perplexity,
-)
-from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
-from jaxpar.tasks.lm.model import NLL, LanguageModel
-from jaxpar.tasks.lm.regularization import Regularization
-from jaxpar.tasks.lm.streams import IGNORE, Batch, TokenStreams
-from jaxpar.tasks.lm.windows import in_window
+from jaxpar.tasks.lm.options import Regularization
+
+if TYPE_CHECKING:
+    import numpy as np
+    from flax import nnx
+
+    from jaxpar.batches import Batches
+    from jaxpar.tasks.lm.buckets import BucketedSentences, PackedSentences
+    from jaxpar.tasks.lm.corpus import Corpus
+    from jaxpar.tasks.lm.model import LanguageModel
+    from jaxpar.tasks.lm.streams import Batch, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
@@ -49,7 +37,6 @@ MOST_LAYERS, MOST_TOKENS = (
     2**28,
 )  # that a list of layers and the tokens of a batch can have here
 
-LAYERS = {"lstm": LSTM, "gru": GRU, "rglru": RGLRU, "mingru": MinGRU, "slstm": SLSTM}
 FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
 
 _FREE = {"free": True}  # may change between two runs of one state
@@ -100,6 +87,7 @@ class LM(Task):
 
     unit: ClassVar[str] = "tokens"
     parallel: ClassVar[Parallel] = Parallel(pipeline=PipelineConfig(num_chunks=4))
+    run_class: ClassVar[str] = "jaxpar.tasks.lm.loaded:TextRun"
 
     num_layers: int = 4
     hidden_size: int = 192
@@ -208,12 +196,17 @@ class LM(Task):
         """Whether each line of the text is read from the initial state."""
         return self.packed or self.num_buckets > 0
 
-    def make_model(self, rngs: nnx.Rngs) -> LanguageModel:
+    def make_model(self, rngs: "nnx.Rngs") -> "LanguageModel":
         """The model.
 
         Raises:
           ValueError: vocab_size is None.
         """
+        import jax
+
+        from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
+        from jaxpar.tasks.lm.model import LanguageModel
+
         return LanguageModel(
             self.num_layers,
             self.hidden_size,
@@ -232,13 +225,23 @@ class LM(Task):
 
     def _layer(self) -> Callable[..., Any]:
         """What makes a layer."""
-        kind = LAYERS[self.layer]
+        from jaxpar import nn
+        from jaxpar.tasks.lm.windows import in_window
+
+        kinds = {
+            "lstm": nn.LSTM,
+            "gru": nn.GRU,
+            "rglru": nn.RGLRU,
+            "mingru": nn.MinGRU,
+            "slstm": nn.SLSTM,
+        }
+        kind = kinds[self.layer]
         if self.windows.mean or self.regularization.slowness:
             kind = in_window(kind)
         own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
         return functools.partial(kind, **own)
 
-    def make_batches(self, split: str, seed: int | None = None) -> Batches:
+    def make_batches(self, split: str, seed: int | None = None) -> "Batches":
         """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
@@ -249,8 +252,8 @@ class LM(Task):
         return self.batches_of(getattr(corpus, split), corpus.vocabulary.separator, seed)
 
     def batches_of(
-        self, tokens: np.ndarray, separator: int, seed: int | None = None
-    ) -> TokenStreams | BucketedSentences | PackedSentences:
+        self, tokens: "np.ndarray", separator: int, seed: int | None = None
+    ) -> "TokenStreams | BucketedSentences | PackedSentences":
         """The batches of any text.
 
         Args:
@@ -260,6 +263,14 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
+        from jaxpar.tasks.lm.buckets import (
+            BucketedSentences,
+            PackedSentences,
+            Sentences,
+            choose_edges,
+        )
+        from jaxpar.tasks.lm.streams import TokenStreams
+
         if not self.reads_lines:
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed, self.windows)
         sentences = Sentences.split(tokens, separator)
@@ -274,20 +285,26 @@ class LM(Task):
         )
         return BucketedSentences(sentences, self.batch_size, edges, seed)
 
-    def example_batch(self) -> Batch:
+    def example_batch(self) -> "Batch":
         """Random tokens: no text is read for it."""
+        import numpy as np
+
+        from jaxpar.tasks.lm.streams import Batch
+
         high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
         batch = Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
         return batch._replace(padding=0, rate=1.0) if self.windows.mean else batch
 
-    def read_text(self) -> Corpus:
+    def read_text(self) -> "Corpus":
         """The corpus, whose words the vocabulary must have room for.
 
         Raises:
           OSError: it cannot be read.
           ValueError: its words do not fit the vocabulary.
         """
+        from jaxpar.tasks.lm.corpus import LEAST_VOCAB, load_corpus
+
         corpus = vars(self).get(_CORPUS) or load_corpus(self.corpus, self.level, self.max_vocab)
         if _CORPUS in vars(self):
             object.__setattr__(self, _CORPUS, corpus)
@@ -312,6 +329,8 @@ class LM(Task):
 
         The text is read where vocab_size does not say what is needed.
         """
+        from jaxpar.tasks.lm.corpus import load_corpus
+
         changes: dict[str, Any] = {}
         corpus = None
         if self.vocab_size is None:
@@ -333,8 +352,13 @@ class LM(Task):
                 f"bucket_multiple={chunk_len}, or more chunks"
             )
 
-    def check_batch(self, batch: Batch) -> None:
+    def check_batch(self, batch: "Batch") -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
+        import numpy as np
+
+        from jaxpar.tasks.lm.corpus import check_tokens
+        from jaxpar.tasks.lm.streams import IGNORE
+
         num_words = self.num_words or self._known_vocab_size()
         inputs, targets = np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT)
         check_tokens(inputs, num_words, "inputs")
@@ -344,11 +368,15 @@ class LM(Task):
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
         """Perplexity, without penalties; infinity where it overflows."""
+        from jaxpar.tasks.lm.model import NLL
+
         nll = means.get(NLL, loss)
         return {"perplexity": math.exp(nll) if nll < 700 else math.inf}
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""
+        from jaxpar.tasks.lm.corpus import unigram_perplexity
+
         corpus = self.read_text()
         # The first token is no target of the model either.
         tokens, num_words = getattr(corpus, split)[1:], len(corpus.vocabulary)
@@ -356,6 +384,9 @@ class LM(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Text, vocabulary and batches."""
+        from jaxpar.tasks.lm.buckets import BucketedSentences, PackedSentences
+        from jaxpar.tasks.lm.corpus import SPLITS
+
         corpus = self.read_text()
         words, sizes = len(corpus.vocabulary), [len(getattr(corpus, split)) for split in SPLITS]
         padding = (self.vocab_size or words) - (self.num_words or self.vocab_size or words)
@@ -381,9 +412,15 @@ class LM(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Tokens and checksum of each split."""
+        import hashlib
+
+        import numpy as np
+
+        from jaxpar.tasks.lm.corpus import SPLITS
+
         corpus = self.read_text()
 
-        def of_split(tokens: np.ndarray) -> dict[str, Any]:
+        def of_split(tokens: "np.ndarray") -> dict[str, Any]:
             sha256 = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
             return {"tokens": len(tokens), "sha256": sha256.hexdigest()}
 

@@ -36,6 +36,7 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
+from jaxpar.tasks.lm.options import NAMES
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
@@ -44,9 +45,6 @@ from jaxpar.training.run_folder import RunFolder
 
 # In the metadata of a file: a JSON list, and the hash of it and of the tensors.
 WORDS, SHA256 = "words", "jaxpar_sha256"
-
-# The modules of a file, if nobody says otherwise; the layers are "lstm" or "gru".
-NAMES = "embedding", "auto", "head"
 
 # Layers that PyTorch has, too: how many gates, and how many biases of the state apart, the last rows of ours.
 _GATES = {"lstm": (4, 0), "gru": (3, 1)}

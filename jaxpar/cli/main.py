@@ -1,0 +1,169 @@
+"""From a command line to an exit code: which command it is, and how a mistake ends.
+
+    train | plan | inspect TASK       plot KIND TASK       evaluate | sample | export | import RUN_DIR
+
+TASK is lm, images, or path/to/file.py:Name, a task of your own. Its fields are options: `train TASK --help`
+lists them.
+"""
+
+import gc
+import importlib
+import io
+import itertools
+import logging
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpar.files import cache_folder
+from jaxpar.output import keep_printing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line; the exit code.
+
+    A user's mistake prints one message and gives 2, a number that is not finite 3; `--debug` raises the
+    error instead.
+
+    Args:
+      argv: arguments; None takes those of the process, of which this is the program.
+    """
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave_imports)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
+            "utf-8",
+            "utf8",
+        ):
+            stream.reconfigure(errors="backslashreplace")
+    if argv[:1] in (["train"], ["launch"]):  # of what others print nothing may be missing
+        keep_printing()
+    debug = "--debug" in itertools.takewhile(lambda argument: argument != "--", argv)
+    if not debug:  # Orbax, and what it awaits, log the tracebacks of errors that it also raises
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        _check_encoding(argv)
+        return _run(argv)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("stopped", file=sys.stderr)
+        return _leave(130, "it was stopped")
+    except (ValueError, OSError, FloatingPointError, MemoryError) as error:
+        if debug:
+            raise
+        from jaxpar.cli.options import OptionError
+
+        is_box = isinstance(error, OptionError)
+        print(error if is_box else f"error: {error}{_place_of(error)}", file=sys.stderr)
+        reason = (
+            " ".join(re.sub("[│╭╮╰╯─]|---+", " ", str(error)).split()) if is_box else str(error)
+        )
+        return _leave(3 if isinstance(error, FloatingPointError) else 2, reason, error)
+    except Exception as error:
+        place = _place_of(error)
+        if debug or not place:  # a slip of our own
+            raise
+        where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
+        text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
+        print(f"error: {text}{place}; --debug shows the traceback", file=sys.stderr)
+        return _leave(2, text)
+
+
+def _run(argv: list[str]) -> int:
+    """Reads a command line and does what it says; the exit code."""
+    from jaxpar.cli.commands import Launch
+    from jaxpar.cli.options import simulate
+    from jaxpar.cli.parse import asks_help, read_command
+    from jaxpar.command import Options
+    from jaxpar.hosts.group import find_processes
+
+    if argv[:1] == ["train"] and not asks_help(argv) and find_processes(os.environ) is not None:
+        _load("jaxpar.training.fit")
+        from jaxpar.hosts.agreement import await_agreement
+        from jaxpar.hosts.distributed import start_processes
+
+        start_processes()  # so that a mistake in one of them ends all
+        await_agreement()
+    command = read_command(argv)
+    _load("jaxpar.hosts.launch" if isinstance(command, Launch) else "jaxpar.training.fit")
+    if isinstance(command, Options):
+        if command.simulate is not None:
+            simulate(command.simulate)
+        _use_compile_cache(command.compile_cache)
+    return command.run()
+
+
+def _use_compile_cache(use: bool) -> None:
+    """JAX's persistent cache, in the user's cache folder unless a variable of JAX's says where.
+
+    Not by itself with JAX 0.10, whose XLA calls every cached program for CPU one of another machine, in a
+    line of 3,000 letters.
+    """
+    import jax
+
+    jax.config.update("jax_enable_compilation_cache", use)
+    if not use or "JAX_COMPILATION_CACHE_DIR" in os.environ or jax.__version_info__ < (0, 11):
+        return
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    except FileNotFoundError:  # the user has no home: programs are compiled each time
+        return
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def _load(module: str) -> None:
+    """Imports what takes long, such as JAX. An interrupt ends the process at once until then."""
+    gc.disable()  # what is imported stays, and the collector would look through all of it again and again
+    importlib.import_module(module)
+    gc.enable()
+    if signal.getsignal(signal.SIGINT) is _leave_imports:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave_imports(_number: int, _frame: object) -> None:
+    os.write(2, b"stopped\n")
+    os._exit(128 + signal.SIGINT)
+
+
+def _leave(code: int, reason: str, error: Exception | None = None) -> int:
+    """The exit code, once the other processes know; if there are any, this one ends here."""
+    if "jaxpar.hosts.distributed" not in sys.modules:
+        return code
+    from jaxpar.hosts.distributed import leave_processes
+    from jaxpar.hosts.together import DifferentError, SharedError
+
+    return leave_processes(code, reason, shared=isinstance(error, SharedError | DifferentError))
+
+
+def _check_encoding(argv: list[str]) -> None:
+    """Raises for arguments with bytes that mean no letters here: such a path cannot be written down."""
+    for argument in argv:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{argument!a} is not text in the encoding of this process, "
+                f"{sys.getfilesystemencoding()}; set PYTHONUTF8=1 (or LC_ALL=C.UTF-8), or rename it"
+            ) from None
+
+
+def _place_of(error: BaseException) -> str:
+    """The line of the user's task that an error came through, if any: " (forecast.py, line 3)"."""
+    from jaxpar.task import FILE_OF_TASK
+
+    places = [
+        f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        for raised in (error.__cause__, error)
+        for frame, line in traceback.walk_tb(raised and raised.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(FILE_OF_TASK)
+        and frame.f_code.co_filename.endswith(".py")  # what dataclasses write is in no file
+    ]
+    return places[-1] if places else ""

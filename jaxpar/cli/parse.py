@@ -1,0 +1,111 @@
+"""A command line as a command: which one, for which task."""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+from collections.abc import Sequence
+
+from jaxpar import __version__
+from jaxpar.cli import commands
+from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS, Plot, PlotRuns, TaskOptions, Train
+from jaxpar.cli.options import PROGRAM, read_options, read_settings
+from jaxpar.command import Command
+from jaxpar.config_file import default_settings
+from jaxpar.mesh import MeshConfig
+from jaxpar.task import COMMANDS_OF_TASKS, Task
+
+TASKS = "lm (a language model), images (a network of convolutions), or path/to/file.py:Name, one of your own"
+
+
+def read_command(argv: Sequence[str]) -> Command:
+    """The command of a command line.
+
+    Raises:
+      SystemExit: after a help.
+      ValueError: there is no such command, task or option, or a setting is refused.
+      OSError: a file of settings or of a task cannot be read.
+    """
+    if argv[:1] == ["--version"]:
+        print(f"jaxpar {__version__}")
+        raise SystemExit(0)
+    known = all_commands()
+    if argv[:1] in ([], ["-h"], ["--help"]):
+        print(_help(known))
+        raise SystemExit(0 if argv else 2)
+    name, *arguments = argv
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise ValueError(f"there is no command {name!r}; {remedy}")
+    command, words = known[name], [name]
+    fields: dict[str, object] = {}
+    if command is Plot:
+        fields["kind"] = kind = _take_word(arguments) or ("KIND" if asks_help(argv) else "")
+        if kind in PICTURES_OF_RUNS:
+            command = PlotRuns
+        elif kind not in (*PICTURES, "KIND"):
+            raise ValueError(
+                f"there is no picture {kind!r}; write plot KIND TASK with one of "
+                f"{', '.join(PICTURES)}, or plot KIND with one of {', '.join(PICTURES_OF_RUNS)}"
+            )
+        words.append(kind)
+    if not issubclass(command, TaskOptions):
+        return read_options(command, words, arguments, known=fields)
+    spec, note, resumes = _take_word(arguments), "", False
+    if spec is None and asks_help(argv):
+        note = f"TASK is {TASKS}; its own options: {' '.join([PROGRAM, *words])} lm --help"
+        words, settings = [*words, "TASK"], default_settings(Task)
+    else:
+        words += [] if spec is None else [spec]
+        settings, resumes = read_settings(words, spec, arguments, may_resume=command is Train)
+    _check_names(settings.task, command, name)
+    found = read_options(
+        command,
+        words,
+        arguments,
+        known=fields | settings._asdict(),
+        note=note,
+        parse_mesh=commands.read_mesh if command is Train else MeshConfig.parse,
+    )
+    # Decided once: another process may begin the run any moment.
+    return dataclasses.replace(found, resume=resumes) if isinstance(found, Train) else found
+
+
+def all_commands() -> dict[str, type[Command]]:
+    """Those of every task, and those that tasks add, by their names."""
+    modules = [commands, *map(importlib.import_module, COMMANDS_OF_TASKS)]
+    return {name: command for module in modules for name, command in module.COMMANDS.items()}
+
+
+def asks_help(argv: Sequence[str]) -> bool:
+    """Whether the line says -h or --help."""
+    return bool({"-h", "--help"} & {*argv})
+
+
+def _take_word(arguments: list[str]) -> str | None:
+    """The first of the arguments, removed from them; None if there is none, or it is an option."""
+    return arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+
+
+def _check_names(task: Task, command: type[TaskOptions], name: str) -> None:
+    """Raises if a field of the task cannot be an option of the command, as it has one of that name."""
+    taken = {field.name for field in dataclasses.fields(command)} | {"config", "help"}
+    for field in dataclasses.fields(task):
+        if field.name in taken:
+            raise ValueError(
+                f"the field {field.name!r} of {type(task).__name__} has the name of an option of {name}; "
+                f"give it another name"
+            )
+
+
+def _help(known: dict[str, type[Command]]) -> str:
+    """All commands, each with the first sentence of its docstring."""
+    lines = [f"usage: {PROGRAM} COMMAND ...", ""]
+    for name, command in known.items():
+        what = (
+            "KIND TASK" if command is Plot else "TASK" if issubclass(command, TaskOptions) else ""
+        )
+        summary = inspect.cleandoc(command.__doc__ or "").partition("\n")[0]
+        lines.append(f"  {f'{name} {what}':16} {summary}")
+    return "\n".join([*lines, "", f"TASK is {TASKS}.", f"See {PROGRAM} COMMAND --help."])

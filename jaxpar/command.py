@@ -1,0 +1,50 @@
+"""What a command of the command line is, and the options that many of them have; see `cli`."""
+
+import dataclasses
+from typing import Annotated, Protocol
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
+
+# An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
+Switch = FlagCreatePairsOff[bool]
+
+
+class Command(Protocol):
+    """What a command line asks for: a dataclass, whose fields are options and whose docstring is the help."""
+
+    def run(self) -> int:
+        """The exit code."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of every command that computes.
+
+    Attributes:
+      simulate: use this many simulated devices on the CPU.
+      compile_cache: keep compiled programs in ~/.cache/jaxpar (JAX 0.11 or newer), or in
+        JAX_COMPILATION_CACHE_DIR.
+      debug: print the traceback of an error, not just its message.
+    """
+
+    simulate: int | None = None
+    compile_cache: bool = True
+    debug: Switch = False
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedOptions(Options):
+    """Options of commands that are about a trained model.
+
+    Attributes:
+      run_dir: the folder of the run, such as runs/0001.
+      best: use the state with the lowest validation loss, not the newest.
+      mesh: axes and sizes of the mesh, such as dp2tp2.
+    """
+
+    run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
+    best: Switch = False
+    mesh: MeshConfig = ONE_DEVICE

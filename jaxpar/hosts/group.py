@@ -1,0 +1,108 @@
+"""Several processes, one program: whether this is one of them, by its environment alone.
+
+The same command runs under every launcher; the environment says which one it was:
+
+    by hand     JAX_COORDINATOR_ADDRESS=host:port JAXPAR_NUM_PROCESSES=2 JAXPAR_PROCESS_ID=0
+    Slurm       srun --ntasks=2 python -m jaxpar train lm ...
+    Open MPI    mpirun -n 2 python -m jaxpar train lm ...
+    Kubernetes  the pods of an indexed Job or JobSet
+
+`JAXPAR_NUM_PROCESSES=1` makes any of them a process that runs alone.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
+NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
+ALONE = f"{NUM_PROCESSES}=1 to run alone"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessGroup:
+    """The processes that run one program, as far as the environment of one of them tells.
+
+    Attributes:
+      launcher: who started them: "hand", "Slurm", "Open MPI" or "Kubernetes".
+      num_processes: None if JAX is to ask the launcher.
+      process_id: of this process; None likewise.
+      coordinator_address: host:port of process 0; None likewise.
+      num_hosts: the machines they run on; None if the environment does not tell.
+    """
+
+    launcher: str
+    num_processes: int | None = None
+    process_id: int | None = None
+    coordinator_address: str | None = None
+    num_hosts: int | None = None
+
+
+def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
+    """The group that this process belongs to; None if it runs alone.
+
+    A shell inside a Slurm allocation runs alone: only `srun` starts the others.
+
+    Args:
+      environ: such as `os.environ`.
+    Raises:
+      ValueError: settings are incomplete, or not numbers in range.
+    """
+    address = environ.get(COORDINATOR_ADDRESS)
+    if address is not None and not address.rpartition(":")[2].isdecimal():
+        raise ValueError(
+            f"{COORDINATOR_ADDRESS}={address!r} has no port; write host:port, "
+            f"such as {address.rstrip(':') or 'host'}:8476"
+        )
+    if environ.get(NUM_PROCESSES) == "1":
+        return None
+    if NUM_PROCESSES in environ or PROCESS_ID in environ:
+        names = (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID)
+        if missing := [name for name in names if name not in environ]:
+            raise ValueError(
+                f"{_given(environ, *names)} is set, {' and '.join(missing)} not; set all three "
+                f"in every process, or {ALONE}"
+            )
+        return _numbered("hand", environ, NUM_PROCESSES, PROCESS_ID)
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        group = _numbered("Open MPI", environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+        if group.num_processes == 1:
+            return None
+        if address is None and "OMPI_MCA_orte_hnp_uri" not in environ:  # as from Open MPI 5 on
+            raise ValueError(
+                f"OMPI_COMM_WORLD_SIZE={group.num_processes} processes were started by this Open "
+                f"MPI, but it does not tell JAX where process 0 is; use mpirun -x "
+                f"{COORDINATOR_ADDRESS}=host:port with the host of rank 0, or set {ALONE}"
+            )
+        on_this_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+        one_host = on_this_host == environ["OMPI_COMM_WORLD_SIZE"]
+        return dataclasses.replace(group, num_hosts=1 if one_host else None)
+    # In an allocation SLURM_NTASKS and, in a batch script, SLURM_PROCID are set without `srun` too;
+    # an interactive step has a single task whatever SLURM_NTASKS says.
+    if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        group = _numbered("Slurm", environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+        num_hosts = environ.get("SLURM_STEP_NUM_NODES")
+        return dataclasses.replace(group, num_hosts=None if num_hosts is None else int(num_hosts))
+    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        return ProcessGroup("Kubernetes", coordinator_address=address)
+    if address is not None:
+        raise ValueError(
+            f"{COORDINATOR_ADDRESS}={address!r} is set, but not how many processes there are; set "
+            f"{NUM_PROCESSES} and {PROCESS_ID} as well, or {ALONE}"
+        )
+    return None
+
+
+def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str) -> ProcessGroup:
+    """The group whose two numbers have these names."""
+    values = environ[count], environ.get(index, "")
+    if not all(map(str.isdecimal, values)) or not int(values[1]) < int(values[0]):
+        raise ValueError(
+            f"{count}={values[0]!r}, {index}={values[1]!r} (started by {launcher}): use a whole number of "
+            f"processes, and an id from 0 to one less"
+        )
+    num_processes, process_id = map(int, values)
+    return ProcessGroup(launcher, num_processes, process_id, environ.get(COORDINATOR_ADDRESS))
+
+
+def _given(environ: Mapping[str, str], *names: str) -> str:
+    return ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
