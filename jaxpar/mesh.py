@@ -122,7 +122,7 @@ class MeshConfig(Shown):
         if self.devices is not None:
             num_available = len(self.devices)
         elif num_available is None:
-            num_available = len(_find_devices())
+            num_available = len(find_devices())
         inferred = [axis for axis, size in self.sizes.items() if size == -1]
         if inferred:
             if num_available % self.num_devices:
@@ -159,7 +159,7 @@ class MeshConfig(Shown):
         """
         import jax
 
-        devices = sorted(_find_devices(), key=lambda d: (d.process_index, d.id))
+        devices = sorted(find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
             if missing:
@@ -233,7 +233,12 @@ def num_simulated() -> int | None:
     return number if is_cpu and number > 0 and jax.process_count() == 1 else None
 
 
-def _find_devices() -> list[Any]:
+def find_devices() -> list[Any]:
+    """All that JAX has.
+
+    Raises:
+      ValueError: it has none.
+    """
     import jax
 
     try:

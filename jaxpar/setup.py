@@ -13,7 +13,7 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.facts import ModelFacts
 from jaxpar.fields import require_instance
 from jaxpar.layout import Layout
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import MeshConfig, find_devices
 from jaxpar.task import Settings, Task, check_task
 
 Made = TypeVar("Made")
@@ -68,6 +68,8 @@ class Setup:
         train = task.train if train is None else train
         require_instance("train", train, TrainConfig, "a TrainConfig")
         parallel = asked = Parallel.of(parallel, task.parallel)
+        if mesh is None:
+            find_devices()  # before they are asked what they are
         task = task.resolve()
         facts = ModelFacts.of(task)
         if mesh is None:
