@@ -27,7 +27,7 @@ from typing import Any
 
 from jaxpar.config import Parallel, short_name
 from jaxpar.fields import leaves_of, walk
-from jaxpar.files import read_file, whole_file
+from jaxpar.files import read_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Settings, Task, find_task, spec_of
 
@@ -95,13 +95,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML in UTF-8: {byte}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
-
-
-def write_config(settings: Settings, path: str | os.PathLike[str]) -> None:
-    """Writes `to_toml` into a file, which appears whole or not at all."""
-    text = to_toml(settings)
-    with whole_file(path) as file:
-        file.write_bytes(text.encode())
 
 
 def to_toml(settings: Settings, simulate: int | None = None) -> str:

@@ -71,13 +71,14 @@ class ModelFacts:
         self.block = jax.eval_shape(self.to_block, self.batch)
 
     @classmethod
+    @functools.lru_cache(maxsize=8)
     def of(cls, task: Task) -> "ModelFacts":
         """The facts of a task; the same object for equal tasks, of the last few.
 
         Raises:
           ValueError: as of the constructor.
         """
-        return _facts_of(task)
+        return cls(task)
 
     def make(self, seed: int | jax.Array) -> Any:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
@@ -118,16 +119,6 @@ class ModelFacts:
         """Whether the batch is split over `data` alone, so that a step can cut it itself."""
         return self.task.rules.axes_of(BATCH) == (DATA,)
 
-    @property
-    def x(self) -> Any:
-        """Shapes of what goes through the layers, of a whole batch."""
-        return self.traces.x
-
-    @property
-    def num_sums(self) -> int:
-        """How many numbers `last` gives."""
-        return self.traces.num_sums
-
     @functools.cached_property
     def layer_costs(self) -> tuple[float, ...]:
         """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
@@ -144,7 +135,7 @@ class ModelFacts:
         def last(state, x, batch):
             return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
 
-        flops = count_flops(last, state, self.x, self.block)
+        flops = count_flops(last, state, self.traces.x, self.block)
         return flops / float(np.mean(self.layer_costs))
 
     @functools.cached_property
@@ -201,9 +192,6 @@ class ModelFacts:
             return call(nnx.merge(graphdef, state), *args)
 
         return run, (state, carry, x, self.block)
-
-
-_facts_of = functools.lru_cache(maxsize=8)(ModelFacts)
 
 
 def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:

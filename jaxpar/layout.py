@@ -192,7 +192,8 @@ class Layout:
 
     def layer_functions(self) -> tuple[Callable[..., Any], ...]:
         """For each kind (params, frozen, carry, x, at) -> (carry, y)."""
-        return tuple(_LayerFunction(kind, self._graphdef_of(kind)) for kind in self.facts.kinds)
+        kinds = self.facts.kinds
+        return tuple(functools.partial(_run_layer, kind, self._graphdef_of(kind)) for kind in kinds)
 
     @functools.cached_property
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
@@ -276,7 +277,7 @@ class Outer:
         self.frozen_paths, self.frozen_leaves, self._frozen_structure = flatten(frozen)
         shapes = [shape_of(leaf) for leaf in self.leaves]
         frozen_shapes = [shape_of(leaf) for leaf in self.frozen_leaves]
-        block, x = layout.facts.block, layout.facts.x
+        block, x = layout.facts.block, layout.facts.traces.x
 
         def uses(function: Callable[..., Any]) -> tuple[list[int], list[int]]:
             used = used_inputs(function, shapes, frozen_shapes)
@@ -336,14 +337,11 @@ class Outer:
         )
 
 
-class _LayerFunction:
+def _run_layer(
+    name: str, graphdef: Any, params: Any, frozen: Any, carry: Any, x: Any, at: At
+) -> tuple[Any, Any]:
     """A kind of layer as a function of its variables; mistakes inside are told with its name."""
-
-    def __init__(self, name: str, graphdef: Any):
-        self.name, self.graphdef = name, graphdef
-
-    def __call__(self, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
-        return called(self.name, nnx.merge(self.graphdef, params, frozen), carry, x, at)
+    return called(name, nnx.merge(graphdef, params, frozen), carry, x, at)
 
 
 def _is_layer(path: str) -> bool:

@@ -54,21 +54,13 @@ class TrainState(Shown):
     opt_memory: str | None = dataclasses.field(metadata={"static": True})
 
 
-def abstract_state(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> TrainState:
+def abstract_state(setup: Setup) -> TrainState:
     """The state without its values: shapes, dtypes and the shardings that it will have.
 
-    Args:
-      task, parallel, train, mesh: as for `init_state`.
     Raises:
-      ValueError: a size does not split over its axes (see `sharding.check_sizes`), the mesh is not of the
-        sizes of `parallel`, or the optimizer's state cannot be laid out.
+      ValueError: a size does not split over its axes (see `sharding.check_sizes`), or the optimizer's state
+        cannot be laid out.
     """
-    setup = Setup.of(task, parallel, train, mesh)
     return setup.keep(_abstract_state, setup.train.num_steps)
 
 

@@ -263,7 +263,7 @@ def make_train_step(
       train: None takes the task's own settings.
       mesh: None builds `parallel.mesh`.
     Returns:
-      (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of the same arguments.
+      (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
@@ -369,13 +369,7 @@ def check_program(program: jax.stages.Compiled) -> None:
 
 
 def make_loss_and_grad(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-    *,
-    seed: int | None = 0,
-    watch: bool = False,
+    setup: Setup, *, seed: int | None = 0, watch: bool = False
 ) -> Callable[..., Any]:
     """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
@@ -383,7 +377,6 @@ def make_loss_and_grad(
     stages and tensor parallelism, use `check_program` on the program of your own layers: would it terminate?
 
     Args:
-      task, parallel, train, mesh: as for `make_train_step`.
       seed: of the dropout masks; None for no dropout, as in evaluation.
       watch: the carry is then (carry, watched), the gradients (gradients, marks). Watched tells by kind,
         float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers were not finite
@@ -392,7 +385,6 @@ def make_loss_and_grad(
     Raises:
       ValueError: sizes do not fit the mesh.
     """
-    setup = Setup.of(task, parallel, train, mesh)
     layout = setup.layout
     unroll = _make_unroll(layout, setup.mesh, watch)
 
@@ -465,20 +457,11 @@ def _make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
     return CompiledStep(step, setup.layout, backward=True)
 
 
-def batch_sharding(
-    task: Task | Setup,
-    parallel: Parallel | MeshConfig | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> NamedSharding:
+def batch_sharding(setup: Setup) -> NamedSharding:
     """How the arrays of a batch lie on the mesh between steps: rows as the rules say, in the user's order.
 
     Unequal shares do not split evenly: then every data-parallel group has all rows and takes its own.
-
-    Args:
-      task, parallel, train, mesh: as for `make_train_step`.
     """
-    setup = Setup.of(task, parallel, train, mesh)
     return NamedSharding(setup.mesh, setup.layout.carry_rules.spec((BATCH,)))
 
 

@@ -61,14 +61,12 @@ def plainly(task):
 
 def assert_same(task, parallel):
     settings = Settings(task, parallel, TrainConfig())
-    mesh = parallel.mesh.build()
-    state = init_state(task, parallel, mesh=mesh)
+    setup = Setup.of(task, parallel)
+    state = init_state(setup)
     audit(state)
-    batch = jax.tree.map(jnp.asarray, place_batch(task.make_batches("train", 0), 1,
-                                                  batch_sharding(task, parallel, mesh=mesh)))  # fmt: skip
-    (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))(
-        state, batch
-    )
+    batch = place_batch(task.make_batches("train", 0), 1, batch_sharding(setup))
+    batch = jax.tree.map(jnp.asarray, batch)
+    (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(setup))(state, batch)
     expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
     assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
     for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
@@ -195,7 +193,9 @@ def test_two_optimizer_steps_leave_the_same_parameters(mesh, layout):
         step = make_train_step(task, parallel, TrainConfig(num_steps=9), mesh)
         for number in range(2):
             batches = task.make_batches("train", 0)
-            batch = place_batch(batches, number, batch_sharding(task, parallel, mesh=mesh))
+            batch = place_batch(
+                batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh))
+            )
             state, _ = step(state, batch)
         audit(state)
         return by_layer(state.params, Settings(task, parallel, TrainConfig()))
@@ -405,7 +405,7 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     )
     with refused():
         make_train_step(task, parallel)(state, batch)
-    program = jax.jit(make_loss_and_grad(task, parallel)).lower(state, batch).compile()
+    program = jax.jit(make_loss_and_grad(Setup.of(task, parallel))).lower(state, batch).compile()
     with refused():
         check_program(program)
 

@@ -24,6 +24,7 @@ from jaxpar import (
 from jaxpar.analysis import strategy_for
 from jaxpar.pipeline import make_schedule
 from jaxpar.planning import plan
+from jaxpar.setup import Setup
 from jaxpar.sharding import Rules
 from jaxpar.state import abstract_state, audit
 
@@ -45,7 +46,7 @@ class Made:
     def __init__(self):
         self.state = jaxpar.init_state(TASK, MESH)
         self.other = jaxpar.init_state(TASK, "dp8")
-        self.abstract = abstract_state(TASK, Parallel(MESH))
+        self.abstract = abstract_state(Setup.of(TASK, Parallel(MESH)))
         self.step = jaxpar.make_train_step(TASK, MESH)
         self.eval = jaxpar.make_eval_step(TASK, MESH)
         self.rngs = nnx.Rngs(0)

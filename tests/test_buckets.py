@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxpar
 from jaxpar.batches import place_batch
+from jaxpar.setup import Setup
 from jaxpar.step import batch_sharding
 from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
 from jaxpar.tasks.lm.corpus import EOS, load_corpus
@@ -419,7 +420,7 @@ def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
     assert len(batches.buckets) == 5
     assert batches.padding < PYTHON_DOCS_PADDING
     mesh = PARALLEL.mesh.build()
-    sharding = batch_sharding(TASK, PARALLEL, mesh=mesh)
+    sharding = batch_sharding(Setup.of(TASK, PARALLEL, mesh=mesh))
     state = jaxpar.init_state(TASK, PARALLEL, mesh=mesh)
     step = jaxpar.make_train_step(TASK, PARALLEL, mesh=mesh)
     lengths = set()

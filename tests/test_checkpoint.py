@@ -69,7 +69,9 @@ def make_setup(mesh=(1, 1, 1), placement="even", task=TASK, num_groups=1, **layo
 def batch_of(step, task, parallel, mesh):
     shape = (2, task.batch_size, task.seq_len)
     tokens = np.random.default_rng(step).integers(0, task.vocab_size, shape, np.int32)
-    return put_batch(Batch(*tokens, starts=step == 0), batch_sharding(task, parallel, mesh=mesh))
+    return put_batch(
+        Batch(*tokens, starts=step == 0), batch_sharding(Setup.of(task, parallel, mesh=mesh))
+    )
 
 
 def variables(state):
@@ -685,7 +687,7 @@ def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
     with pytest.raises(
         ValueError, match=r"of other dims than its parameter cannot be stored by layer"
     ):
-        abstract_by_layer(abstract_state(*uneven), Setup.of(*uneven).layout)
+        abstract_by_layer(abstract_state(Setup.of(*uneven)), Setup.of(*uneven).layout)
 
 
 @pytest.mark.parametrize("metadata", [None, {"config": {}}, {"task": "LM", "fields": 1}])

@@ -18,6 +18,7 @@ from jaxpar.analysis.hlo import Module, groups
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.setup import Setup
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state
 from jaxpar.tasks.lm.task import LM
@@ -361,7 +362,7 @@ def step_report(mesh, units=(1, 2), **others):
 
 def test_data_parallelism_sums_the_gradients_once_after_the_loops():
     parallel, report = step_report((2, 1, 1))
-    params = annotated(abstract_state(TASK, parallel).params)
+    params = annotated(abstract_state(Setup.of(TASK, parallel)).params)
     num_bytes = sum(4 * math.prod(variable.shape) for _, variable in params)
     assert {c.op for c in report.collectives} == {"all-reduce"}
     assert not any(c.in_loop or c.conditional for c in report.collectives)
@@ -385,7 +386,7 @@ def test_tensor_split_parameters_are_never_gathered(mesh):
             b, t = parallel.microbatch_rows(16), 12 // parallel.num_chunks
             [shape] = collective.shapes
             assert shape in ((b, 32), (t, b, 32)), collective
-    state = abstract_state(TASK, parallel)
+    state = abstract_state(Setup.of(TASK, parallel))
     split = [
         (variable, variable.get_value().sharding.shard_shape(variable.shape))
         for _, variable in annotated(state.params)

@@ -183,7 +183,7 @@ def test_what_is_stored_is_what_the_state_holds(name, seed):
     task, parallel, train = random_settings(name, seed, tensor=(1, 2))
     step, mesh = StepShape(task, parallel, train), simulated_mesh(parallel.mesh)
     assert step.placement == Setup.of(task, parallel).layout.placement
-    state = abstract_state(task, parallel, mesh=mesh)
+    state = abstract_state(Setup.of(task, parallel, mesh=mesh))
     params, opt_state, carry = (
         sum(
             leaf.dtype.itemsize * np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int)

@@ -31,6 +31,7 @@ from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.planning import find_machine, plan
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
 from jaxpar.tables import FittingTable
 from jaxpar.tasks.lm.task import LM
@@ -324,7 +325,7 @@ def test_many_devices_in_one_place_are_written_as_ranges(mesh):
 
 
 def test_parameters_with_dims_axes_and_bytes_and_the_replicated_marked(mesh):
-    state = abstract_state(TASK, PARALLEL, mesh=mesh)
+    state = abstract_state(Setup.of(TASK, PARALLEL, mesh=mesh))
     rows = Rows(state._repr_html_()).rows
     dims = "layers/stage, input, gates, hidden/tensor"
     assert ["layers.lstm.w_h", "2x8x4x8", dims, "1x8x4x4", "512 B"] in rows
@@ -460,7 +461,7 @@ def browse(path, tmp_path, *flags, moment=""):
 
 @needs_browser
 def test_a_browser_shows_the_pictures_and_asks_nobody(mesh, tmp_path):
-    state = abstract_state(TASK, PARALLEL, mesh=mesh)
+    state = abstract_state(Setup.of(TASK, PARALLEL, mesh=mesh))
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     things = (
         *(

@@ -68,7 +68,7 @@ def make_batch(settings, mesh, seed=0, starts=False, length=None):
     if task.windows.mean:
         targets[:, :3] = -1
         batch = batch._replace(padding=3, rate=0.5)
-    return put_batch(batch, batch_sharding(task, settings.parallel, mesh=mesh))
+    return put_batch(batch, batch_sharding(Setup.of(task, settings.parallel, mesh=mesh)))
 
 
 def by_layer(tree, settings):
@@ -104,7 +104,7 @@ def loss_and_grads(settings):
     state = init_state(settings.task, settings.parallel, mesh=mesh)
     audit(state)
     state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(settings.task, settings.parallel, mesh=mesh)))
     (loss, (carry, _)), grads = run(state, make_batch(settings, mesh))
     return float(loss), by_layer(grads, settings), by_layer(carry, settings)
 
@@ -223,7 +223,7 @@ def test_dropout_masks_are_new_at_every_step_and_the_same_on_every_mesh():
     def gradients(settings):
         mesh = settings.parallel.mesh.build()
         state = init_state(settings.task, settings.parallel, mesh=mesh)
-        run = jax.jit(make_loss_and_grad(settings.task, settings.parallel, mesh=mesh))
+        run = jax.jit(make_loss_and_grad(Setup.of(settings.task, settings.parallel, mesh=mesh)))
         batch = make_batch(settings, mesh)
         states = [dataclasses.replace(state, step=state.step + step) for step in (0, 1)]
         return [by_layer(run(each, batch)[1], settings) for each in states]

@@ -218,9 +218,9 @@ def assert_batches_equal_plain(task, parallel):
     state, batches = init_state(task, parallel, mesh=mesh), task.make_batches("train", 0)
     audit(state)
     assert_close(by_layer(state.params, layout), initial_params(task))
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     for number, (loss, sums, grads, carry) in enumerate(plain_batches(task)):
-        batch = place_batch(batches, number, batch_sharding(task, parallel, mesh=mesh))
+        batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
         state = dataclasses.replace(state, step=jnp.int32(number))
         (actual, (after, actual_sums)), actual_grads = run(state, batch)
         assert abs(float(actual) - loss) <= RELATIVE_ERROR * abs(loss)
@@ -305,7 +305,7 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     step = make_train_step(task, parallel, TrainConfig(num_steps=2), mesh)
     for number in range(2):
         batches = task.make_batches("train", 0)
-        batch = place_batch(batches, number, batch_sharding(task, parallel, mesh=mesh))
+        batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
     audit(state)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import jaxpar
 from jaxpar import ArrayBatches, Parallel, TrainConfig, fit
 from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.setup import Setup
 from jaxpar.step import batch_sharding
 from jaxpar.training.evaluate import CheckedBatches
 from jaxpar.training.fingerprint import HashedBatches, describe_data, hash_rows
@@ -129,7 +130,7 @@ def test_checksums_are_the_same_on_every_mesh(own):
         parallel = Parallel(on(mesh))
         devices = parallel.mesh.build()
         batches = HashedBatches(CheckedBatches(own, own.make_batches("train", 0)))
-        sharding = batch_sharding(own, parallel, mesh=devices)
+        sharding = batch_sharding(Setup.of(own, parallel, mesh=devices))
         for step in range(6):
             jaxpar.batches.place_batch(batches, step, sharding)
         sums = batches.checksums(6, sharding)

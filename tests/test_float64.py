@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
+from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad
@@ -223,7 +224,7 @@ def test_model_and_gradients(dtype, task, rows, seq_len, seed):
     inputs, targets = rng.integers(0, task.vocab_size, (2, rows, seq_len), dtype=np.int32)
     targets[rng.random(targets.shape) < 0.2] = IGNORE
     targets[0, 0] = 1
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     given_state = dataclasses.replace(state, carry=carry)
     (loss, _), grads = run(given_state, Batch(inputs, targets, False))
 

@@ -31,6 +31,7 @@ from test_state import with_optimizer
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.batches import place_batch
 from jaxpar.planning.calibration import calibrate
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
@@ -69,9 +70,9 @@ def numbers(settings, platform, change=0.0, seed=0):
     if isinstance(task, LM):
         batch = make_batch(settings, mesh)
     else:
-        sharding = batch_sharding(task, parallel, mesh=mesh)
+        sharding = batch_sharding(Setup.of(task, parallel, mesh=mesh))
         batch = place_batch(task.make_batches("train", 0), 0, sharding)
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     (loss, (carry, _)), grads = run(dataclasses.replace(state, params=params), batch)
     return {"loss": np.asarray(loss)}, by_layer(grads, settings), by_layer(carry, settings)
 

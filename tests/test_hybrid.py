@@ -17,6 +17,7 @@ from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
 from jaxpar.batches import place_batch
 from jaxpar.cli.main import main
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad
 from jaxpar.tasks.images.digits import load_digits
@@ -50,8 +51,12 @@ def loss_and_grads(task, parallel):
     mesh = parallel.mesh.build()
     state = init_state(task, parallel, mesh=mesh)
     audit(state)
-    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh=mesh))
-    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))(state, batch)
+    batch = place_batch(
+        task.make_batches("train", 0), 0, batch_sharding(Setup.of(task, parallel, mesh=mesh))
+    )
+    (loss, _), grads = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))(
+        state, batch
+    )
     return float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
 
 
@@ -79,7 +84,7 @@ def test_parameters_lie_where_the_strategy_puts_them():
         "hybrid-gather": ((3, 3, 8, 16), (256, 3), (3, 16)),
     }
     for strategy, expected in shards.items():
-        params = abstract_state(make_task(strategy), on_mesh(2, 4)).params
+        params = abstract_state(Setup.of(make_task(strategy), on_mesh(2, 4))).params
         kernels = [
             layer["kernel"].get_value()
             for layer in (params["convs"][1], params["dense"][0], params["dense"][1])
@@ -176,7 +181,7 @@ def test_evaluation_counts_every_image_once():
     assert (len(labels), batches.num_windows) == (360, 23)
     step, sharding = (
         make_eval_step(task, parallel, mesh=mesh),
-        batch_sharding(task, parallel, mesh=mesh),
+        batch_sharding(Setup.of(task, parallel, mesh=mesh)),
     )
     sums = [step(state, place_batch(batches, n, sharding))[1] for n in range(23)]
     assert [float(part.weight) for part in sums] == [16] * 22 + [8]

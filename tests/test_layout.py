@@ -74,7 +74,7 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     devices = set(jax.devices()[:6])
     assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
     step, evaluate = jaxpar.make_train_step(SMALL), jaxpar.make_eval_step(SMALL)
-    batch = put_batch(SMALL.example_batch(), batch_sharding(SMALL))
+    batch = put_batch(SMALL.example_batch(), batch_sharding(Setup.of(SMALL)))
     _, sums = evaluate(state, batch)
     _, metrics = step(state, batch)
     assert sums.weight == metrics.sums.weight > 0

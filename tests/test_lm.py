@@ -41,13 +41,15 @@ def on_mesh(mesh=(1, 1, 1), units=(1, 1), **pipeline):
 
 def placed(task, parallel):
     mesh = parallel.mesh.build()
-    sharding = batch_sharding(task, parallel, mesh=mesh)
+    sharding = batch_sharding(Setup.of(task, parallel, mesh=mesh))
     return mesh, init_state(task, parallel, mesh=mesh), put_batch(task.example_batch(), sharding)
 
 
 def loss_and_grads(task, parallel):
     mesh, state, batch = placed(task, parallel)
-    (loss, _), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))(state, batch)
+    (loss, _), grads = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))(
+        state, batch
+    )
     return float(loss), {name: np.asarray(leaf[...]) for name, leaf in named_leaves(grads, "/")}
 
 
@@ -229,7 +231,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     state = init_state(task, parallel, mesh=devices)
     batches = task.make_batches("valid")
     assert (batches.num_windows, batches.num_targets) == (1, 2)
-    batch = place_batch(batches, 0, batch_sharding(task, parallel, mesh=devices))
+    batch = place_batch(batches, 0, batch_sharding(Setup.of(task, parallel, mesh=devices)))
     assert batch.inputs_BT.shape == (8, 4)
     assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2
     loss = evaluate(Setup.of(task, parallel), state, "valid").loss

@@ -152,8 +152,10 @@ def in_float64(num_steps):
 def test_gradients_over_many_steps_equal_a_plain_float64_program(num_steps, mesh, options):
     task, parallel = long_window(num_steps, mesh, **options)
     settings, mesh = Settings(task, parallel, TrainConfig()), parallel.mesh.build()
-    batch = place_batch(task.make_batches("train"), 0, batch_sharding(task, parallel, mesh=mesh))
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    batch = place_batch(
+        task.make_batches("train"), 0, batch_sharding(Setup.of(task, parallel, mesh=mesh))
+    )
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     (loss, _), grads = run(init_state(task, parallel, mesh=mesh), jax.tree.map(jnp.asarray, batch))
     expected_loss, expected = in_float64(num_steps)
     assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
@@ -165,7 +167,7 @@ def temporary_bytes(num_steps, **options):
     mesh = parallel.mesh.build()
     step = make_train_step(task, parallel, mesh=mesh)
     arguments = (
-        abstract_state(task, parallel, mesh=mesh),
+        abstract_state(Setup.of(task, parallel, mesh=mesh)),
         abstract_batch(Setup.of(task, parallel, mesh=mesh)),
     )
     return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
@@ -196,9 +198,9 @@ def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back(monkeypatch):
     monkeypatch.setattr(jaxpar.step, "_have_own_memory", lambda mesh: True)
     task, parallel = long_window(256, (1, 2, 1), remat_keeps="host")
     mesh = parallel.mesh.build()
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     traced = run.trace(
-        abstract_state(task, parallel, mesh=mesh),
+        abstract_state(Setup.of(task, parallel, mesh=mesh)),
         abstract_batch(Setup.of(task, parallel, mesh=mesh)),
     )
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

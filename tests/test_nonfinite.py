@@ -70,7 +70,7 @@ SETTINGS = {
 
 
 def place(batch, settings, mesh):
-    return put_batch(batch, batch_sharding(settings.task, settings.parallel, mesh=mesh))
+    return put_batch(batch, batch_sharding(Setup.of(settings.task, settings.parallel, mesh=mesh)))
 
 
 def batch_of(settings, mesh, number, rare_rows=(), length=STEPS):

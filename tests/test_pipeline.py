@@ -34,6 +34,7 @@ from jaxpar.pipeline.placement import make_slots
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.ticks import make_plan
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
@@ -510,7 +511,7 @@ def lowered(settings):
     """Loss and gradients of a step, as a program that is not compiled yet."""
     task, parallel, _ = settings
     mesh = parallel.mesh.build()
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     return run.lower(init_state(task, parallel, mesh=mesh), make_batch(settings, mesh))
 
 

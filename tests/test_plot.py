@@ -17,10 +17,11 @@ from matplotlib.text import Text
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, inspect_step
 from jaxpar.analysis import inspect_function
 from jaxpar.cli.main import main
-from jaxpar.config_file import write_config
+from jaxpar.config_file import to_toml
 from jaxpar.pictures import figures
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
@@ -99,7 +100,7 @@ def test_a_figure_of_bubbles_is_of_schedules():
 
 def test_figures_of_memory_and_bytes_add_up():
     parallel = Parallel(MeshConfig(data=2, tensor=4))
-    report, state = inspect_step(TASK, parallel), abstract_state(TASK, parallel)
+    report, state = inspect_step(TASK, parallel), abstract_state(Setup.of(TASK, parallel))
     memory = figures.memory_by_kind(report, state)
     assert sum(memory.values()) == report.memory.total
     # Two arrays of token numbers [4, 4] on a device, a flag, and what pads arguments.
@@ -129,7 +130,7 @@ def test_frozen_parameters_are_a_kind_of_memory():
     found = {}
     for make in (LM, Frozen):
         task = make(**options, optimizer=OptimizerConfig(name="sgd"))
-        report, state = inspect_step(task, parallel), abstract_state(task, parallel)
+        report, state = inspect_step(task, parallel), abstract_state(Setup.of(task, parallel))
         found[make] = figures.memory_by_kind(report, state)
     assert found[LM]["frozen parameters"] == 0
     assert found[Frozen]["frozen parameters"] == 4 * 32 * 8
@@ -217,7 +218,7 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     assert (tmp_path / "memory.png").stat().st_size > 5000
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    write_config(Settings(TASK, LM.parallel, LM.train), folder.config_path)
+    folder.config_path.write_text(to_toml(Settings(TASK, LM.parallel, LM.train)))
     for line in LINES:
         folder.append_metrics(line)
     assert main(["plot", "curves", "run", "-o", "curves.svg"]) == 0

@@ -16,7 +16,7 @@ import jaxpar
 from jaxpar import Parallel, show
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
-from jaxpar.config_file import default_settings, write_config
+from jaxpar.config_file import default_settings, to_toml
 from jaxpar.pipeline import make_schedule
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
@@ -162,7 +162,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
     for run in ("0001", "other"):
         (tmp_path / "runs" / run).mkdir(parents=True)
     for path in ("settings.toml", "runs/0001/config.toml", "runs/other/config.toml"):
-        write_config(default_settings(LM), tmp_path / path)
+        (tmp_path / path).write_text(to_toml(default_settings(LM)))
     for source, start in (("README.md", OWN), (GUIDE, CLASSIFIER)):
         [own] = [block for block in blocks("python", source) if block.startswith(start)]
         (tmp_path / start.removeprefix("# ")).write_text(own)

@@ -10,6 +10,7 @@ from test_float64 import forward
 
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_eval_step, make_loss_and_grad
@@ -97,9 +98,9 @@ def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
     batch = Batch(inputs, targets, starts=True)
     state = init_state(task, parallel, mesh=mesh)
     state = dataclasses.replace(state, step=state.step + 7)
-    (loss, (_, sums)), grads = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh, seed=3))(
-        state, batch
-    )
+    (loss, (_, sums)), grads = jax.jit(
+        make_loss_and_grad(Setup.of(task, parallel, mesh=mesh), seed=3)
+    )(state, batch)
 
     key = jax.random.fold_in(jax.random.key(3), 7)
     params, slopes = (

@@ -258,7 +258,7 @@ def assert_packed_equals_one_by_one(task, parallel, packings=(0,), windows=2):
     state = init_state(task, parallel, mesh=mesh)
     params = {name: jnp.asarray(a) for name, a in by_layer(state.params, settings).items()}
     step, value_and_grad = (
-        jax.jit(make_loss_and_grad(task, parallel, mesh=mesh)),
+        jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh))),
         jax.value_and_grad(loss_of_sequences, 1),
     )
     where = jax.tree.map(lambda a: a.sharding, state.carry)
@@ -266,7 +266,7 @@ def assert_packed_equals_one_by_one(task, parallel, packings=(0,), windows=2):
         own = dataclasses.replace(task, data=packing)
         batches, sharding = (
             own.make_batches("train", packing),
-            batch_sharding(task, parallel, mesh=mesh),
+            batch_sharding(Setup.of(task, parallel, mesh=mesh)),
         )
         batch = place_batch(batches, number, sharding)
         sequences = of_window(own, batches.batch(number))
@@ -349,7 +349,10 @@ def test_one_program_trains_on_packed_lines_and_evaluates_them(text):
     mesh = parallel.mesh.build()
     task = task.resolve()
     state, step = init_state(task, parallel, mesh=mesh), make_train_step(task, parallel, mesh=mesh)
-    batches, sharding = task.make_batches("train", 0), batch_sharding(task, parallel, mesh=mesh)
+    batches, sharding = (
+        task.make_batches("train", 0),
+        batch_sharding(Setup.of(task, parallel, mesh=mesh)),
+    )
     losses = []
     for number in range(batches.num_windows + 2):
         state, metrics = step(state, place_batch(batches, number, sharding))
@@ -406,7 +409,7 @@ def test_what_is_not_finite_is_traced_to_its_own_sequence():
     later = np.flatnonzero(batch["resets"][row, first + 1 :])
     end = first + 1 + later[0] if later.size else task.seq_len
     batch["x"][row, first] = np.nan
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh, watch=True))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh), watch=True))
     state = init_state(task, parallel, mesh=mesh)
     (_, ((_, watched), _)), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
     rows = {int(b) for flags in watched.values() for b in np.flatnonzero(flags[0, :, 0])}

@@ -82,12 +82,14 @@ def batch_norm(x):
 def loss_on(task, mesh, make_step, **units):
     parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
     mesh = parallel.mesh.build()
-    batch = place_batch(task.make_batches("train", 0), 0, batch_sharding(task, parallel, mesh=mesh))
+    batch = place_batch(
+        task.make_batches("train", 0), 0, batch_sharding(Setup.of(task, parallel, mesh=mesh))
+    )
     return make_step(task, parallel, mesh)(init_state(task, parallel, mesh=mesh), batch)
 
 
 def unchecked(task, parallel, mesh):
-    step = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    step = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     return lambda state, batch: float(step(state, batch)[0][0])
 
 

@@ -123,7 +123,7 @@ def train_once(task, parallel, length):
     targets[rng.random(targets.shape) < 0.2] = -1
     targets[0, 0] = 0  # one at least
     batch = put_batch(
-        Batch(inputs, targets, starts=False), batch_sharding(task, parallel, mesh=mesh)
+        Batch(inputs, targets, starts=False), batch_sharding(Setup.of(task, parallel, mesh=mesh))
     )
     state, metrics = make_train_step(task, parallel, mesh=mesh)(state, batch)
     audit(state)

@@ -41,7 +41,7 @@ def test_calls_apart_trace_once():
     before = len(MADE)
     step, evaluate = jaxpar.make_train_step(task, "pp2"), jaxpar.make_eval_step(task, "pp2")
     jaxpar.init_state(task, "pp2", seed=1)
-    batch = jaxpar.state.abstract_state(task, "pp2")
+    batch = jaxpar.state.abstract_state(Setup.of(task, "pp2"))
     assert len(MADE) == before > 0
     assert jaxpar.make_train_step(task, "pp2") is step
     assert jaxpar.make_eval_step(task, "pp2") is evaluate

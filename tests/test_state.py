@@ -254,7 +254,10 @@ def trained_on_its_own_batches(settings):
         init_state(task, parallel, mesh=mesh),
         make_train_step(task, parallel, train, mesh),
     )
-    batches, where = task.make_batches("train", 0), batch_sharding(task, parallel, mesh=mesh)
+    batches, where = (
+        task.make_batches("train", 0),
+        batch_sharding(Setup.of(task, parallel, mesh=mesh)),
+    )
     for number in range(2):
         state, _ = step(state, place_batch(batches, number, where))
     audit(state)
@@ -320,7 +323,7 @@ def freeze_by_hand(settings, num_steps=2):
     task, parallel, train = settings
     mesh, optimizer = parallel.mesh.build(), task.make_optimizer(train.num_steps)
     state, losses = init_state(task, parallel, mesh=mesh), []
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     for number in range(num_steps):
         batch = make_batch(settings, mesh, seed=number, starts=number == 0)
         (loss, (carry, _)), grads = run(state, batch)
@@ -357,7 +360,7 @@ def test_what_is_frozen_has_no_gradient_and_no_optimizer_state_and_stays(
     [(name, table)] = named_leaves(state.frozen)
     assert name == "embedding.table"
     before = np.asarray(table.get_value())
-    run = jax.jit(make_loss_and_grad(task, settings.parallel))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, settings.parallel)))
     _, grads = run(state, batch)
     for tree in (state.params, state.opt_state, grads):
         names = [name for name, _ in named_leaves(tree)]

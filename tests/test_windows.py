@@ -11,6 +11,7 @@ from test_equivalence import MODEL, assert_same_as_plain, by_layer, make_setting
 from jaxpar.config import Parallel
 from jaxpar.data.windows import Windows
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
@@ -89,7 +90,7 @@ def loss_and_grads(task, batch):
     mesh = parallel.mesh.build()
     state = init_state(task, parallel, mesh=mesh)
     state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(task, parallel, mesh=mesh))
+    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
     (loss, (carry, sums)), grads = run(state, batch)
     settings = make_settings(task=task)
     return {"": loss, "weight": sums.weight}, by_layer(grads, settings), by_layer(carry, settings)

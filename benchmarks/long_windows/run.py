@@ -50,7 +50,7 @@ def temporary_megabytes(num_steps: int, num_stages: int, **options) -> float:
     built = parallel.mesh.build()
     step = jaxpar.make_train_step(task, parallel, mesh=built)
     arguments = (
-        abstract_state(task, parallel, mesh=built),
+        abstract_state(Setup.of(task, parallel, mesh=built)),
         abstract_batch(Setup.of(task, parallel, mesh=built)),
     )
     return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes / 1e6
@@ -62,7 +62,7 @@ def make_run(num_steps: int, num_stages: int, num_rows: int, **options):
     built = parallel.mesh.build()
     state = jaxpar.init_state(task, parallel, mesh=built)
     step = jaxpar.make_train_step(task, parallel, mesh=built)
-    batch = put_batch(task.example_batch(), batch_sharding(task, parallel, mesh=built))
+    batch = put_batch(task.example_batch(), batch_sharding(Setup.of(task, parallel, mesh=built)))
     clock = time.perf_counter if ON_GPU else time.process_time
 
     def run() -> float:

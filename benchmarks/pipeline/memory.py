@@ -45,9 +45,9 @@ def lower_autodiff(task: LM, parallel: Parallel):
 def _lower(task: LM, parallel: Parallel, *, backward: bool):
     mesh = parallel.mesh.build()
     plan = make_plan([step_schedule(parallel, backward=backward)])
-    run = make_loss_and_grad(task, parallel, mesh=mesh)
+    run = make_loss_and_grad(Setup.of(task, parallel, mesh=mesh))
     arguments = (
-        abstract_state(task, parallel, mesh=mesh),
+        abstract_state(Setup.of(task, parallel, mesh=mesh)),
         abstract_batch(Setup.of(task, parallel, mesh=mesh)),
     )
     return jax.jit(lambda state, batch: run(state, batch, plan)).lower(*arguments)

@@ -60,7 +60,7 @@ def _table(params: Any, heading: str = "parameter") -> Table:
         if layout is None:
             raise ValueError(
                 f"parameter {name} of shape {array.shape} is abstract and has no sharding; give "
-                f"the params of abstract_state(task, parallel), or real ones"
+                f"the params of abstract_state(setup), or real ones"
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim

@@ -86,7 +86,7 @@ def _family(model: ModelShapes) -> str:
     """A digest that tells apart models whose pieces differ."""
     x = jax.tree.map(
         lambda leaf: (leaf.shape[2 if model.facts.time_major else 1 :], str(leaf.dtype)),
-        model.facts.x,
+        model.facts.traces.x,
     )
     return _digest((type(model.task).__qualname__, model.params, model.facts.kinds, x))
 

@@ -106,7 +106,7 @@ class ModelShapes:
         )
         self.carry_trees = [state.carry[kind] for kind in self.facts.kinds]
         outer = self.layout.outer(self.layout.abstract_model())
-        self.first, self.last, self.num_sums = outer.first, outer.last, self.facts.num_sums
+        self.first, self.last, self.num_sums = outer.first, outer.last, self.facts.traces.num_sums
         self.checks_update = not isinstance(setup.optimizer, Safe)
 
     def _arrays(self, tree: Any) -> Iterator[Array]:
@@ -125,7 +125,7 @@ class ModelShapes:
     @property
     def x_itemsize(self) -> int:
         """Bytes of an element of what goes from layer to layer."""
-        return jax.tree.leaves(self.facts.x)[0].dtype.itemsize
+        return jax.tree.leaves(self.facts.traces.x)[0].dtype.itemsize
 
     @property
     def counted(self) -> int:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -224,25 +223,17 @@ def begin_run(
     """
     folder = _claim_numbered_folder() if folder is None else folder
     setup = setup.replace(out_dir=str(folder))
+
+    def start() -> None:
+        if overwrite:
+            folder.clear()
+        elif not resume:
+            _check_holds_no_run(folder)  # since this process looked
+        folder.start(setup, data)
+
     with folder.lock():
-        how = {"resume": resume, "overwrite": overwrite}
-        in_process_0(functools.partial(_start, folder, setup, data, **how))
+        in_process_0(start)
         yield folder, setup
-
-
-def _start(
-    folder: RunFolder,
-    setup: Setup,
-    data: Mapping[str, Any] | None,
-    *,
-    resume: bool,
-    overwrite: bool,
-) -> None:
-    if overwrite:
-        folder.clear()
-    elif not resume:
-        _check_holds_no_run(folder)  # since this process looked
-    folder.start(setup, data)
 
 
 def evaluate_run(
