@@ -259,7 +259,11 @@ def test_what_a_script_prints_on_a_full_disk_ends_no_run(text, tmp_path, monkeyp
         with contextlib.suppress(OSError):
             full.close()
     assert len(result.losses) == 20
-    assert capfd.readouterr().err == "warning: what is printed gets lost: No space left on device\n"
+    said = capfd.readouterr().err.splitlines()
+    own = [
+        line for line in said if "cpu_aot_loader" not in line
+    ]  # XLA, of a program from its cache
+    assert own == ["warning: what is printed gets lost: No space left on device"]
 
 
 @pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "file:///tmp/run"])
@@ -271,7 +275,7 @@ def test_an_address_is_refused_before_a_folder_is_made(address, capsys, tmp_path
             TrainConfig(**{name: address})
         option = f"--train.{name.replace('_', '-')}"
         assert main(["train", "lm", option, address]) == 2
-        assert capsys.readouterr().err.startswith(f"error: {name}{said}")
+        assert f"{name}{said}" in " ".join(capsys.readouterr().err.split())
     for command in (["evaluate"], ["sample"], ["export", "--output", "weights"]):
         assert main([*command, address]) == 2
         assert "is an address" in capsys.readouterr().err

@@ -230,4 +230,4 @@ def test_segments_are_for_batches_of_one_length():
     with pytest.raises(
         ValueError, match="segments are for batches of one length, those of task LM"
     ):
-        jaxpar.layout.lay_out(task, Parallel(on_devices((1, 1, 1)), pipeline))
+        Setup.of(task, Parallel(on_devices((1, 1, 1)), pipeline))

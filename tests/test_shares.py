@@ -184,10 +184,10 @@ def test_groups_are_measured_on_their_own_devices(monkeypatch):
     seen, clock = [], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
-    def slow(task, parallel, train, mesh):
-        step, devices = make_train_step(task, parallel, train, mesh), parallel.mesh.devices
-        rows = parallel.microbatch_rows(task.batch_size)
-        seen.append((devices, [device.id for device in mesh.devices.flat], rows))
+    def slow(setup):
+        step, devices = make_train_step(setup), setup.parallel.mesh.devices
+        rows = setup.parallel.microbatch_rows(setup.task.batch_size)
+        seen.append((devices, [device.id for device in setup.mesh.devices.flat], rows))
 
         class Slow:
             def run(self, state, batch):

@@ -202,8 +202,8 @@ def test_speed_is_that_of_steps_before_and_after_a_resume(text, tmp_path, monkey
         text, tmp_path / "run", num_steps=6, log_every=2, eval_every=4, checkpoint_every=2
     )
     fit(*run)
-    train = dataclasses.replace(run.setup.train, num_steps=12)
-    fit(run.setup.task, run.setup.parallel, train, resume=True)
+    train = dataclasses.replace(run.train, num_steps=12)
+    fit(run.task, run.parallel, train, resume=True)
     assert late[0] >= 10 * 60
     lines = RunFolder(tmp_path / "run").metrics()
     speeds = {e["step"]: e["tokens_per_second"] for e in lines if e["split"] == "train"}
@@ -772,7 +772,7 @@ def test_a_run_keeps_the_file_of_its_task(own_file, caplog):
     file.write_text(file.read_text() + "# another line\n")
     folder.check()
     again = folder.settings()
-    assert dataclasses.asdict(again.setup.task) == dataclasses.asdict(start.task)
+    assert dataclasses.asdict(again.task) == dataclasses.asdict(start.task)
     (said,) = caplog.messages
     assert re.search(
         r"own\.py has changed since the run began; the task is as it is now, .*run/task\.py as",
