@@ -13,6 +13,8 @@ from jaxpar.fields import (
     nearest_multiples,
     require,
     require_instance,
+    require_int32,
+    require_not_negative,
     require_positive,
     require_rate,
 )
@@ -269,12 +271,8 @@ class OptimizerConfig:
         require_positive(self, "learning_rate", "lr_decay_every")
         require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
         require_rate(self, "momentum")
-        for name in ("warmup_steps", "hold_steps", "weight_decay", "average_after"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name}={value}: must not be negative")
-        for name in ("warmup_steps", "hold_steps", "lr_decay_every", "average_after"):
-            value = getattr(self, name)
-            require(value < 2**31, f"{name}={value}: must be below {2**31}")
+        require_not_negative(self, "warmup_steps", "hold_steps", "weight_decay", "average_after")
+        require_int32(self, "warmup_steps", "hold_steps", "lr_decay_every", "average_after")
         for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
             require(
                 getattr(self, name) == 0 or self.name in optimizers,
@@ -325,13 +323,9 @@ class TrainConfig:
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "num_steps", "log_every", "keep_checkpoints", "max_skipped")
-        for name in ("clip_norm", "eval_every", "checkpoint_every"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name}={value}: must not be negative")
+        require_not_negative(self, "clip_norm", "eval_every", "checkpoint_every")
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
-        for name in ("num_steps", "max_skipped"):  # a state counts with 32 bits
-            value = getattr(self, name)
-            require(value < 2**31, f"{name}={value}: must be below {2**31}")
+        require_int32(self, "num_steps", "max_skipped")
         for name in ("out_dir", "fallback_dir"):
             require(getattr(self, name) != "", f"{name}='' names no folder; leave it out")
             refuse_address(name, getattr(self, name) or "")
@@ -358,7 +352,7 @@ class Adaptation:
 
     def __post_init__(self):
         check_fields(self)
-        require(self.rate >= 0, f"rate={self.rate}: must not be negative")
+        require_not_negative(self, "rate")
         require(0 <= self.decay <= 1, f"decay={self.decay}: must be from 0 to 1")
         require(
             self.rate > 0 or self.decay == 0,

@@ -141,13 +141,18 @@ class ModelFacts:
     @functools.cached_property
     def whole_window(self) -> tuple[str, ...]:
         """Kinds of layers that read a whole window at once."""
-        layers = ((name, self._layer(kind)) for kind, name in enumerate(self.kinds))
-        return tuple(name for name, layer in layers if getattr(layer, "whole_window", False))
+        pairs = zip(self.kinds, self._layers, strict=True)
+        return tuple(name for name, layer in pairs if getattr(layer, "whole_window", False))
 
-    def _layer(self, kind: int) -> Any:
-        """The first layer of a kind, of shapes."""
-        number = self.kind_of.index(kind)
-        return nnx.eval_shape(lambda: self.make(0).layers.layer(number))
+    @functools.cached_property
+    def _layers(self) -> list[Any]:
+        """The first layer of each kind, of shapes."""
+
+        def first(kind: int) -> Any:
+            number = self.kind_of.index(kind)
+            return nnx.eval_shape(lambda: self.make(0).layers.layer(number))
+
+        return [first(kind) for kind in range(len(self.kinds))]
 
     @functools.cached_property
     def traces(self) -> _Traces:
@@ -171,7 +176,7 @@ class ModelFacts:
         return _Traces(x, layers, len(jax.tree.leaves(sums)))
 
     def _trace_layer(self, kind: int, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        layer, name, carry = self._layer(kind), self.kinds[kind], ()
+        layer, name, carry = self._layers[kind], self.kinds[kind], ()
         if hasattr(layer, "initial_carry"):
 
             def begin(layer):

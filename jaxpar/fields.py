@@ -165,6 +165,20 @@ def require_positive(config: Any, *names: str) -> None:
         require(value > 0, f"{name}={value}: must be positive")
 
 
+def require_not_negative(config: Any, *names: str) -> None:
+    """Raises if one of these fields is below 0."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= 0, f"{name}={value}: must not be negative")
+
+
+def require_int32(config: Any, *names: str) -> None:
+    """Raises if one of these fields is 2**31 or more: a state counts with 32 bits."""
+    for name in names:
+        value = getattr(config, name)
+        require(value < 2**31, f"{name}={value}: must be below {2**31}")
+
+
 def require_sizes(config: Any, *names: str) -> None:
     """Raises if one of these fields is not from 1 to `MOST`, so that it could be the size of a dim."""
     require_positive(config, *names)

@@ -191,11 +191,9 @@ class _Trial:
 
     def at(self, batch: Any, row: Any = 0, layer: int = 0) -> At:
         """Of a block of these rows, in training."""
-        place, block = (
-            (jnp.int32(layer), jnp.int32(0), jnp.int32(row)),
-            self.layout.facts.to_block(batch),
-        )
-        return At(*place, jax.random.key(0), block, time_major=self.layout.facts.time_major)
+        facts = self.layout.facts
+        at = facts.at(facts.to_block(batch))
+        return at._replace(layer=jnp.int32(layer), row=jnp.int32(row))
 
     def random_x(self) -> Any:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""

@@ -9,7 +9,6 @@ import pytest
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
-from jaxpar.setup import Setup
 from jaxpar.tasks.lm.corpus import EOS
 from jaxpar.tasks.lm.sampling import sample, sample_text, sample_tokens
 from jaxpar.tasks.lm.task import LM
@@ -18,6 +17,11 @@ from jaxpar.training.fit import fit
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 WORDS = {"the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to", "<unk>"}
+
+
+def likeliest(setup, state):
+    """(prompt, ...) -> the three tokens that the model finds likeliest."""
+    return functools.partial(sample_tokens, setup, state, num_words=11, length=3, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +63,8 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
         lambda array: rng.normal(0, 2, array.shape).astype(np.float32), run.state.params
     )
     state = type(run.state)(**{**vars(run.state), "params": params})
-    model = Setup.of(run.setup.task, run.setup.parallel).layout.merge(params, run.state.frozen)
-    greedy = functools.partial(
-        sample_tokens,
-        run.setup,
-        state,
-        num_words=11,
-        length=3,
-        temperature=0,
-    )
+    model = run.setup.layout.merge(params, run.state.frozen)
+    greedy = likeliest(run.setup, state)
     drawn = set()
     for prompt in rng.integers(11, size=(6, 5), dtype=np.int32):
         tokens = greedy(prompt)
@@ -142,16 +139,9 @@ def test_a_model_of_lines_begins_each_of_them_anew(run):
     once = np.int32([separator, *words])
     twice = np.int32([separator, 3, *once])
     state = larger(run.state)
-    greedy = functools.partial(
-        sample_tokens,
-        run.setup,
-        state,
-        num_words=11,
-        length=3,
-        temperature=0,
-    )
+    greedy = likeliest(run.setup, state)
     np.testing.assert_array_equal(greedy(twice, separator=4), greedy(once, separator=4))
-    model = Setup.of(run.setup.task, run.setup.parallel).layout.merge(state.params, state.frozen)
+    model = run.setup.layout.merge(state.params, state.frozen)
     carry = model.layers.initial_carry(1)
     logits = {
         resets is None: model.unroll(twice[None], carry, resets)[1][-1, 0]

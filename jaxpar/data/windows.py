@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxpar.fields import check_fields, require, require_rate
+from jaxpar.fields import check_fields, require, require_not_negative, require_rate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +40,7 @@ class Windows:
             self.mean == 0 or self.mean >= LEAST,
             f"mean={self.mean}: windows have {LEAST} steps or more; use {LEAST}, or 0 for one length",
         )
-        require(self.spread >= 0, f"spread={self.spread}: must not be negative")
+        require_not_negative(self, "spread")
         require_rate(self, "short")
 
     def expected(self, seq_len: int) -> float:

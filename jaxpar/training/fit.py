@@ -16,7 +16,6 @@ from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
 from jaxpar.hosts.agreement import agree
 from jaxpar.hosts.together import SharedError, in_process_0, together
-from jaxpar.layout import Layout
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -141,7 +140,7 @@ def fit(
         )
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
-    _check_evaluations(setup.layout)
+    _check_evaluations(setup)
     data = describe_data(task, train.seed)
     texts = (folder or RunFolder(".")).texts(setup, data)  # and these?
     batches = HashedBatches(CheckedBatches(task, task.make_batches("train", train.seed)))
@@ -269,14 +268,14 @@ def _check_holds_no_run(folder: RunFolder) -> None:
         )
 
 
-def _check_evaluations(layout: Layout) -> None:
+def _check_evaluations(setup: Setup) -> None:
     """Raises for a split whose evaluation would fail, perhaps after all steps have been taken."""
-    task = layout.task
+    task = setup.task  # whose data are as they are now
     for split in ("valid", "test"):
         try:
             batches = CheckedBatches(task, task.make_batches(split))
             require(batches.num_windows > 0, "no batch; give more rows, or smaller batches")
-            check_batch_shape(layout, batches.batch(0))
+            check_batch_shape(setup.layout, batches.batch(0))
         except ValueError as error:
             raise ValueError(f"split {split!r}: {error}") from error
 

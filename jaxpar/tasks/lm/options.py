@@ -3,7 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxpar.fields import check_fields, require, require_rate
+from jaxpar.fields import check_fields, require_not_negative, require_rate
 
 if TYPE_CHECKING:
     from jaxpar.nn.dropout import Dropout
@@ -40,9 +40,7 @@ class Regularization:
         for name in ("input_dropout", "output_dropout", "word_dropout", "kernel_dropout"):
             if getattr(self, name) is not None:
                 require_rate(self, name)
-        for name in ("activations", "slowness"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name}={value}: must not be negative")
+        require_not_negative(self, "activations", "slowness")
 
     def of_layers(self, rate: float) -> "float | Dropout":
         """Dropout of the layers' inputs, of which `rate` is that between layers."""

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from jaxpar.axes import TENSOR
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
 from jaxpar.data.windows import Windows
-from jaxpar.fields import nearest_multiples, require, require_rate, require_sizes
+from jaxpar.fields import (
+    nearest_multiples,
+    require,
+    require_not_negative,
+    require_rate,
+    require_sizes,
+)
 from jaxpar.task import Task
 from jaxpar.tasks.lm.options import Regularization
 
@@ -130,7 +136,7 @@ class LM(Task):
             f"{MOST_TOKENS}; use fewer rows or steps",
         )
         require_rate(self, "dropout")
-        require(self.init_range >= 0, f"init_range={self.init_range}: must not be negative")
+        require_not_negative(self, "init_range")
         require(
             self.layer in FORGETFUL or self.forget_bias == 1.0,
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
@@ -160,7 +166,7 @@ class LM(Task):
             f"set embed_size={self.hidden_size}, or tie_embedding off",
         )
         require(self.corpus != "", "corpus='' names no text; use python-docs, or a file or folder")
-        require(self.num_buckets >= 0, f"num_buckets={self.num_buckets}: must not be negative")
+        require_not_negative(self, "num_buckets")
         require(
             self.num_buckets == 0 or self.seq_len % self.bucket_multiple == 0,
             f"bucket_multiple={self.bucket_multiple} does not divide seq_len={self.seq_len}, the longest "
