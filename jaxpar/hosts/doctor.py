@@ -5,6 +5,7 @@
 A JAX that jaxpar does not run on, or a missing one, already ends the import, with the remedy.
 """
 
+import collections
 import dataclasses
 import importlib.metadata
 import ipaddress
@@ -13,7 +14,7 @@ import re
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +25,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.display import format_count
-from jaxpar.hosts.group import find_processes
+from jaxpar.hosts.group import (
+    COORDINATOR_ADDRESS,
+    ProcessGroup,
+    find_processes,
+    split_address,
+)
 from jaxpar.memory import host_memory
 from jaxpar.tables import make_console
 
@@ -112,183 +118,146 @@ def diagnose(machine: Machine) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(machine)]
 
 
-def check_versions(machine: Machine) -> list[Finding]:
+def check_versions(machine: Machine) -> Iterator[Finding]:
     """A package is missing, or its version is not one that jaxpar runs with."""
-    findings = []
     for requirement in machine.requirements:
         version = machine.versions[requirement.name]
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             fact = f"{requirement.name} {version or 'is not installed'}; jaxpar needs {requirement}"
-            findings.append(Finding("error", "versions", fact, f"pip install '{requirement}'"))
+            yield Finding("error", "versions", fact, f"pip install '{requirement}'")
     if not machine.requirements:
         fact = "jaxpar itself is not installed, so what it needs is not known"
-        findings.append(Finding("warning", "versions", fact, "pip install -e . in its folder"))
+        yield Finding("warning", "versions", fact, "pip install -e . in its folder")
     listed = [f"{name} {machine.versions[name]}" for name in PACKAGES if machine.versions[name]]
     python = ".".join(map(str, machine.python))
-    return [*findings, Finding("ok", "versions", ", ".join([f"python {python}", *listed]))]
+    yield Finding("ok", "versions", ", ".join([f"python {python}", *listed]))
 
 
-def check_devices(machine: Machine) -> list[Finding]:
+def check_devices(machine: Machine) -> Iterator[Finding]:
     """JAX shows no devices, or not the GPUs that there are."""
     if isinstance(machine.devices, str):
         remedy = "mend what the message names; JAX_PLATFORMS=cpu does without an accelerator"
-        return [Finding("error", "devices", f"none: {machine.devices}", remedy)]
-    kinds = [(platform, kind) for platform, kind, _ in machine.devices]
-    fact = ", ".join(
-        f"{kinds.count(each)} x {each[1]} ({each[0]})" for each in dict.fromkeys(kinds)
-    )
-    only_cpu = all(platform == "cpu" for platform, _ in kinds)
-    if (
-        only_cpu
-        and machine.has_nvidia_driver
-        and "cpu" not in machine.environ.get("JAX_PLATFORMS", "")
-    ):
-        return [
-            Finding(
-                "warning",
-                "devices",
-                f"{fact}; this machine has NVIDIA GPUs, JAX does not use them",
-                "pip install 'jax[cuda12]' or 'jax[cuda13]', as the driver allows",
-            )
-        ]
-    return [Finding("ok", "devices", fact)]
+        yield Finding("error", "devices", f"none: {machine.devices}", remedy)
+        return
+    counts = collections.Counter((kind, platform) for platform, kind, _ in machine.devices)
+    fact = ", ".join(f"{n} x {kind} ({platform})" for (kind, platform), n in counts.items())
+    only_cpu = all(platform == "cpu" for platform, _, _ in machine.devices)
+    on_request = "cpu" in machine.environ.get("JAX_PLATFORMS", "")
+    if machine.has_nvidia_driver and only_cpu and not on_request:
+        fact += "; this machine has NVIDIA GPUs, JAX does not use them"
+        remedy = "pip install 'jax[cuda12]' or 'jax[cuda13]', as the driver allows"
+        yield Finding("warning", "devices", fact, remedy)
+    else:
+        yield Finding("ok", "devices", fact)
 
 
-def check_simulated(machine: Machine) -> list[Finding]:
+def check_simulated(machine: Machine) -> Iterator[Finding]:
     """More simulated devices than cores."""
     flag = r"--xla_force_host_platform_device_count=(\d+)"
     in_flags = re.findall(flag, machine.environ.get("XLA_FLAGS", ""))
-    in_variable = machine.environ.get("JAX_NUM_CPU_DEVICES")
-    given = {"XLA_FLAGS": in_flags[-1]} if in_flags else {}
-    if in_variable is not None:
-        given["JAX_NUM_CPU_DEVICES"] = in_variable
-    return [
-        Finding(
-            "warning",
-            "simulated",
-            f"{name} simulates {count} devices on {format_count(machine.num_cores, 'core')}: results "
-            f"are right, speed says nothing",
-            f"measure speed with at most {format_count(machine.num_cores, 'device')}",
-        )
-        for name, count in given.items()
-        if count.isdecimal() and int(count) > machine.num_cores
-    ]
+    in_variable = machine.environ.get("JAX_NUM_CPU_DEVICES", "")
+    for name, count in (
+        ("XLA_FLAGS", (in_flags or [""])[-1]),
+        ("JAX_NUM_CPU_DEVICES", in_variable),
+    ):
+        if count.isdecimal() and int(count) > machine.num_cores:
+            cores = format_count(machine.num_cores, "core")
+            yield Finding(
+                "warning",
+                "simulated",
+                f"{name} simulates {count} devices on {cores}: results are right, speed says nothing",
+                f"measure speed with at most {format_count(machine.num_cores, 'device')}",
+            )
 
 
-def check_memory(machine: Machine) -> list[Finding]:
+def check_memory(machine: Machine) -> Iterator[Finding]:
     """Too little to compile."""
     if machine.memory_bytes is None:
-        return []
+        return
     free, total = machine.memory_bytes
     fact = f"{_gigabytes(free)} of {_gigabytes(total)} free"
-    if not isinstance(machine.devices, str):
-        sizes = [size for _, _, size in machine.devices if size is not None]
-        if sizes:
-            fact += f"; {_gigabytes(min(sizes))} on each device"
+    devices = () if isinstance(machine.devices, str) else machine.devices
+    if sizes := [size for _, _, size in devices if size is not None]:
+        fact += f"; {_gigabytes(min(sizes))} on each device"
     if free < LITTLE_MEMORY_BYTES:
         remedy = "end other programs, or take a larger machine: the compiler may be killed"
-        return [Finding("warning", "memory", fact, remedy)]
-    return [Finding("ok", "memory", fact)]
+        yield Finding("warning", "memory", fact, remedy)
+    else:
+        yield Finding("ok", "memory", fact)
 
 
-def check_processes(machine: Machine) -> list[Finding]:
-    """Settings of several processes that are incomplete, or an allocation with one process."""
-    environ = machine.environ
+def check_processes(machine: Machine) -> Iterator[Finding]:
+    """Settings of several processes: they are incomplete, or the processes do not reach each other."""
     try:
-        group = find_processes(environ)
+        group = find_processes(machine.environ)
     except ValueError as error:
         fact, _, remedy = str(error).partition("; ")
-        return [Finding("error", "processes", fact, remedy)]
+        yield Finding("error", "processes", fact, remedy)
+        yield from _check_proxies(machine, "")  # as soon as it is mended
+        return
     detected = f"; JAX detects {', '.join(machine.clusters)}" if machine.clusters else ""
+    num_tasks = machine.environ.get("SLURM_NTASKS", "1")
     if group is not None:
         which = "" if group.process_id is None else f", this is number {group.process_id}"
         number = "several" if group.num_processes is None else group.num_processes
-        return [
-            Finding("ok", "processes", f"{number}, started by {group.launcher}{which}{detected}")
-        ]
-    num_tasks = environ.get("SLURM_NTASKS", "1")
-    if "SLURM_JOB_ID" in environ and num_tasks != "1":
+        fact = f"{number}, started by {group.launcher}{which}{detected}"
+        yield Finding("ok", "processes", fact)
+    elif "SLURM_JOB_ID" in machine.environ and num_tasks != "1":
         fact = f"one, in a Slurm allocation for {num_tasks}{detected}"
-        return [Finding("warning", "processes", fact, f"srun --ntasks={num_tasks} starts them all")]
-    return [Finding("ok", "processes", "one" + (detected or "; no cluster detected"))]
+        yield Finding("warning", "processes", fact, f"srun --ntasks={num_tasks} starts them all")
+    else:
+        yield Finding("ok", "processes", "one" + (detected or "; no cluster detected"))
+    host = ""
+    if group is not None and group.coordinator_address is not None:
+        host, _ = split_address(group.coordinator_address)
+        yield _check_coordinator(machine, group, group.coordinator_address, host)
+    yield from _check_proxies(machine, None if group is None else host)
 
 
-def check_coordinator(machine: Machine) -> list[Finding]:
+def _check_coordinator(machine: Machine, group: ProcessGroup, address: str, host: str) -> Finding:
     """Process 0 has an address that other machines do not reach."""
-    address, num_hosts = _coordinator(machine)
-    if address is None:
-        return []
-    host = address.rpartition(":")[0].strip("[]")
     try:
         found = machine.resolve(host)
     except OSError as error:
         fact = f"{host!r} of {address} is unknown here: {error}"
-        return [Finding("error", "coordinator", fact, "use a name or number of process 0's host")]
+        return Finding("error", "coordinator", fact, "use a name or number of process 0's host")
     loopback = [each for each in found if ipaddress.ip_address(each.partition("%")[0]).is_loopback]
-    if not loopback or num_hosts == 1:
-        return [Finding("ok", "coordinator", f"{address} is {', '.join(dict.fromkeys(found))}")]
-    return [
-        Finding(
-            "warning" if num_hosts is None else "error",
-            "coordinator",
-            f"{address} is {loopback[0]}, which only processes of this machine reach"
-            + ("" if num_hosts is None else f"; there are {num_hosts} machines"),
-            "set JAX_COORDINATOR_ADDRESS to an address of process 0 in the network of the others "
-            "(on one machine alone it is right as it is)"
-            if num_hosts is None
-            else "set JAX_COORDINATOR_ADDRESS to an address of process 0 in the network of the "
-            "others, or remove its name from the loopback line of /etc/hosts",
-        )
-    ]
+    if not loopback or group.num_hosts == 1:
+        return Finding("ok", "coordinator", f"{address} is {', '.join(dict.fromkeys(found))}")
+    fact = f"{address} is {loopback[0]}, which only processes of this machine reach"
+    remedy = f"set {COORDINATOR_ADDRESS} to an address of process 0 in the network of the others"
+    if group.num_hosts is None:
+        remedy += " (on one machine alone it is right as it is)"
+        return Finding("warning", "coordinator", fact, remedy)
+    remedy += ", or remove its name from the loopback line of /etc/hosts"
+    fact += f"; there are {group.num_hosts} machines"
+    return Finding("error", "coordinator", fact, remedy)
 
 
-def check_proxies(machine: Machine) -> list[Finding]:
-    """A proxy stands between the processes."""
+def _check_proxies(machine: Machine, host: str | None) -> Iterator[Finding]:
+    """A proxy stands between the processes.
+
+    Args:
+      host: of process 0; "" if the environment does not tell, None if there is one process.
+    """
     environ = {name.lower(): value for name, value in machine.environ.items() if value}
     found = [name for name in _PROXIES if name in environ]
     if not found:
-        return []
+        return
     fact = f"{', '.join(found)} set"
-    try:
-        alone = find_processes(machine.environ) is None
-    except ValueError:
-        alone = False  # as soon as it is mended
-    if alone:
-        return [Finding("ok", "proxies", f"{fact}; a single process does not mind")]
-    address, _ = _coordinator(machine)
-    host = "" if address is None else address.rpartition(":")[0].strip("[]")
     spared = next((environ[name] for name in _NO_PROXIES if name in environ), "")
-    if host and any(part and host.endswith(part) for part in re.split(r"[,\s]+", spared)):
-        return [Finding("ok", "proxies", f"{fact}, but not for {host}")]
-    return [
-        Finding(
-            "warning",
-            "proxies",
-            f"{fact}: the processes may wait for each other until a timeout",
-            f"unset {' '.join(found)}, or export no_proxy={host or 'HOST'}",
-        )
-    ]
+    if host is None:
+        yield Finding("ok", "proxies", f"{fact}; a single process does not mind")
+    elif host and any(part and host.endswith(part) for part in re.split(r"[,\s]+", spared)):
+        yield Finding("ok", "proxies", f"{fact}, but not for {host}")
+    else:
+        fact += ": the processes may wait for each other until a timeout"
+        remedy = f"unset {' '.join(found)}, or export no_proxy={host or 'HOST'}"
+        yield Finding("warning", "proxies", fact, remedy)
 
 
-# Subjects, in the order of the report.
-CHECKS = (
-    check_versions,
-    check_devices,
-    check_simulated,
-    check_memory,
-    check_processes,
-    check_coordinator,
-    check_proxies,
-)
-
-
-def _coordinator(machine: Machine) -> tuple[str | None, int | None]:
-    """host:port of process 0 and the number of machines, as far as the environment tells them."""
-    try:
-        group = find_processes(machine.environ)
-    except ValueError:
-        return None, None
-    return (None, None) if group is None else (group.coordinator_address, group.num_hosts)
+# In the order of the report.
+CHECKS = (check_versions, check_devices, check_simulated, check_memory, check_processes)
 
 
 def _version(package: str) -> str | None:

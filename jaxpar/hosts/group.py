@@ -92,6 +92,12 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     return None
 
 
+def split_address(address: str) -> tuple[str, str]:
+    """Host and port of `host:port`; an IPv6 address without its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
 def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str) -> ProcessGroup:
     """The group whose two numbers have these names."""
     values = environ[count], environ.get(index, "")
