@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from jaxpar.hosts.agreement import describe_processes, differences
+from jaxpar.hosts.agree import describe_processes, differences
 from jaxpar.hosts.launch import _environ, _free_port
 from jaxpar.hosts.meeting import meet, program_facts
 

@@ -233,7 +233,7 @@ class Evaluate(TrainedOptions):
         """The exit code, 0."""
         import jax
 
-        from jaxpar.hosts.agreement import agree
+        from jaxpar.hosts.agree import agree
         from jaxpar.hosts.distributed import start_processes
         from jaxpar.tables import make_console
         from jaxpar.training.console import evaluation_table

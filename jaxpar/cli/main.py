@@ -86,7 +86,7 @@ def _run(argv: list[str]) -> int:
 
     if argv[:1] == ["train"] and not asks_help(argv) and find_processes(os.environ) is not None:
         _load("jaxpar.training.fit")
-        from jaxpar.hosts.agreement import await_agreement
+        from jaxpar.hosts.agree import await_agreement
         from jaxpar.hosts.distributed import start_processes
 
         start_processes()  # so that a mistake in one of them ends all
@@ -138,9 +138,8 @@ def _leave(code: int, reason: str, error: Exception | None = None) -> int:
     if "jaxpar.hosts.distributed" not in sys.modules:
         return code
     from jaxpar.hosts.distributed import leave_processes
-    from jaxpar.hosts.together import DifferentError, SharedError
 
-    return leave_processes(code, reason, shared=isinstance(error, SharedError | DifferentError))
+    return leave_processes(code, reason, error)
 
 
 def _check_encoding(argv: list[str]) -> None:

@@ -3,15 +3,15 @@
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
 
 import jax
 from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
-from jax.experimental import multihost_utils
 
-from jaxpar.hosts.agreement import shut_down, tell_failure
+from jaxpar.hosts.agree import LEAVE_SECONDS, DifferentError, SharedError, tell_failure
 from jaxpar.hosts.group import (
     ALONE,
     COORDINATOR_ADDRESS,
@@ -22,7 +22,6 @@ from jaxpar.hosts.group import (
 )
 from jaxpar.hosts.interface import listen_on
 from jaxpar.hosts.meeting import meet, program_facts
-from jaxpar.hosts.together import SharedError
 from jaxpar.output import dropping
 
 BIND_ADDRESS = (
@@ -85,25 +84,22 @@ def start_processes() -> ProcessGroup | None:
     return group
 
 
-def wait_for_processes(event: str) -> None:
-    """Returns when all processes have come here; at once in a process that runs alone."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"jaxpar: {event}")
-
-
-def leave_processes(code: int, reason: str = "it failed", *, shared: bool = False) -> int:
+def leave_processes(code: int, reason: str, error: BaseException | None = None) -> int:
     """Ends this process at once if there are others; else gives the exit code back.
 
     For a process that fails: at an ordinary exit JAX waits for the others, and they, in the middle
     of a step, for this one. When it is gone they fail too. Before the run has begun it tells them why.
 
     Args:
-      shared: all processes fail, so each of them has the time to say why.
+      reason: that the others are told.
+      error: where all raise the same one, each of them has the time to say why.
     """
     if jax.distributed.is_initialized():
-        if shared:
-            shut_down()
-        tell_failure(reason)
+        if isinstance(error, SharedError | DifferentError) or tell_failure(reason):
+            # They part, so that none ends for the loss of another; not forever.
+            thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+            thread.start()
+            thread.join(LEAVE_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -115,7 +111,7 @@ def _leave_on_error(
 ) -> None:
     traceback.print_exception(kind, error, trace)
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-    leave_processes(code, f"{kind.__name__}: {error}", shared=issubclass(kind, SharedError))
+    leave_processes(code, f"{kind.__name__}: {error}", error)
 
 
 def _keep_stdout_for_python() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.hosts.agreement import describe_processes
+from jaxpar.hosts.agree import describe_processes
 
 STALL_SECONDS = 20.0  # between two steps, before a process tells where it is
 _ANSWER_SECONDS = 3.0  # for the others to do so

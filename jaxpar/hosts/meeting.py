@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from jaxpar.files import read_file, read_json
-from jaxpar.hosts.agreement import describe_processes, differences
+from jaxpar.hosts.agree import describe_processes, differences
 
 # What makes another program of the same sources, or other numbers of the same program.
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")

@@ -37,7 +37,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxpar.files import check_file
-from jaxpar.hosts.together import SharedError, Together
+from jaxpar.hosts.agree import SharedError, Together
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.batches import Batches
 from jaxpar.fields import check_takes
-from jaxpar.hosts.together import DifferentError
+from jaxpar.hosts.agree import DifferentError
 from jaxpar.task import Task
 from jaxpar.training.checksums import digest
 from jaxpar.training.evaluate import CheckedBatches

@@ -14,8 +14,7 @@ import jax
 
 from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
-from jaxpar.hosts.agreement import agree
-from jaxpar.hosts.together import SharedError, in_process_0, together
+from jaxpar.hosts.agree import SharedError, agree, in_process_0, said_by_process_0, together
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -27,7 +26,6 @@ from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
-from jaxpar.training.lock import said_by_process_0
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, format_number
 from jaxpar.training.run_folder import RunFolder, newest_run_folder, next_run_folder

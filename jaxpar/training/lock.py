@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from jaxpar.hosts.agree import said_by_process_0
 
 try:
     import fcntl
@@ -140,13 +140,3 @@ def _describe(holder: bytes) -> str:
         return f"process {who['pid']} on {who['host']} has it since {who['since']}"
     except (ValueError, KeyError, TypeError):
         return "another process has it"
-
-
-def said_by_process_0(text: str) -> str:
-    """A text of process 0, in every process."""
-    if jax.process_count() == 1:
-        return text
-    said = np.zeros(_MESSAGE_BYTES, np.uint8)
-    encoded = text.encode()[:_MESSAGE_BYTES]
-    said[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    return bytes(multihost_utils.broadcast_one_to_all(said)).rstrip(b"\0").decode(errors="ignore")

@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 from jaxpar.batches import place_batch
-from jaxpar.hosts.distributed import wait_for_processes
+from jaxpar.hosts.agree import in_process_0, said_by_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
-from jaxpar.hosts.together import in_process_0, together
 from jaxpar.optimizer import Averaged, begin_average
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, release
@@ -23,7 +22,6 @@ from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
-from jaxpar.training.lock import said_by_process_0
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
@@ -268,7 +266,7 @@ class Run:
         if self.checkpoints.latest_step() != step:
             self._save()
             self.checkpoints.latest_step()  # it is written
-        wait_for_processes("the state before a step that is not finite is saved")
+        together(lambda: None)  # in every process
         self.report.end(step, config.num_steps, None)
         skip = (
             f"a larger --train.max-skipped (now {config.max_skipped})"

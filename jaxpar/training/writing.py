@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpar.hosts.together import SharedError, Together
+from jaxpar.hosts.agree import SharedError, Together
 
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
     from orbax import checkpoint as orbax

@@ -1,0 +1,244 @@
+"""All processes come to the same place, and hear the same there: one exchange, by JAX's coordinator.
+
+    process 0    its value, or its error  |  reads all of them, and makes an answer  |  goes on, or raises
+    process 1    its value, or its error  |  waits for process 0                     |  goes on, or raises
+
+At a barrier the others would wait forever for a process that has failed on its way there. Here it comes all
+the same, and says why. No device takes part, so it may come before anything is compiled, and a thread beside
+the steps may do it.
+"""
+
+import itertools
+import json
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax._src.distributed import global_state  # there is no public way to its key-value store
+
+from jaxpar.fields import leaves_of
+
+_Result = TypeVar("_Result")
+_NAMED = 5  # differences that a message names
+_NOTICE_SECONDS = 20.0  # twice as long each time
+LEAVE_SECONDS = 10.0  # that a process which fails has for telling the others
+_numbers = itertools.count()
+
+
+class SharedError(OSError):
+    """What failed in some processes, raised in all of them, at the same place."""
+
+
+class DifferentError(ValueError):
+    """What differs between processes, raised in all of them, at the same place."""
+
+
+class Together:
+    """Exchanges that all processes take part in, one after the other, and in the same order.
+
+    Of several such series, all processes begin the same ones in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._keys, self._turn = "", 0
+
+    def exchange(
+        self,
+        value: Any,
+        answer: Callable[[Mapping[int, Any]], _Result],
+        *,
+        error: str = "",
+        notice: str = "",
+        until: float = float("inf"),
+    ) -> _Result:
+        """What process 0 makes of the values of all processes, in each of them.
+
+        Args:
+          value: of this process, as JSON has it.
+          answer: called in process 0 with the values by the numbers of processes; what it gives is JSON too.
+          error: why this process has no value, to follow the words "process 1"; "" if it has.
+          notice: what a process is waited for that takes long, to be said on stderr; "" says nothing.
+          until: when to give up, by the clock `time.monotonic`.
+        Raises:
+          SharedError: some have no value; it names them and their errors.
+          RuntimeError: a process has not come here by then.
+        """
+        if (client := global_state.client) is None or global_state.num_processes == 1:
+            return answer({0: value})
+        self._keys = self._keys or f"jaxpar/together/{next(_numbers)}"
+        self._turn += 1
+        folder = f"{self._keys}/{self._turn}"
+        client.key_value_set(f"{folder}/{global_state.process_id}", json.dumps([value, error]))
+        if global_state.process_id == 0:
+            told = {
+                number: json.loads(_wait_for(f"{folder}/{number}", number, notice, until))
+                for number in range(global_state.num_processes)
+            }
+            errors = {number: error for number, (_, error) in told.items() if error}
+            failed = "; ".join(
+                describe_processes(where) + error for error, where in _by_value(errors).items()
+            )
+            made = (
+                None if failed else answer({number: value for number, (value, _) in told.items()})
+            )
+            client.key_value_set(f"{folder}/answer", json.dumps([made, failed]))
+            # All have come here, so all have read the answer before.
+            client.key_value_delete(f"{self._keys}/{self._turn - 1}/")
+        made, failed = json.loads(_wait_for(f"{folder}/answer", 0, notice, until))
+        if failed:
+            raise SharedError(failed)
+        return made
+
+    def do(
+        self, work: Callable[[], _Result], describe: Callable[[Exception], str] = str
+    ) -> _Result:
+        """The result of this process's part of a work, once those of all have succeeded.
+
+        In a process that runs alone it is that of the part, or its error.
+
+        Args:
+          describe: what to say to the others of an error.
+        Raises:
+          SharedError: a part has failed; it names the processes and their errors.
+        """
+        if global_state.num_processes == 1:
+            return work()
+        cause, said, result = None, "", None
+        try:
+            result = work()
+        except Exception as error:
+            cause, said = error, f": {describe(error) or type(error).__name__}"
+        try:
+            self.exchange(None, lambda _: None, error=said)
+        except SharedError as error:
+            raise error from cause
+        return result  # pyright: ignore[reportReturnType]  # there is one, for nothing has failed
+
+
+_of_main_threads = Together()
+_is_awaited = False  # in `agree`, before anything else that needs all processes
+
+
+def together(work: Callable[[], _Result]) -> _Result:
+    """The result of a work that all processes do, in their main threads; see `Together.do`."""
+    return _of_main_threads.do(work)
+
+
+def in_process_0(work: Callable[[], object]) -> None:
+    """Does a work in process 0 alone; the others wait for it.
+
+    Raises:
+      SharedError: it has failed; in a process that runs alone its own error.
+    """
+    together(lambda: work() if jax.process_index() == 0 else None)
+
+
+def said_by_process_0(text: str) -> str:
+    """A text of process 0, in every process."""
+    return _of_main_threads.exchange(text, lambda told: told[0])
+
+
+def agree(*facts: Any, remedy: str, last: bool = False) -> None:
+    """Returns when all processes have come here with the same facts; at once in a process that runs alone.
+
+    Args:
+      facts: tables and dataclasses, whose values are compared by their `repr`.
+      remedy: what to do if they differ.
+      last: from here on a process that fails need not tell the others.
+    Raises:
+      DifferentError: they differ; in all processes alike.
+      SharedError: a process has failed on its way here; likewise.
+    """
+    global _is_awaited
+    found = {
+        name: re.sub(r" at 0x[0-9a-f]+", "", repr(value))  # an object's address is its own
+        for each in facts
+        for name, value in leaves_of(each).items()
+    }
+    _is_awaited = not last
+    if differ := _of_main_threads.exchange(found, differences, notice="to begin the run"):
+        raise DifferentError(f"the processes do not agree: {differ}; {remedy}")
+
+
+def await_agreement() -> None:
+    """Notes that the others will wait for this process in `agree`: if it fails before, it tells them."""
+    global _is_awaited
+    _is_awaited = True
+
+
+def tell_failure(message: str) -> bool:
+    """Lets the others know that this process ends, if they are about to wait for it in `agree`.
+
+    Returns:
+      whether all know it.
+    """
+    if not _is_awaited:
+        return False
+    error, until = f" ended before the run began: {message}", time.monotonic() + LEAVE_SECONDS
+    try:
+        _of_main_threads.exchange(None, lambda _: None, error=error, until=until)
+    except (SharedError, RuntimeError) as told:
+        return isinstance(told, SharedError)
+    return False  # this process runs alone
+
+
+def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
+    """In words, what differs between processes, with its value in each; "" if they agree.
+
+    Args:
+      facts: of each process, by its number; texts by their names.
+    """
+    names = list(dict.fromkeys(name for each in facts.values() for name in each))
+    found = []
+    for name in names:
+        values = {number: each.get(name, "not there") for number, each in sorted(facts.items())}
+        if len(processes := _by_value(values)) > 1:
+            parts = (f"{value} in {describe_processes(n)}" for value, n in processes.items())
+            found.append(f"{name} is {', '.join(parts)}")
+    more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+    return "; ".join(found[:_NAMED] + more)
+
+
+def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """The numbers of the processes that have each value."""
+    processes: dict[str, list[int]] = {}
+    for number, value in values.items():
+        processes.setdefault(value, []).append(number)
+    return processes
+
+
+def describe_processes(numbers: Sequence[int]) -> str:
+    """In words: `process 3`, or `processes 0 to 2, 5`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    texts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in ranges]
+    return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"
+
+
+def _wait_for(key: str, process: int, notice: str, until: float) -> str:
+    """The value of a key, once that process has set it.
+
+    Raises:
+      RuntimeError: it has not.
+    """
+    assert global_state.client is not None
+    began, notice_at = time.monotonic(), time.monotonic() + _NOTICE_SECONDS
+    while True:
+        try:
+            return global_state.client.blocking_key_value_get(key, 1000)  # then signals are heard
+        except jax.errors.JaxRuntimeError as error:
+            now = time.monotonic()
+            if "DEADLINE_EXCEEDED" not in str(error) or now > until:
+                raise
+        if notice and now > notice_at:
+            print(
+                f"waiting for process {process} {notice}, for {now - began:.0f} s", file=sys.stderr
+            )
+            notice_at = now + (now - began)
