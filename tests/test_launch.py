@@ -16,8 +16,8 @@ from test_train import flip_a_bit
 from jaxpar.cli.main import main
 from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS
 from jaxpar.hosts.group import ProcessGroup, find_processes
-from jaxpar.hosts.interface import listen_on
 from jaxpar.hosts.launch import _Processes
+from jaxpar.hosts.meeting import listen_on
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -23,8 +23,7 @@ from jaxpar.fields import leaves_of
 
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names
-_NOTICE_SECONDS = 20.0  # twice as long each time
-LEAVE_SECONDS = 10.0  # that a process which fails has for telling the others
+_NOTICE_SECONDS = 15.0  # twice as long each time
 _numbers = itertools.count()
 
 
@@ -52,7 +51,6 @@ class Together:
         *,
         error: str = "",
         notice: str = "",
-        until: float = float("inf"),
     ) -> _Result:
         """What process 0 makes of the values of all processes, in each of them.
 
@@ -61,10 +59,9 @@ class Together:
           answer: called in process 0 with the values by the numbers of processes; what it gives is JSON too.
           error: why this process has no value, to follow the words "process 1"; "" if it has.
           notice: what a process is waited for that takes long, to be said on stderr; "" says nothing.
-          until: when to give up, by the clock `time.monotonic`.
         Raises:
           SharedError: some have no value; it names them and their errors.
-          RuntimeError: a process has not come here by then.
+          RuntimeError: the coordinator is gone.
         """
         if (client := global_state.client) is None or global_state.num_processes == 1:
             return answer({0: value})
@@ -74,7 +71,7 @@ class Together:
         client.key_value_set(f"{folder}/{global_state.process_id}", json.dumps([value, error]))
         if global_state.process_id == 0:
             told = {
-                number: json.loads(_wait_for(f"{folder}/{number}", number, notice, until))
+                number: json.loads(wait_for(f"{folder}/{number}", number, notice))
                 for number in range(global_state.num_processes)
             }
             errors = {number: error for number, (_, error) in told.items() if error}
@@ -87,7 +84,7 @@ class Together:
             client.key_value_set(f"{folder}/answer", json.dumps([made, failed]))
             # All have come here, so all have read the answer before.
             client.key_value_delete(f"{self._keys}/{self._turn - 1}/")
-        made, failed = json.loads(_wait_for(f"{folder}/answer", 0, notice, until))
+        made, failed = json.loads(wait_for(f"{folder}/answer", 0, notice))
         if failed:
             raise SharedError(failed)
         return made
@@ -127,18 +124,16 @@ def together(work: Callable[[], _Result]) -> _Result:
     return _of_main_threads.do(work)
 
 
-def in_process_0(work: Callable[[], object]) -> None:
+def in_process_0(work: Callable[[], _Result]) -> _Result:
     """Does a work in process 0 alone; the others wait for it.
 
+    Returns:
+      its result, which JSON must have, in all processes.
     Raises:
       SharedError: it has failed; in a process that runs alone its own error.
     """
-    together(lambda: work() if jax.process_index() == 0 else None)
-
-
-def said_by_process_0(text: str) -> str:
-    """A text of process 0, in every process."""
-    return _of_main_threads.exchange(text, lambda told: told[0])
+    result = together(lambda: work() if global_state.process_id == 0 else None)
+    return _of_main_threads.exchange(result, lambda told: told[0])
 
 
 def agree(*facts: Any, remedy: str, last: bool = False) -> None:
@@ -177,12 +172,12 @@ def tell_failure(message: str) -> bool:
     """
     if not _is_awaited:
         return False
-    error, until = f" ended before the run began: {message}", time.monotonic() + LEAVE_SECONDS
+    error = f" ended before the run began: {message}"
     try:
-        _of_main_threads.exchange(None, lambda _: None, error=error, until=until)
-    except (SharedError, RuntimeError) as told:
-        return isinstance(told, SharedError)
-    return False  # this process runs alone
+        _of_main_threads.exchange(None, lambda _: None, error=error)
+    except SharedError:
+        return True
+    return False  # it runs alone
 
 
 def differences(facts: Mapping[int, Mapping[str, str]]) -> str:
@@ -222,23 +217,35 @@ def describe_processes(numbers: Sequence[int]) -> str:
     return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"
 
 
-def _wait_for(key: str, process: int, notice: str, until: float) -> str:
+def wait_for(key: str, process: int, notice: str = "") -> str:
     """The value of a key, once that process has set it.
 
+    Args:
+      notice: as of `Together.exchange`.
     Raises:
-      RuntimeError: it has not.
+      RuntimeError: the coordinator is gone.
     """
     assert global_state.client is not None
-    began, notice_at = time.monotonic(), time.monotonic() + _NOTICE_SECONDS
-    while True:
+    for passed in waiting():
+        if passed and notice:
+            say(f"waiting for process {process} {notice}, for {passed:.0f} s")
         try:
             return global_state.client.blocking_key_value_get(key, 1000)  # then signals are heard
         except jax.errors.JaxRuntimeError as error:
-            now = time.monotonic()
-            if "DEADLINE_EXCEEDED" not in str(error) or now > until:
+            if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        if notice and now > notice_at:
-            print(
-                f"waiting for process {process} {notice}, for {now - began:.0f} s", file=sys.stderr
-            )
-            notice_at = now + (now - began)
+    raise AssertionError("it waits forever")
+
+
+def waiting(seconds: float = float("inf")) -> Iterator[float]:
+    """Goes on for so long. Gives the time that has passed when what is waited for is to be said, else 0."""
+    began, notice_after = time.monotonic(), _NOTICE_SECONDS
+    while (passed := time.monotonic() - began) < seconds:
+        is_long = passed > notice_after
+        notice_after *= 1 + is_long
+        yield passed if is_long else 0.0
+
+
+def say(line: str) -> None:
+    """Prints a line on stderr."""
+    print(line, file=sys.stderr, flush=True)

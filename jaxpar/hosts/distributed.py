@@ -1,5 +1,6 @@
 """How the processes of one program find each other, and part; see `group` for who they are."""
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -11,7 +12,7 @@ from types import TracebackType
 import jax
 from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 
-from jaxpar.hosts.agree import LEAVE_SECONDS, DifferentError, SharedError, tell_failure
+from jaxpar.hosts.agree import DifferentError, SharedError, tell_failure
 from jaxpar.hosts.group import (
     ALONE,
     COORDINATOR_ADDRESS,
@@ -20,8 +21,7 @@ from jaxpar.hosts.group import (
     ProcessGroup,
     find_processes,
 )
-from jaxpar.hosts.interface import listen_on
-from jaxpar.hosts.meeting import meet, program_facts
+from jaxpar.hosts.meeting import listen_on, meet, program_facts
 from jaxpar.output import dropping
 
 BIND_ADDRESS = (
@@ -33,6 +33,7 @@ _CLUSTER_SECONDS = 300.0  # whose launcher knows the number, and whose machines 
 
 # A process that is gone is missed after this time (JAX waits for 100 s), and the others end.
 HEARTBEAT_TIMEOUT_SECONDS = 30
+_LEAVE_SECONDS = 20.0  # that a process which fails has for telling the others, and parting
 
 
 def start_processes() -> ProcessGroup | None:
@@ -95,15 +96,21 @@ def leave_processes(code: int, reason: str, error: BaseException | None = None) 
       error: where all raise the same one, each of them has the time to say why.
     """
     if jax.distributed.is_initialized():
-        if isinstance(error, SharedError | DifferentError) or tell_failure(reason):
-            # They part, so that none ends for the loss of another; not forever.
-            thread = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-            thread.start()
-            thread.join(LEAVE_SECONDS)
+        is_shared = isinstance(error, SharedError | DifferentError)
+        thread = threading.Thread(target=_part, args=(reason, is_shared), daemon=True)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _part(reason: str, is_shared: bool) -> None:
+    """Parts from the others, if they know or can be told, so that none ends for the loss of another."""
+    with contextlib.suppress(RuntimeError):  # they are gone
+        if is_shared or tell_failure(reason):
+            jax.distributed.shutdown()
 
 
 def _leave_on_error(

@@ -24,17 +24,17 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_count
+from jaxpar.display import format_bytes, format_count
 from jaxpar.hosts.group import (
     COORDINATOR_ADDRESS,
     ProcessGroup,
     find_processes,
     split_address,
 )
+from jaxpar.hosts.meeting import PACKAGES
 from jaxpar.memory import host_memory
 from jaxpar.tables import make_console
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 # The variables that gRPC, by which processes find each other, takes its proxy from.
@@ -175,10 +175,10 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
     if machine.memory_bytes is None:
         return
     free, total = machine.memory_bytes
-    fact = f"{_gigabytes(free)} of {_gigabytes(total)} free"
+    fact = f"{format_bytes(free)} of {format_bytes(total)} free"
     devices = () if isinstance(machine.devices, str) else machine.devices
     if sizes := [size for _, _, size in devices if size is not None]:
-        fact += f"; {_gigabytes(min(sizes))} on each device"
+        fact += f"; {format_bytes(min(sizes))} on each device"
     if free < LITTLE_MEMORY_BYTES:
         remedy = "end other programs, or take a larger machine: the compiler may be killed"
         yield Finding("warning", "memory", fact, remedy)
@@ -221,7 +221,7 @@ def _check_coordinator(machine: Machine, group: ProcessGroup, address: str, host
     except OSError as error:
         fact = f"{host!r} of {address} is unknown here: {error}"
         return Finding("error", "coordinator", fact, "use a name or number of process 0's host")
-    loopback = [each for each in found if ipaddress.ip_address(each.partition("%")[0]).is_loopback]
+    loopback = [each for each in found if ipaddress.ip_address(each).is_loopback]
     if not loopback or group.num_hosts == 1:
         return Finding("ok", "coordinator", f"{address} is {', '.join(dict.fromkeys(found))}")
     fact = f"{address} is {loopback[0]}, which only processes of this machine reach"
@@ -303,7 +303,3 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"

@@ -58,8 +58,9 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
     if NUM_PROCESSES in environ or PROCESS_ID in environ:
         names = (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID)
         if missing := [name for name in names if name not in environ]:
+            given = ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)
             raise ValueError(
-                f"{_given(environ, *names)} is set, {' and '.join(missing)} not; set all three "
+                f"{given} is set, {' and '.join(missing)} not; set all three "
                 f"in every process, or {ALONE}"
             )
         return _numbered("hand", environ, NUM_PROCESSES, PROCESS_ID)
@@ -108,7 +109,3 @@ def _numbered(launcher: str, environ: Mapping[str, str], count: str, index: str)
         )
     num_processes, process_id = map(int, values)
     return ProcessGroup(launcher, num_processes, process_id, environ.get(COORDINATOR_ADDRESS))
-
-
-def _given(environ: Mapping[str, str], *names: str) -> str:
-    return ", ".join(f"{name}={environ[name]!r}" for name in names if name in environ)

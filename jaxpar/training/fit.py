@@ -14,7 +14,7 @@ import jax
 
 from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
-from jaxpar.hosts.agree import SharedError, agree, in_process_0, said_by_process_0, together
+from jaxpar.hosts.agree import SharedError, agree, in_process_0, together
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -299,14 +299,7 @@ def _check_profile(num_steps: int, taken: int) -> None:
 
 def _claim_numbered_folder() -> RunFolder:
     """A new numbered folder, the same one for all processes."""
-    path = ""
-
-    def claim() -> None:
-        nonlocal path
-        path = str(next_run_folder())
-
-    in_process_0(claim)
-    return RunFolder(said_by_process_0(path))
+    return RunFolder(in_process_0(lambda: str(next_run_folder())))
 
 
 def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> TrainState | None:

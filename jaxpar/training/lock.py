@@ -14,9 +14,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
-
-from jaxpar.hosts.agree import said_by_process_0
+from jaxpar.hosts.agree import in_process_0
 
 try:
     import fcntl
@@ -49,16 +47,9 @@ class FolderLock:
         Raises:
           BlockingIOError: another process holds it; the message says which.
           OSError: the folder cannot be written.
+          SharedError: either, where there are several processes.
         """
-        problem = None
-        if jax.process_index() == 0:
-            try:
-                self._make()
-                self._take()
-            except OSError as error:
-                problem = error
-        if said := said_by_process_0("" if problem is None else str(problem)):
-            raise OSError(said) if problem is None else problem
+        in_process_0(self._take)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -78,6 +69,7 @@ class FolderLock:
             raise FileNotFoundError(f"{self._folder} was removed or replaced during its run")
 
     def _take(self) -> None:
+        self._make()
         while self._file is None:
             file = self._open()
             if self._is_there(file):

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpar.batches import place_batch
-from jaxpar.hosts.agree import in_process_0, said_by_process_0, together
+from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.optimizer import Averaged, begin_average
 from jaxpar.setup import Setup
@@ -155,8 +155,9 @@ class Run:
             error, places, free = gone, [], ""
         message = str(error)
         if self.config.fallback_dir is not None:
-            path = _fallback_path(self.config.fallback_dir, self.folder, step)
-            places.append(RunFolder(said_by_process_0(path)))
+            root = self.config.fallback_dir
+            path = in_process_0(lambda: _fallback_path(root, self.folder, step))
+            places.append(RunFolder(path))
         for folder in places:
             try:
                 if folder is not self.folder:
