@@ -15,11 +15,10 @@ import threading
 import jax
 from jax._src import distributed  # multihost_utils, too, finds the coordinator here
 
+from jaxpar.hosts.agree import wait_for
 from jaxpar.hosts.hanging import HangWatch
 
 POLL_SECONDS = 0.5
-# It takes one POLL_SECONDS; a process that is gone is missed, and JAX ends the others, before that.
-_AGREE_MILLISECONDS = 300_000
 
 _REQUESTED = 0  # is no signal
 _num_opened = 0  # in this process; all processes open them in the same order
@@ -99,10 +98,10 @@ class _Group:
         client = distributed.global_state.client
         assert client is not None
         self._client = client
-        self._num_calls, self._has_asked, self._has_told = 0, False, False
+        self._num_calls = 0
         self._agreed: tuple[int, int] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._hangs = HangWatch(client)
+        self._hangs = HangWatch(client, f"jaxpar/hanging/{_num_opened}")
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -112,9 +111,8 @@ class _Group:
         Args:
           received: why this process asks for it.
         """
-        if received is not None and not self._has_asked:
-            self._has_asked = True
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another one has asked already
+        if received is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has been asked for already
                 self._client.key_value_set(f"{self._keys}/asked", str(received))
         with self._lock:
             if self._agreed is not None and self._num_calls >= self._agreed[0]:
@@ -125,7 +123,8 @@ class _Group:
     def close(self) -> None:
         """For a process that will not call again: the others do not wait for it."""
         self._closed.set()
-        with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 may be gone
+        # It may have told already, or process 0 may be gone.
+        with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell()
         self._watcher.join()
 
@@ -138,19 +137,11 @@ class _Group:
                     continue
                 with self._lock:  # no more steps here until it is known how far the others are
                     self._tell()
-                    told = [
-                        self._client.blocking_key_value_get(
-                            f"{self._keys}/{n}", _AGREE_MILLISECONDS
-                        )
-                        for n in range(jax.process_count())
-                    ]
+                    told = [wait_for(f"{self._keys}/{n}", n) for n in range(jax.process_count())]
                     self._agreed = max(map(int, told)), int(asked)
             except jax.errors.JaxRuntimeError:
-                pass  # the coordinator is gone, and JAX ends this process
+                pass  # this process has closed, or the coordinator is gone and JAX ends this one
             return
 
     def _tell(self) -> None:
-        if not self._has_told:
-            self._has_told = True
-            key = f"{self._keys}/{jax.process_index()}"
-            self._client.key_value_set(key, str(self._num_calls))
+        self._client.key_value_set(f"{self._keys}/{jax.process_index()}", str(self._num_calls))
