@@ -28,7 +28,6 @@ from jaxpar.hosts.leash import GRACE_SECONDS
 from jaxpar.hosts.scripts import check_command, how_to_go_on, options_of
 
 _OUT_DIR = "--train.out-dir"
-_LOOK_SECONDS = 1.0  # between looks for processes that have been stopped
 _SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
@@ -141,10 +140,8 @@ class _Processes:
         self._processes: list[subprocess.Popen[str]] = []
         self._running: set[int] = set()
         self._stopped: set[int] = set()  # by a signal: they neither run nor end
-        self._lost: set[int] = set()
-        self._failed: dict[int, int] = {}  # their return codes, in the order of ending
-        self._code, self._message, self._has_killed = 0, "", False
-        self._look_at, self._judge_at, self._kill_at = 0.0, float("inf"), float("inf")
+        self._code = 0  # of the first that ended as it was told to
+        self._failed: dict[int, int] = {}  # return codes of the others, in the order of ending
         # The children have one end, this process alone the other: they notice when it closes.
         held, self._leash = os.pipe()
         try:
@@ -153,7 +150,7 @@ class _Processes:
                 environ = _environ(os.environ, address, num_processes, index, devices_per_process)
                 self._start(index, command, environ, held)
         except BaseException:
-            self._kill()
+            self._send(signal.SIGKILL)
             os.close(self._leash)
             raise
         finally:
@@ -183,28 +180,37 @@ class _Processes:
 
     def wait(self) -> _End:
         """Returns when all have ended."""
+        code, lost, message = 0, set(), ""
         try:
-            while self._running:
-                self._forward_signals()
-                now = time.monotonic()
-                if now >= self._judge_at:
-                    self._judge()
-                if now >= self._kill_at:
-                    self._kill()
-                if now >= self._look_at:
-                    self._look_for_stopped()
-                    self._look_at = now + _LOOK_SECONDS
-                with contextlib.suppress(queue.Empty):
-                    self._note_end(self._ended.get(timeout=0.1))
-            if self._judge_at < float("inf"):
-                self._judge()
+            self._watch(until_failure=True)
+            if self._failed:
+                self._watch(_SETTLE_SECONDS)
+                code, lost, message = self._judge()
+                self._send(signal.SIGTERM)
+                self._watch(GRACE_SECONDS)
+                # Those who were killed now were so neither by us, nor for the loss of another.
+                lost |= {i for i, code in self._failed.items() if code == -signal.SIGKILL}
+                self._send(signal.SIGKILL)
+                self._watch()
             self._wait_for_readers()
-            if self._message:  # the last line, below what the others said when they lost this one
-                _say(self._message)
+            if message:  # the last line, below what the others said when they lost this one
+                _say(message)
         finally:
-            self._kill()
+            self._send(signal.SIGKILL)
             os.close(self._leash)
-        return _End(self._code, len(self._lost))
+        return _End(code or self._code, len(lost))
+
+    def _watch(self, seconds: float = float("inf"), *, until_failure: bool = False) -> None:
+        """Passes signals on, and notes who ends, until that is over or all have ended."""
+        until = time.monotonic() + seconds
+        while self._running and time.monotonic() < until and not (until_failure and self._failed):
+            if self._num_forwarded < len(self._signals):
+                number = self._signals[self._num_forwarded]
+                self._send(signal.SIGKILL if self._num_forwarded else number)
+                self._num_forwarded += 1
+            self._look_for_stopped()
+            with contextlib.suppress(queue.Empty):
+                self._note_end(self._ended.get(timeout=0.1))
 
     def _wait_for_readers(self) -> None:
         """Until all that was said is printed; not for what a process may have left behind to say more."""
@@ -215,43 +221,39 @@ class _Processes:
                     break
                 reader.join(0.1)
 
-    def _forward_signals(self) -> None:
-        if self._num_forwarded < len(self._signals):
-            self._send(self._signals[self._num_forwarded])
-            self._num_forwarded += 1
-            if self._num_forwarded > 1:
-                self._kill_at = min(self._kill_at, time.monotonic())
-
     def _note_end(self, index: int) -> None:
         self._running.remove(index)
         returncode = self._processes[index].returncode
         # A run that was told to stop says so with an exit code, which is no failure.
-        expected = {128 + number for number in self._signals} | {-n for n in self._signals}
-        if self._message:
-            if returncode == -signal.SIGKILL and not self._has_killed:
-                self._lost.add(index)  # not by us, nor for the loss of another
-        elif self._code or not returncode:
-            return
-        elif returncode in expected:
-            self._code = _exit_code(returncode)
-        else:
+        if {-returncode, returncode - 128} & {*self._signals}:
+            self._code = self._code or _exit_code(returncode)
+        elif returncode and not self._code:
             self._failed[index] = returncode
-            self._judge_at = min(self._judge_at, time.monotonic() + _SETTLE_SECONDS)
 
-    def _judge(self) -> None:
-        """Says which failure was the first cause, and ends those that still run.
+    def _judge(self) -> tuple[int, set[int], str]:
+        """Which failure was the first cause: its exit code, the processes that are lost, and what to say.
 
         One that misses another may be gone before that other is: a process that was killed takes a while.
         """
-        self._look_for_stopped()
         killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
         index = (killed or list(self._failed))[0]
         hung = set() if killed else {*self._stopped}
-        self._lost = {*killed} or hung or {index}
-        self._code = _exit_code(self._failed[index])
-        self._message = self._describe(index, self._failed[index], hung)
-        self._send(signal.SIGTERM)
-        self._judge_at, self._kill_at = float("inf"), time.monotonic() + GRACE_SECONDS
+        returncode, total = self._failed[index], len(self._processes)
+        end = (
+            f"ended with exit code {returncode}"
+            if returncode > 0
+            else f"was killed by {signal.Signals(-returncode).name}"
+        )
+        message = f"error: process {index} of {total} {end}" + "; the others were ended" * (
+            total > 1
+        )
+        if hung:
+            who = " and ".join(map(str, sorted(hung)))
+            message = (
+                f"error: process {who} of {total} hung, stopped by a signal (SIGSTOP), so process {index} "
+                f"{end}; all were ended"
+            )
+        return _exit_code(returncode), {*killed} or hung or {index}, message
 
     def _look_for_stopped(self) -> None:
         """Names those that a signal has stopped: the others wait for them, and look as if they hung."""
@@ -270,32 +272,11 @@ class _Processes:
             return False  # it is gone; or this is no Linux
         return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
-    def _kill(self) -> None:
-        """Ends those that still run, at once."""
-        self._send(signal.SIGKILL)
-        self._kill_at, self._has_killed = float("inf"), True
-
     def _send(self, number: int) -> None:
         for index in self._running:
             self._processes[index].send_signal(number)
             if index in self._stopped:  # it hears nothing else
                 self._processes[index].send_signal(signal.SIGCONT)
-
-    def _describe(self, index: int, returncode: int, hung: set[int]) -> str:
-        """What is said when a process has failed, for those that hung if there are any."""
-        total = len(self._processes)
-        end = (
-            f"ended with exit code {returncode}"
-            if returncode > 0
-            else f"was killed by {signal.Signals(-returncode).name}"
-        )
-        if hung:
-            who = " and ".join(map(str, sorted(hung)))
-            return (
-                f"error: process {who} of {total} hung, stopped by a signal (SIGSTOP), so process {index} "
-                f"{end}; all were ended"
-            )
-        return f"error: process {index} of {total} {end}" + "; the others were ended" * (total > 1)
 
     def _report_end(self, index: int) -> None:
         self._processes[index].wait()
