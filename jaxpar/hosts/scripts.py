@@ -20,6 +20,12 @@ NOTICE_SECONDS = 120  # before the end that the cluster has set
 MAX_RESTARTS = 100  # of a JobSet, so that one that always fails ends some day
 STOPPED = 128 + 15  # the exit code of a run that SIGTERM has ended, with its state saved
 _PORT = 8476  # of process 0 in a pod of its own
+_REQUEUE = f"""
+code=$?
+if {{again}}; then # {STOPPED}: by SIGTERM, with its state saved
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code"""
 
 
 def slurm_script(
@@ -42,6 +48,7 @@ def slurm_script(
       ValueError: as `launch`, or the command would not continue its run when it is started again.
     """
     check_command(command, num_processes, devices_per_process)
+    gpus, variables = "", f"export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={devices_per_process}\n"
     if platform == "gpu":
         gpus = f"#SBATCH --gpus-per-node={devices_per_process}\n"
         devices = ",".join(map(str, range(devices_per_process)))
@@ -49,45 +56,26 @@ def slurm_script(
             f"# A process takes all GPUs of its node; by itself JAX would take one.\n"
             f"export JAX_LOCAL_DEVICE_IDS={devices}\n"
         )
-    else:
-        gpus = ""
-        variables = f"export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={devices_per_process}\n"
-    requeue = ""
-    if command[0] == "train":
-        again = f"[ $code = {STOPPED} ]"
-        if min_processes is not None:
-            failed = "[ $code != 0 ] && [ $code != 2 ] && [ $code != 3 ]"  # as of `jobset_manifest`
-            again += f" || {{ {failed} && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MAX_RESTARTS} ]; }}"
-        requeue = f"""
-code=$?
-if {again}; then # {STOPPED}: by SIGTERM, with its state saved
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit $code"""
+    nodes, again = str(num_processes), f"[ $code = {STOPPED} ]"
     tasks = f"#SBATCH --ntasks={num_processes}\n#SBATCH --ntasks-per-node=1\n"
-    nodes = str(num_processes)
     if min_processes is not None:
         # There is one task on each node by default. Told so, Slurm takes the fewest nodes.
         nodes, tasks = f"{min_processes}-{num_processes}", ""
+        failed = "[ $code != 0 ] && [ $code != 2 ] && [ $code != 3 ]"  # as of `jobset_manifest`
+        again += f" || {{ {failed} && [ ${{SLURM_RESTART_COUNT:-0}} -lt {MAX_RESTARTS} ]; }}"
     more = how_to_go_on(command, '"$out_dir"')
-    run = " ".join(["python -m jaxpar", shlex.join(command), *more])
     if '"$out_dir"' in more:
         variables = f"out_dir=runs/slurm-$SLURM_JOB_ID\n{variables}"
-    return f"""\
-#!/bin/bash
-#SBATCH --job-name=jaxpar
-#SBATCH --nodes={nodes}
-{tasks}#SBATCH --exclusive
-{gpus}#SBATCH --time=01:00:00
-#SBATCH --output=%x-%j.log
-#SBATCH --open-mode=append
-#SBATCH --requeue
-# Two minutes before the time is over: train saves its state and stops, and the job is requeued.
-#SBATCH --signal=TERM@{NOTICE_SECONDS}
-
-# Submit it in a folder that all nodes share, in an environment that has jaxpar.
-{variables}srun --kill-on-bad-exit=1 --cpu-bind=none --label {run}{requeue}
-"""
+    return _fill_in(
+        "slurm.sh",
+        nodes=nodes,
+        tasks=tasks,
+        gpus=gpus,
+        notice_seconds=NOTICE_SECONDS,
+        variables=variables,
+        run=" ".join(["python -m jaxpar", shlex.join(command), *more]),
+        requeue=_REQUEUE.format(again=again) if command[0] == "train" else "",
+    )
 
 
 def jobset_manifest(
@@ -114,8 +102,8 @@ def jobset_manifest(
               - name: JAX_NUM_CPU_DEVICES
                 value: "{devices_per_process}\""""
         limit = "cpu: CORES # fill in: of a node"
-    template = Path(__file__).with_name("jobset.yaml").read_text("utf-8")
-    return template.format(
+    return _fill_in(
+        "jobset.yaml",
         max_restarts=MAX_RESTARTS,
         num_processes=num_processes,
         notice_seconds=NOTICE_SECONDS,
@@ -127,6 +115,10 @@ def jobset_manifest(
         variables=variables,
         limit=limit,
     )
+
+
+def _fill_in(template: str, **values: object) -> str:
+    return Path(__file__).with_name(template).read_text("utf-8").format(**values)
 
 
 def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
