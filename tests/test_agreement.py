@@ -312,6 +312,36 @@ def test_other_data_are_refused(text, tmp_path):
     assert_refused(result, out_dir, message, message)
 
 
+TOGETHER = """
+import jax
+from jaxpar.hosts.agree import SharedError, in_process_0, together
+from jaxpar.hosts.distributed import start_processes
+
+start_processes()
+index = jax.process_index()
+print(in_process_0(lambda: ["found", index]))
+try:
+    together(lambda: 1 / index)
+except SharedError as error:
+    print(error, type(error.__cause__).__name__)
+print(together(lambda: index))
+"""
+
+
+def test_what_one_process_finds_and_what_fails_in_it_is_so_in_all():
+    address = f"127.0.0.1:{_free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER], env=_environ(os.environ, address, 2, index, 1),
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=END_SECONDS)[0].splitlines() for process in processes]
+    for index, cause in enumerate(("ZeroDivisionError", "NoneType")):
+        assert said[index] == ["['found', 0]", f"process 0: division by zero {cause}", str(index)]
+
+
 def test_a_process_that_refuses_tells_the_others(text, tmp_path):
     out_dir = tmp_path / "run"
     result = start_two([flags(text, out_dir, "--hidden-size", "-1"), flags(text, out_dir)])

@@ -241,8 +241,8 @@ def waiting(seconds: float = float("inf")) -> Iterator[float]:
     """Goes on for so long. Gives the time that has passed when what is waited for is to be said, else 0."""
     began, notice_after = time.monotonic(), _NOTICE_SECONDS
     while (passed := time.monotonic() - began) < seconds:
-        is_long = passed > notice_after
-        notice_after *= 1 + is_long
+        if is_long := passed > notice_after:
+            notice_after *= 2
         yield passed if is_long else 0.0
 
 

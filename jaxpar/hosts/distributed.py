@@ -15,6 +15,7 @@ from jax._src.clusters import ClusterEnv  # there is no public way to what JAX a
 from jaxpar.hosts.agree import DifferentError, SharedError, tell_failure
 from jaxpar.hosts.group import (
     ALONE,
+    BIND_ADDRESS,
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
     PROCESS_ID,
@@ -24,9 +25,6 @@ from jaxpar.hosts.group import (
 from jaxpar.hosts.meeting import listen_on, meet, program_facts
 from jaxpar.output import dropping
 
-BIND_ADDRESS = (
-    "JAX_COORDINATOR_BIND_ADDRESS"  # of process 0, if all interfaces or another one are needed
-)
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
 _BY_HAND_SECONDS = 50.0
 _CLUSTER_SECONDS = 300.0  # whose launcher knows the number, and whose machines may be slow to start
@@ -68,9 +66,7 @@ def start_processes() -> ProcessGroup | None:
         assert address is not None
         assert count is not None
         assert index is not None
-    bind_address = os.environ.get(BIND_ADDRESS)
-    if bind_address is None and index == 0:
-        bind_address = listen_on(address)
+    bind_address = os.environ.get(BIND_ADDRESS) or (listen_on(address) if index == 0 else None)
     meet(address, index, count, program_facts(count), seconds, bind_address)
     jax.distributed.initialize(
         coordinator_address=address,

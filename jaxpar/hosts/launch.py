@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxpar.hosts import leash
-from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.hosts.leash import GRACE_SECONDS
 from jaxpar.hosts.scripts import check_command, how_to_go_on, options_of
 
@@ -63,7 +63,7 @@ def launch(
       ValueError: a number is not positive, or the command is not one for several processes.
     """
     check_command(command, num_processes, devices_per_process)
-    if "--simulate" in {argument.partition("=")[0] for argument in command}:
+    if "--simulate" in options_of(command):
         raise ValueError(
             f"launch simulates {devices_per_process} devices in each process already; leave "
             f"--simulate out after --, and use --devices-per-process"
@@ -325,14 +325,14 @@ def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread
 def _receive_signals() -> Iterator[list[int]]:
     """Gathers the signals that end a run, in a list; SIGHUP, of a terminal that closes, as SIGTERM."""
     received: list[int] = []
-    meant = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM}
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        meant[signal.SIGHUP] = signal.SIGTERM
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
 
     def receive(number: int, _frame: object) -> None:
-        received.append(meant[signal.Signals(number)])
+        received.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, receive) for number in meant}
+    before = {number: signal.signal(number, receive) for number in numbers}
     try:
         yield received
     finally:
@@ -351,7 +351,7 @@ def _environ(
         # No proxy stands between processes of one machine.
         **{name: value for name, value in environ.items() if not name.lower().endswith("_proxy")},
         COORDINATOR_ADDRESS: address,
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # other machines have no business here
+        BIND_ADDRESS: address,  # other machines have no business here
         NUM_PROCESSES: str(num_processes),
         PROCESS_ID: str(index),
         "JAX_PLATFORMS": "cpu",
