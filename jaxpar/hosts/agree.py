@@ -74,13 +74,12 @@ class Together:
                 number: json.loads(wait_for(f"{folder}/{number}", number, notice))
                 for number in range(global_state.num_processes)
             }
-            errors = {number: error for number, (_, error) in told.items() if error}
+            values = {number: its_value for number, (its_value, _) in told.items()}
+            errors = {number: said for number, (_, said) in told.items() if said}
             failed = "; ".join(
-                describe_processes(where) + error for error, where in _by_value(errors).items()
+                describe_processes(n) + said for said, n in _by_value(errors).items()
             )
-            made = (
-                None if failed else answer({number: value for number, (value, _) in told.items()})
-            )
+            made = None if failed else answer(values)
             client.key_value_set(f"{folder}/answer", json.dumps([made, failed]))
             # All have come here, so all have read the answer before.
             client.key_value_delete(f"{self._keys}/{self._turn - 1}/")
@@ -101,8 +100,9 @@ class Together:
         Raises:
           SharedError: a part has failed; it names the processes and their errors.
         """
-        if global_state.num_processes == 1:
+        if jax.process_count() == 1:
             return work()
+        assert global_state.client is not None  # `start_processes` has made it
         cause, said, result = None, "", None
         try:
             result = work()
@@ -132,7 +132,7 @@ def in_process_0(work: Callable[[], _Result]) -> _Result:
     Raises:
       SharedError: it has failed; in a process that runs alone its own error.
     """
-    result = together(lambda: work() if global_state.process_id == 0 else None)
+    result = together(lambda: work() if jax.process_index() == 0 else None)
     return _of_main_threads.exchange(result, lambda told: told[0])
 
 
