@@ -1,31 +1,42 @@
-"""Packages that import what they offer when it is used (PEP 562)."""
+"""Packages that import what they offer when it is used (PEP 562).
+
+What that is stands in their stub, `__init__.pyi`, which type checkers read too.
+"""
 
 import importlib
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
 def lazily(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package, whose modules are there as well.
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` of a package, whose modules are there as well.
 
     Args:
       package: its `__name__`.
-      homes: what it offers: the name, and the module that has it, or is it, if it ends with a dot.
+      file: its `__file__`, beside which the stub lies: a line for each name, such as
+        `from jaxpar.task import Task as Task`.
     """
+    stub = Path(file).with_suffix(".pyi").read_text("utf-8")
+    lines = re.findall(r"^from (\S+) import (\w+) as", stub, re.MULTILINE)
+    homes = {name: home for home, name in lines}
 
     def get(name: str) -> Any:
-        home = homes.get(name, f"{package}.{name}.")
-        try:
-            module = importlib.import_module(home.removesuffix("."))
-        except ModuleNotFoundError as error:
-            if error.name != f"{package}.{name}":
-                raise
-            raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
-        value = module if home.endswith(".") else getattr(module, name)
+        home = homes.get(name, package)
+        if home != package and hasattr(module := importlib.import_module(home), name):
+            value = getattr(module, name)
+        else:
+            try:
+                value = importlib.import_module(f"{home}.{name}")
+            except ModuleNotFoundError as error:
+                if error.name != f"{home}.{name}":
+                    raise
+                raise AttributeError(f"module {package!r} has no attribute {name!r}") from None
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *homes})
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes}), [*homes]

@@ -1,0 +1,41 @@
+# What is learned, and by which model.
+from jaxpar.task import Task as Task
+from jaxpar.model import Stack as Stack
+from jaxpar.at import At as At
+from jaxpar.model import Sums as Sums
+from jaxpar.data.array import ArrayBatches as ArrayBatches
+from jaxpar.data.streams import SeriesBatches as SeriesBatches
+from jaxpar.data.packed import PackedBatches as PackedBatches
+from jaxpar.config import OptimizerConfig as OptimizerConfig
+
+# On which devices, and for how long.
+from jaxpar.mesh import MeshConfig as MeshConfig
+from jaxpar.config import PipelineConfig as PipelineConfig
+from jaxpar.config import Parallel as Parallel
+from jaxpar.config import TrainConfig as TrainConfig
+from jaxpar.sharding import Rules as Rules
+from jaxpar.sharding import RULES as RULES
+from jaxpar.mesh import simulate_devices as simulate_devices
+
+# A run; or its parts.
+from jaxpar.training.fit import fit as fit
+from jaxpar.training.loaded import load_run as load_run
+from jaxpar.state import init_state as init_state
+from jaxpar.step import make_train_step as make_train_step
+from jaxpar.step import make_eval_step as make_eval_step
+
+# What a step does.
+from jaxpar.analysis import inspect_step as inspect_step
+from jaxpar.analysis import measure_step as measure_step
+from jaxpar.display import show as show
+
+# The rest.
+from jaxpar import nn as nn
+from jaxpar import pipeline as pipeline
+from jaxpar import planning as planning
+from jaxpar import analysis as analysis
+from jaxpar.tasks import lm as lm
+from jaxpar.tasks import images as images
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,18 @@
+from jaxpar.tasks.lm.task import LM as LM
+from jaxpar.tasks.lm.model import LanguageModel as LanguageModel
+from jaxpar.tasks.lm.streams import Batch as Batch
+from jaxpar.tasks.lm.streams import IGNORE as IGNORE
+from jaxpar.tasks.lm.streams import TokenStreams as TokenStreams
+from jaxpar.tasks.lm.buckets import Sentences as Sentences
+from jaxpar.tasks.lm.buckets import BucketedSentences as BucketedSentences
+from jaxpar.tasks.lm.buckets import PackedSentences as PackedSentences
+from jaxpar.tasks.lm.buckets import choose_edges as choose_edges
+from jaxpar.tasks.lm.corpus import Corpus as Corpus
+from jaxpar.tasks.lm.corpus import Vocabulary as Vocabulary
+from jaxpar.tasks.lm.corpus import load_corpus as load_corpus
+from jaxpar.tasks.lm.loaded import TextRun as TextRun
+from jaxpar.tasks.lm.sampling import sample as sample
+from jaxpar.tasks.lm.weights import export_weights as export_weights
+from jaxpar.tasks.lm.weights import import_weights as import_weights
+
+__all__: list[str]
