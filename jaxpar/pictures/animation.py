@@ -3,6 +3,7 @@
 import html
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.pictures.chart import FEET, IDLE, ROW, Chart, Key, Row, draw, draw_legend, to_svg
@@ -109,15 +110,16 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
         Key((IDLE,), "idle"),
     ]
     legend, height = draw_legend(keys, "", width)
+    style, script = (Path(__file__).with_suffix(s).read_text("utf-8") for s in (".css", ".js"))
     panels = "".join(_panel(strategy, last) for strategy in strategies)
     body = (
-        f'<div class="jaxpar"><style>{STYLE}\n{_STYLE}</style>'
+        f'<div class="jaxpar"><style>{STYLE}\n{style}</style>'
         f"<h1>One training step, {num_devices} layers, {num_devices} devices, four ways to share it</h1>"
         f'<svg width="{width}" viewBox="0 0 {width} {height:g}">{to_svg(legend)}</svg>'
         f'<p class="controls"><button type="button">pause</button> <input type="range" min="0" '
         f'max="{last:g}" step="any" value="{last:g}" aria-label="time"> <output></output></p>{panels}'
         f"<p>Time: 1 is the forward pass of one layer over the whole batch. Devices of a pipeline keep step. "
-        f"What is sent takes no time in this picture.</p><script>{_SCRIPT}</script></div>"
+        f"What is sent takes no time in this picture.</p><script>{script}</script></div>"
     )
     return make_page("Four ways to share a training step", body)
 
@@ -148,70 +150,3 @@ def _panel(strategy: Strategy, last: float) -> str:
         f'<rect class="future" y="0" width="0" height="{bottom}"/>'
         f'<path class="now" d="M{chart.left:g} 0v{bottom}"/></svg></section>'
     )
-
-
-_STYLE = """\
-.jaxpar{max-width:900px;margin:auto}
-.jaxpar svg{max-width:100%}
-.jaxpar h1{font-size:20px;margin:4px 0 8px}
-.jaxpar h2{font-size:15px;margin:16px 0 0}
-.jaxpar h2 output{font-weight:400;color:var(--axis);margin-left:10px;font-variant-numeric:tabular-nums}
-.jaxpar .controls{display:flex;gap:10px;align-items:center;color:var(--fg)}
-.jaxpar .controls button{width:64px}
-.jaxpar .controls input{flex:1;max-width:560px}
-.jaxpar svg .row{fill:var(--dim)}
-.jaxpar svg .row.busy{fill:var(--axis);font-weight:700}
-.jaxpar .future{fill:var(--bg);fill-opacity:.8}
-.jaxpar .now{stroke:var(--warn);stroke-width:2}"""
-
-# Without it, or with motion switched off, the page shows the whole step.
-_SCRIPT = """
-const root = document.querySelector(".jaxpar");
-const [button, slider, clock] = root.querySelector(".controls").children;
-const last = +slider.max, rest = 1.5;  // seconds a unit of time, and at the end
-const panels = [...root.querySelectorAll("section")].map(node => ({
-  ...JSON.parse(node.dataset.strategy), says: node.querySelector("output"),
-  future: node.querySelector(".future"), now: node.querySelector(".now"),
-  names: node.querySelectorAll(".row"),
-}));
-function draw(t) {
-  slider.value = t;
-  clock.textContent = "time " + t.toFixed(1);
-  for (const p of panels) {
-    const until = Math.min(t, p.end);
-    let worked = 0;
-    p.work.forEach((spans, device) => {
-      worked += spans.reduce((sum, [a, b]) => sum + Math.max(0, Math.min(until, b) - a), 0);
-      p.names[device].classList.toggle("busy", spans.some(([a, b]) => a <= t && t < b));
-    });
-    const share = until ? worked / (until * p.work.length) : 0;
-    p.says.textContent = `busy ${Math.round(100 * share)}%` +
-      (t >= p.end ? `, done at ${p.end.toFixed(1)}` : "");
-    p.future.setAttribute("x", p.left + until * p.unit);
-    p.future.setAttribute("width", (p.end - until) * p.unit);
-    p.now.setAttribute("transform", `translate(${until * p.unit} 0)`);
-  }
-}
-let time = last, before = null, playing = false;
-function frame(now) {
-  if (!playing) return;
-  if (before !== null) time += (now - before) / 1000;
-  if (time > last + rest) time = 0;
-  before = now;
-  draw(Math.min(time, last));
-  requestAnimationFrame(frame);
-}
-function play(on) {
-  playing = on;
-  before = null;
-  button.textContent = on ? "pause" : "play";
-  if (on) requestAnimationFrame(frame);
-}
-button.onclick = () => play(!playing);
-slider.oninput = () => { play(false); time = +slider.value; draw(time); };
-const asked = /t=([0-9.]+)/.exec(location.hash);
-const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
-time = asked ? Math.min(+asked[1], last) : still ? last : 0;
-draw(time);
-play(!asked && !still);
-"""

@@ -1,6 +1,7 @@
 """Colours, the style sheet, and a page of HTML that needs no other."""
 
 import html
+from pathlib import Path
 
 # Okabe and Ito's, which all kinds of colour vision tell apart (https://jfly.uni-koeln.de/color/). Blue and
 # orange first, which differ most in brightness. Theirs has black as its eighth, which is lost on a dark page.
@@ -9,26 +10,7 @@ PALETTE = (
 )  # fmt: skip
 
 # A notebook's theme need not be the system's: a picture brings its background along.
-STYLE = """\
-.jaxpar{--fg:#1b1f24;--bg:#fff;--dim:#59636e;--line:#d1d9e0;--idle:#e4e8ec;--axis:#0a5ca8;--warn:#9a4b00;
-color-scheme:light dark;color:var(--fg);background:var(--bg);font:13px/1.45 system-ui,sans-serif;
-padding:10px 12px;border-radius:6px;overflow-x:auto}
-@media(prefers-color-scheme:dark){.jaxpar{--fg:#e6edf3;--bg:#12161c;--dim:#9aa5b1;--line:#3a424c;--idle:#262c34;
---axis:#79c0ff;--warn:#ffb35c}}
-.jaxpar table{border-collapse:collapse;margin:4px 0;color:inherit;font-size:13px}
-.jaxpar th,.jaxpar td{padding:3px 10px;text-align:left;vertical-align:top;background:none}
-.jaxpar th{white-space:nowrap;color:var(--dim);font-weight:600;border-bottom:1px solid var(--line)}
-.jaxpar td{font-variant-numeric:tabular-nums}
-.jaxpar .right{text-align:right}
-.jaxpar p{margin:4px 0;color:var(--dim)}
-.jaxpar p b{color:var(--fg)}
-.jaxpar .axis{color:var(--axis);font-weight:600}
-.jaxpar .warn{color:var(--warn);font-weight:600}
-.jaxpar .grid th,.jaxpar .grid td{border:1px solid var(--line);text-align:center;vertical-align:middle}
-.jaxpar .device{padding:2px 2px;border-radius:4px;font-weight:600;white-space:pre}
-.jaxpar svg{display:block;height:auto}
-.jaxpar svg text{font:11px system-ui,sans-serif;fill:var(--fg)}
-.jaxpar svg .dim{fill:var(--dim)}"""
+STYLE = Path(__file__).with_name("style.css").read_text("utf-8").strip()
 
 HEAD = "dim"  # style of a column whose cells are headers of their rows
 
