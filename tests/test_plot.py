@@ -19,7 +19,6 @@ from jaxpar.analysis import inspect_function
 from jaxpar.cli.main import main
 from jaxpar.config_file import to_toml
 from jaxpar.pictures import figures
-from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
@@ -54,34 +53,6 @@ def texts(figure):
         for b, other in found[i + 1 :]:
             assert a == b or not box.overlaps(other), f"{a!r} overlaps {b!r}"
     return [text for text, _ in found]
-
-
-@pytest.mark.parametrize(
-    "args", [("1f1b", 4, 2, 4), ("gpipe", 8, 8), ("interleaved", 4, 4, 1, 2), ("1f1b", 4, 16, 4)]
-)
-def test_a_figure_of_a_schedule_has_every_unit_and_its_bubble(args):
-    schedule = make_schedule(*args)
-    chart = show_schedule(schedule).chart
-    figure = figures.draw_chart(chart)
-    written = texts(figure)
-    [axes] = figure.axes
-    area = {True: 0.0, False: 0.0}
-    for patch in axes.patches:
-        if patch.get_height() == 24:
-            is_idle = patch.get_facecolor()[:3] == pytest.approx(IDLE, abs=0.01)
-            # A unit is drawn a pixel narrower on either side.
-            area[is_idle] += patch.get_width() + (0 if is_idle else 2)
-    is_whole = args[2] < 16  # of a longer one the middle is left out
-    if is_whole:
-        assert 1 - area[False] / area[True] == pytest.approx(schedule.bubble)
-    assert any(f"bubble {schedule.bubble:.1%}" in text for text in written)
-    labels = [text for text in written if re.fullmatch(r"[FB]\d[\d./]*", text)]
-    assert len(labels) == sum(len(row.blocks) for row in chart.rows)
-    if is_whole:
-        assert len(labels) == 2 * schedule.num_stages * schedule.num_groups * schedule.num_units
-
-
-IDLE = tuple(int("e4e8ec"[i : i + 2], 16) / 255 for i in (0, 2, 4))
 
 
 def test_a_figure_of_bubbles_is_of_schedules():
@@ -189,22 +160,17 @@ def test_a_figure_of_curves_leaves_out_the_speed_of_compiling():
         figures.draw_curves({"b": LINES[3:]})
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "html"])
+@pytest.mark.parametrize("suffix", ["svg", "html"])
 def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
     path = tmp_path / f"schedule.{suffix}"
     flags = ["--mesh", "pp3", "--pipeline.num-microbatches", "2", "--pipeline.num-chunks", "1"]
     assert main(["plot", "schedule", "lm", *flags, "-o", str(path)]) == 0
     assert capsys.readouterr().out == f"wrote {path}\n"
-    if suffix == "png":
-        head = path.read_bytes()[:24]
-        assert head.startswith(b"\x89PNG")
-        assert min(struct.unpack(">II", head[16:])) > 300
-    else:
-        assert "<svg" in path.read_text()
-        assert "1f1b+zb" in path.read_text()
-        assert "bubble 40.0%" in path.read_text()
-        links = re.findall(r"(?:href|src)=\"([^\"]*)\"", path.read_text())
-        assert all(link.startswith(("#", "data:")) for link in links)
+    assert "<svg" in path.read_text()
+    assert "1f1b+zb" in path.read_text()
+    assert "bubble 40.0%" in path.read_text()
+    links = re.findall(r"(?:href|src)=\"([^\"]*)\"", path.read_text())
+    assert all(link.startswith(("#", "data:")) for link in links)
 
 
 def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypatch, capsys):
@@ -215,7 +181,9 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
     memory = ["plot", "memory", "lm", "--simulate", "8", "--meshes", "dp8", *small]
     assert main([*memory, "-o", "memory.png"]) == 0
-    assert (tmp_path / "memory.png").stat().st_size > 5000
+    head = (tmp_path / "memory.png").read_bytes()[:24]
+    assert head.startswith(b"\x89PNG")
+    assert min(struct.unpack(">II", head[16:])) > 300
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.config_path.write_text(to_toml(Settings(TASK, LM.parallel, LM.train)))
@@ -229,10 +197,17 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
     ("flags", "message"),
     [
         (
-            ["schedule", "lm", "-o", "a.gif"],
-            "cannot draw into 'a.gif'; end its name in .png, .svg, .html",
+            ["memory", "lm", "-o", "a.gif"],
+            "cannot draw memory into 'a.gif'; end its name in .png, .svg, .html",
         ),
-        (["strategies", "-o", "a.png"], "strategies move, and 'a.png' cannot"),
+        (
+            ["schedule", "lm", "-o", "a.png"],
+            "cannot draw schedule into 'a.png'; end its name in .svg, .html",
+        ),
+        (
+            ["strategies", "-o", "a.png"],
+            "cannot draw strategies into 'a.png'; end its name in .html",
+        ),
         (
             ["strategies"],
             "a picture of strategies is a file; say which, such as -o strategies.html",

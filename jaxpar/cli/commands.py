@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Fixed, Positional, arg
 
@@ -14,10 +14,6 @@ from jaxpar.config import Adaptation, Parallel, TrainConfig
 from jaxpar.fields import require_positive
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import Settings, Task
-
-if TYPE_CHECKING:
-    from jaxpar.display import Shown
-    from jaxpar.pictures.picture import Drawing
 
 # Pictures of a task's step, and those that need no task.
 PICTURES = ("schedule", "timeline", "bubble", "memory", "bytes")
@@ -201,7 +197,7 @@ class Plan(TaskOptions):
         else:
             machine = planning.find_machine(self.machine, num_bytes)
             ranking = planning.plan(task, parallel, self.train, self.devices, machine)
-        _print(ranking)
+        _show(ranking)
         print(
             "\nM: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
             "its own."
@@ -280,17 +276,14 @@ class Inspect(RunOptions):
         """The exit code, 0."""
         from jaxpar import planning
         from jaxpar.analysis import inspect_step
-        from jaxpar.tables import make_console
 
         task, parallel, train = self.settings
         if self.compare:
-            print(planning.compare_here(task, parallel, train))
-            return 0
-        report = inspect_step(task, parallel, train)
-        if self.json:
-            print(json.dumps(report.to_dict(), indent=2))
+            _show(planning.compare_here(task, parallel, train))
+        elif self.json:
+            print(json.dumps(inspect_step(task, parallel, train).to_dict(), indent=2))
         else:
-            make_console().print(report, highlight=False)
+            _show(inspect_step(task, parallel, train))
         return 0
 
 
@@ -303,7 +296,8 @@ class Plot(RunOptions):
     "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
 
     Attributes:
-      output: a .png, .svg or .html; without one a schedule or timeline is shown here.
+      output: an .svg or .html, also a .png of the last three; without one a schedule or timeline is shown
+        here.
       meshes: meshes to compare, such as dp8 tp8 pp8; without them, --mesh.
     """
 
@@ -313,10 +307,14 @@ class Plot(RunOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.pictures.plot import plot
+        from jaxpar.pictures.plot import plot_step
 
         meshes = {shape: MeshConfig.parse(shape) for shape in self.meshes}
-        _show(plot(self.kind, self.settings, meshes, (), self.output))
+        picture = plot_step(self.kind, self.settings, meshes, self.output)
+        if isinstance(picture, Path):
+            print(f"wrote {picture}")
+        else:
+            _show(picture)
         return 0
 
 
@@ -338,9 +336,9 @@ class PlotRuns(Options):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.pictures.plot import plot
+        from jaxpar.pictures.plot import plot_runs
 
-        _show(plot(self.kind, None, {}, self.runs, self.output))
+        print(f"wrote {plot_runs(self.kind, self.runs, self.output)}")
         return 0
 
 
@@ -459,21 +457,8 @@ def _num_bytes(size: str | None) -> float | None:
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]
 
 
-def _print(ranking: "Shown") -> None:
-    """Its picture as wide as the terminal, in letters that it has."""
+def _show(picture: Any) -> None:
+    """As wide as the terminal, in letters that it has."""
     from jaxpar.tables import make_console
 
-    console = make_console()
-    with console.capture() as capture:
-        console.print(ranking, highlight=False)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
-
-
-def _show(picture: "Path | Drawing") -> None:
-    """Where a picture is, or the picture."""
-    from jaxpar.tables import make_console
-
-    if isinstance(picture, Path):
-        print(f"wrote {picture}")
-    else:
-        make_console().print(picture, highlight=False)
+    make_console().print(picture, highlight=False)

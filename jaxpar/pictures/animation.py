@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxpar.pictures.chart import FEET, IDLE, ROW, Chart, Key, Row, draw, draw_legend, to_svg
+from jaxpar.pictures.chart import FEET, IDLE, ROW, Chart, Key, Row, draw, draw_legend
 from jaxpar.pictures.style import STYLE, color_of, make_page
 from jaxpar.pictures.timeline import unit_colors
 from jaxpar.pipeline.schedule import Block, Schedule, make_schedule
@@ -115,7 +115,7 @@ def make_animation(num_devices: int = 4, num_chunks: int = 2) -> str:
     body = (
         f'<div class="jaxpar"><style>{STYLE}\n{style}</style>'
         f"<h1>One training step, {num_devices} layers, {num_devices} devices, four ways to share it</h1>"
-        f'<svg width="{width}" viewBox="0 0 {width} {height:g}">{to_svg(legend)}</svg>'
+        f'<svg width="{width}" viewBox="0 0 {width} {height:g}">{legend}</svg>'
         f'<p class="controls"><button type="button">pause</button> <input type="range" min="0" '
         f'max="{last:g}" step="any" value="{last:g}" aria-label="time"> <output></output></p>{panels}'
         f"<p>Time: 1 is the forward pass of one layer over the whole batch. Devices of a pipeline keep step. "
@@ -138,7 +138,7 @@ def _panel(strategy: Strategy, last: float) -> str:
         width=WIDTH * end / last,
         name_letters=NAME,  # time begins at one place in all pictures
     )
-    shapes, _, height = draw(chart)
+    elements, _, height = draw(chart)
     width, bottom = chart.left + WIDTH + 16, ROW * len(rows)
     work = [[[b.start, b.start + b.cost] for b in row.blocks] for row in rows]
     data = {"end": end, "left": chart.left, "unit": WIDTH / last, "work": work}
@@ -146,7 +146,7 @@ def _panel(strategy: Strategy, last: float) -> str:
     return (
         f'<section data-strategy="{html.escape(json.dumps(data))}"><h2>{strategy.name} <output>{says}'
         f'</output></h2><p>{strategy.words}</p><svg width="{width:g}" viewBox="0 0 {width:g} {height:g}" '
-        f'role="img" aria-label="{strategy.name}: {says}">{to_svg(shapes)}'
+        f'role="img" aria-label="{strategy.name}: {says}">{elements}'
         f'<rect class="future" y="0" width="0" height="{bottom}"/>'
         f'<path class="now" d="M{chart.left:g} 0v{bottom}"/></svg></section>'
     )

@@ -1,7 +1,6 @@
 """Work as blocks in time, a row a device: what schedules, measured steps and the animation are drawn with.
 
-A `Chart` is what is to be seen, `draw` says which shapes that are. `to_svg` writes them, and
-`figures.draw_chart` gives them to matplotlib.
+A `Chart` is what is to be seen, `draw` makes an SVG's elements of it.
 """
 
 import html
@@ -98,111 +97,82 @@ class Chart(NamedTuple):
                 free = place + half
 
 
-class Rect(NamedTuple):
-    """A rectangle, in pixels; `title` is told where it is pointed at."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: str
-    opacity: float = 1.0
-    title: str = ""
-
-
-class Words(NamedTuple):
-    """A line of text: its `anchor` (start, middle, end) is at `x`, its letters stand on `y`."""
-
-    x: float
-    y: float
-    text: str
-    kind: str = ""
-    anchor: str = "start"
-    fill: str = "var(--fg)"
-
-
-Shapes = list[Rect | Words]
-
-
-def draw(chart: Chart) -> tuple[Shapes, float, float]:
-    """What is to be drawn, later shapes above earlier ones; its width and height."""
+def draw(chart: Chart) -> tuple[str, float, float]:
+    """The elements of an SVG, later ones above earlier ones; its width and height."""
     left, scale, bottom = chart.left, chart.scale, ROW * chart.height
-    shapes: Shapes = [Words(left - 8, bottom + 17, chart.unit, "dim", "end")]
+    elements = [_text(left - 8, bottom + 17, chart.unit, 'class="dim"', "end")]
     for row in chart.rows:
         y = ROW * row.top
-        shapes.append(Words(left - 8, y + ROW / 2 + 4, row.name, "row", "end"))
-        shapes += [
-            Rect(left + start * scale, y + 1, (end - start) * scale, ROW - 2, IDLE)
+        elements.append(_text(left - 8, y + ROW / 2 + 4, row.name, 'class="row"', "end"))
+        elements += [
+            _rect(left + start * scale, y + 1, (end - start) * scale, ROW - 2, IDLE)
             for start, end in row.spans
         ]
     for place, label in chart.marks_with_room():
         x = left + place * scale
-        shapes.append(Rect(x - 0.5, 0, 1, bottom + 5, LINE))
-        shapes.append(Words(x, bottom + 17, label, "dim", "middle"))
-    for row in chart.rows:
-        for block in row.blocks:
-            shapes += _draw_block(chart, block, ROW * row.top)
+        elements.append(_rect(x - 0.5, 0, 1, bottom + 5, LINE))
+        elements.append(_text(x, bottom + 17, label, 'class="dim"', "middle"))
+    elements += [_block(chart, b, ROW * row.top) for row in chart.rows for b in row.blocks]
     lines = [TEXT * len(line) for line in chart.caption.splitlines()]
     width = max(left + chart.width + 16, 620.0 * bool(chart.legend), *lines)
     legend, height = draw_legend(chart.legend, chart.caption, width, bottom + 30)
-    return shapes + legend, width, height
-
-
-def _draw_block(chart: Chart, block: Block, y: float) -> Shapes:
-    x, width = chart.left + block.start * chart.scale, block.cost * chart.scale
-    colors, gap = chart.colors[block.unit], 1 if width > 8 else 0.3
-    high, inside = (ROW - 2) / len(colors), (x + gap, width - 2 * gap)
-    shapes: Shapes = [
-        Rect(inside[0], y + 1 + i * high, inside[1], high, color, title=block.label)
-        for i, color in enumerate(colors)
-    ]
-    shapes += _foot(inside[0], y + ROW - 6, inside[1], 5, FEET[block.letter])
-    if chart.fits(block):
-        style = "", "middle", text_color_on(colors[0])
-        shapes.append(Words(x + width / 2, y + ROW / 2 + 3, block.label, *style))
-    return shapes
+    return "".join(elements) + legend, width, height
 
 
 def draw_legend(
     legend: Sequence[Key], caption: str, width: float, y: float = 0.0
-) -> tuple[Shapes, float]:
+) -> tuple[str, float]:
     """Explanations side by side as far as there is room, then lines of text; and where they end.
 
     Args:
       y: where they begin.
     """
-    shapes, x, lines = list[Rect | Words](), 0.0, [Key((), line) for line in caption.splitlines()]
+    elements, x, lines = list[str](), 0.0, [Key((), line) for line in caption.splitlines()]
     for i, (colors, text, foot) in enumerate((*legend, *lines)):
         step = 15 * len(colors) + TEXT * len(text) + 20
         if x and (x + step > width or i >= len(legend)):
             x, y = 0.0, y + 19
-        shapes += [Rect(x + 15 * j, y, 14, 12, color) for j, color in enumerate(colors)]
-        shapes += _foot(x, y + 8, 15 * len(colors) - 1, 4, foot)
-        shapes.append(Words(x + 15 * len(colors) + 4 * bool(colors), y + 10, text))
+        elements += [_rect(x + 15 * j, y, 14, 12, color) for j, color in enumerate(colors)]
+        elements.append(_foot(x, y + 8, 15 * len(colors) - 1, 4, foot))
+        elements.append(_text(x + 15 * len(colors) + 4 * bool(colors), y + 10, text))
         x += step
-    return shapes, y + 16 * bool(shapes)
+    return "".join(elements), y + 16 * bool(elements)
 
 
-def _foot(x: float, y: float, width: float, height: float, darkness: float) -> list[Rect]:
-    return [Rect(x, y, width, height, "#000", darkness)] * bool(darkness)
+def _block(chart: Chart, block: Block, y: float) -> str:
+    x, width = chart.left + block.start * chart.scale, block.cost * chart.scale
+    colors, gap = chart.colors[block.unit], 1 if width > 8 else 0.3
+    high, inside = (ROW - 2) / len(colors), (x + gap, width - 2 * gap)
+    bands = [
+        _rect(inside[0], y + 1 + i * high, inside[1], high, color, block.label)
+        for i, color in enumerate(colors)
+    ]
+    text = ""
+    if chart.fits(block):
+        style = f'style="fill:{text_color_on(colors[0])}"'
+        text = _text(x + width / 2, y + ROW / 2 + 3, block.label, style, "middle")
+    return "".join(bands) + _foot(inside[0], y + ROW - 6, inside[1], 5, FEET[block.letter]) + text
 
 
-def to_svg(shapes: Shapes) -> str:
-    """Shapes as elements of an SVG."""
-    return "".join(map(_element, shapes))
+def _foot(x: float, y: float, width: float, height: float, darkness: float) -> str:
+    return _rect(x, y, width, height, "#000", opacity=darkness) if darkness else ""
 
 
-def _element(shape: Rect | Words) -> str:
-    if isinstance(shape, Words):
-        style = f'class="{shape.kind}"' if shape.kind else f'style="fill:{shape.fill}"'
-        place = f'x="{shape.x:.1f}" y="{shape.y:g}" text-anchor="{shape.anchor}"'
-        return f"<text {place} {style}>{html.escape(shape.text)}</text>"
-    size = f'x="{shape.x:.1f}" width="{shape.width:.1f}" y="{shape.y:g}" height="{shape.height:g}"'
-    style = f'style="fill:{shape.fill}"' + f' fill-opacity="{shape.opacity:g}"' * (
-        shape.opacity < 1
-    )
-    title = f"<title>{html.escape(shape.title)}</title>" * bool(shape.title)
-    return f"<rect {size} {style}>{title}</rect>"
+def _rect(
+    x: float, y: float, width: float, height: float, fill: str, title: str = "", opacity: float = 1
+) -> str:
+    """A rectangle, whose title is told where it is pointed at."""
+    size = f'x="{x:.1f}" width="{width:.1f}" y="{y:g}" height="{height:g}"'
+    style = f'style="fill:{fill}"' + f' fill-opacity="{opacity:g}"' * (opacity < 1)
+    return f"<rect {size} {style}>{f'<title>{html.escape(title)}</title>' * bool(title)}</rect>"
+
+
+def _text(
+    x: float, y: float, text: str, style: str = 'style="fill:var(--fg)"', anchor: str = "start"
+) -> str:
+    """A line of text: its anchor (start, middle, end) is at x, its letters stand on y."""
+    place = f'x="{x:.1f}" y="{y:g}" text-anchor="{anchor}"'
+    return f"<text {place} {style}>{html.escape(text)}</text>"
 
 
 def round_marks(end: float) -> list[tuple[float, str]]:

@@ -1,4 +1,4 @@
-"""Figures with matplotlib: schedule, bubble, memory, bytes sent, and the curves of a run."""
+"""Figures with matplotlib: bubble, memory, bytes sent, and the curves of a run."""
 
 import io
 import math
@@ -8,32 +8,24 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
 from jaxpar.analysis.program import ProgramReport
 from jaxpar.config import ZeroBubble
 from jaxpar.display import format_count
 from jaxpar.files import whole_file
-from jaxpar.pictures.chart import IDLE, LINE, Chart, Words, draw
-from jaxpar.pictures.style import PALETTE, color_of, make_page
+from jaxpar.pictures.style import color_of, make_page
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.state import TrainState
 from jaxpar.trees import device_bytes
 
-PIXELS = 75  # of a chart, in an inch
-FONT_SIZE = 9.0  # points: letters are as wide as a chart takes them to be
 
-_COLORS = {IDLE: "#e4e8ec", LINE: "#d1d9e0", "var(--fg)": "#1b1f24"}
-_SIDES = {"start": "left", "middle": "center", "end": "right"}
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a figure as .png, as .svg, or as .html with the picture inside."""
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Writes a figure as .png, as .svg, or as .html with the picture inside; where it is."""
     with whole_file(path) as file:
         if path.suffix == ".png":
             figure.savefig(file, dpi=150, format="png")
-            return
+            return path
         svg = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": "jaxpar"}):  # the same file for the same figure
             figure.savefig(svg, format="svg", metadata={"Date": None})
@@ -41,22 +33,7 @@ def save_figure(figure: Figure, path: Path) -> None:
         if path.suffix == ".html":
             text = make_page(path.stem, text[text.index("<svg") :])
         file.write_text(text, encoding="utf-8")
-
-
-def draw_chart(chart: Chart) -> Figure:
-    """A schedule, or a measured step: the same shapes as in SVG."""
-    shapes, width, height = draw(chart)
-    figure = Figure(figsize=((width + 24) / PIXELS, (height + 20) / PIXELS))
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(-12, width + 12), ylim=(height + 10, -10))
-    axes.set_axis_off()
-    for shape in shapes:
-        if isinstance(shape, Words):
-            style: Any = {"ha": _SIDES[shape.anchor], "color": _COLORS.get(shape.fill, shape.fill)}
-            axes.text(shape.x, shape.y, shape.text, fontsize=FONT_SIZE, **style)
-        else:
-            style = {"fc": _COLORS.get(shape.fill, shape.fill), "alpha": shape.opacity, "lw": 0}
-            axes.add_patch(Rectangle((shape.x, shape.y), shape.width, shape.height, **style))
-    return figure
+    return path
 
 
 def draw_bubble(
@@ -183,9 +160,7 @@ def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "
     unseen = ", ".join(kind for kind in kinds if kind in some and kind not in seen)
     for i, kind in enumerate(seen):
         sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
-        # Where colours come round again, hatches tell.
-        style: Any = {"color": color_of(i), "hatch": "//" * (i >= len(PALETTE)), "ec": "white"}
-        axes.barh(list(bars), sizes, left=left, label=before + kind, **style)
+        axes.barh(list(bars), sizes, left=left, label=before + kind, color=color_of(i), ec="white")
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     for y, (end, parts) in enumerate(zip(left, bars.values(), strict=True)):
         axes.text(end, y, f" {sum(parts.values()) / 1000**power:.3g}", va="center", fontsize=9)

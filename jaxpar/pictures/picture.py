@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.pictures.chart import Chart, draw, to_svg
+from jaxpar.pictures.chart import Chart, draw
 from jaxpar.pictures.style import HEAD, STYLE, make_page
 from jaxpar.tables import WIDTH
 
@@ -64,23 +64,23 @@ class Drawing(Picture):
 
     def to_html(self) -> str:
         """An SVG, which shrinks where there is less room, as far as it can be read, and the tables."""
-        shapes, width, height = draw(self.chart)
+        elements, width, height = draw(self.chart)
         return (
             f'<svg role="img" aria-label="{html.escape(self.chart.title)}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" '
-            f'style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">{to_svg(shapes)}</svg>'
+            f'style="width:{width:.0f}px;max-width:100%;min-width:{0.7 * width:.0f}px">{elements}</svg>'
             + "".join(table_html(part) for part in self.parts if isinstance(part, Table))
         )
 
     def to_svg(self) -> str:
         """A file of SVG that needs no other."""
-        shapes, width, height = draw(self.chart)
+        elements, width, height = draw(self.chart)
         size = f"{width + 24:.0f}", f"{height + 20:.0f}"
         return (
             '<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{0}" height="{1}" '
             'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto">'.format(*size)
             + f'<style>{STYLE}</style><rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
-            f'<svg x="12" y="10">{to_svg(shapes)}</svg></svg>\n'
+            f'<svg x="12" y="10">{elements}</svg></svg>\n'
         )
 
     _repr_svg_ = to_svg

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import inspect_step
@@ -23,110 +23,112 @@ from jaxpar.step import step_schedule
 from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-SUFFIXES = (".png", ".svg", ".html")
-IN_TERMINAL = ("schedule", "timeline")  # can be seen as text, and need no matplotlib but for a .png
+# What the names of files end in.
+DRAWINGS, MOVING, FIGURES = (".svg", ".html"), (".html",), (".png", ".svg", ".html")
 
 
-def plot(
+def plot_step(
     kind: str,
-    settings: Settings | None = None,
+    settings: Settings,
     meshes: Mapping[str, MeshConfig] | None = None,
-    runs: Sequence[str] = (),
     output: str | Path | None = None,
 ) -> Path | Drawing:
-    """Draws a picture into a file, or for a terminal.
+    """Draws a picture of a task's step into a file, or for a terminal.
 
     Args:
-      kind: "schedule", "timeline", "bubble", "memory" or "bytes", of a step; "curves", of runs; "strategies".
-      settings: of the step whose schedule, timeline, bubble, memory or bytes are drawn.
+      kind: "schedule", "timeline", "bubble", "memory" or "bytes".
+      settings: of the step.
       meshes: several by name, for memory and bytes; without them, that of the settings.
-      runs: folders of runs, for curves.
-      output: ends in .png, .svg or .html; None writes no file, for a schedule or timeline.
+      output: a schedule's or timeline's ends in .svg or .html, and may be None; the others' in .png too.
     Returns:
       Where the picture is, or without `output` the picture, which `print` and notebooks show.
     Raises:
       ValueError: the settings have no such picture, or the file cannot be written so.
+      OSError: no such folder.
+    """
+    if kind in ("schedule", "timeline"):
+        path = None if output is None else _path_of(kind, output, DRAWINGS)
+        if kind == "schedule":
+            drawing = show_schedule(_schedule(settings))
+        else:
+            drawing = show_measured(measure_step(*settings))
+        if path is None:
+            return drawing
+        return _write(path, drawing.to_svg() if path.suffix == ".svg" else drawing.to_page(kind))
+    path, figures = _path_of(kind, output, FIGURES), _figures()
+    if kind == "bubble":
+        s = _schedule(settings)
+        if s.num_stages == 1:
+            raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
+        figure = figures.draw_bubble(s.kind, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
+        return figures.save_figure(figure, path)
+    task, parallel, train = settings
+    reports, memory = {}, {}
+    for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
+        setup = Setup.of(task, dataclasses.replace(parallel, mesh=shape), train)
+        reports[name] = inspect_step(setup)
+        if kind == "memory":
+            memory[name] = figures.memory_by_kind(reports[name], abstract_state(setup))
+    figure = figures.draw_memory(memory) if kind == "memory" else figures.draw_bytes(reports)
+    return figures.save_figure(figure, path)
+
+
+def plot_runs(kind: str, runs: Sequence[str] = (), output: str | Path | None = None) -> Path:
+    """Draws a picture that needs no task into a file.
+
+    Args:
+      kind: "curves", of runs, or "strategies", an animation.
+      runs: their folders.
+      output: ends in .png, .svg or .html; that of strategies in .html.
+    Raises:
+      ValueError: the file cannot be written so, or there is no run.
       OSError: no such run or folder.
     """
+    if kind == "strategies":
+        return _write(_path_of(kind, output, MOVING), make_animation())
+    path, figures = _path_of(kind, output, FIGURES), _figures()
+    if not runs:
+        raise ValueError("curves of what? Name folders of runs, such as runs/0001")
+    folders = {str(run): RunFolder(run) for run in runs}
+    for folder in folders.values():
+        folder.check()
+    lines = {name: folder.metrics() for name, folder in folders.items()}
+    return figures.save_figure(figures.draw_curves(lines), path)
+
+
+def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
+    """Of a file that can be written."""
     if output is None:
-        if kind in IN_TERMINAL:
-            return _drawing(kind, settings)
-        suffix = ".html" if kind == "strategies" else ".png"
-        raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{suffix}")
+        raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{ends[0]}")
     path = Path(output).expanduser()
     if not path.parent.is_dir():
         raise FileNotFoundError(
             f"cannot write {path}: there is no folder {path.parent}; make it first"
         )
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"cannot draw into {str(path)!r}; end its name in {', '.join(SUFFIXES)}")
-    if kind == "strategies":
-        if path.suffix != ".html":
-            raise ValueError(f"strategies move, and {str(path)!r} cannot; end its name in .html")
-        text = make_animation()
-    elif kind in IN_TERMINAL and path.suffix != ".png":
-        picture = _drawing(kind, settings)
-        text = picture.to_svg() if path.suffix == ".svg" else picture.to_page(kind)
-    else:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("this picture needs the package matplotlib; pip install matplotlib")
-        # An extra: what else is here works without.
-        from jaxpar.pictures.figures import save_figure
+    if path.suffix not in ends:
+        raise ValueError(
+            f"cannot draw {kind} into {str(path)!r}; end its name in {', '.join(ends)}"
+        )
+    return path
 
-        save_figure(_figure(kind, settings, meshes, runs), path)
-        return path
+
+def _write(path: Path, text: str) -> Path:
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
     return path
 
 
-def _figure(
-    kind: str,
-    settings: Settings | None,
-    meshes: Mapping[str, MeshConfig] | None,
-    runs: Sequence[str],
-) -> "Figure":
+def _figures() -> ModuleType:
+    """What draws with matplotlib, an extra: the rest works without."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("this picture needs the package matplotlib; pip install matplotlib")
     from jaxpar.pictures import figures
 
-    if kind == "curves":
-        if not runs:
-            raise ValueError("curves of what? Name folders of runs, such as runs/0001")
-        folders = {str(run): RunFolder(run) for run in runs}
-        for folder in folders.values():
-            folder.check()
-        return figures.draw_curves({name: folder.metrics() for name, folder in folders.items()})
-    if kind in IN_TERMINAL:
-        return figures.draw_chart(_drawing(kind, settings).chart)
-    if kind == "bubble":
-        s = _schedule(settings)
-        if s.num_stages == 1:
-            raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
-        return figures.draw_bubble(s.kind, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
-    assert settings is not None
-    task, parallel, train = settings
-    reports, memory = {}, {}
-    for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
-        on_shape = dataclasses.replace(parallel, mesh=shape)
-        setup = Setup.of(task, on_shape, train)
-        reports[name] = inspect_step(setup)
-        if kind == "memory":
-            memory[name] = figures.memory_by_kind(reports[name], abstract_state(setup))
-    return figures.draw_memory(memory) if kind == "memory" else figures.draw_bytes(reports)
+    return figures
 
 
-def _drawing(kind: str, settings: Settings | None) -> Drawing:
-    if kind == "schedule":
-        return show_schedule(_schedule(settings))
-    assert settings is not None
-    return show_measured(measure_step(*settings))
-
-
-def _schedule(settings: Settings | None) -> Schedule:
+def _schedule(settings: Settings) -> Schedule:
     """Of a step that can be: the devices need not be there."""
-    assert settings is not None
     task, parallel, _ = settings
     shape = parallel.mesh if parallel.mesh.stage > 0 else parallel.mesh.resolve()
     sizes = {axis: max(size, 1) for axis, size in shape.sizes.items()}
