@@ -65,15 +65,12 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def _reference(name, path):
-    """A page with all public names of a module, in the order of its stub or its `__all__`."""
-    tree, stub = ast.parse(path.read_text("utf-8")), path.with_suffix(".pyi")
-    if stub.exists():
-        names = re.findall(r"^from \S+ import (\w+) as", stub.read_text("utf-8"), re.MULTILINE)
-    else:
-        tables = [node for node in tree.body if isinstance(node, ast.Assign)]
-        names = next(ast.literal_eval(t.value) for t in tables if t.targets[0].id == "__all__")
+    """A page with all names that a module, or its stub, imports to offer them, in their order."""
+    text, stub = path.read_text("utf-8"), path.with_suffix(".pyi")
+    lines = stub.read_text("utf-8") if stub.exists() else text
+    names = re.findall(r"^from \S+ import (\w+) as", lines, re.MULTILINE)
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts[:-1])
     title = name if name == "jaxpar" else f"jaxpar.{name}"
-    lines = [f"# {title}", "", (ast.get_docstring(tree) or "").strip(), ""]
+    lines = [f"# {title}", "", (ast.get_docstring(ast.parse(text)) or "").strip(), ""]
     lines += [f"::: {module}.{each}" for each in names if each not in MODULES]
     return "\n\n".join(lines) + "\n"

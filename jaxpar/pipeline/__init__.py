@@ -5,17 +5,10 @@ layers apart into forward and backward, `engine` runs both in one loop. It can b
 takes functions, a mesh and arrays.
 """
 
-from jaxpar.pipeline.engine import Pipeline, PipelineParams
-from jaxpar.pipeline.placement import balance, make_slots
-from jaxpar.pipeline.schedule import Schedule, make_schedule
-from jaxpar.pipeline.ticks import make_plan
-
-__all__ = [
-    "Pipeline",
-    "PipelineParams",
-    "Schedule",
-    "balance",
-    "make_plan",
-    "make_schedule",
-    "make_slots",
-]
+from jaxpar.pipeline.engine import Pipeline as Pipeline
+from jaxpar.pipeline.engine import PipelineParams as PipelineParams
+from jaxpar.pipeline.placement import balance as balance
+from jaxpar.pipeline.placement import make_slots as make_slots
+from jaxpar.pipeline.schedule import Schedule as Schedule
+from jaxpar.pipeline.schedule import make_schedule as make_schedule
+from jaxpar.pipeline.ticks import make_plan as make_plan
