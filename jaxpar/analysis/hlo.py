@@ -119,8 +119,6 @@ class Module:
 
     def source(self, instruction: Instruction) -> str:
         """The line of Python that an instruction comes from, such as lstm.py:84; "" if it is unknown."""
-        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f"{found[1].rpartition('/')[2]}:{found[2]}"
         found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         if not found or not int(found[1]):
             return ""

@@ -87,17 +87,14 @@ class MeasuredStep(Printed):
     def unit_seconds(self) -> tuple[float, float, float]:
         """Of F, B and W of a unit, the median on the stage where each is slowest."""
         stages = range(self.schedule.num_stages)
-        forward = max(statistics.median(self.seconds_of(s, FORWARD)) for s in stages)
-        backward = max(
-            statistics.median(self.seconds_of(s, BACKWARD))
-            + statistics.median(self.seconds_of(s, HEAD) or [0.0])
-            for s in stages
-        )
-        weights = 0.0
-        if self.schedule.weights:
-            weights = max(statistics.median(self.seconds_of(s, WEIGHTS)) for s in stages)
-            weights /= self.schedule.lanes[-1].num_units
-        return forward, backward, weights
+
+        def median(stage: int, part: str) -> float:
+            return statistics.median(self.seconds_of(stage, part) or [0.0])
+
+        forward = max(median(s, FORWARD) for s in stages)
+        backward = max(median(s, BACKWARD) + median(s, HEAD) for s in stages)
+        weights = max(median(s, WEIGHTS) for s in stages)  # 0 where backward units are whole
+        return forward, backward, weights / self.schedule.lanes[-1].num_units
 
     @property
     def predicted_bubble(self) -> float:

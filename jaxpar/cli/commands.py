@@ -214,13 +214,11 @@ class Evaluate(TrainedOptions):
     On one device, or on any --mesh.
 
     Attributes:
-      mesh: axes and sizes of the mesh, such as dp2pp2tp2 or data=2,stage=2,tensor=2.
       batch_size: rows of a batch, if not as in training: 1 reads a text as one stream.
       seq_len: time steps of a window, if not as in training.
       adaptation: dynamic evaluation: after each window has been counted, a step of gradient descent on it.
     """
 
-    mesh: MeshConfig = ONE_DEVICE
     batch_size: int | None = None
     seq_len: int | None = None
     adaptation: Adaptation = Adaptation()

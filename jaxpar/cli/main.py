@@ -12,7 +12,6 @@ import io
 import itertools
 import logging
 import os
-import re
 import signal
 import sys
 import traceback
@@ -36,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, _leave_imports)
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
-        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in (
-            "utf-8",
-            "utf8",
-        ):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if argv[:1] in (["train"], ["launch"]):  # of what others print nothing may be missing
         keep_printing()
@@ -62,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         is_box = isinstance(error, OptionError)
         print(error if is_box else f"error: {error}{_place_of(error)}", file=sys.stderr)
-        reason = (
-            " ".join(re.sub("[│╭╮╰╯─]|---+", " ", str(error)).split()) if is_box else str(error)
-        )
+        reason = "its options are wrong" if is_box else str(error)
         return _leave(3 if isinstance(error, FloatingPointError) else 2, reason, error)
     except Exception as error:
         place = _place_of(error)

@@ -64,16 +64,6 @@ class Chart(NamedTuple):
     name_letters: int = 0
 
     @property
-    def end(self) -> float:
-        """Of time."""
-        return max(end for row in self.rows for _, end in row.spans)
-
-    @property
-    def height(self) -> float:
-        """Of all rows, in heights of one."""
-        return self.rows[-1].top + 1
-
-    @property
     def left(self) -> float:
         """Pixels before time begins."""
         return LETTER * max(self.name_letters, *(len(row.name) for row in self.rows)) + 8
@@ -81,7 +71,7 @@ class Chart(NamedTuple):
     @property
     def scale(self) -> float:
         """Pixels of a unit of time."""
-        return self.width / self.end
+        return self.width / max(end for row in self.rows for _, end in row.spans)
 
     def fits(self, block: Block) -> bool:
         """Whether there is room for a block's label."""
@@ -99,7 +89,7 @@ class Chart(NamedTuple):
 
 def draw(chart: Chart) -> tuple[str, float, float]:
     """The elements of an SVG, later ones above earlier ones; its width and height."""
-    left, scale, bottom = chart.left, chart.scale, ROW * chart.height
+    left, scale, bottom = chart.left, chart.scale, ROW * (chart.rows[-1].top + 1)
     elements = [_text(left - 8, bottom + 17, chart.unit, 'class="dim"', "end")]
     for row in chart.rows:
         y = ROW * row.top

@@ -150,14 +150,13 @@ def draw_curves(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
 
 
 def _draw_bars(bars: Mapping[str, Mapping[str, int]], what: str, before: str = "") -> Figure:
-    kinds = dict.fromkeys(kind for parts in bars.values() for kind in parts)
+    kinds = dict.fromkeys(kind for parts in bars.values() for kind, size in parts.items() if size)
     most = max(sum(parts.values()) for parts in bars.values())
     power = min(4, int(math.log10(max(most, 1)) / 3))
     figure, [axes] = _figure(height=1.9 + 0.42 * len(bars))
     left = [0.0] * len(bars)
     seen = [kind for kind in kinds if max(p.get(kind, 0) for p in bars.values()) > most / 400]
-    some = {kind for parts in bars.values() for kind, size in parts.items() if size}
-    unseen = ", ".join(kind for kind in kinds if kind in some and kind not in seen)
+    unseen = ", ".join(kind for kind in kinds if kind not in seen)
     for i, kind in enumerate(seen):
         sizes = [parts.get(kind, 0) / 1000**power for parts in bars.values()]
         axes.barh(list(bars), sizes, left=left, label=before + kind, color=color_of(i), ec="white")

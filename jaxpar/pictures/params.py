@@ -1,6 +1,5 @@
 """Pictures of parameters: shape, dims, what splits them, bytes on a device."""
 
-import math
 from typing import Any
 
 import jax
@@ -90,8 +89,8 @@ def _bytes_of(state: TrainState) -> str:
     }
     parts = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
     counted = parts["parameters"] + parts["frozen"]
-    count = sum(math.prod(leaf.shape) for leaf in counted)
-    whole = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in counted)
+    count = sum(leaf.size for leaf in counted)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in counted)
     on_device = ", ".join(
         f"{name} {format_bytes(device_bytes(leaves))}" for name, leaves in parts.items() if leaves
     )
