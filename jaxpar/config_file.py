@@ -35,9 +35,7 @@ TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
 PARALLEL = tuple(field.name for field in dataclasses.fields(Parallel))
 MOST_BYTES = 2**18  # of a file
 # A hundred parts of a key: to read one takes the square of their number.
-_LONG_KEY = re.compile(
-    rb"""(\.\s*+([\w-]++|"(\\.|[^"\\\n])*+"|'[^'\n]*+')\s*+){100}""",
-)
+_LONG_KEY = re.compile(rb"""(\.\s*+([\w-]++|"(\\.|[^"\\\n])*+"|'[^'\n]*+')\s*+){100}""")
 RESERVED = (TASK, SIMULATE, TRAIN, *PARALLEL)  # names that no field of a task may have
 
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 MOST = 2**30  # of a size: JAX counts the places along a dim with 31 bits
-_LARGEST = (
-    2**63
-)  # whole numbers are below it: TOML promises no more, and nobody has so many of anything
+# Whole numbers are below it: TOML promises no more, and nobody has so many of anything.
+_LARGEST = 2**63
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 60

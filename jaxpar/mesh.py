@@ -196,8 +196,8 @@ def simulate_devices(num_devices: int) -> None:
     orthogonal kernels, uses one thread, unless `OPENBLAS_NUM_THREADS` says otherwise.
 
     Raises:
-      ValueError: `num_devices` is not positive, or more than one process can simulate.
-      RuntimeError: the backend has started with other devices.
+      ValueError: `num_devices` is not positive, or more than one process can simulate; or the backend has
+        started with other devices.
     """
     import jax
 
@@ -217,7 +217,7 @@ def simulate_devices(num_devices: int) -> None:
         found = jax.devices()
         if len(found) == num_devices and all(d.platform == "cpu" for d in found):
             return
-        raise RuntimeError(
+        raise ValueError(
             f"simulate_devices({num_devices}) came too late: JAX has already started with "
             f"{len(found)} {found[0].platform} device(s); call it before anything touches a device, "
             f"or in a notebook restart the kernel (or call jax.extend.backend.clear_backends())"

@@ -166,7 +166,7 @@ def test_devices_cannot_be_simulated_once_there_are_others():
     assert jax.device_count() == 8  # the backend has started
     simulate_devices(8)  # nothing to do
     with pytest.raises(
-        RuntimeError, match=r"simulate_devices\(4\) came too late: .* with 8 cpu device"
+        ValueError, match=r"simulate_devices\(4\) came too late: .* with 8 cpu device"
     ):
         simulate_devices(4)
 
@@ -183,7 +183,7 @@ assert os.environ["OPENBLAS_NUM_THREADS"] == "1", "before LAPACK is loaded"
 print(jax.device_count(), dict(jaxpar.MeshConfig(tensor=-1).build().shape)["tensor"])
 try:
     jaxpar.simulate_devices(2)
-except RuntimeError as error:
+except ValueError as error:
     assert "jax.extend.backend.clear_backends()" in str(error), error
 jax.extend.backend.clear_backends()
 jaxpar.simulate_devices(2)

@@ -9,16 +9,8 @@ from typing import Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.analysis.hlo import (
-    Groups,
-    Instruction,
-    Module,
-    Visit,
-    arrays,
-    bits,
-    elements_of_tuple,
-    groups,
-)
+from jaxpar.analysis import hlo
+from jaxpar.analysis.hlo import Groups, Instruction, Module, Visit
 
 Pass = Literal["forward", "backward", "neither"]
 
@@ -121,7 +113,7 @@ def find_collectives(
         op = _operation(visit.instruction)
         if op is None:
             continue
-        joined = groups(visit.instruction, module.num_partitions)
+        joined = hlo.groups(visit.instruction, module.num_partitions)
         joined = [places[list(group)].tolist() for group in joined if len(set(group)) > 1]
         if joined:
             found.append(_collective(module, visit, op, mesh, joined, differentiates))
@@ -156,7 +148,9 @@ def _collective(
     size = max(map(len, joined))
     payload = _payload(instruction, op, size)
     elements = [math.prod(dims) for _, dims in payload]
-    num_bytes = sum(n * bits(dtype) for n, (dtype, _) in zip(elements, payload, strict=True)) // 8
+    num_bytes = (
+        sum(n * hlo.bits(dtype) for n, (dtype, _) in zip(elements, payload, strict=True)) // 8
+    )
     paths = _paths(visit)
     sources = map(module.source, (instruction, *reversed(visit.callers)))
     return Collective(
@@ -188,13 +182,11 @@ def _axes(mesh: Mesh, joined: Groups) -> tuple[str, ...]:
 
 def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tuple[int, ...]]]:
     shape = instruction.shape
-    if instruction.opcode == "send":  # (what is sent, context, token)
-        shape = elements_of_tuple(shape)[0]
-    elif (
-        instruction.opcode.endswith("-start") and op != "all-reduce"
-    ):  # (operands, results, context...)
-        shape = elements_of_tuple(shape)[1]
-    payload = arrays(shape)
+    if instruction.opcode == "send":
+        shape = hlo.elements_of_tuple(shape)[0]  # (what is sent, context, token)
+    elif instruction.opcode.endswith("-start") and op != "all-reduce":
+        shape = hlo.elements_of_tuple(shape)[1]  # (operands, results, context...)
+    payload = hlo.arrays(shape)
     if op == "reduce-scatter":  # its input is larger than its output
         found = re.search(r"dimensions=\{(\d+)\}", instruction.attributes)
         assert found, instruction

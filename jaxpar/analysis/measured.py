@@ -216,9 +216,8 @@ def _measure(
       busy: part -> whether it has work, bool [ticks, stages].
     """
     ran = [(op.start, op.end) for op in operations if op.device in stages]
-    inside = defaultdict(
-        list
-    )  # (stage, conditional, part) -> name, start and end of what ran in it
+    # (stage, conditional, part) -> name, start and end of what ran in it.
+    inside = defaultdict(list)
     for op in operations:
         if op.device in stages and op.name in branches:
             inside[stages.index(op.device), *branches[op.name]].append((op.name, op.start, op.end))

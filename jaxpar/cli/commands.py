@@ -146,10 +146,8 @@ class Train(RunOptions):
             parallel = ranking.best.parallel
         asked, parallel = parallel, Setup.of(sized, parallel, train).parallel
         if not plans and self.balance == "work":
-            needed = planning.compiled_cost(
-                planning.predict_step(sized, parallel, train)
-            ).memory_bytes
-            if num_bytes is None or needed <= num_bytes:
+            cost = planning.compiled_cost(planning.predict_step(sized, parallel, train))
+            if num_bytes is None or cost.memory_bytes <= num_bytes:
                 return Settings(task, asked, train)
         if not plans:
             _say_what_takes_long()

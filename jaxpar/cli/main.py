@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     """Reads a command line and does what it says; the exit code."""
     from jaxpar.cli.commands import Launch
-    from jaxpar.cli.options import simulate
     from jaxpar.cli.parse import asks_help, read_command
     from jaxpar.command import Options
     from jaxpar.hosts.group import find_processes
+    from jaxpar.mesh import simulate_devices
 
     if argv[:1] == ["train"] and not asks_help(argv) and find_processes(os.environ) is not None:
         _load("jaxpar.training.fit")
@@ -89,7 +89,7 @@ def _run(argv: list[str]) -> int:
     _load("jaxpar.hosts.launch" if isinstance(command, Launch) else "jaxpar.training.fit")
     if isinstance(command, Options):
         if command.simulate is not None:
-            simulate(command.simulate)
+            simulate_devices(command.simulate)
         _use_compile_cache(command.compile_cache)
     return command.run()
 

@@ -232,7 +232,7 @@ def read_settings(
     if first.simulate is None:
         _simulate_as_in(config if folder is None else folder.config_path, first.mesh)
     elif spec is None or ":" in spec:
-        simulate(first.simulate)
+        simulate_devices(first.simulate)
     task = None if spec is None else find_task(spec)
     settings = None if task is None else default_settings(task)
     if folder is not None:
@@ -279,18 +279,6 @@ def _folder_to_resume(first: _First) -> "RunFolder | None":
         )
     folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
     return folder if first.resume or folder.holds_run else None
-
-
-def simulate(num_devices: int) -> None:
-    """As `simulate_devices`.
-
-    Raises:
-      ValueError: it cannot be, or not any more.
-    """
-    try:
-        simulate_devices(num_devices)
-    except RuntimeError as error:  # too late, in a process that has used devices before
-        raise ValueError(str(error)) from error
 
 
 def _simulate_as_in(config: str | os.PathLike[str] | None, mesh: str | None) -> None:

@@ -73,10 +73,8 @@ def show_comparison(comparison: Comparison) -> Picture:
 @show.register
 def show_ranking(ranking: Ranking) -> Picture:
     """The best layout of each mesh, and why the first is the first."""
-    columns, best = (
-        ("layers", "head", "bubble", "ticks", "sending", "update"),
-        ranking.best_of_meshes,
-    )
+    columns = ("layers", "head", "bubble", "ticks", "sending", "update")
+    best = ranking.best_of_meshes
     table = FittingTable("config", ">step", *(f">{name}" for name in columns), ">memory")
     for cost in best[:NUM_MESHES]:
         seconds = cost.seconds
