@@ -12,17 +12,9 @@ import re
 import shlex
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
 
 import tyro
 from tyro import MISSING
@@ -135,7 +127,7 @@ def _registry(parse_mesh: Callable[[str], MeshConfig]) -> ConstructorRegistry:
             "jaxpar."
         ):
             return None
-        hints, helps = get_type_hints(info.type, include_extras=True), _helps(info.type)
+        hints, helps = typing.get_type_hints(info.type, include_extras=True), _helps(info.type)
         fields = [
             StructFieldSpec(
                 name=field.name,
@@ -158,14 +150,14 @@ def _default_of(field: dataclasses.Field[Any]) -> Any:
 
 def _told(hint: Any) -> Any:
     """The same type, such that tyro can tell if a default has it, without the import of typeguard."""
-    if get_origin(hint) is Annotated:
-        kind, *more = get_args(hint)
+    if typing.get_origin(hint) is Annotated:
+        kind, *more = typing.get_args(hint)
         return Annotated[(_told(kind), *more)]
-    if get_origin(hint) is tuple:
+    if typing.get_origin(hint) is tuple:
         made = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(hint, set()))
         return Annotated[object, made]
     if isinstance(hint, types.UnionType):
-        kinds = sorted(get_args(hint), key=lambda kind: kind is not types.NoneType)
+        kinds = sorted(typing.get_args(hint), key=lambda kind: kind is not types.NoneType)
         return Union[tuple(kinds)]  # noqa: UP007
     return hint
 

@@ -98,9 +98,8 @@ def _columns(s: Schedule) -> list[list[Text]]:
     width = max(len(block.label) for block in blocks)
     cells_SC = [[Text(".".ljust(width)) for _ in range(bounds[-1])] for _ in range(s.num_stages)]
     for b in blocks:
-        cell = Text.assemble(
-            (b.label, style_on(unit_color(s, b.unit))), " " * (width - len(b.label))
-        )
+        cell = Text().append(b.label, style_on(unit_color(s, b.unit)))
+        cell.align("left", width)
         cells_SC[b.stage][round(b.start)] = cell
     columns = [[Text("tick"), *(Text(f"stage {stage}") for stage in range(s.num_stages))]]
     for tick, (begin, end) in enumerate(itertools.pairwise(bounds)):
