@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Sequence, Set
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 # Done again, where that keeps less.
 _CHEAP = {
@@ -188,3 +188,21 @@ def program_of(
         outvars=list(outvars),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
+
+
+def function_of(
+    jaxpr: Jaxpr,
+    invars: Sequence[Var],
+    eqns: Sequence[Any],
+    outvars: Sequence[Any],
+    consts: Sequence[Any] = (),
+) -> Callable[..., list[Any]]:
+    """The same as a function of arrays.
+
+    Args:
+      consts: of the whole program; none if these equations read none.
+    """
+    program = program_of(jaxpr, invars, eqns, outvars)
+    if not consts:
+        program = program.replace(constvars=[])
+    return jaxpr_as_fun(ClosedJaxpr(program, consts))

@@ -8,9 +8,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal, Var
 
-from jaxpar.jaxprs import equations_for, inlined, program_of, programs_in, reads_of, varying_of
+from jaxpar.jaxprs import (
+    equations_for,
+    function_of,
+    inlined,
+    program_of,
+    programs_in,
+    reads_of,
+    varying_of,
+)
 from jaxpar.trees import vary_over
 
 
@@ -78,8 +86,7 @@ class StepProgram:
 
     def make_fixed(self, given: Sequence[Any]) -> list[Any]:
         """The values that are fixed."""
-        program = program_of(self._jaxpr, self.given, self._of_fixed, self.fixed)
-        return jaxpr_as_fun(ClosedJaxpr(program, ()))(*given)
+        return function_of(self._jaxpr, self.given, self._of_fixed, self.fixed)(*given)
 
     def weights_of(self, eqn: Any) -> list[int]:
         """Numbers of the operands for which an equation is weighed; none if it is not."""
@@ -178,8 +185,7 @@ def _alone(
 ) -> tuple[Callable[..., list[Any]], dict[Var, Any]]:
     """One equation as a function, and its arguments."""
     given = {v: a for v, a in zip(eqn.invars, values, strict=True) if isinstance(v, Var)}
-    program = program_of(jaxpr, [*given], [eqn], eqn.outvars).replace(constvars=[])
-    return jaxpr_as_fun(ClosedJaxpr(program, ())), given
+    return function_of(jaxpr, [*given], [eqn], eqn.outvars), given
 
 
 def read_values(env: dict[Var, Any], names: Sequence[Any]) -> list[Any]:

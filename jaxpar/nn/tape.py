@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.extend.core import Var
 
-from jaxpar.jaxprs import equations_for, least_kept, program_of, reads_of
+from jaxpar.jaxprs import equations_for, function_of, least_kept, reads_of
 
 
 class Source(NamedTuple):
@@ -44,20 +44,10 @@ class Tape:
           free: numbers of the arguments that will be there.
           busy: those of the results that will not.
         """
-        structures = list[Any]()
-
-        def traced(*arguments):
-            outs, vjp, wanted = function(*arguments)
-            leaves, vjp_structure = jax.tree.flatten(vjp)
-            extra, wanted_structure = jax.tree.flatten(wanted)
-            structures[:] = [vjp_structure, wanted_structure, len(outs), len(leaves)]
-            return outs, leaves, extra
-
-        closed = jax.make_jaxpr(traced)(*arguments)
-        jaxpr = closed.jaxpr
-        self._vjp, self._wanted, num_outs, num_leaves = structures
-        ends = num_outs, num_outs + num_leaves
-        self._outs, self._leaves = jaxpr.outvars[: ends[0]], jaxpr.outvars[ends[0] : ends[1]]
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        jaxpr, (outs, self._vjp, self._wanted) = closed.jaxpr, map(jax.tree.structure, shapes)
+        ends = outs.num_leaves, outs.num_leaves + self._vjp.num_leaves
+        self._outs, leaves = jaxpr.outvars[: ends[0]], jaxpr.outvars[ends[0] : ends[1]]
         self._extra = jaxpr.outvars[ends[1] :]
         where = {id(value): number for number, value in enumerate(fixed)}
         assert all(id(const) in where for const in closed.consts), "what is closed over is fixed"
@@ -69,19 +59,19 @@ class Tape:
         )
         there = {v: Source("fixed", n) for v, n in zip(jaxpr.constvars, self._fixed, strict=True)}
         there |= {jaxpr.invars[n]: Source("argument", n) for n in free}
-        results = [n for n in range(num_outs) if n not in {*busy}]
+        results = [n for n in range(ends[0]) if n not in {*busy}]
         for n in results:
             if isinstance(v := self._outs[n], Var):
                 there.setdefault(v, Source("result", n))
         must = [v for v in dict.fromkeys(self._extra) if v not in there]
-        self.kept = must + least_kept(jaxpr, self._leaves, {*there, *must})
+        self.kept = must + least_kept(jaxpr, leaves, {*there, *must})
         there |= {v: Source("kept", n) for n, v in enumerate(self.kept)}
         self.kept_for_vjp = {n for n, v in enumerate(self.kept) if v not in {*self._extra}}
         self._there = there
-        needed = equations_for(jaxpr.eqns, self._leaves, {*there})
-        self._reads = [v for v in reads_of(needed, self._leaves) if v in there]
-        self._remake = program_of(self._jaxpr, self._reads, needed, self._leaves)
-        self.sources = [there[v] for v in self._reads]
+        needed = equations_for(jaxpr.eqns, leaves, {*there})
+        reads = [v for v in reads_of(needed, leaves) if v in there]
+        self._remake = function_of(self._jaxpr, reads, needed, leaves)
+        self.sources = [there[v] for v in reads]
         used = dict.fromkeys([*self.sources, *(there[v] for v in self._extra)])
         self.used = [source for source in used if source.of != "fixed"]
 
@@ -89,9 +79,8 @@ class Tape:
         """The results, and what is to be kept."""
         outs = [*self._outs, *self.kept]
         eqns = equations_for(self._jaxpr.eqns, outs)
-        program = program_of(self._jaxpr, self._jaxpr.invars, eqns, outs)
         consts = [fixed[n] for n in self._fixed]
-        found = jaxpr_as_fun(ClosedJaxpr(program, ()))(*consts, *arguments)
+        found = function_of(self._jaxpr, self._jaxpr.invars, eqns, outs)(*consts, *arguments)
         return found[: len(self._outs)], found[len(self._outs) :]
 
     def values(
@@ -108,8 +97,8 @@ class Tape:
 
     def vjp(self, values: dict[Source, Any]) -> Any:
         """The function of the backward pass."""
-        run = jaxpr_as_fun(ClosedJaxpr(self._remake, ()))
-        return jax.tree.unflatten(self._vjp, run(*(values[source] for source in self.sources)))
+        leaves = self._remake(*(values[source] for source in self.sources))
+        return jax.tree.unflatten(self._vjp, leaves)
 
     def wanted(self, values: dict[Source, Any]) -> Any:
         """The tree of values that are wanted."""

@@ -4,12 +4,13 @@ The parameters of all layers of a kind are stacked on a leading dim; slots say w
 where it lies. `run_layers` is the plain way, differentiable by autodiff. `SplitLayers` is the same in two
 halves with what passes between them in the caller's hands: a pipeline keeps it in slots of its own. With
 one kind the program is a scan over one layer, however many there are; with several each slot switches to
-its kind. Each pass has a body for either: a switch reads its weights by their places, which copies them,
-and a scan over the stack does not.
+its kind. `_walk` has both ways: a switch reads its weights by their places, which copies them, and a scan
+over the stack does not.
 
 Legend: t time steps, b rows; n slots of a stage, r rows of a kind's stack there.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,11 +60,13 @@ def run_layers(
       the carry after the window, stacked likewise, and the output of the last layer.
     """
 
-    def run(kind, params, frozen, carry, x, layer_id):
-        return *layers[kind](params, frozen, carry, x, at._replace(layer=layer_id)), ()
+    def run(kind, sums, carry, x, reads, layer_id):
+        after, y = layers[kind](*reads, carry, x, at._replace(layer=layer_id))
+        return sums, after, y, ()
 
-    stacked, kept = (params, frozen, carry), ((),) * len(layers)
-    return _run_stacked(run, kept, stacked, x, slots, has_empty_slots)[:2]
+    nothing = ((),) * len(layers)
+    _, after, y, _ = _walk(run, nothing, x, (params, frozen), carry, slots, has_empty_slots)
+    return after, y
 
 
 class SplitLayers:
@@ -117,17 +120,7 @@ class SplitLayers:
                         f"zero_bubble='microbatch': the gradients of the weights of layers of kind {number} "
                         f"cannot be taken for {times} chunks of time at once; use 'unit'"
                     )
-        self.saved = tuple(
-            [
-                *kind.saved,
-                *(
-                    leaf
-                    for leaf, n in zip(kind.later, kind.places, strict=True)
-                    if n >= len(kind.saved)
-                ),
-            ]
-            for kind in self.kinds
-        )
+        self.saved = tuple(kind.saved_and_room for kind in self.kinds)
 
     def prepare(self, params: Sequence[Any], frozen: Sequence[Any]) -> list[Any]:
         """The weights of layers that are written out, as `backward` and `weights` take them."""
@@ -145,12 +138,12 @@ class SplitLayers:
     ) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
         """`run_layers`, and the residuals of every layer: of every kind leaves [r, ...], or such a list."""
 
-        def run(kind, params, frozen, carry, x, layer_id):
-            out = self.kinds[kind].forward(params, frozen, carry, x, at._replace(layer=layer_id))
-            return vary_like(out, x)
+        def run(kind, sums, carry, x, reads, layer_id):
+            out = self.kinds[kind].forward(*reads, carry, x, at._replace(layer=layer_id))
+            return sums, *vary_like(out, x)
 
-        saved, stacked = [kind.saved for kind in self.kinds], (params, frozen, carry)
-        return _run_stacked(run, saved, stacked, x, slots, self._has_empty_slots)
+        saved, reads = [kind.saved for kind in self.kinds], (params, frozen)
+        return _walk(run, saved, x, reads, carry, slots, self._has_empty_slots)[1:]
 
     def backward(
         self,
@@ -174,74 +167,17 @@ class SplitLayers:
           the gradients, the cotangent of the carry before the window, that of x, and for every kind what W
           needs, as `saved`.
         """
+        is_written_out = isinstance(prepared[0], list)
 
-        def run(kind, prepared, saved, d_carry, grads, dy):
-            parts = self.kinds[kind].backward(prepared, saved, d_carry, dy)
-            d_params, d_carry, dx, later = parts
+        def run(kind, grads, d_carry, dy, reads, layer_id):
+            weights, saved = reads
+            own = weights if is_written_out else self.kinds[kind].prepare(*weights)
+            d_params, d_carry, dx, later = self.kinds[kind].backward(own, saved, d_carry, dy)
             return vary_like((add(grads, d_params), d_carry, dx, later), dy)
 
-        def run_or_skip(layer_id, prepare, saved, d_carry, grads, dy):
-            return _if_full(
-                layer_id,
-                lambda: run(0, prepare(), saved, d_carry, grads, dy),
-                lambda: (grads, d_carry, dy, vary_like(zeros(self.kinds[0].later), dy)),
-                self._has_empty_slots,
-            )
-
-        if len(self.kinds) == 1 and isinstance(prepared[0], list):
-
-            def of_row(dy, row):
-                prepared, saved, d_carry, layer_id, grads = row
-                grads, d_carry, dx, later = run_or_skip(
-                    layer_id, lambda: prepared, saved, d_carry, grads, dy
-                )
-                return dx, (grads, d_carry, later)
-
-            own = grads[0] or [()] * len(prepared[0])
-            rows = prepared[0], saved[0], d_carry[0], slots.layer, own
-            dx, out = _one_by_one(of_row, dy, rows, reverse=True)
-            after, d_before, later = ([row[n] for row in out] for n in range(3))
-            return (after if grads[0] else (),), (stack(d_before),), dx, (later,)
-
-        if len(self.kinds) == 1:
-            # Gradients are carried and changed in place; as outputs of the scan they would be copied.
-            def of_one_kind(carried, inputs):
-                dy, all_grads = carried
-                place, weights, saved, d_carry, layer_id = inputs
-                grads, d_carry, dx, later = run_or_skip(
-                    layer_id,
-                    lambda: self.kinds[0].prepare(*weights),
-                    *(saved, d_carry, pick(all_grads, place), dy),
-                )
-                return (dx, _put((all_grads,), 0, place, grads)[0]), (d_carry, later)
-
-            places = jnp.arange(slots.layer.shape[0])
-            inputs = (places, prepared[0], saved[0], d_carry[0], slots.layer)
-            (dx, after), (d_before, later) = lax.scan(
-                of_one_kind, (dy, grads[0]), inputs, reverse=True
-            )
-            return (after,), (d_before,), dx, (later,)
-
-        def body(state, slot):
-            def of_kind(kind):
-                def go(state):
-                    dy, d_carry, grads, later = state
-                    weights, *own = [
-                        pick(tree[kind], slot.place) for tree in (prepared, saved, d_carry, grads)
-                    ]
-                    total, dc, dx, kept = run(kind, self.kinds[kind].prepare(*weights), *own, dy=dy)
-                    d_carry = _put(d_carry, kind, slot.place, dc)
-                    grads = _put(grads, kind, slot.place, total)
-                    return vary_like((dx, d_carry, grads, _put(later, kind, slot.place, kept)), dy)
-
-                return go
-
-            return _switch(slot, len(self.kinds), of_kind, state), None
-
-        room = _room([kind.later for kind in self.kinds], zip(prepared, d_carry, strict=True), dy)
-        start = dy, tuple(d_carry), tuple(grads), room
-        (dx, d_before, after, later), _ = lax.scan(body, start, slots, reverse=True)
-        return after, d_before, dx, later
+        walk = functools.partial(_walk, has_empty_slots=self._has_empty_slots, reverse=True)
+        later = [kind.later for kind in self.kinds]
+        return walk(run, later, dy, (prepared, saved), d_carry, slots, sums=grads)
 
     def weights(
         self,
@@ -289,57 +225,88 @@ class SplitLayers:
         return lax.fori_loop(0, count, body, grads)
 
 
-def _run_stacked(
-    run: Callable[..., Any],
-    kept_of: Sequence[Any],
-    stacked: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+def _walk(
+    run: Callable[..., tuple[Any, Any, Any, Any]],
+    made_of: Sequence[Any],
     x: Any,
+    reads: Sequence[Sequence[Any]],
+    rows: Sequence[Any],
     slots: SlotArrays,
     has_empty_slots: bool,
-) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
-    """The carry, the output of the last layer, and what each of them keeps, of stacked layers.
+    *,
+    sums: Sequence[Any] | None = None,
+    reverse: bool = False,
+) -> tuple[tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
+    """x through stacked layers, one after the other.
 
     Args:
-      run: (kind, parameters, frozen ones, carry, x, number) of a layer -> carry, y, and what it keeps.
-      kept_of: shapes and dtypes of what a layer of each kind keeps.
-      stacked: parameters, frozen ones and carry, as of `run_layers`.
+      run: (kind, sums, row, x, reads, number) of a layer -> sums, row, x, and what it makes besides.
+      made_of: shapes and dtypes of that, of a layer of each kind.
+      reads: what layers read: trees for every kind, leaves [r, ...]; or, of layers of one kind that are
+        written out, lists with a tree for each row.
+      rows: what each of them changes, a tree for every kind, leaves [r, ...].
+      sums: likewise, changed in place: as outputs of a scan they would be copied. A list, or nothing, where
+        layers are written out; None for none.
+      reverse: from the last layer to the first.
+    Returns:
+      sums and rows after it, x, and what layers made: a tree for every kind, or a list where written out.
     """
-    params, frozen, carry = stacked
-    if len(params) == 1:
+    has_sums, sums = sums is not None, tuple(sums or ((),) * len(rows))
 
-        def of_one_kind(x, slot):
-            *own, layer_id = slot
-            after, y, kept = _if_full(
-                layer_id,
-                lambda: run(0, *own, x=x, layer_id=layer_id),
-                lambda: vary_like((own[2], x, zeros(kept_of[0])), x),
-                has_empty_slots,
-            )
-            return y, (after, kept)
+    def run_or_skip(own_sums, row, x, own, layer_id):
+        return _if_full(
+            layer_id,
+            lambda: run(0, own_sums, row, x, own, layer_id),
+            lambda: vary_like((own_sums, row, x, zeros(made_of[0])), x),
+            has_empty_slots,
+        )
 
-        rows = params[0], frozen[0], carry[0], slots.layer
-        if isinstance(params[0], list):
-            y, out = _one_by_one(of_one_kind, x, rows)
-            return (stack([row[0] for row in out]),), y, ([row[1] for row in out],)
-        y, (after, kept) = lax.scan(of_one_kind, x, rows)
-        return (after,), y, (kept,)
+    if len(rows) == 1 and isinstance(reads[0][0], list):
+        numbers = range(len(reads[0][0]))
+        out: list[Any] = [()] * len(numbers)
+        for number in reversed(numbers) if reverse else numbers:
+            row, layer_id = pick((rows[0], slots.layer), number)
+            own_sums, own = sums[0] and sums[0][number], [each[0][number] for each in reads]
+            own_sums, row, x, made = run_or_skip(own_sums, row, x, own, layer_id)
+            out[number] = own_sums, row, made
+        all_sums, all_rows, all_made = map(list, zip(*out, strict=True))
+        return (sums[0] and all_sums,), (stack(all_rows),), x, (all_made,)
+
+    if len(rows) == 1:
+
+        def of_one_kind(carried, inputs):
+            x, all_sums = carried
+            place, own, row, layer_id = inputs
+            own_sums = pick(all_sums, place)
+            own_sums, row, x, made = run_or_skip(own_sums, row, x, own, layer_id)
+            return (x, _put((all_sums,), 0, place, own_sums)[0]), (row, made)
+
+        places = jnp.arange(slots.layer.shape[0]) if has_sums else None
+        inputs = places, [each[0] for each in reads], rows[0], slots.layer
+        (x, total), (after, made) = lax.scan(of_one_kind, (x, sums[0]), inputs, reverse=reverse)
+        return (total,), (after,), x, (made,)
 
     def body(state, slot):
         def of_kind(kind):
             def go(state):
-                x, carry, kept = state
-                own = [pick(tree[kind], slot.place) for tree in (params, frozen, carry)]
-                after, y, part = run(kind, *own, x=x, layer_id=slot.layer)
-                carry = _put(carry, kind, slot.place, after)
-                return vary_like((y, carry, _put(kept, kind, slot.place, part)), x)
+                x, *all_of = state
+                own, row, own_sums = pick(
+                    ([each[kind] for each in reads], *(each[kind] for each in all_of[:2])),
+                    slot.place,
+                )
+                total, row, x, made = run(kind, own_sums, row, x, own, slot.layer)
+                parts = zip(all_of, (row, total, made), strict=True)
+                return vary_like((x, *(_put(a, kind, slot.place, p) for a, p in parts)), x)
 
             return go
 
-        return _switch(slot, len(params), of_kind, state), None
+        # An empty slot leaves all as it is.
+        branches = [lambda state: state, *map(of_kind, range(len(rows)))]
+        return lax.switch(jnp.where(slot.layer < 0, 0, slot.kind + 1), branches, state), None
 
-    start = x, tuple(carry), _room(kept_of, zip(*stacked, strict=True), x)
-    (y, after, kept), _ = lax.scan(body, start, slots)
-    return after, y, kept
+    start = x, tuple(rows), sums, _room(made_of, zip(*reads, rows, strict=True), x)
+    (x, after, total, made), _ = lax.scan(body, start, slots, reverse=reverse)
+    return total, after, x, made
 
 
 def _room(shapes: Sequence[Any], like: Iterable[Any], x: Any) -> tuple[Any, ...]:
@@ -347,11 +314,11 @@ def _room(shapes: Sequence[Any], like: Iterable[Any], x: Any) -> tuple[Any, ...]
 
     def room(own, stacked):
         def zeros_of_rows(a):
-            return jnp.zeros((jax.tree.leaves(stacked)[0].shape[0], *a.shape), a.dtype)
+            return jnp.zeros((len(jax.tree.leaves(stacked)[0]), *a.shape), a.dtype)
 
         return jax.tree.map(zeros_of_rows, own)
 
-    return vary_like(tuple(room(*each) for each in zip(shapes, like, strict=True)), x)
+    return vary_like(tuple(map(room, shapes, like)), x)
 
 
 def stack(rows: Sequence[Any]) -> Any:
@@ -362,16 +329,6 @@ def stack(rows: Sequence[Any]) -> Any:
 def unstack(tree: Any, num_rows: int) -> list[Any]:
     """Stacked leaves as a tree for each row."""
     return [jax.tree.map(lambda a, row=row: a[row], tree) for row in range(num_rows)]
-
-
-def _one_by_one(body: Callable[..., Any], init: Any, xs: Sequence[Any], *, reverse: bool = False):
-    """`lax.scan` written out; of xs, and of what the body gives, there is one for each row."""
-    rows = range(len(xs[0]))
-    out: list[Any] = [None] * len(rows)
-    for row in reversed(rows) if reverse else rows:
-        own = tuple(x[row] if isinstance(x, list) else pick(x, row) for x in xs)
-        init, out[row] = body(init, own)
-    return init, out
 
 
 def pick(tree: Any, place: Any) -> Any:
@@ -391,9 +348,3 @@ def _put(trees: Sequence[Any], kind: int, place: Any, part: Any) -> tuple[Any, .
 
 def _if_full(layer_id, run, skip, has_empty_slots: bool):
     return lax.cond(layer_id >= 0, run, skip) if has_empty_slots else run()
-
-
-def _switch(slot: SlotArrays, num_kinds: int, of_kind: Callable[[int], Any], state: Any) -> Any:
-    """What the kind of a slot makes of the state; an empty slot leaves it as it is."""
-    branches = [lambda state: state, *map(of_kind, range(num_kinds))]
-    return lax.switch(jnp.where(slot.layer < 0, 0, slot.kind + 1), branches, state)

@@ -6,21 +6,21 @@ LSTM: x, h_{t-1} and dz) must be kept until W runs; most of it was saved for B a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.extend.core import Var
 
 from jaxpar.at import At
 from jaxpar.jaxprs import (
     equations_for,
+    function_of,
     inlined,
     is_cheap,
     least_kept,
     made_of,
     made_with,
-    program_of,
     reads_of,
     varying_of,
 )
@@ -44,6 +44,7 @@ class SplitLayer:
       needed: numbers of the saved that W needs.
       later: shapes and dtypes of what B hands to W in addition; `places` say where it lies among the saved,
         each replacing one of the same shape that W does not need, or after them.
+      saved_and_room: the saved, and what of `later` lies after them.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class SplitLayer:
         if splits:
             jax.eval_shape(trace_cut, *traced.arguments)
         self.has_weights = self._cut is not None
-        self.needed = [] if self._cut is None else self._cut.needed
-        later = [] if self._cut is None else self._cut.later
-        self.later = [shape_of(v.aval) for v in later]
+        self.needed, self.later = self._cut[:2] if self._cut else ([], [])
         self.places = _places(self.saved, self.needed, self.later)
+        behind = zip(self.later, self.places, strict=True)
+        self.saved_and_room = [*self.saved, *(a for a, n in behind if n >= len(self.saved))]
 
     def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
         """The carry, the outputs, and what is saved."""
@@ -124,7 +125,6 @@ class _Forward:
 
     def __init__(self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At):
         """Traces it."""
-        self.vjp: Any = None
 
         # Where a block lies is traced as well: autodiff saves less of what it knows.
         def trace(params, frozen, carry, x, *where):
@@ -137,22 +137,16 @@ class _Forward:
             def run(params, carry, x):
                 return layer(params, frozen, carry, x, here)
 
-            out, vjp = jax.vjp(run, params, carry, x)
-            leaves, self.vjp = jax.tree.flatten(vjp)
-            return out, leaves
+            return jax.vjp(run, params, carry, x)
 
         self.arguments = params, frozen, carry, x, at.layer, at.time, at.row, at.batch
         traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*self.arguments)
         whole = inlined(traced)
-        self._jaxpr, self._consts = whole.jaxpr, whole.consts
-        self._out = jax.tree.structure(shapes[0])
-        num = self._out.num_leaves
-        self._outs, residuals = self._jaxpr.outvars[:num], self._jaxpr.outvars[num:]
-        self.kept, self.remake = self._choose(residuals, len(jax.tree.leaves((params, frozen))))
-
-    def _choose(self, residuals: list[Any], num_weights: int) -> tuple[list[Var], Any]:
-        jaxpr, weights = self._jaxpr, self._jaxpr.invars[:num_weights]
-        others = made_with(jaxpr, (*jaxpr.invars[num_weights:], *jaxpr.constvars))
+        self._jaxpr, self._consts = jaxpr, _ = whole.jaxpr, whole.consts
+        self._out, self.vjp = map(jax.tree.structure, shapes)
+        self._outs, residuals = _halves(jaxpr.outvars, self._out.num_leaves)
+        weights, rest = _halves(jaxpr.invars, len(jax.tree.leaves((params, frozen))))
+        others = made_with(jaxpr, (*rest, *jaxpr.constvars))
         alone = {*weights, *(v for eqn in jaxpr.eqns for v in eqn.outvars if v not in others)}
         varying = {varying_of(v) for v in self._outs if isinstance(v, Var)}
 
@@ -161,93 +155,90 @@ class _Forward:
             is_plain = is_cheap(eqn) and eqn.primitive.name not in names
             return is_plain and varying == {varying_of(v) for v in eqn.outvars}
 
-        kept = least_kept(jaxpr, residuals, alone, again)
-        eqns = equations_for(jaxpr.eqns, residuals, {*kept})
-        program = program_of(jaxpr, [*weights, *kept], eqns, residuals).replace(constvars=[])
-        return kept, jaxpr_as_fun(ClosedJaxpr(program, ()))
+        self.kept = least_kept(jaxpr, residuals, alone, again)
+        eqns = equations_for(jaxpr.eqns, residuals, {*self.kept})
+        self.remake = function_of(jaxpr, [*weights, *self.kept], eqns, residuals)
 
     def run(self, *arguments: Any) -> tuple[Any, Any, list[jax.Array]]:
         """Carry, outputs, and what is kept."""
         jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
-        program = program_of(jaxpr, jaxpr.invars, jaxpr.eqns, outs)
-        found = jaxpr_as_fun(ClosedJaxpr(program, self._consts))(*jax.tree.leaves(arguments))
-        num = len(self._outs)
-        return *jax.tree.unflatten(self._out, found[:num]), found[num:]
+        found = function_of(jaxpr, jaxpr.invars, jaxpr.eqns, outs, self._consts)
+        out, kept = _halves(found(*jax.tree.leaves(arguments)), len(self._outs))
+        return *jax.tree.unflatten(self._out, out), kept
 
 
-class _Cut:
-    """A backward pass in two functions, by what crosses from the first to the second."""
+class _Cut(NamedTuple):
+    """A backward pass in two functions, by what crosses from the first to the second.
 
-    def __init__(self, closed: ClosedJaxpr, shape: Any, counts: tuple[int, int]):
-        """Cuts.
+    Attributes:
+      needed, later: as of `SplitLayer`.
+      prepare: weights -> what depends on them alone.
+      inputs: ((weights, prepared), saved, cotangents) -> cotangents of the carry and of the inputs, `later`.
+      weights: ((weights, prepared), needed, later) -> gradients of the weights.
+    """
 
-        Args:
-          closed: (weights, saved, cotangents), flat -> gradients of weights; cotangents of carry and inputs.
-          shape: of its results.
-          counts: of weights and of saved among the arguments.
-        """
-        self._consts, jaxpr = closed.consts, closed.jaxpr
-        self._d_weights, self._d_inputs = map(jax.tree.structure, shape)
-        num = self._d_weights.num_leaves
-        w_outs, b_outs = jaxpr.outvars[:num], jaxpr.outvars[num:]
-        weights, saved = jaxpr.invars[: counts[0]], jaxpr.invars[counts[0] : sum(counts)]
-        ready = made_of(jaxpr, weights)
-        b_eqns = equations_for(jaxpr.eqns, b_outs, ready)
-        b_made = {v for eqn in b_eqns for v in eqn.outvars}
-        # Simple arithmetic on what is saved is done again, not kept.
-        again = made_of(jaxpr, (*weights, *saved), is_cheap)
-        w_eqns = equations_for(jaxpr.eqns, w_outs, ready | (b_made - again))
-        given = {v for eqn in w_eqns for v in eqn.outvars} | {*weights, *saved, *jaxpr.constvars}
-        crossing = reads_of(w_eqns, w_outs)
-        prepared = [v for v in dict.fromkeys((*reads_of(b_eqns, b_outs), *crossing)) if v in ready]
-        self.needed = [n for n, v in enumerate(saved) if v in crossing]
-        self.later = [v for v in crossing if v not in given and v not in ready]
-        self.is_apart = not any(v in b_made for v in w_outs if isinstance(v, Var)) and not any(
-            eqn.primitive.name in ("scan", "while") for eqn in w_eqns
-        )
-        self._prepare = program_of(jaxpr, weights, equations_for(jaxpr.eqns, prepared), prepared)
-        self._b = program_of(
-            jaxpr,
-            [*weights, *prepared, *jaxpr.invars[counts[0] :]],
-            b_eqns,
-            [*b_outs, *self.later],
-        )
-        needed = [saved[n] for n in self.needed]
-        self._w = program_of(jaxpr, [*weights, *prepared, *needed, *self.later], w_eqns, w_outs)
-
-    def prepare(self, weights: Any) -> list[jax.Array]:
-        """What depends on weights alone."""
-        return self._run(self._prepare, weights)
-
-    def inputs(
-        self, prepared: Any, saved: Any, cotangents: Any
-    ) -> tuple[Any, Any, list[jax.Array]]:
-        """Cotangents of the carry and of the inputs, and what W needs of this."""
-        out = self._run(self._b, (prepared, saved, cotangents))
-        num = self._d_inputs.num_leaves
-        return *jax.tree.unflatten(self._d_inputs, out[:num]), out[num:]
-
-    def weights(self, prepared: Any, needed: Any, later: Any) -> Any:
-        """Gradients of the weights."""
-        return jax.tree.unflatten(self._d_weights, self._run(self._w, (prepared, needed, later)))
-
-    def _run(self, jaxpr: Jaxpr, arguments: Any) -> list[jax.Array]:
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, self._consts))(*jax.tree.leaves(arguments))
+    needed: list[int]
+    later: list[jax.ShapeDtypeStruct]
+    prepare: Callable[..., list[jax.Array]]
+    inputs: Callable[..., tuple[Any, Any, list[jax.Array]]]
+    weights: Callable[..., Any]
 
 
 def _cut(
     whole: Callable[..., tuple[Any, Any, Any]], arguments: tuple[Any, Any, Any]
 ) -> _Cut | None:
-    """The two parts of a backward pass; None if they cannot be apart."""
+    """The two parts of a backward pass, (weights, saved, cotangents) -> d_weights, d_carry, dx.
+
+    None if they cannot be apart.
+    """
 
     def both(*arguments):
         d_weights, d_carry, dx = whole(*arguments)
         return d_weights, (d_carry, dx)
 
     closed, shape = jax.make_jaxpr(both, return_shape=True)(*arguments)
-    weights, saved, _ = (len(jax.tree.leaves(part)) for part in arguments)
-    cut = _Cut(closed, shape, (weights, saved))
-    return cut if cut.is_apart else None
+    jaxpr, (of_weights, of_inputs) = closed.jaxpr, map(jax.tree.structure, shape)
+    w_outs, b_outs = _halves(jaxpr.outvars, of_weights.num_leaves)
+    weights, rest = _halves(jaxpr.invars, len(jax.tree.leaves(arguments[0])))
+    saved = rest[: len(arguments[1])]
+    ready = made_of(jaxpr, weights)
+    b_eqns = equations_for(jaxpr.eqns, b_outs, ready)
+    b_made = {v for eqn in b_eqns for v in eqn.outvars}
+    # Simple arithmetic on what is saved is done again, not kept.
+    again = made_of(jaxpr, (*weights, *saved), is_cheap)
+    w_eqns = equations_for(jaxpr.eqns, w_outs, ready | (b_made - again))
+    if any(v in b_made for v in w_outs if isinstance(v, Var)) or any(
+        eqn.primitive.name in ("scan", "while") for eqn in w_eqns
+    ):
+        return None
+    given = {v for eqn in w_eqns for v in eqn.outvars} | {*weights, *saved, *jaxpr.constvars}
+    crossing = reads_of(w_eqns, w_outs)
+    prepared = [v for v in dict.fromkeys((*reads_of(b_eqns, b_outs), *crossing)) if v in ready]
+    needed = [n for n, v in enumerate(saved) if v in crossing]
+    later = [v for v in crossing if v not in given and v not in ready]
+
+    def function(invars, eqns, outs):
+        run = function_of(jaxpr, invars, eqns, outs, closed.consts)
+        return lambda *arguments: run(*jax.tree.leaves(arguments))
+
+    own = [*weights, *prepared]
+    prepare = function(weights, equations_for(jaxpr.eqns, prepared), prepared)
+    run_b = function([*own, *rest], b_eqns, [*b_outs, *later])
+    run_w = function([*own, *(saved[n] for n in needed), *later], w_eqns, w_outs)
+
+    def inputs(*arguments):
+        out, later = _halves(run_b(*arguments), len(b_outs))
+        return *jax.tree.unflatten(of_inputs, out), later
+
+    def gradients(*arguments):
+        return jax.tree.unflatten(of_weights, run_w(*arguments))
+
+    return _Cut(needed, [shape_of(v.aval) for v in later], prepare, inputs, gradients)
+
+
+def _halves(values: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+    """The first of the values, and the others."""
+    return [*values[:count]], [*values[count:]]
 
 
 def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -> list[int]:
