@@ -267,74 +267,59 @@ class Outer:
     """Variables outside the stack, as flat lists that an engine can take; and the functions that use them.
 
     Attributes:
-      first, last: numbers of the trained leaves that each uses; `first_frozen`, `last_frozen` likewise.
+      leaves: of what is trained, and of all other variables.
+      first, last: likewise the numbers of the leaves that each uses.
     """
 
     def __init__(self, layout: Layout, model: Any):
-        self.layout = layout
-        self.graphdef, params, frozen = layout.facts.split(model)
-        self.paths, self.leaves, self._structure = flatten(params)
-        self.frozen_paths, self.frozen_leaves, self._frozen_structure = flatten(frozen)
-        shapes = [shape_of(leaf) for leaf in self.leaves]
-        frozen_shapes = [shape_of(leaf) for leaf in self.frozen_leaves]
-        block, x = layout.facts.block, layout.facts.traces.x
+        self.layout, facts = layout, layout.facts
+        self.graphdef, *states = facts.split(model)
+        paths, self.leaves, self._structures = zip(*map(flatten, states), strict=True)
+        shapes = jax.tree.map(shape_of, self.leaves)
 
-        def uses(function: Callable[..., Any]) -> tuple[list[int], list[int]]:
-            used = used_inputs(function, shapes, frozen_shapes)
-            numbers = [n for n, path in enumerate(self.paths) if used[n] and not _is_layer(path)]
-            rest = used[len(shapes) :]
-            frozen = [
-                n for n, path in enumerate(self.frozen_paths) if rest[n] and not _is_layer(path)
-            ]
-            return numbers, frozen
+        def uses(function: Callable[..., Any]) -> tuple[list[int], ...]:
+            used = iter(used_inputs(function, shapes))
+            return tuple(
+                [n for n, path in enumerate(own) if next(used) and not _is_layer(path)]
+                for own in paths
+            )
 
-        def first(leaves, frozen):
-            batch = zeros(block)
-            return self.merge(leaves, frozen).first(batch, layout.facts.at(batch))
+        def first(leaves):
+            batch = zeros(facts.block)
+            return self.merge(leaves).first(batch, facts.at(batch))
 
-        def last(leaves, frozen):
-            batch = zeros(block)
-            model = self.merge(leaves, frozen)
-            return checked_sums(model.last(zeros(x), batch, layout.facts.at(batch)), model)
+        def last(leaves):
+            model, batch = self.merge(leaves), zeros(facts.block)
+            return checked_sums(model.last(zeros(facts.traces.x), batch, facts.at(batch)), model)
 
-        self.first, self.first_frozen = uses(first)
-        self.last, self.last_frozen = uses(last)
+        self.first, self.last = uses(first), uses(last)
 
-    def merge(self, leaves: Sequence[Any], frozen: Sequence[Any]) -> Any:
+    def merge(self, leaves: Sequence[Sequence[Any]]) -> Any:
         """The model of all its leaves, which may be shapes where they are not used."""
-        return nnx.merge(
-            self.graphdef,
-            jax.tree.unflatten(self._structure, leaves),
-            jax.tree.unflatten(self._frozen_structure, frozen),
-        )
+        return nnx.merge(self.graphdef, *map(jax.tree.unflatten, self._structures, leaves))
 
     def run_first(self, leaves: Any, frozen: Any, at: At) -> Any:
         """`first` of the model with the leaves that it uses."""
         at = at._replace(layer=len(self.layout.facts.kind_of) + 1)
-        return self._before(leaves, frozen).first(at.batch, at)
+        return self._with(self.first, leaves, frozen).first(at.batch, at)
 
     def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
         """The gradients of these leaves, with what the model adds to them by itself."""
-        state = jax.tree.unflatten(self._structure, _replaced(self.leaves, self.first, grads))
-        flat = list(nnx.to_flat_state(state))
-        own = nnx.from_flat_state([flat[number] for number in self.first])
-        added = self._before(leaves, frozen).add_first_gradient(own, dx, at.batch, at)
-        return tuple(jax.tree.leaves(added))
+        whole = _replaced(self.leaves[0], self.first[0], grads)
+        flat = list(nnx.to_flat_state(jax.tree.unflatten(self._structures[0], whole)))
+        own = nnx.from_flat_state([flat[number] for number in self.first[0]])
+        model = self._with(self.first, leaves, frozen)
+        return tuple(jax.tree.leaves(model.add_first_gradient(own, dx, at.batch, at)))
 
     def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
         """`last` of the model with the leaves that it uses; or `last_part`."""
         at = at._replace(layer=len(self.layout.facts.kind_of))
-        model = self.merge(
-            _replaced(self.leaves, self.last, leaves),
-            _replaced(self.frozen_leaves, self.last_frozen, frozen),
-        )
+        model = self._with(self.last, leaves, frozen)
         return checked_sums((model.last_part if is_part else model.last)(y, at.batch, at), model)
 
-    def _before(self, leaves: Any, frozen: Any) -> Any:
-        return self.merge(
-            _replaced(self.leaves, self.first, leaves),
-            _replaced(self.frozen_leaves, self.first_frozen, frozen),
-        )
+    def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:
+        """The model with leaves of these numbers; of the others it has shapes."""
+        return self.merge([*map(_replaced, self.leaves, numbers, given)])
 
 
 def _run_layer(

@@ -77,7 +77,7 @@ class _Trial:
             leaves, frozen = variables
             return self.outer.run_first(leaves, frozen, self.at(batch))
 
-        variables = self.draw_outer(self.outer.first, self.outer.first_frozen)
+        variables = self.draw_outer(self.outer.first)
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
         sizes = (jax.eval_shape(first, variables, rows) for rows in (batch, twice))
         self.x, x_of_twice = named("first", lambda: tuple(sizes))
@@ -127,7 +127,7 @@ class _Trial:
             pairs = zip(jax.tree.leaves(found), self.in_x, strict=True)
             return [d_y for d_y, dim in pairs if dim != _NOWHERE], sums
 
-        variables = self.draw_outer(self.outer.last, self.outer.last_frozen)
+        variables = self.draw_outer(self.outer.last)
         of_whole = functools.partial(_quick_jit(gradients_and_sums), variables)
         of_half, half, wrong = _quick_jit(last), self.num_rows // 2, None
         with jax.default_matmul_precision("float32"):  # whatever the size of a block
@@ -210,14 +210,14 @@ class _Trial:
         """Normal numbers."""
         return self.rng.standard_normal(shape.shape).astype(shape.dtype)
 
-    def draw_outer(self, numbers: Sequence[int], frozen: Sequence[int]) -> Any:
+    def draw_outer(self, numbers: Sequence[Sequence[int]]) -> Any:
         """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
 
         @_quick_jit
         def draw():
             _, *states = self.layout.facts.split(self.layout.make(0))
             leaves = map(jax.tree.leaves, states)
-            return [[own[n] for n in of] for own, of in zip(leaves, (numbers, frozen), strict=True)]
+            return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
 
         return draw()
 

@@ -706,7 +706,7 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
     outer = layout.outer(model)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     # If all of `first` is frozen there is no gradient to add to.
-    adds_gradient = hasattr(model, "add_first_gradient") and outer.first
+    adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]
     deal, gather = _deal(layout, mesh)
     b = parallel.microbatch_rows(layout.facts.batch_size)
     pipeline = Pipeline(
@@ -729,23 +729,24 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
         ),
         layout=layout.constraint(mesh, DATA, STAGE),
     )
-    _, trained, rest = layout.facts.split(model)
+    _, *states = layout.facts.split(model)
 
-    def parts(leaves, first, last, state, probes=()):
+    def parts(number, probes=()):
+        leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
         return PipelineParams(
             tuple(leaves[n] for n in first),
-            _with_probes(layout.of_layers(state), probes),
+            _with_probes(layout.of_layers(states[number]), probes),
             tuple(leaves[n] for n in last),
         )
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(
-        parts(outer.leaves, outer.first, outer.last, trained, probes),
+        parts(0, probes),
         carry,
         block,
         plan,
-        frozen=parts(outer.frozen_leaves, outer.first_frozen, outer.last_frozen, rest),
+        frozen=parts(1),
         key=key,
     )
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
@@ -756,9 +757,9 @@ def _have_own_memory(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def _last_specs(layout: Layout, outer: Outer, model: Any) -> tuple[Any, Any]:
+def _last_specs(layout: Layout, outer: Outer, model: Any) -> tuple[Any, ...]:
     """Over `stage`, of what `last_part` uses: trained, and frozen."""
-    _, trained, frozen = layout.facts.split(model)
+    _, *states = layout.facts.split(model)
 
     def specs(state, numbers):
         variables = jax.tree.leaves(state, is_leaf=is_variable)
@@ -766,7 +767,7 @@ def _last_specs(layout: Layout, outer: Outer, model: Any) -> tuple[Any, Any]:
         split = [[STAGE in layout.rules.axes_of(d) if d else False for d in each] for each in dims]
         return tuple(P(*(STAGE if is_split else None for is_split in each)) for each in split)
 
-    return specs(trained, outer.last), specs(frozen, outer.last_frozen)
+    return tuple(map(specs, states, outer.last))
 
 
 def _deal(layout: Layout, mesh: Mesh):

@@ -106,7 +106,8 @@ class ModelShapes:
         )
         self.carry_trees = [state.carry[kind] for kind in self.facts.kinds]
         outer = self.layout.outer(self.layout.abstract_model())
-        self.first, self.last, self.num_sums = outer.first, outer.last, self.facts.traces.num_sums
+        self.first, self.last = outer.first[0], outer.last[0]
+        self.num_sums = self.facts.traces.num_sums
         self.checks_update = not isinstance(setup.optimizer, Safe)
 
     def _arrays(self, tree: Any) -> Iterator[Array]:

@@ -234,16 +234,16 @@ class Unit:
     # ---- their arguments ----
 
     def _of_first(self) -> tuple[Any, ...]:
-        return (*self._of_outer(self.outer.first, self.outer.first_frozen), self.block, self.key)
+        return (*self._of_outer(self.outer.first), self.block, self.key)
 
     def _of_last(self) -> tuple[Any, ...]:
-        leaves, frozen = self._of_outer(self.outer.last, self.outer.last_frozen)
+        leaves, frozen = self._of_outer(self.outer.last)
         return leaves, leaves, frozen, self.x, self.block, self.key
 
-    def _of_outer(self, numbers: Sequence[int], frozen_numbers: Sequence[int]) -> Any:
-        _, params, frozen = self.model.facts.split(self.outer_model)
+    def _of_outer(self, numbers: Sequence[Sequence[int]]) -> Any:
+        _, *trees = self.model.facts.split(self.outer_model)
         found = []
-        for tree, own in ((params, numbers), (frozen, frozen_numbers)):
+        for tree, own in zip(trees, numbers, strict=True):
             leaves = jax.tree.leaves(tree, is_leaf=is_variable)
             found.append(tuple(self._placed(leaves[n], leaves[n].shape).get_value() for n in own))
         return found

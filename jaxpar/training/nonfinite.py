@@ -155,7 +155,7 @@ def _parts_on_the_way_back(layout: Layout) -> list[str]:
     """What a model is made of, in the order in which gradients are computed."""
     outer = layout.outer(layout.merge(layout.params, layout.frozen))
     modules = [_module(name) for name, _ in named_leaves(layout.params)]
-    last = dict.fromkeys(modules[n] for n in outer.last if n not in outer.first)
+    last = dict.fromkeys(modules[n] for n in outer.last[0] if n not in outer.first[0])
     layers = [_layer(n, layout.facts.kinds[kind]) for n, kind in enumerate(layout.facts.kind_of)]
     return list(dict.fromkeys([*last, _LAST, *reversed(layers), *reversed(modules)]))
 
