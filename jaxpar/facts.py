@@ -18,7 +18,7 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.fields import check_takes
 from jaxpar.jaxprs import handed_on
-from jaxpar.model import Stack, check_variables, checked_sums, in_words
+from jaxpar.model import Stack, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
 from jaxpar.trees import shape_of
@@ -82,8 +82,7 @@ class ModelFacts:
 
     def make(self, seed: int | jax.Array) -> Any:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
-        with nnx.use_eager_sharding(False):
-            return self.task.make_model(nnx.Rngs(seed))
+        return made(self.task.make_model, seed)
 
     def split(self, model: Any) -> tuple[Any, nnx.State, nnx.State]:
         """Structure, what is trained, and all other variables of a model."""
@@ -217,15 +216,15 @@ def called(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]
     return out
 
 
-def _check_methods(task: Task) -> None:
-    for name, *arguments in (("make_model", "rngs"), ("make_batches", "split", "seed")):
-        use = f"write {name}({', '.join(('self', *arguments))})"
-        check_takes(getattr(task, name), arguments, f"task {task.name}: {name}", use)
+def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
+    use = f"write {name}({', '.join(('self', *arguments))})"
+    check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
 
 
 def _example_of(task: Task) -> Any:
     """The shapes of a batch, as users have it."""
-    _check_methods(task)
+    _check_method(f"task {task.name}", task, "make_model", "rngs")
+    _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
     batch = task.example_batch()
     _check_numbers(task, batch)
     return jax.tree.map(shape_of, batch)
@@ -269,22 +268,17 @@ _HELD = re.compile(
 
 
 def _check_model(task: Task, model: Any) -> None:
-    for name, arguments in (("first", ("batch", "at")), ("last", ("y", "batch", "at"))):
-        method = getattr(model, name, None)
-        if not callable(method):
+    what = f"the model of task {task.name}, a {type(model).__name__}"
+    for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
+        if not callable(getattr(model, name, None)):
             raise ValueError(
-                f"the model of task {task.name}, a {type(model).__name__}, has no method {name}; a model has "
-                f"first(batch, at), layers (a Stack) and last(y, batch, at)"
+                f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
+                f"last(y, batch, at)"
             )
-        check_takes(
-            method,
-            arguments,
-            f"the model of task {task.name}, a {type(model).__name__}: {name}",
-            f"write {name}({', '.join(('self', *arguments))})",
-        )
+        _check_method(what, model, name, *arguments)
     if not isinstance(getattr(model, LAYERS_OF_MODEL, None), Stack):
         raise ValueError(
-            f"the model of task {task.name}, a {type(model).__name__}, has no Stack called layers; write "
+            f"{what}, has no Stack called layers; write "
             f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
         )
 

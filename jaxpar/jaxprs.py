@@ -12,13 +12,13 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 # Done again, where that keeps less.
-_CHEAP = {
+CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims",
     "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary",
     "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
 
-_HAND_ON = {"jit", "pjit", "checkpoint", "remat2"}  # calls of a program, with its own arguments
+HAND_ON = {"jit", "pjit", "checkpoint", "remat2"}  # calls of a program, with its own arguments
 
 
 def programs_in(eqn: Any) -> list[Jaxpr]:
@@ -64,7 +64,7 @@ def handed_on(jaxpr: Jaxpr, out: Any) -> Any:
     made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     while isinstance(out, Var) and out in made_by:
         eqn = made_by[out]
-        if eqn.primitive.name not in _HAND_ON:
+        if eqn.primitive.name not in HAND_ON:
             return out
         called = eqn.params["jaxpr"]
         called = getattr(called, "jaxpr", called)
@@ -115,7 +115,7 @@ def is_cheap(eqn: Any) -> bool:
     """Whether an equation is simple arithmetic, element by element, on arrays no larger than its result."""
     largest = max((math.prod(v.aval.shape) for v in eqn.invars), default=0)
     outs = [math.prod(v.aval.shape) for v in eqn.outvars]
-    return eqn.primitive.name in _CHEAP and len(outs) == 1 and outs[0] >= largest
+    return eqn.primitive.name in CHEAP and len(outs) == 1 and outs[0] >= largest
 
 
 def least_kept(

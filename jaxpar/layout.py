@@ -199,19 +199,24 @@ class Layout:
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
         """For each kind (params, frozen, rows) -> its initial carry, if that depends on what is trained."""
         starts: list[Callable[..., Any] | None] = []
-        for kind, *own in zip(
-            self.facts.kinds, self.of_layers(self.params), self.of_layers(self.frozen), strict=True
-        ):
+        for kind, params, frozen in zip(self.facts.kinds, *self._of_row, strict=True):
             graphdef = self._graphdef_of(kind)
 
             def start(params, frozen, rows, graphdef=graphdef):
                 layer = nnx.merge(graphdef, params, frozen)
                 return layer.initial_carry(rows) if hasattr(layer, "initial_carry") else ()
 
-            params, frozen = _of_row(own)
             used = used_inputs(lambda *own, start=start: start(*own, 1), params, frozen)
             starts.append(start if any(used[: len(jax.tree.leaves(params))]) else None)
         return tuple(starts)
+
+    @property
+    def _of_row(self) -> tuple[tuple[Any, ...], ...]:
+        """Trained and other variables of one layer of each kind, of shapes."""
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype),
+            (self.of_layers(self.params), self.of_layers(self.frozen)),
+        )
 
     def _graphdef_of(self, kind: str) -> Any:
         return nnx.graphdef(getattr(self.abstract_model().layers, kind))
@@ -240,14 +245,13 @@ class Layout:
     @functools.cached_property
     def whole_kinds(self) -> tuple[str, ...]:
         """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
-        own = zip(self.of_layers(self.params), self.of_layers(self.frozen), strict=True)
-        whole = []
-        for name, (params, frozen), function, (_, args) in zip(
-            self.facts.kinds, own, self.layer_functions(), self.facts.traces.layers, strict=True
+        facts, whole = self.facts, []
+        layers = zip(facts.kinds, self.layer_functions(), *self._of_row, strict=True)
+        for (name, function, params, frozen), (_, args) in zip(
+            layers, facts.traces.layers, strict=True
         ):
-            params, frozen = _of_row((params, frozen))
             _, carry, x, batch = args
-            at = self.facts.at(batch)
+            at = facts.at(batch)
             if not SplitLayer(function, params, frozen, carry, x, at, splits=True).has_weights:
                 whole.append(name)
         return tuple(whole)
@@ -331,11 +335,6 @@ def _run_layer(
 
 def _is_layer(path: str) -> bool:
     return path.startswith(f"{LAYERS_OF_MODEL}/")
-
-
-def _of_row(stacked: Any) -> Any:
-    """Shapes of one layer's arrays, of those of a stack."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacked)
 
 
 def _replaced(leaves: Sequence[Any], numbers: Sequence[int], values: Any) -> list[Any]:

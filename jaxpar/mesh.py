@@ -254,9 +254,8 @@ def release_freed_memory() -> None:
     """
     import ctypes
 
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(ctypes.c_size_t(0))
+    if (trim := _of_libc("malloc_trim")) is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def _keep_freed_memory() -> None:
@@ -266,14 +265,19 @@ def _keep_freed_memory() -> None:
     sixth of a step's time. The user's own settings are left alone. It affects threads started later: JAX's
     start with its backend. The numbers are those of mallopt(3).
     """
-    import ctypes
-
     chosen = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in (
         os.environ.get("GLIBC_TUNABLES", "")
     )
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if chosen or not hasattr(libc, "mallopt"):
+    mallopt = _of_libc("mallopt")
+    if chosen or mallopt is None:
         return
     mmap_max, trim_threshold, arena_max = -4, -1, -8
     for parameter, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (arena_max, 1)):
-        libc.mallopt(parameter, value)
+        mallopt(parameter, value)
+
+
+def _of_libc(name: str) -> Any:
+    """A function of the system's C library, on Linux; None if it has none of that name."""
+    import ctypes
+
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

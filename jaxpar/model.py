@@ -276,9 +276,8 @@ class Stack(nnx.Module):
 
             def draw(layer, is_mine, maker=maker):
                 nonlocal graphdef
-                rngs = nnx.Rngs(jax.random.fold_in(source.key, layer))
-                with nnx.use_eager_sharding(False):
-                    graphdef, state = nnx.split(maker(rngs))
+                key = jax.random.fold_in(source.key, layer)
+                graphdef, state = nnx.split(made(maker, key))
                 return jax.tree.map(lambda a: jnp.where(is_mine, a, jnp.zeros_like(a)), state)
 
             ids = jnp.asarray([max(layer, 0) for layer in rows], jnp.int32)
@@ -312,6 +311,12 @@ def wrap_like(tree: Any, like: Any) -> Any:
     )
 
 
+def made(make: Callable[[nnx.Rngs], Any], seed: int | jax.Array) -> Any:
+    """The module that a function makes, of a seed or a key; nothing is placed yet."""
+    with nnx.use_eager_sharding(False):
+        return make(nnx.Rngs(seed))
+
+
 class _Kind(NamedTuple):
     """What tells a kind of layer from the others."""
 
@@ -322,11 +327,7 @@ class _Kind(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
-    def build():
-        with nnx.use_eager_sharding(False):
-            return make(nnx.Rngs(0))
-
-    module = nnx.eval_shape(build)
+    module = nnx.eval_shape(lambda: made(make, 0))
     use = "an nnx.Module; return it from the function"
     require_instance("what a maker of a Stack returns", module, nnx.Module, use)
     graphdef, state = nnx.split(module)
@@ -348,12 +349,8 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
 @functools.lru_cache(maxsize=256)
 def _factorizes(make: Callable[[nnx.Rngs], Any]) -> bool:
     """Whether LAPACK draws the layer: an orthogonal kernel is the Q of a QR decomposition."""
-
-    def build():
-        with nnx.use_eager_sharding(False):
-            return nnx.state(make(nnx.Rngs(0)))
-
-    return any(name.startswith(FACTORIZATIONS) for name in reductions(build))
+    found = reductions(lambda: nnx.state(made(make, 0)))
+    return any(name.startswith(FACTORIZATIONS) for name in found)
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:

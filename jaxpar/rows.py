@@ -19,7 +19,7 @@ from flax import nnx
 from jaxpar.at import At
 from jaxpar.facts import named
 from jaxpar.layout import Layout
-from jaxpar.model import Sums
+from jaxpar.model import Sums, made
 from jaxpar.trees import shape_of
 
 ROWS = 4  # two in each half
@@ -93,8 +93,7 @@ class _Trial:
 
         @_quick_jit
         def draw():
-            with nnx.use_eager_sharding(False):
-                layer = maker(nnx.Rngs(0))
+            layer = made(maker, 0)
             begins = hasattr(layer, "initial_carry")
             return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
 

@@ -289,24 +289,19 @@ def misplaced(
     """
     lines = []
     for name, variable in annotated(tree):
-        array = variable.get_value()
-        spec = _spec(variable, mesh, rules)
-        actual = array.sharding
+        array, spec = variable.get_value(), _spec(variable, mesh, rules)
+        what, actual = f"{name} {array.shape}: declared", array.sharding
         if mesh is None or not isinstance(actual, NamedSharding) or actual.mesh != mesh:
-            lines.append(f"{name} {array.shape}: declared {spec}, but lies on {actual}")
+            lines.append(f"{what} {spec}, but lies on {actual}")
             continue
         declared = NamedSharding(mesh, spec, memory_kind=memory_kind)
         at_its_place = NamedSharding(mesh, spec, memory_kind=actual.memory_kind)
         if not actual.is_equivalent_to(at_its_place, array.ndim):
             shard = actual.shard_shape(array.shape)
-            lines.append(
-                f"{name} {array.shape}: declared {spec}, but is sharded {actual.spec} (shards {shard})"
-            )
+            lines.append(f"{what} {spec}, but is sharded {actual.spec} (shards {shard})")
         elif actual.memory_kind != declared.memory_kind:
-            lines.append(
-                f"{name} {array.shape}: declared in {declared.memory_kind} memory, but lies in "
-                f"{actual.memory_kind} memory"
-            )
+            kinds = declared.memory_kind, actual.memory_kind
+            lines.append(f"{what} in {kinds[0]} memory, but lies in {kinds[1]} memory")
     return lines
 
 

@@ -98,7 +98,10 @@ class CompiledStep:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
                 check_rows_alone(self._layout)
-            self._check_program(arguments)
+            if parallel.mesh.stage > 1 and parallel.mesh.tensor > 1:
+                check_program(
+                    self._jitted.lower(*arguments).compile()
+                )  # the call finds it compiled
             release_freed_memory()
         return self._jitted(*arguments)
 
@@ -113,11 +116,6 @@ class CompiledStep:
                 f"the state lies on a mesh of {dict(lies_on.shape)}, the step is for {sizes}; make both with "
                 f"the same parallel"
             )
-
-    def _check_program(self, arguments: Any) -> None:
-        sizes = self._layout.parallel.mesh.sizes
-        if sizes[STAGE] > 1 and sizes[TENSOR] > 1:
-            check_program(self._jitted.lower(*arguments).compile())  # the call finds it compiled
 
     def lower(self, state: Any, batch: Any) -> Any:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""

@@ -184,22 +184,6 @@ def check_task(task: Any) -> None:
     require_instance("task", task, Task, use)
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A task's class, and where it was found.
-
-    Attributes:
-      spec: as on a command line: "lm", or "path/to/file.py:Name".
-      path: the user's file; None of those that come with jaxpar.
-      sha256: of the file.
-    """
-
-    spec: str
-    task_class: type[Task]
-    path: Path | None = None
-    sha256: str | None = None
-
-
 def find_task(spec: str) -> type[Task]:
     """The class of a task: "lm", "images", or one of yours as "path/to/file.py:Name".
 
@@ -207,14 +191,9 @@ def find_task(spec: str) -> type[Task]:
       OSError: there is no such file.
       ValueError: the file has no such task, or fails when it is run.
     """
-    return locate_task(spec).task_class
-
-
-def locate_task(spec: str) -> Found:
-    """As `find_task`, with where it was found."""
     if spec in TASKS:
         module, name = TASKS[spec]
-        return Found(spec, getattr(importlib.import_module(module), name))
+        return getattr(importlib.import_module(module), name)
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
         near = difflib.get_close_matches(spec, TASKS, n=1)
@@ -252,7 +231,7 @@ def locate_task(spec: str) -> Found:
             f"{path}: {name} has fields and is no dataclass of its own, so they are no options; write "
             f"@dataclasses.dataclass(frozen=True) above it"
         )
-    return Found(spec, task_class, path, hashlib.sha256(source).hexdigest())
+    return task_class
 
 
 def spec_of(task: Task) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jaxpar.jaxprs import programs_in
+from jaxpar.jaxprs import CHEAP, HAND_ON, programs_in, reads_of
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
@@ -22,36 +22,22 @@ _COLLECTIVES = {
     "reduce_scatter": "reduce-scatter", "ppermute": "collective-permute",
 }  # fmt: skip
 
-# What the compiler fuses into an operation that reads it: such a result is not materialized.
-_FUSED = frozenset(
-    {
-        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "convert_element_type", "copy",
-        "cos", "div", "eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota",
-        "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or",
-        "pow", "random_bits", "random_unwrap", "random_wrap", "real", "rem", "reshape", "round", "rsqrt",
-        "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "slice",
-        "split", "sqrt", "square", "squeeze", "sub", "tanh", "threefry2x32", "transpose", "xor",
-    }
-)  # fmt: skip
-# Of these, those computed once, however many operations read them; the others are recomputed for each.
-_EXPENSIVE = frozenset(
-    {
-        "cos", "div", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "random_bits", "rem",
-        "rsqrt", "sin", "sqrt", "tanh", "threefry2x32",
-    }
-)  # fmt: skip
+# Of what the compiler fuses into an operation that reads it, so that it is not materialized: what is computed
+# once, however many operations read it.
+_EXPENSIVE = {
+    "cos", "div", "erf", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "random_bits", "rem",
+    "rsqrt", "sin", "sqrt", "tanh", "threefry2x32",
+}  # fmt: skip
+# All of it; the others are computed for each operation that reads them.
+_FUSED = CHEAP | _EXPENSIVE | {
+    "ceil", "clamp", "floor", "iota", "is_finite", "random_unwrap", "random_wrap", "real", "round",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "slice", "split", "transpose", "xor",
+}  # fmt: skip
 # Operations whose results are their operands, as far as memory goes.
-_SAME = frozenset(
-    {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"}
-)
+_SAME = {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_gradient"}
 # Operations that write their result where the first operand lay.
-_IN_PLACE = frozenset({"dynamic_update_slice", "scatter", "scatter-add"})
-_CALLS = frozenset(
-    {
-        "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit",
-        "remat2", "shard_map",
-    }
-)  # fmt: skip
+_IN_PLACE = {"dynamic_update_slice", "scatter", "scatter-add"}
+_CALLS = HAND_ON | {"closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "shard_map"}
 
 
 class Amount(NamedTuple):
@@ -97,42 +83,37 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
 
 def collectives_of(function: Callable[..., Any], *args: Any) -> Iterator[tuple[str, float]]:
     """What a function with a `shard_map` exchanges: operation and bytes, as in `analysis.Collective`."""
-    return _collectives(jax.make_jaxpr(function)(*args).jaxpr)
+    for equation, times in _equations(jax.make_jaxpr(function)(*args).jaxpr):
+        if (op := _COLLECTIVES.get(equation.primitive.name)) is not None:
+            whole = equation.outvars if op == "all-gather" else equation.invars
+            yield op, times * sum(map(_bytes, whole))
 
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     """For each array among the arguments of a function, whether anything is computed from it."""
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    used = {id(v) for equation in jaxpr.eqns for v in equation.invars}
-    used |= {id(v) for v in jaxpr.outvars}
-    return [id(v) in used for v in jaxpr.invars]
+    used = reads_of(jaxpr.eqns, jaxpr.outvars)
+    return [v in used for v in jaxpr.invars]
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
     """The names of operations that combine elements of an array: sums, matrix products, sorts."""
-    return _reductions(jax.make_jaxpr(function)(*args).jaxpr)
+    return {
+        name
+        for equation, _ in _equations(jax.make_jaxpr(function)(*args).jaxpr)
+        if (name := equation.primitive.name).startswith(_REDUCING)
+        and name != "reduce_precision"
+        and any(v.aval.shape for v in equation.invars)
+    }
 
 
-def _reductions(jaxpr: Any) -> set[str]:
-    found = set()
+def _equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """All of a program, those of its loops, branches and calls too; and how often each runs, at most."""
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        is_array = any(v.aval.shape for v in equation.invars)
-        if is_array and name.startswith(_REDUCING) and name != "reduce_precision":
-            found.add(name)
-        for part in programs_in(equation):
-            found |= _reductions(part)
-    return found
-
-
-def _collectives(jaxpr: Any, times: int = 1) -> Iterator[tuple[str, float]]:
-    for equation in jaxpr.eqns:
-        if (op := _COLLECTIVES.get(equation.primitive.name)) is not None:
-            whole = equation.outvars if op == "all-gather" else equation.invars
-            yield op, times * sum(map(_bytes, whole))
+        yield equation, times
         length = equation.params["length"] if equation.primitive.name == "scan" else 1
         for part in programs_in(equation):
-            yield from _collectives(part, times * length)
+            yield from _equations(part, times * length)
 
 
 class _Operation(NamedTuple):

@@ -257,23 +257,20 @@ def make_slots(
         for stage in range(num_stages)
         for place in range(stage, len(placement), num_stages)
     ]
-    room = [
-        max((sum(kind_of[layer] == kind for layer in group) for group in groups), default=0)
-        for kind in range(num_kinds)
+    layers_of = [
+        [[layer for layer in group if kind_of[layer] == kind] for kind in range(num_kinds)]
+        for group in groups
     ]
+    room = [max(map(len, of_kind), default=0) for of_kind in zip(*layers_of, strict=True)]
     layers, kinds, places = list[int](), list[int](), list[int]()
     rows: list[list[int]] = [[] for _ in range(num_kinds)]
-    for group in groups:
-        empty = max(placement) - len(group)
-        layers += [*group, *[-1] * empty]
-        kinds += [*(kind_of[layer] for layer in group), *[0] * empty]
-        own: list[list[int]] = [[] for _ in range(num_kinds)]
-        for layer in group:
-            places.append(len(own[kind_of[layer]]))
-            own[kind_of[layer]].append(layer)
-        places += [0] * empty
-        for kind, (all_rows, mine) in enumerate(zip(rows, own, strict=True)):
-            all_rows += [*mine, *[-1] * (room[kind] - len(mine))]
+    for group, own in zip(groups, layers_of, strict=True):
+        empty = [0] * (max(placement) - len(group))
+        layers += [*group, *(-1 for _ in empty)]
+        kinds += [*(kind_of[layer] for layer in group), *empty]
+        places += [*(own[kind_of[layer]].index(layer) for layer in group), *empty]
+        for of_kind, mine, size in zip(rows, own, room, strict=True):
+            of_kind += [*mine, *[-1] * (size - len(mine))]
     return Slots(
         tuple(placement), tuple(layers), tuple(kinds), tuple(places), tuple(map(tuple, rows))
     )
