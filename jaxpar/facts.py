@@ -146,12 +146,8 @@ class ModelFacts:
     @functools.cached_property
     def _layers(self) -> list[Any]:
         """The first layer of each kind, of shapes."""
-
-        def first(kind: int) -> Any:
-            number = self.kind_of.index(kind)
-            return nnx.eval_shape(lambda: self.make(0).layers.layer(number))
-
-        return [first(kind) for kind in range(len(self.kinds))]
+        numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
+        return [nnx.eval_shape(lambda n=n: self.make(0).layers.layer(n)) for n in numbers]
 
     @functools.cached_property
     def traces(self) -> _Traces:

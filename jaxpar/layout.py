@@ -17,7 +17,7 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA
 from jaxpar.config import Parallel
 from jaxpar.facts import LAYERS_OF_MODEL, ModelFacts, called, flatten
-from jaxpar.model import NO_SLOTS, checked_sums, values
+from jaxpar.model import NO_SLOTS, checked_sums
 from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
@@ -233,10 +233,6 @@ class Layout:
             return model.prepare(sizes) if sizes and hasattr(model, "prepare") else model
 
         return nnx.eval_shape(make, self.params, self.frozen)
-
-    def carry_of(self, state: Any) -> tuple[Any, ...]:
-        """The carry of a state, a dict of variables, as a tuple of trees of arrays, by kind."""
-        return tuple(values(state[kind]) for kind in self.facts.kinds)
 
     def initial_carry(self, params: nnx.State, frozen: nnx.State) -> dict[str, Any]:
         """The state of the layers at the start, as variables."""

@@ -45,6 +45,11 @@ class Sums(NamedTuple):
     weight: jax.Array
     metrics: dict[str, jax.Array] = {}  # noqa: RUF012 - never changed
 
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All of them."""
+        return {"loss": self.loss, "weight": self.weight, **self.metrics}
+
 
 def checked_sums(sums: Any, model: Any) -> Sums:
     """What `last` of a model returned; counts and plain numbers as float32.
@@ -59,7 +64,7 @@ def checked_sums(sums: Any, model: Any) -> Sums:
             f"over the block, not means, and metrics as a dict; those of all blocks are added up, and then "
             f"divided by the weight"
         )
-    for key, number in {"loss": sums.loss, "weight": sums.weight, **sums.metrics}.items():
+    for key, number in sums.by_name.items():
         if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
             raise ValueError(
                 f"`last` of {name} returns {in_words(number)} as {key!r} of its Sums; use a single number, "

@@ -217,11 +217,8 @@ class HostOptimizer:
                 f"JAX_PLATFORMS=cuda,cpu, or use update='sharded'"
             ) from error
         self._init = jax.jit(optimizer.init)
-        self._gives_finite = jax.jit(lambda *trees: gives_finite(optimizer, *trees))
-        self._update = jax.jit(
-            lambda *trees: update(optimizer, *trees),
-            donate_argnums=(0, 2),
-        )
+        self._gives_finite = jax.jit(functools.partial(gives_finite, optimizer))
+        self._update = jax.jit(functools.partial(update, optimizer), donate_argnums=(0, 2))
 
     def init(self, params: Any, target: optax.OptState) -> optax.OptState:
         """The state before the first step.
@@ -244,8 +241,7 @@ class HostOptimizer:
     def gives_finite(self, *trees: Any) -> bool:
         """As the function, for all processes; it waits for the gradients."""
         done = self._on_host(self._gives_finite, trees)
-        found = [np.asarray(leaf) for _, leaves in done for leaf in leaves]
-        every = np.all(found)
+        every = np.all([np.asarray(leaf) for _, leaves in done for leaf in leaves])
         if jax.process_count() > 1:
             every = np.all(multihost_utils.process_allgather(every))
         return bool(every)
@@ -253,17 +249,13 @@ class HostOptimizer:
     def _run(self, function: Callable[..., Any], trees: Any, targets: Any) -> Any:
         """Applies a function to what each device has of the trees; targets say where results go."""
         wanted, structure = jax.tree.flatten(targets)
-        results: list[list[jax.Array]] = [[] for _ in wanted]
+        kinds, results = [leaf.sharding.memory_kind for leaf in wanted], []
         for device, done in self._on_host(function, trees):
-            places = [
-                SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind)
-                for leaf in wanted
-            ]
-            for parts, part in zip(results, jax.device_put(done, places), strict=True):
-                parts.append(part)
+            places = [SingleDeviceSharding(device, memory_kind=kind) for kind in kinds]
+            results.append(jax.device_put(done, places))
         arrays = [
-            jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-            for leaf, parts in zip(wanted, results, strict=True)
+            jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [*parts])
+            for leaf, *parts in zip(wanted, *results, strict=True)
         ]
         return jax.tree.unflatten(structure, arrays)
 

@@ -260,12 +260,8 @@ def _cut(tree: Any, dims: Sequence[int], start: int, stop: int) -> Any:
 
 def _not_added(whole: Sums, *halves: Sums) -> str | None:
     """The first number of a whole that is not the sum of those of its halves, in words; None if all are."""
-
-    def numbers(sums: Sums) -> dict[str, Any]:
-        return {"loss": sums.loss, "weight": sums.weight, **sums.metrics}
-
-    for name, number in numbers(whole).items():
-        parts = [float(numbers(half)[name]) for half in halves]
+    for name, number in whole.by_name.items():
+        parts = [float(half.by_name[name]) for half in halves]
         tolerance = max(TOLERANCE, UNITS * float(jnp.finfo(number.dtype).eps))
         if abs(float(number) - sum(parts)) > tolerance * sum(map(abs, parts)):
             each = " and ".join(f"{part:.6g}" for part in parts)

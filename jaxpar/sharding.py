@@ -25,7 +25,7 @@ from jaxpar.axes import (
     TOKENS,
     VOCAB,
 )
-from jaxpar.fields import nearest_multiples
+from jaxpar.fields import nearest_multiples, require
 
 Axes = tuple[str, ...]
 
@@ -201,11 +201,7 @@ class Constraint:
         Raises:
           ValueError: the number of names is not that of dims, or a dim does not divide by its axes.
         """
-        if len(dims) != x.ndim:
-            raise ValueError(
-                f"dims={dims} do not fit an array of shape {x.shape}; give a name, or None, for each of "
-                f"its {x.ndim} dims"
-            )
+        check_dims(dims, x.shape)
         split = [self.rules.axes_of(dim) if dim is not None else () for dim in dims]
         spec = _to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
         check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)
@@ -232,6 +228,15 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = Non
 def constrain(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     """`tree` with its arrays laid out by the rules, inside a traced function."""
     return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+
+
+def check_dims(dims: tuple[str | None, ...], shape: tuple[int, ...]) -> None:
+    """Raises a ValueError if the number of names is not that of an array's dims."""
+    require(
+        len(dims) == len(shape),
+        f"dims={dims} do not fit an array of shape {shape}; give a name, or None, for each of its "
+        f"{len(shape)} dims",
+    )
 
 
 def check_sizes(tree: Any, mesh: Mesh, rules: Rules) -> None:

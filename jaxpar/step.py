@@ -25,7 +25,7 @@ from jaxpar.config import Adaptation, Parallel, TrainConfig
 from jaxpar.fields import require_instance
 from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums, checked_sums, wrap_like
+from jaxpar.model import Sums, checked_sums, values, wrap_like
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
 from jaxpar.parts import RATE, part_of, starts_of
 from jaxpar.pipeline.engine import Pipeline, PipelineParams
@@ -520,7 +520,7 @@ def _make_unroll(
             params = layout.drawn(params, frozen, key)
         starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
         before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
-        flat = layout.carry_of(before)
+        flat = tuple(values(before[kind]) for kind in layout.facts.kinds)
         if watch:
             B = layout.facts.batch_size
             flags = (jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)

@@ -364,7 +364,7 @@ def _outs(program: StepProgram, env: dict[Any, Any], live: dict[Any, Any]) -> li
 def _operands(program: StepProgram, eqns: Sequence[Any], env: dict[Any, Any]) -> list[list[Any]]:
     """Of every weighed equation, those that its weights' gradients need; None for the others."""
     return [
-        [env[v] if n in program.operands_of(eqn) else None for n, v in enumerate(eqn.invars)]
+        [env[v] if n in program.operands[id(eqn)] else None for n, v in enumerate(eqn.invars)]
         for eqn in program.weighed(eqns)
     ]
 

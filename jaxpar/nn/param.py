@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.axes import GATES, HIDDEN, INPUT
+from jaxpar.sharding import check_dims
 
 Initializer = Callable[[jax.Array, Sequence[int], jnp.dtype], jax.Array]
 
@@ -19,11 +20,7 @@ def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
     Raises:
       ValueError: the number of names is not that of the array's dims.
     """
-    if len(dims) != value.ndim:
-        raise ValueError(
-            f"dims={dims} do not fit an array of shape {value.shape}; give a name, or None, for each of "
-            f"its {value.ndim} dims"
-        )
+    check_dims(dims, value.shape)
     return nnx.Param(value, out_sharding=dims, eager_sharding=False)
 
 

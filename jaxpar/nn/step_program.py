@@ -37,6 +37,7 @@ class StepProgram:
       crossing: variables that early equations make for late ones.
       fixed: variables that are fixed, and read by these equations or results.
       live: those of them whose gradients are added up in the loop.
+      operands: by the id of a weighed equation, numbers of those that the gradients of its weights need.
     """
 
     def __init__(self, jaxpr: Jaxpr, num_given: int, num_carry: int):
@@ -82,7 +83,7 @@ class StepProgram:
             v for v in (*self.xs, *self.crossing) if v in late_reads and is_float(v.aval)
         ]
         self.crossing_floats = [v for v in self.crossing if is_float(v.aval)]
-        self._operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
+        self.operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
 
     def make_fixed(self, given: Sequence[Any]) -> list[Any]:
         """The values that are fixed."""
@@ -107,10 +108,6 @@ class StepProgram:
             fixed = {*self.fixed}
             run = jax.vmap(run, in_axes=tuple(None if v in fixed else 0 for v in given))
         return run(*given.values())
-
-    def operands_of(self, eqn: Any) -> Set[int]:
-        """Numbers of the operands of a weighed equation that the gradients of its weights need."""
-        return self._operands[id(eqn)]
 
     def weight_gradients(
         self, eqn: Any, operands: Sequence[Any], weights: Sequence[Any], dz: Sequence[Any]
