@@ -267,14 +267,14 @@ class Outer:
     """Variables outside the stack, as flat lists that an engine can take; and the functions that use them.
 
     Attributes:
-      leaves: of what is trained, and of all other variables.
+      states, leaves: of what is trained, and of all other variables; of the layers too.
       first, last: likewise the numbers of the leaves that each uses.
     """
 
     def __init__(self, layout: Layout, model: Any):
         self.layout, facts = layout, layout.facts
-        self.graphdef, *states = facts.split(model)
-        paths, self.leaves, self._structures = zip(*map(flatten, states), strict=True)
+        self.graphdef, *self.states = facts.split(model)
+        paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
         shapes = jax.tree.map(shape_of, self.leaves)
 
         def uses(function: Callable[..., Any]) -> tuple[list[int], ...]:

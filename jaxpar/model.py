@@ -152,6 +152,7 @@ class Stack(nnx.Module):
 
     Attributes:
       kinds: their names, in the order in which they first occur.
+      kind_of: the number of each layer's kind.
       slots: where each layer lies; see `place`.
     """
 
@@ -185,8 +186,9 @@ class Stack(nnx.Module):
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
         self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
-        kinds: list[Any] = []
-        self._kind_of = tuple(_number(kinds, _structure(make)) for make in makers)
+        structures = [*map(_structure, makers)]
+        kinds = [kind for n, kind in enumerate(structures) if kind not in structures[:n]]
+        self.kind_of = tuple(map(kinds.index, structures))
         names = [kind.name for kind in kinds]
         self.kinds = tuple(
             f"{name}{names[:number].count(name)}"
@@ -194,16 +196,11 @@ class Stack(nnx.Module):
             else name
             for number, name in enumerate(names)
         )
-        self.slots = make_slots((len(makers),), kind_of=self._kind_of) if makers else NO_SLOTS
+        self.slots = make_slots((len(makers),), kind_of=self.kind_of) if makers else NO_SLOTS
         self._draw()
 
-    @property
-    def kind_of(self) -> tuple[int, ...]:
-        """The number of each layer's kind."""
-        return self._kind_of
-
     def __len__(self) -> int:
-        return len(self._kind_of)
+        return len(self.kind_of)
 
     def maker(self, number: int) -> Callable[[nnx.Rngs], Any]:
         """The function that makes a layer; until the stack is placed."""
@@ -219,14 +216,14 @@ class Stack(nnx.Module):
           ValueError: the slots are not those of these layers.
         """
         own = [
-            [layer for layer, kind in enumerate(self._kind_of) if kind == number]
+            [layer for layer, kind in enumerate(self.kind_of) if kind == number]
             for number in range(len(self.kinds))
         ]
         found = [sorted(layer for layer in rows if layer >= 0) for rows in slots.rows]
         if found != own:
             raise ValueError(
                 f"slots with layers {found} in the stacks of their kinds; the stack has {own}: make slots "
-                f"of a placement of {len(self)} layers with kind_of={self._kind_of}"
+                f"of a placement of {len(self)} layers with kind_of={self.kind_of}"
             )
         self.slots = slots
         self._draw()
@@ -241,7 +238,7 @@ class Stack(nnx.Module):
 
     def layer(self, number: int) -> Any:
         """One layer by its number, as an ordinary module with these values."""
-        kind = self._kind_of[number]
+        kind = self.kind_of[number]
         graphdef, state = nnx.split(getattr(self, self.kinds[kind]))
         row = self.slots.rows[kind].index(number)
         return nnx.merge(graphdef, jax.tree.map(lambda a: a[row], state))
@@ -253,7 +250,7 @@ class Stack(nnx.Module):
           carry: as `initial_carry` gives it.
         """
         carry = dict(carry)
-        for number, kind in enumerate(self._kind_of):
+        for number, kind in enumerate(self.kind_of):
             name, row = self.kinds[kind], self.slots.rows[kind].index(number)
             before = jax.tree.map(lambda a, row=row: a[row], values(carry[name]))
             after, x = self.layer(number)(before, x, at._replace(layer=number))
@@ -364,13 +361,6 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     With as many devices as threads, all of them may wait forever (jaxlib 0.10.1).
     """
     return lambda *args: jax.lax.map(lambda rows: function(*rows), args)
-
-
-def _number(kinds: list[_Kind], kind: _Kind) -> int:
-    """Its place in the list, to which it is added if need be."""
-    if kind not in kinds:
-        kinds.append(kind)
-    return kinds.index(kind)
 
 
 def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:

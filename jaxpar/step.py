@@ -716,7 +716,7 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
         chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
         microbatch_rows=b,
         head="sharded" if sharded else "last",
-        last_specs=_last_specs(layout, outer, model),
+        last_specs=_last_specs(layout, outer),
         remat=parallel.pipeline.remat and parallel.num_segments == 1,
         keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
         num_segments=parallel.num_segments,
@@ -727,26 +727,18 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
         ),
         layout=layout.constraint(mesh, DATA, STAGE),
     )
-    _, *states = layout.facts.split(model)
 
     def parts(number, probes=()):
         leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
         return PipelineParams(
             tuple(leaves[n] for n in first),
-            _with_probes(layout.of_layers(states[number]), probes),
+            _with_probes(layout.of_layers(outer.states[number]), probes),
             tuple(leaves[n] for n in last),
         )
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
-    sums, carry, _ = pipeline.sums(
-        parts(0, probes),
-        carry,
-        block,
-        plan,
-        frozen=parts(1),
-        key=key,
-    )
+    sums, carry, _ = pipeline.sums(parts(0, probes), carry, block, plan, frozen=parts(1), key=key)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
 
 
@@ -755,9 +747,8 @@ def _have_own_memory(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def _last_specs(layout: Layout, outer: Outer, model: Any) -> tuple[Any, ...]:
+def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:
     """Over `stage`, of what `last_part` uses: trained, and frozen."""
-    _, *states = layout.facts.split(model)
 
     def specs(state, numbers):
         variables = jax.tree.leaves(state, is_leaf=is_variable)
@@ -765,7 +756,7 @@ def _last_specs(layout: Layout, outer: Outer, model: Any) -> tuple[Any, ...]:
         split = [[STAGE in layout.rules.axes_of(d) if d else False for d in each] for each in dims]
         return tuple(P(*(STAGE if is_split else None for is_split in each)) for each in split)
 
-    return tuple(map(specs, states, outer.last))
+    return tuple(map(specs, outer.states, outer.last))
 
 
 def _deal(layout: Layout, mesh: Mesh):

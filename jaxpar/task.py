@@ -101,11 +101,8 @@ class Task:
         """Step -> learning rate; None if there is no single number."""
         from jaxpar import optimizer
 
-        return (
-            optimizer.learning_rate(self._optimizer(), num_steps)
-            if hasattr(self, "optimizer")
-            else None
-        )
+        has_one = hasattr(self, "optimizer")
+        return optimizer.learning_rate(self._optimizer(), num_steps) if has_one else None
 
     @property
     def average_after(self) -> int:

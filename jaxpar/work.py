@@ -215,12 +215,8 @@ class _Program:
                 makes = reads
             else:
                 makes = [*map(self._number, equation.outvars)]
-                parts = (
-                    [*map(_Program, programs_in(equation))]
-                    if name in ("scan", "while", "cond")
-                    else []
-                )
-                self.operations.append(_Operation(equation, reads, makes, parts))
+                parts = programs_in(equation) if name in ("scan", "while", "cond") else []
+                self.operations.append(_Operation(equation, reads, makes, [*map(_Program, parts)]))
             numbers.update(zip(equation.outvars, makes, strict=True))
         return numbers_of(jaxpr.outvars)
 

@@ -459,7 +459,7 @@ def test_text_shows_the_bubble_as_its_share_of_dots(schedule):
         (("1f1b", 2, 2, 1, 0), r"num_groups=0 .*1 or more"),
         (("1f1b", 2.0, 2), r"num_stages=2\.0 .*integer"),
         (("1f1b", True, 2), r"num_stages=True .*integer"),
-        (("interleaved", 2, 2), r"num_groups=1 is '1f1b'.*num_groups=2 or more"),
+        (("interleaved", 2, 2), r"kind='interleaved' with num_groups=1 .*num_groups=2 or more"),
         (("1f1b", 2, 2, 1, 3), r"kind='1f1b'.*num_groups=3.*kind='interleaved'"),
         (("gpipe", 2, 2, 1, 2), r"kind='gpipe'.*num_groups=2.*kind='interleaved'"),
     ],

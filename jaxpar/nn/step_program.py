@@ -14,7 +14,6 @@ from jaxpar.jaxprs import (
     equations_for,
     function_of,
     inlined,
-    program_of,
     programs_in,
     reads_of,
     varying_of,
@@ -42,7 +41,8 @@ class StepProgram:
 
     def __init__(self, jaxpr: Jaxpr, num_given: int, num_carry: int):
         self._jaxpr, self.outs, self.num_carry = jaxpr, jaxpr.outvars, num_carry
-        self.given, rest = jaxpr.invars[:num_given], jaxpr.invars[num_given:]
+        invars = [*jaxpr.constvars, *jaxpr.invars]
+        self.given, rest = invars[:num_given], invars[num_given:]
         self.carry, self.xs = rest[:num_carry], rest[num_carry:]
         fixed, soon = {*self.given}, {*self.xs}
         of_fixed, may_be_early, products = list[Any](), list[Any](), list[Any]()
@@ -171,10 +171,8 @@ def read_step(
     """The program of `step(params, carry, x)`, what is given to it, and the shapes of its results."""
     closed, shapes = jax.make_jaxpr(step, return_shape=True)(params, carry, x)
     whole = inlined(closed)
-    given, jaxpr = [*whole.consts, *jax.tree.leaves(params)], whole.jaxpr
-    invars = [*jaxpr.constvars, *jaxpr.invars]
-    program = program_of(jaxpr, invars, jaxpr.eqns, jaxpr.outvars).replace(constvars=[])
-    return StepProgram(program, len(given), len(jax.tree.leaves(carry))), given, shapes
+    given = [*whole.consts, *jax.tree.leaves(params)]
+    return StepProgram(whole.jaxpr, len(given), len(jax.tree.leaves(carry))), given, shapes
 
 
 def _alone(

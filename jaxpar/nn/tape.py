@@ -52,11 +52,7 @@ class Tape:
         where = {id(value): number for number, value in enumerate(fixed)}
         assert all(id(const) in where for const in closed.consts), "what is closed over is fixed"
         self._fixed = [where[id(const)] for const in closed.consts]
-        self._jaxpr = jaxpr.replace(
-            constvars=[],
-            invars=[*jaxpr.constvars, *jaxpr.invars],
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
+        self._jaxpr = jaxpr
         there = {v: Source("fixed", n) for v, n in zip(jaxpr.constvars, self._fixed, strict=True)}
         there |= {jaxpr.invars[n]: Source("argument", n) for n in free}
         results = [n for n in range(ends[0]) if n not in {*busy}]
@@ -70,17 +66,17 @@ class Tape:
         self._there = there
         needed = equations_for(jaxpr.eqns, leaves, {*there})
         reads = [v for v in reads_of(needed, leaves) if v in there]
-        self._remake = function_of(self._jaxpr, reads, needed, leaves)
+        self._remake = function_of(jaxpr, reads, needed, leaves)
         self.sources = [there[v] for v in reads]
         used = dict.fromkeys([*self.sources, *(there[v] for v in self._extra)])
         self.used = [source for source in used if source.of != "fixed"]
 
     def run(self, arguments: Sequence[Any], fixed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The results, and what is to be kept."""
-        outs = [*self._outs, *self.kept]
-        eqns = equations_for(self._jaxpr.eqns, outs)
+        jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
+        invars, eqns = [*jaxpr.constvars, *jaxpr.invars], equations_for(jaxpr.eqns, outs)
         consts = [fixed[n] for n in self._fixed]
-        found = function_of(self._jaxpr, self._jaxpr.invars, eqns, outs)(*consts, *arguments)
+        found = function_of(jaxpr, invars, eqns, outs)(*consts, *arguments)
         return found[: len(self._outs)], found[len(self._outs) :]
 
     def values(

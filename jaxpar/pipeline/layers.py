@@ -220,7 +220,7 @@ class SplitLayers:
                 return self.kinds[kind].prepare(*pick(prepared, row))
 
             total = of_row(layer_R[row], prepare, place, pick(grads, row))
-            return _put((grads,), 0, row, total)[0]
+            return _put(grads, row, total)
 
         return lax.fori_loop(0, count, body, grads)
 
@@ -279,7 +279,7 @@ def _walk(
             place, own, row, layer_id = inputs
             own_sums = pick(all_sums, place)
             own_sums, row, x, made = run_or_skip(own_sums, row, x, own, layer_id)
-            return (x, _put((all_sums,), 0, place, own_sums)[0]), (row, made)
+            return (x, _put(all_sums, place, own_sums)), (row, made)
 
         places = jnp.arange(slots.layer.shape[0]) if has_sums else None
         inputs = places, [each[0] for each in reads], rows[0], slots.layer
@@ -296,7 +296,11 @@ def _walk(
                 )
                 total, row, x, made = run(kind, own_sums, row, x, own, slot.layer)
                 parts = zip(all_of, (row, total, made), strict=True)
-                return vary_like((x, *(_put(a, kind, slot.place, p) for a, p in parts)), x)
+                after = [
+                    (*a[:kind], _put(a[kind], slot.place, part), *a[kind + 1 :])
+                    for a, part in parts
+                ]
+                return vary_like((x, *after), x)
 
             return go
 
@@ -336,14 +340,11 @@ def pick(tree: Any, place: Any) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, place, 0, False), tree)
 
 
-def _put(trees: Sequence[Any], kind: int, place: Any, part: Any) -> tuple[Any, ...]:
-    """The trees with one row of one kind's leaves changed."""
-    changed = jax.tree.map(
-        lambda a, p: lax.dynamic_update_index_in_dim(a, p.astype(a.dtype), place, 0),
-        trees[kind],
-        part,
+def _put(tree: Any, place: Any, part: Any) -> Any:
+    """Stacked leaves with one row changed."""
+    return jax.tree.map(
+        lambda a, p: lax.dynamic_update_index_in_dim(a, p.astype(a.dtype), place, 0), tree, part
     )
-    return (*trees[:kind], changed, *trees[kind + 1 :])
 
 
 def _if_full(layer_id, run, skip, has_empty_slots: bool):

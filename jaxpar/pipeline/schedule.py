@@ -39,6 +39,7 @@ import numpy as np
 
 from jaxpar.config import ZeroBubble
 from jaxpar.display import Printed
+from jaxpar.fields import require
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -319,7 +320,8 @@ def make_schedule(
       ValueError: unknown kind, a count below 1, a number of groups or a zero_bubble that the kind does not
         have.
     """
-    _check(kind, num_stages, num_microbatches, num_chunks, num_groups, zero_bubble)
+    counts = num_stages, num_microbatches, num_chunks, num_groups
+    _check(kind, zero_bubble, counts)
     num_units = num_microbatches * num_chunks
     p = np.arange(num_groups * num_stages)
     stage_P, group_P = p % num_stages, p // num_stages
@@ -547,45 +549,28 @@ def _frozen(lane: Lane) -> Lane:
     return lane
 
 
-def _check(
-    kind: str,
-    num_stages: int,
-    num_microbatches: int,
-    num_chunks: int,
-    num_groups: int,
-    zero_bubble: str,
-) -> None:
+def _check(kind: str, zero_bubble: str, counts: tuple[int, ...]) -> None:
     if kind not in KINDS:
         nearest = difflib.get_close_matches(str(kind).lower(), KINDS, n=1, cutoff=0.0)[0]
         raise ValueError(
             f"kind={kind!r} is not a schedule; "
             f"did you mean {nearest!r}? Use one of {', '.join(KINDS)}."
         )
-    counts = {
-        "num_stages": num_stages,
-        "num_microbatches": num_microbatches,
-        "num_chunks": num_chunks,
-        "num_groups": num_groups,
-    }
-    for name, count in counts.items():
+    names = "num_stages", "num_microbatches", "num_chunks", "num_groups"
+    for name, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
             raise ValueError(f"{name}={count!r} is not a count; use an integer of 1 or more.")
-    if kind == "interleaved" and num_groups == 1:
-        raise ValueError(
-            "kind='interleaved' with num_groups=1 is '1f1b'; "
-            "use num_groups=2 or more, or kind='1f1b'."
-        )
-    if kind != "interleaved" and num_groups > 1:
-        raise ValueError(
-            f"kind={kind!r} has one group of layers per stage, not num_groups={num_groups}; "
-            f"use num_groups=1 or kind='interleaved'."
-        )
-    if zero_bubble not in get_args(ZeroBubble):
-        raise ValueError(
-            f"zero_bubble={zero_bubble!r} is none of {', '.join(map(repr, get_args(ZeroBubble)))}."
-        )
-    if zero_bubble != "off" and kind == "gpipe":
-        raise ValueError(
-            f"kind='gpipe' keeps all residuals, and has no zero_bubble={zero_bubble!r}; use kind='1f1b' or "
-            f"'interleaved', which hold fewer."
-        )
+    require(
+        (kind == "interleaved") == (counts[-1] > 1),
+        f"kind={kind!r} with num_groups={counts[-1]} groups of layers on a stage; use num_groups=2 or more "
+        f"with kind='interleaved', and num_groups=1 with the others.",
+    )
+    require(
+        zero_bubble in get_args(ZeroBubble),
+        f"zero_bubble={zero_bubble!r} is none of {', '.join(map(repr, get_args(ZeroBubble)))}.",
+    )
+    require(
+        zero_bubble == "off" or kind != "gpipe",
+        f"kind='gpipe' keeps all residuals, and has no zero_bubble={zero_bubble!r}; use kind='1f1b' or "
+        f"'interleaved', which hold fewer.",
+    )

@@ -241,9 +241,8 @@ class Unit:
         return leaves, leaves, frozen, self.x, self.block, self.key
 
     def _of_outer(self, numbers: Sequence[Sequence[int]]) -> Any:
-        _, *trees = self.model.facts.split(self.outer_model)
         found = []
-        for tree, own in zip(trees, numbers, strict=True):
+        for tree, own in zip(self.outer.states, numbers, strict=True):
             leaves = jax.tree.leaves(tree, is_leaf=is_variable)
             found.append(tuple(self._placed(leaves[n], leaves[n].shape).get_value() for n in own))
         return found
