@@ -286,7 +286,7 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
             params = constrain(state.params, mesh, state.opt_rules)
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-            scale, rate = clip_scale(norm, train.clip_norm), rate_of(batch)
+            scale, rate = clip_scale(norm, train.clip_norm), part_of(batch, RATE)
             if not (is_safe or on_host):
                 is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale, rate)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
@@ -318,12 +318,6 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )
-
-
-def rate_of(batch: Any) -> jax.Array | None:
-    """The factor that a batch gives for the learning rate of its step, if it has one."""
-    rate = part_of(batch, RATE)
-    return None if rate is None else jnp.asarray(rate)
 
 
 def _count(
@@ -376,9 +370,9 @@ def make_loss_and_grad(
 
     Args:
       seed: of the dropout masks; None for no dropout, as in evaluation.
-      watch: the carry is then (carry, watched), the gradients (gradients, marks). Watched tells by kind,
-        float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers were not finite
-        for the first time: `NEVER` - t, or 0. Marks, [rows of the stack, 2, T, B], are not 0 where the
+      watch: instead of the carry, by kind, float32 [rows of the stack, B, 2], in which time step t inputs and
+        outputs of layers were not finite for the first time: `NEVER` - t, or 0. The gradients are then
+        (gradients, marks). Marks, [rows of the stack, 2, T, B], are not 0 where the
         gradients of these inputs and outputs are not finite.
     Raises:
       ValueError: sizes do not fit the mesh.
@@ -397,7 +391,10 @@ def make_loss_and_grad(
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
     def run(state, batch, plan=None):
-        params = (state.params, _make_probes(layout)) if watch else state.params
+        params = state.params
+        if watch:
+            T, B = layout.facts.num_steps or 1, layout.facts.batch_size
+            params = params, tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
         return value_and_grad(params, state, batch, plan)
 
     return run
@@ -526,21 +523,12 @@ def _make_unroll(
             flags = (jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
             flat = tuple(zip(flat, flags, strict=True))
         after, sums = run(layout, mesh, layers, params, probes, frozen, flat, batch, key, plan)
-        if not watch:
-            return _wrap(layout, after, carry), sums
-        carries, flags = zip(*after, strict=True) if after else ((), ())
-        return (
-            _wrap(layout, carries, carry),
-            dict(zip(layout.facts.kinds, flags, strict=True)),
-        ), sums
+        by_kind = zip(layout.facts.kinds, after, strict=True)
+        if watch:
+            return {kind: flags for kind, (_, flags) in by_kind}, sums
+        return {kind: wrap_like(own, carry[kind]) for kind, own in by_kind}, sums
 
     return unroll
-
-
-def _wrap(layout: Layout, carry: Any, like: Any) -> dict[str, Any]:
-    return {
-        kind: wrap_like(c, like[kind]) for kind, c in zip(layout.facts.kinds, carry, strict=True)
-    }
 
 
 def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
@@ -553,12 +541,6 @@ def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
         return layer(params, frozen, carry, x, at)
 
     return run
-
-
-def _make_probes(layout: Layout) -> tuple[jax.Array, ...]:
-    """Zeros beside the parameters of every kind, whose gradients are the marks of `make_loss_and_grad`."""
-    T, B = layout.facts.num_steps or 1, layout.facts.batch_size
-    return tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
 
 
 def _with_probes(params: tuple[Any, ...], probes: tuple[jax.Array, ...]) -> tuple[Any, ...]:
@@ -767,18 +749,17 @@ def _deal(layout: Layout, mesh: Mesh):
     parallel = layout.parallel
     if parallel.has_equal_shares:
         return (lambda a, dim: a), (lambda a, dim: a)
-    shares = parallel.group_shares
-    part = layout.facts.batch_size // sum(shares)
-    room, ends = part * max(shares), np.cumsum(shares) * part
-    dealt = np.zeros((len(shares), room), np.int32)
-    for group, (share, end) in enumerate(zip(shares, ends, strict=True)):
-        dealt[group, : share * part] = np.arange(end - share * part, end)
-    places = np.concatenate([g * room + np.arange(s * part) for g, s in enumerate(shares)])
+    shares = np.asarray(parallel.group_shares)
+    size_G1 = shares[:, None] * (layout.facts.batch_size // shares.sum())
+    row_R = np.arange(size_G1.max())
+    is_there_GR = row_R < size_G1
+    dealt_GR = np.where(is_there_GR, np.cumsum(size_G1)[:, None] - size_G1 + row_R, 0)
+    places = np.flatnonzero(is_there_GR)
 
     def deal(a, dim: int):
         spec = P(*[None] * dim, DATA) if dim == 0 else P(STAGE, DATA)
         return lax.with_sharding_constraint(
-            jnp.take(a, dealt.ravel(), axis=dim), NamedSharding(mesh, spec)
+            jnp.take(a, dealt_GR.ravel(), axis=dim), NamedSharding(mesh, spec)
         )
 
     return deal, lambda a, dim: jnp.take(a, places, axis=dim)

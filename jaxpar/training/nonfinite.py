@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.layout import Layout
 from jaxpar.optimizer import clip_scale, next_state
+from jaxpar.parts import RATE, part_of
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
-from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad, rate_of
+from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad
 from jaxpar.training.by_layer import array_of, kind_of
 
 _LAST = "last"  # all that is computed after the layers
@@ -107,14 +108,14 @@ def _make_look(setup: Setup, *_: Any) -> CompiledStep:
     value_and_grad = make_loss_and_grad(setup, seed=train.seed, watch=True)
 
     def look(state: TrainState, batch: Any, plan: Plan | None):
-        (loss, ((_, watched), _)), (grads, marks) = value_and_grad(state, batch, plan)
+        (loss, (watched, _)), (grads, marks) = value_and_grad(state, batch, plan)
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
         bad = (_bad_arrays(state.params), _bad_arrays(squares))
         norm, new = optax.tree.norm(grads), {}
         if setup.parallel.update != "host":
             scale = clip_scale(norm, train.clip_norm)
-            rate = rate_of(batch)
+            rate = part_of(batch, RATE)
             after, _ = next_state(optimizer, state.params, grads, state.opt_state, scale, rate)
             new = _bad_arrays(after)
         return loss, watched, marks, *bad, norm, new
