@@ -95,36 +95,31 @@ class Rules:
             )
         return table[dim]
 
-    def spec(self, dims: tuple[str | None, ...]) -> P:
+    def spec(
+        self,
+        dims: tuple[str | None, ...],
+        shape: tuple[int, ...] = (),
+        sizes: Mapping[str, int] | None = None,
+    ) -> P:
         """The partition spec of an array with these named dims (None: a dim without a name).
 
+        Args:
+          shape: of the array, to find the dim that `over` splits.
+          sizes: of the mesh's axes, for that; None leaves it whole.
         Raises:
           ValueError: an unknown dim name, or two dims of the array map to the same axis.
         """
-        return _to_spec(self._split(dims))
-
-    def spec_on(
-        self, dims: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
-    ) -> P:
-        """As `spec`, with the dim that `over` splits.
-
-        Args:
-          shape: of the array.
-          sizes: of the mesh's axes.
-        """
-        split = self._split(dims)
-        if self.over is not None and not any(self.over in axes for axes in split):
-            fits = [
-                place
-                for place, (size, axes) in enumerate(zip(shape, split, strict=True))
-                if size % math.prod(sizes[axis] for axis in (*axes, self.over)) == 0
-                and dims[place] != LAYERS
-            ]
-            if fits:
-                split[fits[0]] += (self.over,)
+        split = self.split(dims)
+        if sizes is not None and self.over is not None and self.over not in sum(split, ()):
+            for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
+                parts = math.prod(sizes[axis] for axis in (*split[place], self.over))
+                if dim != LAYERS and size % parts == 0:
+                    split[place] += (self.over,)
+                    break
         return _to_spec(split)
 
-    def _split(self, dims: tuple[str | None, ...]) -> list[Axes]:
+    def split(self, dims: tuple[str | None, ...]) -> list[Axes]:
+        """The axes that split each dim of an array; as of `spec`."""
         axes = [self.axes_of(dim) if dim is not None else () for dim in dims]
         used = [axis for split in axes for axis in split]
         if repeated := {axis for axis in used if used.count(axis) > 1}:
@@ -202,10 +197,10 @@ class Constraint:
           ValueError: the number of names is not that of dims, or a dim does not divide by its axes.
         """
         check_dims(dims, x.shape)
-        split = [self.rules.axes_of(dim) if dim is not None else () for dim in dims]
+        split = self.rules.split(dims)
         spec = _to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
         check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)
-        where = spec if self.manual else NamedSharding(self.mesh, self.rules.spec(dims))
+        where = spec if self.manual else NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, where)
 
 
@@ -336,9 +331,8 @@ def dims_of(variable: Any) -> tuple[str | None, ...]:
 
 
 def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:
-    if mesh is None:
-        return rules.spec(dims_of(variable))
-    return rules.spec_on(dims_of(variable), tuple(variable.shape), mesh.shape)
+    sizes = None if mesh is None else mesh.shape
+    return rules.spec(dims_of(variable), tuple(variable.shape), sizes)
 
 
 def is_variable(leaf: Any) -> bool:

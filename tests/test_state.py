@@ -307,8 +307,8 @@ def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
 )
 def test_the_first_dim_that_divides_is_split_over_data_too(dims, shape, spec):
     sizes = {"data": 4, "stage": 2, "tensor": 2}
-    assert split_over_data(RULES).spec_on(dims, shape, sizes) == spec
-    assert RULES.spec_on(dims, shape, sizes) == RULES.spec(dims)
+    assert split_over_data(RULES).spec(dims, shape, sizes) == spec
+    assert RULES.spec(dims, shape, sizes) == RULES.spec(dims)
 
 
 class FrozenEmbedding(LM):

@@ -74,7 +74,7 @@ def part_of(array: Array, rules: Rules, sizes: Sizes) -> Part:
       ValueError: a dim does not divide by the axes that split it.
     """
     on = dict(sizes)
-    spec = rules.spec_on(array.dims, array.shape, on)
+    spec = rules.spec(array.dims, array.shape, on)
     check_split(f"parameter {array.name}", array.dims, array.shape, spec, on)
     axes = tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
     parts = math.prod(on[axis] for each in axes for axis in each)
