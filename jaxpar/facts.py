@@ -21,10 +21,12 @@ from jaxpar.jaxprs import handed_on
 from jaxpar.model import Stack, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
-from jaxpar.trees import shape_of
+from jaxpar.trees import check_floats, check_same, shape_of
 from jaxpar.work import count_flops
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
+WHY_SAME = ", since layers of a stack pass the same arrays on"
+WHY_FLOATS = "; anything else belongs in the batch, which every layer sees (at.batch)"
 
 
 class _Traces(NamedTuple):
@@ -161,7 +163,7 @@ class ModelFacts:
             return model.first(batch, self.at(batch))
 
         x = _traced("first", first, self.model, self.block)
-        _check_floats("what `first` gives", x)
+        check_floats("what `first` gives", x, WHY_FLOATS)
         layers = [self._trace_layer(kind, x) for kind in range(len(self.kinds))]
 
         def last(model, x, batch):
@@ -178,14 +180,15 @@ class ModelFacts:
                 return layer.initial_carry(self.batch_size)
 
             carry = _traced(f"layer {name}", begin, layer)
-            _check_floats(f"layer {name}: its initial_carry", carry)
+            check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
 
         def call(layer, carry, x, batch):
             return called(name, layer, carry, x, self.at(batch))
 
         after, y = _traced(f"layer {name}", call, layer, carry, x, self.block)
-        _check_same(f"layer {name}: its output", y, "its input", x)
-        _check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
+        check_same(f"layer {name}: its output", y, "its input", x, WHY_SAME)
+        what = f"layer {name}: the carry that it returns"
+        check_same(what, after, "the one it takes", carry, WHY_SAME)
         graphdef, state = nnx.split(layer)
 
         def run(state, *args):
@@ -339,31 +342,3 @@ def named(what: str, trace: Callable[[], Any]) -> Any:
     except Exception as error:
         error.add_note(f"in {what} of the model, traced by itself")
         raise
-
-
-def _check_floats(what: str, tree: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
-                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
-                f"numbers; anything else belongs in the batch, which every layer sees (at.batch)"
-            )
-
-
-def _check_same(what: str, found: Any, as_what: str, wanted: Any) -> None:
-    if jax.tree.structure(found) != jax.tree.structure(wanted):
-        raise ValueError(
-            f"{what} has the structure {jax.tree.structure(found)}, {as_what} "
-            f"{jax.tree.structure(wanted)}; they must be the same"
-        )
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            raise ValueError(
-                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
-                f"they must be the same, since layers of a stack pass the same arrays on"
-            )
-
-
-def _place(path: Any) -> str:
-    text = jax.tree_util.keystr(path)
-    return f" ({text})" if text else ""

@@ -1,4 +1,4 @@
-"""Trees of arrays: added up, zero, as shapes, and cast to differ over the axes of a `shard_map`."""
+"""Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
 
 import math
 from typing import Any
@@ -24,6 +24,37 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = getattr(leaf, "dtype", None) or jax.dtypes.result_type(leaf)
     dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def check_floats(what: str, tree: Any, why: str = "", of: Any = jnp.floating) -> None:
+    """Raises a ValueError if a tree has an array that is not `of` floating-point numbers; `why` it must."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not jnp.issubdtype(leaf.dtype, of):
+            raise ValueError(
+                f"{what}{_place(path)} is {leaf.dtype}{list(leaf.shape)}; it must be of floating-point "
+                f"numbers{why}"
+            )
+
+
+def check_same(what: str, found: Any, as_what: str, wanted: Any, why: str = "") -> None:
+    """Raises a ValueError if two trees have not the same structure, shapes and dtypes; `why` they must."""
+    structures = tuple(map(jax.tree.structure, (found, wanted)))
+    if structures[0] != structures[1]:
+        raise ValueError(
+            f"{what} has the structure {structures[0]}, {as_what} {structures[1]}; they must be the same{why}"
+        )
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise ValueError(
+                f"{what}{_place(path)} is {a.dtype}{list(a.shape)}, {as_what} {b.dtype}{list(b.shape)}; "
+                f"they must be the same{why}"
+            )
+
+
+def _place(path: Any) -> str:
+    """Where a leaf is, in brackets; nothing if it is the whole tree."""
+    text = jax.tree_util.keystr(path)
+    return f" ({text})" if text else ""
 
 
 def device_bytes(tree: Any) -> int:

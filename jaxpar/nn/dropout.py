@@ -72,12 +72,8 @@ def _check_rows(x: jax.Array, at: At) -> None:
     sized = [leaf for leaf in jax.tree.leaves(at.batch) if jnp.ndim(leaf)]
     rows = {leaf.shape[place if leaf.ndim > 1 else 0] for leaf in sized}
     if len(rows) == 1 and {*x.shape[place : place + 1]} != rows:
-        dims, remedy = "rows, ...", ""
-        if at.time_major:
-            dims, remedy = (
-                f"time, {dims}",
-                "; take one time step of what it returns: dropout(y, rate, at)[-1]",
-            )
+        dims = "time, rows, ..." if at.time_major else "rows, ..."
+        remedy = "; take one time step of what it returns: dropout(y, rate, at)[-1]" * at.time_major
         raise ValueError(
             f"dropout of an array of shape {list(x.shape)}: it must be [{dims}], with the {rows.pop()} rows "
             f"of the block{remedy}"

@@ -1,11 +1,10 @@
 """Token embedding."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.axes import EMBED, TOKENS
-from jaxpar.nn.param import Initializer, named_param, uniform
+from jaxpar.nn.param import Initializer, kernel_param, uniform
 
 UNIT_VARIANCE = uniform(3**0.5)
 
@@ -22,8 +21,7 @@ class Embedding(nnx.Module):
         init: Initializer = UNIT_VARIANCE,
         rngs: nnx.Rngs,
     ):
-        table = init(rngs.params(), (num_tokens, embed_size), jnp.dtype(jnp.float32))
-        self.table = named_param(table, dims)
+        self.table = kernel_param(rngs, (num_tokens, embed_size), dims, init)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Vectors of the tokens: int [...] -> float32 [..., embed]."""

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.axes import BATCH, GATES, HIDDEN
+from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import Dropout
-from jaxpar.nn.param import Initializer, gate_kernel, named_param
+from jaxpar.nn.param import Initializer, kernel_param, named_param
 
 
 class GateParams(NamedTuple):
@@ -53,7 +53,8 @@ class Recurrence(nnx.Module):
         """
         self.width, self.dropout = width, dropout
         for name in self.kernels:
-            setattr(self, name, gate_kernel(rngs, width, self.num_gates, init))
+            shape = (width, self.num_gates, width)
+            setattr(self, name, kernel_param(rngs, shape, (INPUT, GATES, HIDDEN), init))
         self.b = named_param(jnp.zeros((self.num_biases, width), jnp.float32), (GATES, HIDDEN))
 
     @property

@@ -21,7 +21,7 @@ from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
 from jaxpar.nn.rooms import scan_in_place
 from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
 from jaxpar.nn.tape import Source, Tape
-from jaxpar.trees import add, vary_like
+from jaxpar.trees import add, check_floats, check_same, vary_like
 
 
 def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -41,27 +41,13 @@ def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]
     carry = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), carry)
     first = jax.tree.map(lambda a: a[0], xs)
     program, given, (after_shape, y_shape) = read_step(step, params, carry, first)
-    _check(carry, after_shape, y_shape)
+    check_same("the carry that a step returns", after_shape, "the one that it takes", carry)
+    check_floats("the carry of a step", after_shape, of=jnp.inexact)
+    check_floats("the output of a step", y_shape, of=jnp.inexact)
     found: Any = _scan(program, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
     after, ys = found
     after = jax.tree.unflatten(jax.tree.structure(carry), after)
     return after, jax.tree.unflatten(jax.tree.structure(y_shape), ys)
-
-
-def _check(before: Any, after: Any, y: Any) -> None:
-    def describe(tree):
-        return jax.tree.map(lambda a: f"{jnp.dtype(a.dtype).name}{[*a.shape]}", tree)
-
-    if describe(before) != describe(after):
-        raise ValueError(
-            f"the carry that a step returns is {describe(after)}, the one that it takes is "
-            f"{describe(before)}; both need the same structure, shapes and dtypes"
-        )
-    for name, tree in (("carry", after), ("output", y)):
-        if not all(is_float(leaf) for leaf in jax.tree.leaves(tree)):
-            raise ValueError(
-                f"the {name} of a step is {describe(tree)}; it must be of floating-point numbers"
-            )
 
 
 class _Fixed:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.nn.param import Initializer, lecun_uniform, named_param
+from jaxpar.nn.param import Initializer, kernel_param, named_param
 from jaxpar.trees import vary_like
 
 
@@ -31,9 +31,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         init: Initializer | None = None,
     ):
-        draw = init or lecun_uniform(in_size)
-        kernel = draw(rngs.params(), (in_size, out_size), jnp.dtype(jnp.float32))
-        self.kernel = named_param(kernel, dims)
+        self.kernel = kernel_param(rngs, (in_size, out_size), dims, init)
         self.bias = named_param(jnp.zeros(out_size, jnp.float32), dims[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:

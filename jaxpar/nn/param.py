@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.axes import GATES, HIDDEN, INPUT
 from jaxpar.sharding import check_dims
 
 Initializer = Callable[[jax.Array, Sequence[int], jnp.dtype], jax.Array]
@@ -24,13 +23,15 @@ def named_param(value: jax.Array, dims: tuple[str | None, ...]) -> nnx.Param:
     return nnx.Param(value, out_sharding=dims, eager_sharding=False)
 
 
-def gate_kernel(
-    rngs: nnx.Rngs, width: int, num_gates: int, init: Initializer | None = None
+def kernel_param(
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    dims: tuple[str | None, ...],
+    init: Initializer | None = None,
 ) -> nnx.Param:
-    """A kernel of gates, [width, num_gates, width]; None draws it with variance 1 / width."""
-    draw = init or lecun_uniform(width)
-    kernel = draw(rngs.params(), (width, num_gates, width), jnp.dtype(jnp.float32))
-    return named_param(kernel, (INPUT, GATES, HIDDEN))
+    """A float32 kernel, [inputs, ...]; None draws it with variance 1 / inputs."""
+    draw = init or lecun_uniform(shape[0])
+    return named_param(draw(rngs.params(), shape, jnp.dtype(jnp.float32)), dims)
 
 
 def uniform(scale: float) -> Initializer:
