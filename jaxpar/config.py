@@ -4,6 +4,7 @@ Plain data: nothing here, nor in what this imports, needs JAX.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -379,9 +380,7 @@ def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
     Raises:
       ValueError: names all of them, and the nearest sizes that work.
     """
-    divisor = 1
-    for value in divisors.values():
-        divisor *= value
+    divisor = math.prod(divisors.values())
     parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
     require(
         size % divisor == 0,

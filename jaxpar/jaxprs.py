@@ -66,8 +66,7 @@ def handed_on(jaxpr: Jaxpr, out: Any) -> Any:
         eqn = made_by[out]
         if eqn.primitive.name not in HAND_ON:
             return out
-        called = eqn.params["jaxpr"]
-        called = getattr(called, "jaxpr", called)
+        [called] = programs_in(eqn)
         inner = handed_on(called, called.outvars[eqn.outvars.index(out)])
         if inner not in called.invars:
             return out

@@ -252,16 +252,6 @@ class Layout:
                 whole.append(name)
         return tuple(whole)
 
-    # ---- what of the model a function before or after the layers uses ----
-
-    def outer(self, model: Any) -> "Outer":
-        """The variables of a model that are not its layers', and which of them `first` and `last` use.
-
-        Args:
-          model: this one, or what its `prepare` made of it; abstract or with values.
-        """
-        return Outer(self, model)
-
 
 class Outer:
     """Variables outside the stack, as flat lists that an engine can take; and the functions that use them.
@@ -272,6 +262,11 @@ class Outer:
     """
 
     def __init__(self, layout: Layout, model: Any):
+        """Looks at what `first` and `last` use.
+
+        Args:
+          model: of the layout, or what its `prepare` made of it; abstract or with values.
+        """
         self.layout, facts = layout, layout.facts
         self.graphdef, *self.states = facts.split(model)
         paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)

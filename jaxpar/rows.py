@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.facts import named
-from jaxpar.layout import Layout
+from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, made
 from jaxpar.trees import shape_of
 
@@ -69,7 +69,7 @@ class _Trial:
     def __init__(self, layout: Layout, batch: Any, num_rows: int):
         """Looks at `first`, which tells the shapes of x."""
         self.layout, self.batch, self.num_rows = layout, batch, num_rows
-        self.outer, self.rng = layout.outer(layout.abstract_model()), np.random.default_rng(0)
+        self.outer, self.rng = Outer(layout, layout.abstract_model()), np.random.default_rng(0)
         self.in_batch = [0 if np.ndim(leaf) else _NOWHERE for leaf in jax.tree.leaves(batch)]
 
         @_quick_jit

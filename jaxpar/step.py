@@ -683,7 +683,7 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
     parallel, model = layout.parallel, layout.merge(params, frozen)
     if hasattr(model, "prepare"):
         model = model.prepare(mesh.shape)
-    outer = layout.outer(model)
+    outer = Outer(layout, model)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     # If all of `first` is frozen there is no gradient to add to.
     adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]

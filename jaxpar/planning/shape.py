@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.axes import BATCH, DATA, LAYERS, STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.layout import Layout
+from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
 from jaxpar.optimizer import Safe
@@ -105,7 +105,7 @@ class ModelShapes:
             for tree in (state.params, state.frozen, state.opt_state, state.carry)
         )
         self.carry_trees = [state.carry[kind] for kind in self.facts.kinds]
-        outer = self.layout.outer(self.layout.abstract_model())
+        outer = Outer(self.layout, self.layout.abstract_model())
         self.first, self.last = outer.first[0], outer.last[0]
         self.num_sums = self.facts.traces.num_sums
         self.checks_update = not isinstance(setup.optimizer, Safe)

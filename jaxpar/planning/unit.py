@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.at import At, anywhere
 from jaxpar.axes import DATA, STAGE
+from jaxpar.layout import Outer
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import values
 from jaxpar.pipeline.engine import read, write_later, write_saved
@@ -72,7 +73,7 @@ class Unit:
         self.rules = model.task.rules if rules is None else rules
         self.shares_head, layout = shares_head, model.layout
         self.outer_model = _outer_model(model, tuple(self.mesh.shape.items()))
-        self.outer = layout.outer(self.outer_model)
+        self.outer = Outer(layout, self.outer_model)
         self.block = jax.tree.map(self._cut, layout.facts.batch)
         self.key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         with jax.set_mesh(self.mesh):

@@ -19,7 +19,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.layout import Layout
+from jaxpar.layout import Layout, Outer
 from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.parts import RATE, part_of
 from jaxpar.pipeline.ticks import Plan
@@ -154,7 +154,7 @@ def _inputs(layout: Layout, marks: Sequence[np.ndarray]) -> Iterable[tuple[str, 
 
 def _parts_on_the_way_back(layout: Layout) -> list[str]:
     """What a model is made of, in the order in which gradients are computed."""
-    outer = layout.outer(layout.merge(layout.params, layout.frozen))
+    outer = Outer(layout, layout.merge(layout.params, layout.frozen))
     modules = [_module(name) for name, _ in named_leaves(layout.params)]
     last = dict.fromkeys(modules[n] for n in outer.last[0] if n not in outer.first[0])
     layers = [_layer(n, layout.facts.kinds[kind]) for n, kind in enumerate(layout.facts.kind_of)]
