@@ -225,11 +225,6 @@ def _example_of(task: Task) -> Any:
     _check_method(f"task {task.name}", task, "make_model", "rngs")
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
     batch = task.example_batch()
-    _check_numbers(task, batch)
-    return jax.tree.map(shape_of, batch)
-
-
-def _check_numbers(task: Task, batch: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(batch):
         dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
         if getattr(dtype, "kind", None) in {*"OSUMm"}:  # objects, texts, dates
@@ -237,6 +232,7 @@ def _check_numbers(task: Task, batch: Any) -> None:
                 f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
                 f"numbers: classes and words as int32 ids"
             )
+    return jax.tree.map(shape_of, batch)
 
 
 def _checked_model(task: Task, make: Callable[[], Any]) -> Any:

@@ -240,10 +240,6 @@ class _Program:
         """The materialized arrays that it reads, itself or through what is fused into it."""
         return set[int]().union(*(self.sources[n] for n in operation.reads if n is not None))
 
-    def made_by(self, operation: _Operation) -> float:
-        """Bytes that it materializes."""
-        return sum(self.sizes[n] for n in operation.makes if n in self.written)
-
 
 def _flops(program: _Program) -> float:
     return sum(map(_flops_of, program.operations))
@@ -267,11 +263,12 @@ def _flops_of(operation: _Operation) -> float:
 
 
 def _moved(program: _Program) -> float:
-    return sum(_moved_by(operation, program.made_by(operation)) for operation in program.operations)
+    return sum(_moved_by(operation, program) for operation in program.operations)
 
 
-def _moved_by(operation: _Operation, made: float) -> float:
+def _moved_by(operation: _Operation, program: _Program) -> float:
     name, operands = operation.name, operation.equation.invars
+    made = sum(program.sizes[n] for n in operation.makes if n in program.written)
     if operation.parts:
         return operation.turns * operation.of_parts(_moved)
     if name in ("dot_general", "conv_general_dilated"):
