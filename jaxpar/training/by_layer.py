@@ -10,8 +10,8 @@ rows that a placement needs.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxpar.layout import Layout
 from jaxpar.sharding import dims_of, is_variable, named_leaves
 from jaxpar.state import TrainState
 
+Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
 
 
@@ -37,9 +38,9 @@ def by_layer(state: TrainState, layout: Layout) -> dict[str, jax.Array]:
     Raises:
       ValueError: the rows of the state are not those of the placement.
     """
-    rows_of, arrays = _rows_of_kinds(layout), {}
-    for name, leaf in named_leaves(state, "/"):
-        array, rows = array_of(leaf), _rows(name, leaf, rows_of)
+    arrays = {}
+    for name, leaf, rows in _leaves(state, layout):
+        array = array_of(leaf)
         if rows is not None:
             order = tuple(rows.index(layer) for layer in sorted(rows) if layer >= 0)
             array = jax.device_put(array, array.sharding.with_memory_kind("device"))
@@ -48,11 +49,11 @@ def by_layer(state: TrainState, layout: Layout) -> dict[str, jax.Array]:
     return arrays
 
 
-def abstract_by_layer(target: TrainState, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to read for an abstract state: the arrays of `by_layer`, sharded over its mesh."""
-    rows_of, arrays = _rows_of_kinds(layout), {}
-    for name, leaf in named_leaves(target, "/"):
-        array, rows = array_of(leaf), _rows(name, leaf, rows_of)
+def abstract_by_layer(target: Any, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """What to read for a state, or a part of it: the arrays of `by_layer`, sharded over its mesh."""
+    arrays = {}
+    for name, leaf, rows in _leaves(target, layout):
+        array = array_of(leaf)
         if rows is not None:
             shape = (sum(layer >= 0 for layer in rows), *array.shape[1:])
             sharding = _without_layers(array)
@@ -61,11 +62,11 @@ def abstract_by_layer(target: TrainState, layout: Layout) -> dict[str, jax.Shape
     return arrays
 
 
-def from_layers(target: TrainState, layout: Layout, arrays: Mapping[str, jax.Array]) -> TrainState:
-    """The state of an abstract one with these values, as `abstract_by_layer` describes them."""
-    rows_of, leaves = _rows_of_kinds(layout), []
-    for name, leaf in named_leaves(target, "/"):
-        value, rows = arrays[name], _rows(name, leaf, rows_of)
+def from_layers(target: Tree, layout: Layout, arrays: Mapping[str, jax.Array]) -> Tree:
+    """A state, or a part of it, with these values, as `abstract_by_layer` describes them."""
+    leaves = []
+    for name, leaf, rows in _leaves(target, layout):
+        value = arrays[name]
         if rows is not None:
             value = _take_layers(value, _places_in_order(rows), value.sharding)
             value = jax.device_put(value, array_of(leaf).sharding)
@@ -82,16 +83,11 @@ def with_parameters(
       layout: that the state was made with.
       arrays: on the host, named (without "params/") and shaped as `by_layer` gives them.
     """
-    rows_of, leaves = _rows_of_kinds(layout), []
-    for name, leaf in named_leaves(state.params, "/"):
-        value, rows = arrays[name], _rows(name, leaf, rows_of)
-        if rows is not None:
-            empty = np.zeros_like(value[:1])
-            value = np.concatenate([value, empty])[list(_places_in_order(rows))]  # -1 is the last
-        assert value.shape == leaf.shape, (name, value.shape, leaf.shape)
-        leaves.append(leaf.replace(jax.device_put(value, array_of(leaf).sharding)))
-    structure = jax.tree.structure(state.params, is_leaf=is_variable)
-    return dataclasses.replace(state, params=jax.tree.unflatten(structure, leaves))
+    placed = {}
+    for name, wanted in abstract_by_layer(state.params, layout).items():
+        assert arrays[name].shape == wanted.shape, (name, arrays[name].shape, wanted.shape)
+        placed[name] = jax.device_put(arrays[name], wanted.sharding)
+    return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
 
 
 def array_of(leaf: Any) -> Any:
@@ -104,8 +100,11 @@ def kind_of(leaf: Any) -> str | None:
     return leaf.get_metadata("kind", None) if is_variable(leaf) else None
 
 
-def _rows_of_kinds(layout: Layout) -> dict[str, Rows]:
-    return dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
+def _leaves(state: Any, layout: Layout) -> Iterator[tuple[str, Any, Rows | None]]:
+    """Name and leaf, and what lies in its rows; see `_rows`."""
+    rows_of = dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
+    for name, leaf in named_leaves(state, "/"):
+        yield name, leaf, _rows(name, leaf, rows_of)
 
 
 def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
