@@ -23,8 +23,7 @@ import pytest
 import tensorstore as ts
 
 from jaxpar.cli.main import main
-from jaxpar.training.checkpoint import _metadata
-from jaxpar.training.checksums import checksums, digest
+from jaxpar.training.checksums import checksums, sealed
 from jaxpar.training.manifest import Manifest, read_manifest
 
 SECONDS = 3.0  # of this process that a message may take, without its imports
@@ -270,32 +269,26 @@ def test_a_crafted_file_ends_in_one_line(name, here, capsys):
 # ---- checkpoints, with checksums of what they hold ----
 
 CHECKPOINT = Path("run/checkpoints/2")
-METADATA = "_CHECKPOINT_METADATA"
+DESCRIPTION, METADATA = CHECKPOINT / "checkpoint.json", "_CHECKPOINT_METADATA"
 
 
 def reseal():
     """Checksums of what is there now."""
-    path = CHECKPOINT / "checksums.json"
-    files = [file for file in CHECKPOINT.rglob("*") if not file.is_dir() and file != path]
-    names = [str(file.relative_to(CHECKPOINT)) for file in files if file.name != METADATA]
-    content = {"files": checksums(CHECKPOINT, names)}
-    with contextlib.suppress(ValueError, OSError):
-        content["metadata"] = digest(_metadata(CHECKPOINT))
-    path.write_text(json.dumps({**content, "sha256": digest(content)}))
+    files = [file for file in CHECKPOINT.rglob("*") if file.is_file() and file != DESCRIPTION]
+    names = [str(file.relative_to(CHECKPOINT)) for file in files]
+    described(
+        checksums=json.loads(DESCRIPTION.read_text())["checksums"] | checksums(CHECKPOINT, names)
+    )()
 
 
 def described(**values):
-    """What a checkpoint says of its task; None leaves a part out."""
+    """What a checkpoint says of itself, with a hash of all that; None leaves a part out."""
 
     def change():
-        path = CHECKPOINT / METADATA
-        content = json.loads(path.read_text())
-        for name, value in values.items():
-            if value is None:
-                del content["custom_metadata"][name]
-            else:
-                content["custom_metadata"][name] = value
-        path.write_text(json.dumps(content))
+        content = {**json.loads(DESCRIPTION.read_text()), **values}
+        content = {name: value for name, value in content.items() if value is not None}
+        content.pop("sha256", None)
+        DESCRIPTION.write_text(sealed(content))
 
     return change
 
@@ -343,13 +336,13 @@ def model_of_one_terabyte():
         zarr["shape"] = [80_000 if size == 16 else size for size in zarr["shape"]]
 
     in_run("(?m)^(hidden_size|embed_size) = 16$", r"\1 = 80000")()
-    fields = json.loads((CHECKPOINT / METADATA).read_text())["custom_metadata"]["fields"]
+    fields = json.loads(DESCRIPTION.read_text())["fields"]
     described(fields={**fields, "hidden_size": 80_000, "embed_size": 80_000})()
     change_arrays(change)
 
 
 DAMAGED = r"no whole checkpoint in .*: 2 cannot be used"
-UNKNOWN = f"{DAMAGED}, it does not say what this version of jaxpar writes; bring it back"
+UNKNOWN = rf"{DAMAGED}, checkpoint\.json is not what was written; bring it back"
 CHECKPOINTS = {
     "a task that is a number": (described(task=3), UNKNOWN),
     "no task": (described(task=None), UNKNOWN),
@@ -358,10 +351,12 @@ CHECKPOINTS = {
     "files that are a number": (described(files=3), UNKNOWN),
     "a file that is a number": (described(files={"vocabulary.json": 3}), UNKNOWN),
     "no optimizer": (described(optimizer=None), UNKNOWN),
-    "metadata nested deeply": (state_file(METADATA, DEEP), rf"{DAMAGED}, {METADATA} is not what was written"),
-    "metadata that is a list": (state_file(METADATA, "[]"), rf"{DAMAGED}, {METADATA} is not what was wr"),
-    "a description of Orbax's own": (
-        state_file(METADATA, '{"item_handlers": 3, "custom_metadata": {"task": "LM"}}'), UNKNOWN,
+    "losses that are a list": (described(losses=[1]), UNKNOWN),
+    "a loss that is a number": (described(losses={"2": 1}), UNKNOWN),
+    "metadata nested deeply": (state_file(METADATA, DEEP), "run/checkpoints/2 cannot be read"),
+    "metadata of another kind": (
+        state_file(METADATA, '{"item_handlers": 3, "custom_metadata": {"task": "LM"}}'),
+        "run/checkpoints/2 cannot be read",
     ),
     "names of arrays nested deeply": (state_file("state/_METADATA", DEEP), "run/checkpoints/2"),
     "names of arrays that are numbers": (
@@ -387,34 +382,27 @@ def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
     assert_one_line(["evaluate", "run"], message, capsys)
 
 
-def checksums_that_say(**values):
-    """What checksums.json says instead, with a hash of all that; None leaves a part out."""
-
-    def change():
-        path = CHECKPOINT / "checksums.json"
-        content = {**json.loads(path.read_text()), **values}
-        content = {name: value for name, value in content.items() if value is not None}
-        content.pop("sha256", None)
-        path.write_text(json.dumps({**content, "sha256": digest(content)}))
-
-    return change
+def data(**values):
+    """What a run says of its data, with a hash of all that."""
+    return write("run/data.json", sealed({"data": {}, "settings": "", "batches": {}, **values}))
 
 
-EVALUATE, CHECKSUMS = ["evaluate", "run"], rf"{DAMAGED}, .*checksums\.json"
+EVALUATE = ["evaluate", "run"]
 FOLDERS = {
-    "checksums nested deeply": (write(CHECKPOINT / "checksums.json", DEEP), EVALUATE, CHECKSUMS),
-    "checksums that are a list": (write(CHECKPOINT / "checksums.json", "[]"), EVALUATE, CHECKSUMS),
-    "checksums in a pipe": (pipe(CHECKPOINT / "checksums.json"), EVALUATE, rf"{CHECKSUMS}: {PIPE}"),
-    "no checksums": (checksums_that_say(files=None), EVALUATE, CHECKSUMS),
-    "no checksum of the metadata": (checksums_that_say(metadata=None), EVALUATE, CHECKSUMS),
-    "a list of checksums": (checksums_that_say(files=["state/_METADATA"]), EVALUATE, CHECKSUMS),
-    "a checksum that is a number": (checksums_that_say(files={"state/_METADATA": 3}), EVALUATE, CHECKSUMS),
-    "a checksum of three parts": (
-        checksums_that_say(files={"state/_METADATA": [1, "", 2]}), EVALUATE, CHECKSUMS,
+    "a description nested deeply": (write(DESCRIPTION, DEEP), EVALUATE, UNKNOWN),
+    "a description that is a list": (write(DESCRIPTION, "[]"), EVALUATE, UNKNOWN),
+    "a description in a pipe": (pipe(DESCRIPTION), EVALUATE, rf"{DAMAGED}, checkpoint\.json: {PIPE}"),
+    "no checksums": (described(checksums=None), EVALUATE, UNKNOWN),
+    "a list of checksums": (described(checksums=["state/_METADATA"]), EVALUATE, UNKNOWN),
+    "a checksum that is a number": (described(checksums={"state/_METADATA": 3}), EVALUATE, UNKNOWN),
+    "a checksum of parts": (described(checksums={"state/_METADATA": [1, ""]}), EVALUATE, UNKNOWN),
+    "a size that is a word": (
+        described(checksums={"state/_METADATA": "a b"}), EVALUATE,
+        rf"{DAMAGED}, state/_METADATA has \d+ of a bytes",
     ),
-    "a size that is a text": (checksums_that_say(files={"state/_METADATA": ["1", ""]}), EVALUATE, DAMAGED),
-    "a checksum of no text": (checksums_that_say(files={"state/_METADATA": [1, {}]}), EVALUATE, DAMAGED),
-    "a file elsewhere": (checksums_that_say(files={"../../config.toml": [1, ""]}), EVALUATE, DAMAGED),
+    "a file elsewhere": (
+        described(checksums={"../../config.toml": "1 "}), EVALUATE, rf"{DAMAGED}, \S+toml has \d+ of 1 bytes",
+    ),
     "settings of the run in a pipe": (pipe("run/config.toml"), EVALUATE, rf"run/config\.toml: {PIPE}"),
     "settings of the run nested deeply": (
         write("run/config.toml", f"a = {DEEP}"), EVALUATE, r"run/config\.toml",
@@ -424,15 +412,15 @@ FOLDERS = {
     ),
     "data nested deeply": (write("run/data.json", DEEP), EVALUATE, r"run/data\.json is damaged"),
     "data that are a list": (write("run/data.json", "[]"), EVALUATE, r"run/data\.json is damaged"),
-    "a list of files": (
-        write("run/data.json", '{"data": {}, "files": ["vocabulary.json"]}'), EVALUATE, r"run/data\.json is",
-    ),
-    "a file that says nothing": (
-        write("run/data.json", '{"data": {}, "files": {"vocabulary.json": 3}}'), EVALUATE, r"data\.json is",
-    ),
-    "a file outside of the folder": (
-        write("run/data.json", '{"data": {}, "files": {"../text/train.txt": {"sha256": "0"}}}'), EVALUATE,
+    "data without a hash": (
+        write("run/data.json", '{"data": {}, "files": {}, "settings": "", "batches": {}}'), EVALUATE,
         r"run/data\.json is damaged",
+    ),
+    "no files": (data(), EVALUATE, r"run/data\.json is damaged"),
+    "a list of files": (data(files=["vocabulary.json"]), EVALUATE, r"run/data\.json is damaged"),
+    "a file that says nothing": (data(files={"vocabulary.json": 3}), EVALUATE, r"run/data\.json is damaged"),
+    "a file outside of the folder": (
+        data(files={"../text/train.txt": "0 "}), EVALUATE, r"run/data\.json is damaged",
     ),
 }  # fmt: skip
 

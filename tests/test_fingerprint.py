@@ -18,7 +18,6 @@ from jaxpar import ArrayBatches, Parallel, TrainConfig, fit
 from jaxpar.hosts.launch import _environ, _free_port
 from jaxpar.setup import Setup
 from jaxpar.step import batch_sharding
-from jaxpar.training.evaluate import CheckedBatches
 from jaxpar.training.fingerprint import HashedBatches, describe_data, hash_rows
 from jaxpar.training.run_folder import RunFolder
 
@@ -129,7 +128,7 @@ def test_checksums_are_the_same_on_every_mesh(own):
     for mesh in ("dp1", "dp2", "dp4tp2", "pp2", "dp2pp2"):
         parallel = Parallel(on(mesh))
         devices = parallel.mesh.build()
-        batches = HashedBatches(CheckedBatches(own, own.make_batches("train", 0)))
+        batches = HashedBatches(own, own.make_batches("train", 0))
         sharding = batch_sharding(Setup.of(own, parallel, mesh=devices))
         for step in range(6):
             jaxpar.batches.place_batch(batches, step, sharding)
@@ -222,11 +221,12 @@ def test_a_row_that_changes_in_a_later_batch_is_found(own, tmp_path):
     fit(own, on("dp2"), make_train(tmp_path))
     batches, data = own.make_batches("train", 0), rows()
     ids = np.random.default_rng([0, 0]).permutation(64)[2 * 8 : 3 * 8]  # of batch 2
-    before = describe_data(own, 0)
+    setup = Setup.of(own)
+    before = describe_data(setup)
     data[max(ids[ids >= 16])] += 1
     np.save(tmp_path / "data.npy", data)
     assert batches.num_windows == 8
-    assert describe_data(own, 0) == before
+    assert describe_data(setup) == before
     with pytest.raises(
         ValueError, match="batch 2 is not the one that the checkpoint of step 4 was trained on: the"
     ):

@@ -329,7 +329,8 @@ def test_a_run_of_an_older_version_is_refused_in_one_line(run):
         json.dumps({"data": data["data"], "files": data["files"], "sha256": ""})
     )
     with pytest.raises(
-        ValueError, match=r"^the run in \S* is of an older version of jaxpar: .*; use it"
+        ValueError,
+        match=r"^\S*data\.json is damaged: .* \(a run of another version of jaxpar needs that version\)",
     ):
         folder.restore()
 

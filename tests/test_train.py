@@ -36,9 +36,10 @@ from jaxpar.training import loop
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
+from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report, format_number
-from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.run_folder import RunFolder, texts_of
 from jaxpar.training.summary import describe_plan
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -758,7 +759,8 @@ def own_file(tmp_path):
     parallel = Parallel(ONE_DEVICE)
     own = task().resolve()
     start = Settings(own, parallel, make_train(folder.path))
-    folder.start(Setup.of(*start))
+    setup = Setup.of(*start)
+    folder.start(texts_of(setup, describe_data(setup)))
     return file, folder, start
 
 

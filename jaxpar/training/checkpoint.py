@@ -9,10 +9,9 @@ checksum of every file in it, its step and its run: one that is not as it was wr
 written, is recognised and skipped. It also holds the losses of all validations up to its step, so that which
 is the best is known from checkpoints alone.
 
-    60/checksums.json      the files with their checksums, and its own; process 0 reads what all have written
+    60/checkpoint.json     what it is of, and checksums of its files; process 0 reads what all have written
     60/loss.json           of its own step, where that was validated after the checkpoint was written
-    60/_CHECKPOINT_METADATA                 what it is of, where Orbax looks for it
-    60/state/...                            the arrays, by Orbax
+    60/_CHECKPOINT_METADATA, 60/state/...   the arrays, as Orbax writes them
 """
 
 from __future__ import annotations
@@ -43,29 +42,21 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
-from jaxpar.training.checksums import (
-    Checksum,
-    checksums,
-    digest,
-    find_changed,
-    has_types,
-    read_object,
-    read_table,
-    write_table,
-)
-from jaxpar.training.writing import HALF_WRITTEN, METADATA, Writing
+from jaxpar.training.checksums import checksums, find_changed, read_table, write_table
+from jaxpar.training.writing import HALF_WRITTEN, Writing
 
-_CHECKSUMS, _LOSS = "checksums.json", "loss.json"
+_DESCRIPTION, _LOSS = "checkpoint.json", "loss.json"
 # What a checkpoint says of itself.
 _DESCRIBED = {
     "task": str,
     "fields": dict,
-    "files": dict,
+    "files": dict[str, str],
     "optimizer": dict,
     "run": str | None,
     "step": int,
-    "losses": dict,
-    "batches": dict,
+    "losses": dict[str, str],
+    "batches": dict[str, str],
+    "checksums": dict[str, str],
 }
 # Of what stands in the folder.
 CHECKPOINT_NAMES = re.compile(rf"\d+(\.damaged-\d+|{re.escape(HALF_WRITTEN)}.*)?")
@@ -152,15 +143,18 @@ class Checkpoints:
             )
         with self._failing_in_words():
             self._saving = Writing(
-                self._folder / str(step), arrays, self._describe(step, batches or {}),
-                together=self._together, seal=self._write_checksums, clean_up=self._delete_old,
+                self._folder / str(step),
+                arrays,
+                together=self._together,
+                seal=functools.partial(self._seal, self._describe(step, batches or {})),
+                clean_up=self._delete_old,
                 on_failure=self.on_failure,
-            )  # fmt: skip
+            )
 
     @property
     def is_empty(self) -> bool:
         """Whether no checkpoint, intact or damaged since, was ever written completely."""
-        return not self._examine()
+        return not any(self._examine())
 
     def latest_step(self) -> int | None:
         """The newest step of which there is a whole checkpoint; None if there is none.
@@ -175,7 +169,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps of which there is a whole checkpoint, in their order."""
-        return sorted(step for step, problem in self._examine().items() if problem is None)
+        return sorted(self._examine()[0])
 
     def restore(self, step: int | None = None, *, best: bool = False) -> TrainState:
         """The state of a checkpoint, on the mesh of the setup, in its placement and layout.
@@ -196,7 +190,7 @@ class Checkpoints:
         target = abstract_state(self._setup)
         check_room(target, self._setup.mesh)
         abstract = abstract_by_layer(target, self._setup.layout)
-        before, now = _read_described(path), self._describe(0, {})
+        before, now = self.described(int(path.name)), self._described_task
         _check_task(path, before, now)
         with _reading_in_words(path):
             stored = _flatten(orbax.metadata(str(path)).metadata)
@@ -212,14 +206,13 @@ class Checkpoints:
         Raises:
           OSError, ValueError: there is no such checkpoint, or it is damaged.
         """
-        return _read_described(self._folder / str(step))
+        return read_table(self._folder / str(step) / _DESCRIPTION, _DESCRIBED)
 
     def stored_losses(self) -> dict[int, float]:
         """Step -> validation loss, of all validations that whole checkpoints know of."""
         found: dict[int, float] = {}
-        for step in self.steps():
-            losses = self.described(step)["losses"]
-            found |= {int(number): float(loss) for number, loss in losses.items()}
+        for step, described in sorted(self._examine()[0].items()):
+            found |= {int(number): float(loss) for number, loss in described["losses"].items()}
             path = self._folder / str(step) / _LOSS
             if path.exists():
                 try:
@@ -246,6 +239,12 @@ class Checkpoints:
         own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches)}
         return self._described_task | own
 
+    def _seal(self, described: Mapping[str, Any], path: Path) -> None:
+        """Writes what is said of a checkpoint whose other files are written, with their checksums."""
+        names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
+        files = checksums(path, sorted(names))
+        write_table(path / _DESCRIPTION, {**described, "checksums": files})
+
     def close(self) -> None:
         """Waits for the save that is still running.
 
@@ -253,13 +252,6 @@ class Checkpoints:
           OSError: it failed.
         """
         self._wait()
-
-    def _write_checksums(self, path: Path) -> None:
-        """Notes the checksum of every file of the checkpoint that is being written."""
-        files = (file for file in sorted(path.rglob("*")) if file.is_file())
-        names = [str(file.relative_to(path)) for file in files if file != path / METADATA]
-        metadata = digest(_metadata(path))
-        write_table(path / _CHECKSUMS, {"files": checksums(path, names), "metadata": metadata})
 
     def _delete_old(self) -> None:
         """Deletes whole checkpoints that are neither among the newest nor the best."""
@@ -293,26 +285,36 @@ class Checkpoints:
                 f"{error}; {left}"
             ) from error
 
-    def _examine(self) -> dict[int, str | None]:
-        """Steps that have a subfolder, and what is wrong with it."""
-        if not self._folder.is_dir():
-            return {}
-        paths = (path for path in self._folder.iterdir() if path.name.isdecimal())
-        return {int(path.name): _problem(path, self._run) for path in paths}
+    def _examine(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+        """What whole checkpoints say of themselves, and what is wrong with others, as far as sizes tell."""
+        whole, damaged = {}, {}
+        for path in self._folder.glob("*"):
+            if not path.name.isdecimal():
+                continue
+            try:
+                whole[int(path.name)] = _read_whole(path, self._run)
+            except OSError as error:
+                name = Path(error.filename).relative_to(path)
+                damaged[int(path.name)] = f"{name}: {error.strerror}"
+            except ValueError as error:
+                damaged[int(path.name)] = str(error)
+        return whole, damaged
 
     def _move_damaged_aside(self, step: int) -> None:
         """Moves what would be in the way of a step and those after it; process 0 does."""
         if jax.process_index() != 0:
             return
-        for each, problem in self._examine().items():
+        whole, damaged = self._examine()
+        for each, described in whole.items():
+            if each >= step:  # passed over by a restore, or else an error
+                changed = find_changed(self._folder / str(each), described["checksums"])
+                damaged.update((each, problem) for problem in changed.values())
+        for each, problem in damaged.items():
             path, number = self._folder / str(each), 1
-            if problem is None and each >= step:  # passed over by a restore, or else an error
-                problem = next(iter(find_changed(path, _read_checksums(path)).values()), None)
-            if problem is not None:
-                while (aside := path.with_name(f"{each}.damaged-{number}")).exists():
-                    number += 1
-                path.rename(aside)
-                _log.warning("moved %s to %s: %s", path, aside.name, problem)
+            while (aside := path.with_name(f"{each}.damaged-{number}")).exists():
+                number += 1
+            path.rename(aside)
+            _log.warning("moved %s to %s: %s", path, aside.name, problem)
 
     def _resolve(self, step: int | None, best: bool = False) -> int:
         def rank(step: int) -> tuple[float, int]:
@@ -320,22 +322,26 @@ class Checkpoints:
             return (-losses.get(step, -math.inf) if best else 0.0), step
 
         self._wait()
-        examined, losses = self._examine(), {}
+        (whole, damaged), losses = self._examine(), {}
         if best:
             losses = {s: loss for s, loss in self.stored_losses().items() if math.isfinite(loss)}
-            examined = {s: found for s, found in examined.items() if found or s in losses}
-            if not examined:
+            whole = {s: described for s, described in whole.items() if s in losses}
+            if not whole and not damaged:
                 raise FileNotFoundError(
                     f"{self._folder} holds no checkpoint of a validated step; train with "
                     f"--train.eval-every, or take the newest state"
                 )
-        damaged = {step: problem for step, problem in examined.items() if problem is not None}
-        steps = sorted(examined.keys() - damaged.keys(), key=rank)
-        for each in reversed(steps.copy()) if step is None else {step} & {*steps}:
-            if (problem := self._find_changed(each)) is None:
-                break
+        for each in sorted(whole, key=rank, reverse=True) if step is None else {step} & {*whole}:
+            if (problem := self._find_changed(each, whole[each]["checksums"])) is None:
+                if jax.process_index() == 0 and step is None:
+                    for better in sorted(s for s in damaged if rank(s) > rank(each)):
+                        _log.warning(
+                            "skipped %s, which cannot be used: %s; the state of step %d is taken",
+                            *(self._folder / str(better), damaged[better], each),
+                        )
+                return each
             damaged[each] = problem
-            steps.remove(each)
+        steps = sorted(whole.keys() - damaged.keys())
         if step in damaged:
             raise FileNotFoundError(
                 f"the checkpoint {self._folder / str(step)} cannot be used: {damaged[step]}; use "
@@ -351,31 +357,18 @@ class Checkpoints:
                 else f"there is no checkpoint in {self._folder}; train first, or name "
                 f"the folder of a run that has saved one"
             )
-        if step is None:
-            if jax.process_index() == 0:
-                for each in sorted(each for each in damaged if rank(each) > rank(steps[-1])):
-                    path, taken = self._folder / str(each), steps[-1]
-                    _log.warning(
-                        "skipped %s, which cannot be used: %s; the state of step %d is taken",
-                        *(path, damaged[each], taken),
-                    )
-            return steps[-1]
-        if step not in steps:
-            raise FileNotFoundError(
-                f"there is no checkpoint of step {step} in {self._folder}; use one of {steps}"
-            )
-        return step
+        raise FileNotFoundError(
+            f"there is no checkpoint of step {step} in {self._folder}; use one of {steps}"
+        )
 
-    def _find_changed(self, step: int) -> str | None:
+    def _find_changed(self, step: int, expected: Mapping[str, str]) -> str | None:
         """What is wrong with a file of a checkpoint; None if all are as they were written.
 
         Every process reads a part of the files, and hears of the others'.
         """
-        path = self._folder / str(step)
-        expected = _read_checksums(path)
         names = sorted(expected)
         mine = names[jax.process_index() :: jax.process_count()]
-        changed = find_changed(path, {name: expected[name] for name in mine})
+        changed = find_changed(self._folder / str(step), {name: expected[name] for name in mine})
         if jax.process_count() > 1:
             marks = multihost_utils.process_allgather(np.array([name in changed for name in names]))
             others = [name for name, mark in zip(names, marks.any(axis=0), strict=True) if mark]
@@ -412,83 +405,34 @@ def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
     return min(known, key=lambda step: (losses[step], -step), default=None)
 
 
-def newest_run(folder: Path) -> str | None:
-    """The name of the run that wrote the newest checkpoint in a folder; None if none tells."""
-    paths = (path for path in folder.glob("*") if path.name.isdecimal())
-    for path in sorted(paths, key=lambda path: int(path.name), reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            return _read_described(path)["run"]
-    return None
-
-
-def is_of_run(path: Path, run: str) -> bool:
-    """Whether a folder is a checkpoint of a run."""
+def run_of(path: Path) -> str | None:
+    """The name of the run that a folder is a checkpoint of; None if nothing tells."""
     try:
-        return _read_described(path)["run"] == run
+        return read_table(path / _DESCRIPTION, _DESCRIBED)["run"]
     except (OSError, ValueError):
-        return False
+        return None
 
 
-def _problem(path: Path, run: str | None) -> str | None:
-    """What is wrong with a checkpoint, as far as sizes tell; None if nothing is."""
-    try:
-        described = _read_described(path)
-        if described["step"] != int(path.name):
-            return f"it is the checkpoint of step {described['step']}"
-        if run is not None and described["run"] != run:
-            return f"it is of another run ({described['run']}, not {run})"
-        for found in path.rglob("*"):
-            if not found.is_dir():
-                check_file(found)
-        for name, (size, _) in _read_checksums(path).items():
-            if (found := (path / name).stat().st_size) != size:
-                return f"{name} has {found} of {size} bytes"
-    except OSError as error:
-        return f"{Path(error.filename).relative_to(path)}: {error.strerror}"
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _read_described(path: Path) -> dict[str, Any]:
+def _read_whole(path: Path, run: str | None) -> dict[str, Any]:
     """What a checkpoint says of itself.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is not what was written, or of another program.
+      OSError: a file of it cannot be read.
+      ValueError: it is not what was written, as far as sizes tell, or of another step or run.
     """
-    described = _metadata(path)["custom_metadata"]
-    if (
-        not isinstance(described, dict)
-        or not has_types(described, _DESCRIBED)
-        or not all(isinstance(text, str) for text in described["files"].values())
-    ):
-        raise ValueError("it does not say what this version of jaxpar writes")
+    described = read_table(path / _DESCRIPTION, _DESCRIBED)
+    if described["step"] != int(path.name):
+        raise ValueError(f"it is the checkpoint of step {described['step']}")
+    if run is not None and described["run"] != run:
+        raise ValueError(f"it is of another run ({described['run']}, not {run})")
+    for found in path.rglob("*"):
+        if not found.is_dir():
+            check_file(found)
+    for name, checksum in described["checksums"].items():
+        found, size = str((path / name).stat().st_size), checksum.partition(" ")[0]
+        if found != size:
+            raise ValueError(f"{name} has {found} of {size} bytes")
     return described
-
-
-def _read_checksums(path: Path) -> dict[str, Checksum]:
-    """What a checkpoint says of its files.
-
-    Raises:
-      OSError: a file of it is missing, or cannot be read.
-      ValueError: such a file is not what was written, or of another program.
-    """
-    metadata = _metadata(path)
-    content = read_table(path / _CHECKSUMS, {"files": dict, "metadata": str})
-    if content["metadata"] != digest(metadata):
-        raise ValueError(f"{METADATA} is not what was written")
-    try:
-        return {name: (int(size), str(text)) for name, (size, text) in content["files"].items()}
-    except (TypeError, ValueError):
-        raise ValueError(f"{_CHECKSUMS} is not what was written") from None
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    """What is read of what Orbax says of a checkpoint; the time of its end comes after the checksums."""
-    metadata = read_object(path / METADATA)
-    read = {name: metadata.get(name) for name in ("custom_metadata", "item_handlers")}
-    return {**read, "names": sorted(metadata.keys() - {"commit_timestamp_nsecs"})}
 
 
 @contextlib.contextmanager

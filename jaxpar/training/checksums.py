@@ -4,13 +4,14 @@ XXH3 of every 64 MiB, 128 bits. It guards against damage, not against forgery. O
 27 GB/s, CRC-32 of zlib 7 GB/s, SHA-256 of OpenSSL 2 GB/s (`benchmarks/checkpoints`).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import xxhash
 
@@ -21,31 +22,33 @@ _BUFFER_BYTES = 1 << 20
 _MOST_THREADS = 8
 _SHA256 = "sha256"
 
-# A file's size, and the hash of each of its blocks as 32 digits, one after the other.
-Checksum = tuple[int, str]
 
-
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
-    """Of files of a folder, by their names.
+def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Of files of a folder, by their names: the size, and the hash of each block as 32 digits, in a row.
 
     Raises:
       OSError: one cannot be read.
     """
-    found = {}
-    for name, checksum in _read(folder, names):
-        if isinstance(checksum, OSError):
-            raise checksum
-        found[name] = checksum
-    return found
+    known = {}
+    for name, found in _read(folder, names):
+        if isinstance(found, OSError):
+            raise found
+        known[name] = found
+    return known
 
 
-def find_changed(folder: Path, expected: Mapping[str, Checksum]) -> dict[str, str]:
+def checksum(content: bytes) -> str:
+    """The same of what is in the memory, as one block."""
+    return f"{len(content)} {xxhash.xxh3_128_hexdigest(content)}"
+
+
+def find_changed(folder: Path, expected: Mapping[str, str]) -> dict[str, str]:
     """What is wrong with files of a folder, by their names; files that are as expected are left out."""
     changed = {}
-    for name, checksum in _read(folder, expected):
-        if isinstance(checksum, OSError):
-            changed[name] = f"{name}: {checksum.strerror}"
-        elif checksum != tuple(expected[name]):
+    for name, found in _read(folder, expected):
+        if isinstance(found, OSError):
+            changed[name] = f"{name}: {found.strerror}"
+        elif found != expected[name]:
             changed[name] = f"{name} is not what was written, its checksum differs"
     return changed
 
@@ -56,17 +59,22 @@ def digest(content: Any) -> str:
 
 
 def write_table(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a table as JSON, with its own hash; the file appears whole or not at all.
+    """Writes what `sealed` makes of a table; the file appears whole or not at all.
 
     Raises:
       OSError: it cannot be written.
     """
     with whole_file(path) as file:
-        file.write_text(json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n")
+        file.write_text(sealed(content))
 
 
-def read_table(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
-    """What `write_table` wrote.
+def sealed(content: Mapping[str, Any]) -> str:
+    """A table as JSON, with its own hash."""
+    return json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n"
+
+
+def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
+    """The table that `sealed` has made the text of a file of.
 
     Args:
       types: of the values by their keys, all of which there must be.
@@ -74,37 +82,30 @@ def read_table(path: Path, types: Mapping[str, type]) -> dict[str, Any]:
       OSError: it cannot be read.
       ValueError: it is not what was written.
     """
-    content = read_object(path)
-    if content.pop(_SHA256, None) != digest(content) or not has_types(content, types):
-        raise ValueError(f"{path.name} is not what was written")
-    return content
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a file of JSON.
-
-    Raises:
-      OSError: it cannot be read.
-      ValueError: it is not what was written.
-    """
     check_file(path)
-    try:
-        return read_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path.name} is not what was written: {error}") from error
+    with contextlib.suppress(ValueError):
+        content = read_json(path.read_bytes())
+        is_whole = content.pop(_SHA256, None) == digest(content)
+        if is_whole and all(_is_a(content.get(key), kind) for key, kind in types.items()):
+            return content
+    raise ValueError(f"{path.name} is not what was written")
 
 
-def has_types(content: Mapping[str, Any], types: Mapping[str, type]) -> bool:
-    """Whether a table has these keys, with values of these types."""
-    return all(isinstance(content.get(key), kind) for key, kind in types.items())
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, and those in a table as well."""
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(
+            isinstance(each, get_args(kind)[1]) for each in value.values()
+        )
+    return isinstance(value, kind)
 
 
-def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Checksum | OSError]]:
+def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str | OSError]]:
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
         files = [(name, *_submit(threads, folder / name)) for name in names]
         for name, size, blocks in files:
             try:
-                yield name, (size, "".join(block.result() for block in blocks))
+                yield name, f"{size} {''.join(block.result() for block in blocks)}"
             except OSError as error:
                 yield name, error
 

@@ -7,7 +7,6 @@ again.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,10 +18,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jaxpar.batches import Batches
-from jaxpar.fields import check_takes
+from jaxpar.fields import check_takes, require
 from jaxpar.hosts.agree import DifferentError
+from jaxpar.setup import Setup
+from jaxpar.step import check_batch_shape
 from jaxpar.task import Task
-from jaxpar.training.checksums import digest
+from jaxpar.training.checksums import checksum, digest
 from jaxpar.training.evaluate import CheckedBatches
 
 SPLITS = ("train", "valid", "test")
@@ -30,54 +31,59 @@ REMEMBERED = 4  # batches before a checkpoint whose checksums it holds
 _MODULUS = 2**64
 
 
-def describe_data(task: Task, seed: int) -> dict[str, Any]:
+def describe_data(setup: Setup) -> dict[str, Any]:
     """What identifies a task's data, as JSON has it.
 
     `batches` are those of the task's fields and the seed, and may be compared where `settings` are equal.
 
-    Args:
-      seed: of the order of training.
     Raises:
-      ValueError: batch 0 of a split has other rows when it is read in parts, or a value that the task
-        refuses.
+      ValueError: a split has no batch, or one of another shape than the layout is for; or batch 0 has other
+        rows when it is read in parts, or a value that the task refuses.
     """
-    files = {
-        name: {"characters": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        for name, text in task.files().items()
-    }
+    task = setup.task
     names = (field.name for field in dataclasses.fields(task) if field.name != "optimizer")
     fields = {name: repr(getattr(task, name)) for name in names}
+    batches = {}
+    for split in SPLITS:
+        try:
+            batches[split] = _read_twice(setup, split)
+        except ValueError as error:
+            raise ValueError(f"split {split!r}: {error}") from error
     described = {
         "data": task.fingerprint(),
-        "files": files,
-        "settings": digest([fields, seed]),
-        "batches": {split: _read_twice(task, split, seed) for split in SPLITS},
+        "files": {name: checksum(text.encode()) for name, text in task.files().items()},
+        "settings": digest([fields, setup.train.seed]),
+        "batches": batches,
     }
     return json.loads(json.dumps(described))
 
 
-def _read_twice(task: Task, split: str, seed: int) -> str:
+def _read_twice(setup: Setup, split: str) -> str:
     """The checksum of batch 0, which is read whole and in halves."""
-    source = task.make_batches(split, seed) if split == "train" else task.make_batches(split)
-    what = f"make_batches of task {task.name}, split {split!r}"
+    task = setup.task
+    source = task.make_batches(split, *([setup.train.seed] if split == "train" else []))
+    what = f"the batch of {type(source).__name__}"
     check_takes(source.batch, ("step", "rows"), what, "write batch(self, step, rows=slice(None))")
     batches, B = CheckedBatches(task, source), source.batch_size
-    whole, halves = hash_rows(batches.batch(0), 0), 0
+    require(batches.num_windows > 0, "no batch; give more rows, or smaller batches")
+    batch = batches.batch(0)
+    check_batch_shape(setup.layout, batch)
+    whole, halves = hash_rows(batch, 0), 0
     for start, stop in ((0, B // 2), (B // 2, B)) if B > 1 else ((0, 1),):
         part = batches.batch(0, slice(start, stop))
         rows = {len(leaf) for leaf in jax.tree.leaves(part) if np.ndim(leaf)}
         if rows != {stop - start}:
             raise ValueError(
-                f"{what}: batch(0, slice({start}, {stop})) has {sorted(rows)} rows, not {stop - start}; "
+                f"batch(0, slice({start}, {stop})) has {sorted(rows)} rows, not {stop - start}; "
                 f"return these rows of the batch alone"
             )
         halves += hash_rows(part, start)
     if whole != halves % _MODULUS:
         raise ValueError(
-            f"{what}: batch(0) has other rows when it is read again in two halves; every device reads its "
-            f"own rows, and a resumed run reads batches again, so batch(step, rows) must depend on these two "
-            f"alone: instead of an iterator use arrays (jaxpar.ArrayBatches, SeriesBatches), and draw from "
-            f"np.random.default_rng([seed, step])"
+            "batch(0) has other rows when it is read again in two halves; every device reads its "
+            "own rows, and a resumed run reads batches again, so batch(step, rows) must depend on these two "
+            "alone: instead of an iterator use arrays (jaxpar.ArrayBatches, SeriesBatches), and draw from "
+            "np.random.default_rng([seed, step])"
         )
     return _as_text(whole)
 
@@ -102,21 +108,16 @@ def hash_rows(batch: Any, start: int) -> int:
     return total % _MODULUS
 
 
-class HashedBatches:
+class HashedBatches(CheckedBatches):
     """Batches that remember the checksums of the rows that this process has read last."""
 
-    def __init__(self, batches: Batches):
-        self._batches, self.batch_size = batches, batches.batch_size
+    def __init__(self, task: Task, batches: Batches):
+        super().__init__(task, batches)
         self._read: dict[int, dict[tuple[int, int], int]] = {}
 
-    @property
-    def num_windows(self) -> int:
-        """Batches of an epoch."""
-        return self._batches.num_windows
-
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
-        """See `Batches`."""
-        batch = self._batches.batch(step, rows)
+        """See `CheckedBatches`."""
+        batch = super().batch(step, rows)
         start, stop, _ = rows.indices(self.batch_size)
         self._read.setdefault(step, {})[start, stop] = hash_rows(batch, start)
         for old in sorted(self._read)[:-REMEMBERED]:
@@ -165,7 +166,7 @@ class HashedBatches:
           ValueError: the data have changed.
         """
         for step, expected in sums.items():
-            if _as_text(hash_rows(self._batches.batch(int(step)), 0)) != expected:
+            if _as_text(hash_rows(super().batch(int(step)), 0)) != expected:
                 raise ValueError(
                     f"batch {step} is not the one that {what} was trained on: the data have changed; bring "
                     f"them back, or start another run"

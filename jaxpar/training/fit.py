@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import logging
 import signal
 from collections.abc import Iterator, Mapping
@@ -19,16 +17,22 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
-from jaxpar.step import check_batch_shape
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
+from jaxpar.training.checksums import checksum
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import AS_IT_IS, CheckedBatches, evaluate, in_batches
+from jaxpar.training.evaluate import AS_IT_IS, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, format_number
-from jaxpar.training.run_folder import RunFolder, newest_run_folder, next_run_folder
+from jaxpar.training.run_folder import (
+    TASK,
+    RunFolder,
+    newest_run_folder,
+    next_run_folder,
+    texts_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -138,12 +142,11 @@ def fit(
         )
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
-    _check_evaluations(setup)
-    data = describe_data(task, train.seed)
-    texts = (folder or RunFolder(".")).texts(setup, data)  # and these?
-    batches = HashedBatches(CheckedBatches(task, task.make_batches("train", train.seed)))
+    data = describe_data(setup)
+    texts = texts_of(setup, data)  # and these?
+    batches = HashedBatches(task, task.make_batches("train", train.seed))
     is_cut_alike = resume and folder is not None and folder.check_data(data)
-    found = _what_was_found(texts, setup.parallel)
+    found = _what_was_found(data, texts, setup.parallel)
     agree(found, remedy="give all of them the same data, task and devices", last=True)
     silent = quiet or jax.process_index() > 0
     report = Report() if silent else report or ConsoleReport()
@@ -160,14 +163,14 @@ def fit(
         if profile:
             _check_profile(train.num_steps, 0 if state is None else int(state.step))
         folder, setup = stack.enter_context(
-            begin_run(folder, setup, data, resume=resume, overwrite=overwrite)
+            begin_run(folder, setup, texts, resume=resume, overwrite=overwrite)
         )
         checkpoints = stack.enter_context(folder.checkpoints(setup))
         if state is None:
             state = init_state(setup)
         audit(state)
         stack.callback(report.close)
-        run = Run(setup, batches, folder, checkpoints, report, state)
+        run = Run(setup, batches, folder, checkpoints, report, state, texts)
         try:
             first_step, losses, stopped_by = run.train(profile=profile)
             evaluations = run.finish(stopped_by)
@@ -203,7 +206,7 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
 def begin_run(
     folder: RunFolder | None,
     setup: Setup,
-    data: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str],
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -212,7 +215,7 @@ def begin_run(
 
     Args:
       folder: None takes the next number.
-      data: what identifies them; None looks at them.
+      texts: that it is continued from; see `texts_of`.
       resume: continue the run that is there.
       overwrite: remove the run that is there.
     Raises:
@@ -226,7 +229,7 @@ def begin_run(
             folder.clear()
         elif not resume:
             _check_holds_no_run(folder)  # since this process looked
-        folder.start(setup, data)
+        folder.start(texts)
 
     with folder.lock():
         in_process_0(start)
@@ -252,7 +255,7 @@ def evaluate_run(
       OSError: no run, no checkpoint, or data that cannot be read.
     """
     setup, state = folder.restore(mesh, best=best)
-    folder.check_data(describe_data(setup.task, setup.train.seed))
+    folder.check_data(describe_data(setup))
     if sizes:
         setup, state = in_batches(setup, state, **sizes)
     return [evaluate(setup, state, split, adaptation=adaptation) for split in ("valid", "test")]
@@ -266,23 +269,13 @@ def _check_holds_no_run(folder: RunFolder) -> None:
         )
 
 
-def _check_evaluations(setup: Setup) -> None:
-    """Raises for a split whose evaluation would fail, perhaps after all steps have been taken."""
-    task = setup.task  # whose data are as they are now
-    for split in ("valid", "test"):
-        try:
-            batches = CheckedBatches(task, task.make_batches(split))
-            require(batches.num_windows > 0, "no batch; give more rows, or smaller batches")
-            check_batch_shape(setup.layout, batches.batch(0))
-        except ValueError as error:
-            raise ValueError(f"split {split!r}: {error}") from error
-
-
-def _what_was_found(texts: Mapping[str, str], parallel: Parallel) -> dict[str, Any]:
+def _what_was_found(
+    data: Mapping[str, Any], texts: Mapping[str, str], parallel: Parallel
+) -> dict[str, Any]:
     """What all processes must have found alike: the data, the file of the task, the kind of their devices."""
-    found = json.loads(texts["data.json"])
-    if "task.py" in texts:
-        found["task.py"] = hashlib.sha256(texts["task.py"].encode()).hexdigest()
+    found = dict(data)
+    if TASK in texts:
+        found[TASK] = checksum(texts[TASK].encode())
     if parallel.has_equal_shares:  # others say that devices differ
         found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
     return found

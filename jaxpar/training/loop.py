@@ -42,8 +42,9 @@ class Run:
         checkpoints: Checkpoints,
         report: Report,
         state: TrainState,
+        texts: Mapping[str, str],
     ):
-        self.setup, self.batches = setup, batches
+        self.setup, self.batches, self.texts = setup, batches, texts
         self.task, self.config = setup.task, setup.train
         self.folder, self.checkpoints, self.report = folder, checkpoints, report
         self.state = state  # after the last step taken
@@ -178,7 +179,7 @@ class Run:
         )
 
     def _begin_elsewhere(self, folder: RunFolder, step: int) -> None:
-        folder.start(self.setup.replace(out_dir=str(folder)))
+        folder.start(self.texts)
         folder.take_metrics(self.folder, step)
 
     def _save(self) -> None:

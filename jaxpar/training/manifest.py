@@ -9,12 +9,10 @@ from pathlib import Path
 import xxhash
 
 from jaxpar.files import read_file
-from jaxpar.training.checksums import read_table, write_table
+from jaxpar.training.checksums import checksum, read_table, write_table
 
 NAME = "manifest.json"
 REMEDY = "bring it back from a copy"  # what a run has written
-# The size of a file and its XXH3, 128 bits; of what was there then, if lines were added since.
-_Known = tuple[int, str]
 
 
 class Manifest:
@@ -44,12 +42,14 @@ class Manifest:
         Raises:
           OSError: it cannot be written.
         """
-        known = {name: (size, self._hashes[name].hexdigest()) for name, size in self._sizes.items()}
+        known = {
+            name: f"{size} {self._hashes[name].hexdigest()}" for name, size in self._sizes.items()
+        }
         write_table(folder / NAME, {"run": self.run, "files": known})
 
 
-def read_manifest(folder: Path) -> tuple[str, dict[str, _Known]] | None:
-    """The run's name, and what it knows of its files; None if there is no such file.
+def read_manifest(folder: Path) -> tuple[str, dict[str, str]] | None:
+    """The run's name, and the checksums of its files; None if there is no such file.
 
     Raises:
       OSError: it cannot be read.
@@ -59,25 +59,23 @@ def read_manifest(folder: Path) -> tuple[str, dict[str, _Known]] | None:
     if not path.exists():
         return None
     try:
-        content = read_table(path, {"run": str, "files": dict})
-        files = {name: (int(size), str(text)) for name, (size, text) in content["files"].items()}
-    except (ValueError, TypeError):
+        content = read_table(path, {"run": str, "files": dict[str, str]})
+    except ValueError:
         raise ValueError(
             f"{path} is damaged: it is not what was written; bring it back from a copy, or remove it: then "
             f"nothing tells whether other files of the folder are as they were written"
         ) from None
-    return content["run"], files
+    return content["run"], content["files"]
 
 
-def is_changed(path: Path, known: _Known, *, grows: bool = False) -> bool:
+def is_changed(path: Path, known: str, *, grows: bool = False) -> bool:
     """Whether a file is not what it was.
 
     Args:
+      known: its checksum.
       grows: lines may have been added since.
     """
     if not path.exists():
         return True
-    content, (size, expected) = read_file(path, remedy=REMEDY), known
-    if len(content) < size or (len(content) > size and not grows):
-        return True
-    return xxhash.xxh3_128_hexdigest(content[:size]) != expected
+    content, size = read_file(path, remedy=REMEDY), known.partition(" ")[0]
+    return checksum(content[: int(size)] if grows and size.isdecimal() else content) != known

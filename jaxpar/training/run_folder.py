@@ -17,7 +17,6 @@ checkpoint has checksums of its own.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import os
@@ -29,15 +28,14 @@ from typing import Any
 import jax
 
 from jaxpar.config_file import read_config, read_toml, to_toml
-from jaxpar.fields import leaves_of
+from jaxpar.fields import leaves_of, require
 from jaxpar.files import read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, averaged
 from jaxpar.task import Settings, spec_of
-from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, is_of_run, newest_run
-from jaxpar.training.checksums import has_types
-from jaxpar.training.fingerprint import describe_data
+from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, run_of
+from jaxpar.training.checksums import checksum, read_table, sealed
 from jaxpar.training.lock import FolderLock
 from jaxpar.training.manifest import NAME as MANIFEST
 from jaxpar.training.manifest import REMEDY, Manifest, is_changed, read_manifest
@@ -45,6 +43,8 @@ from jaxpar.training.manifest import REMEDY, Manifest, is_changed, read_manifest
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 _NAMED = 3  # differences that a message names
 _OF_SETTINGS = ("settings", "batches")  # in data.json: what depends on the settings
+CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
+_OWN = (CONFIG, DATA, TASK, MANIFEST, "metrics.jsonl", "checkpoints", "profile")
 
 _log = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class RunFolder:
     def __init__(self, path: str | Path):
         refuse_address("folder", path)
         self.path = Path(path).expanduser()
-        self.config_path = self.path / "config.toml"
-        self.data_path = self.path / "data.json"
-        self.task_path = self.path / "task.py"
+        self.config_path = self.path / CONFIG
+        self.data_path = self.path / DATA
+        self.task_path = self.path / TASK
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
@@ -187,8 +187,10 @@ class RunFolder:
         Raises:
           ValueError: the manifest is damaged.
         """
-        manifest = read_manifest(self.path)
-        return newest_run(self.checkpoints_path) if manifest is None else manifest[0]
+        if (manifest := read_manifest(self.path)) is not None:
+            return manifest[0]
+        runs = map(run_of, reversed(_numbered(self.checkpoints_path)))
+        return next(filter(None, runs), None)
 
     def check_links(self) -> None:
         """Nothing, if a run in the folder writes and deletes nowhere else.
@@ -209,7 +211,7 @@ class RunFolder:
             return
         run = self.find_run()
         for path in sorted(self.checkpoints_path.iterdir()):
-            if path.name.isdecimal() and not (run and is_of_run(path, run)):
+            if path.name.isdecimal() and (run is None or run_of(path) != run):
                 raise ValueError(
                     f"{self.checkpoints_path} is a link to {os.readlink(self.checkpoints_path)}, where "
                     f"{path.name} is no checkpoint of this run; link to an empty folder, or to this run's own"
@@ -242,35 +244,26 @@ class RunFolder:
         if name not in files:
             raise ValueError(f"the run in {self} keeps no {name}")
         content = read_file(self.path / name, remedy=REMEDY)
-        if hashlib.sha256(content).hexdigest() != files[name]["sha256"]:
-            raise _damaged(self.path / name)
+        if checksum(content) != files[name]:
+            raise ValueError(f"{self.path / name} is damaged: it is not what was written; {REMEDY}")
         return content.decode()
 
     def _data(self) -> dict[str, Any]:
         """What the run has written of its data."""
-        content, manifest = read_file(self.data_path, remedy=REMEDY), read_manifest(self.path)
-        known = manifest and manifest[1].get(self.data_path.name)
+        types = {"data": dict, "files": dict[str, str], "settings": str, "batches": dict}
         try:
-            data = read_json(content)
-        except ValueError:
-            raise _damaged(self.data_path) from None
-        types = {"data": dict, "files": dict, "settings": str, "batches": dict}
-        if manifest is None and not types.keys() <= data.keys():
+            data = read_table(self.data_path, types)
+            require(all(name == Path(name).name for name in data["files"]), "a file is elsewhere")
+            return data
+        except OSError as error:
+            raise type(error)(
+                f"cannot read {self.data_path}: {error.strerror}; {REMEDY}"
+            ) from error
+        except ValueError as error:
             raise ValueError(
-                f"the run in {self} is of an older version of jaxpar: its {self.data_path.name} is another; "
-                f"use it with that version, or begin a new one"
-            )
-        of_files = {"characters": int, "sha256": str}
-        if (
-            (known and is_changed(self.data_path, known))
-            or not has_types(data, types)
-            or not all(
-                name == Path(name).name and isinstance(file, dict) and has_types(file, of_files)
-                for name, file in data["files"].items()
-            )
-        ):
-            raise _damaged(self.data_path)
-        return data
+                f"{self.data_path} is damaged: it is not what was written; {REMEDY} (a run of another "
+                f"version of jaxpar needs that version)"
+            ) from error
 
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
@@ -319,16 +312,14 @@ class RunFolder:
             )
         return is_cut_alike
 
-    def start(self, setup: Setup, data: Mapping[str, Any] | None = None) -> None:
+    def start(self, texts: Mapping[str, str]) -> None:
         """Makes the folder and writes what a run can be continued from; the settings come last.
 
         Args:
-          data: as of `describe_data`; None looks at them.
+          texts: as of `texts_of`.
         Raises:
           OSError: it cannot be written.
-          ValueError: as of `texts`.
         """
-        texts = self.texts(setup, data)
         self._make()
         self._manifest = Manifest(self.find_run())
         self._append("")
@@ -351,29 +342,6 @@ class RunFolder:
             file.write_bytes(text.encode())
         self._manifest.put(path.name, text.encode())
 
-    def texts(self, setup: Setup, data: Mapping[str, Any] | None = None) -> dict[str, str]:
-        """What `start` writes, by the names of files.
-
-        Raises:
-          ValueError: a setting cannot be written, or a file of the task has a name that is taken.
-        """
-        task, train = setup.task, setup.train
-        texts = dict(task.files())
-        for name in texts:
-            if name != Path(name).name or name in {path.name for path in self._own_paths()}:
-                raise ValueError(
-                    f"the task keeps a file {name!r}, which is a name of the run's own or a path; use another"
-                )
-        if source := _file_of(spec_of(task)):
-            texts[self.task_path.name] = source.read_bytes().decode()
-        data = describe_data(task, train.seed) if data is None else data
-        texts[self.data_path.name] = json.dumps(data, indent=1) + "\n"
-        # The folder knows where it is, wherever it will be copied.
-        train = dataclasses.replace(train, out_dir=task.train.out_dir)
-        settings = Settings(task, setup.parallel, train)
-        texts[self.config_path.name] = to_toml(settings, num_simulated())
-        return texts
-
     def clear(self) -> None:
         """Removes the files of a run, and no others. A link stays; where it leads, this run's checkpoints go.
 
@@ -391,7 +359,8 @@ class RunFolder:
         for path in (*self._own_paths(), *(self.path / Path(name).name for name in kept)):
             if path.is_symlink() and path.is_dir():
                 for inner in filter(Path.is_dir, path.iterdir()):
-                    if CHECKPOINT_NAMES.fullmatch(inner.name) and run and is_of_run(inner, run):
+                    is_own = run is not None and run_of(inner) == run
+                    if is_own and CHECKPOINT_NAMES.fullmatch(inner.name):
                         shutil.rmtree(inner)
             elif path.is_dir():
                 shutil.rmtree(path)
@@ -399,8 +368,7 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def _own_paths(self) -> Iterator[Path]:
-        yield from (self.config_path, self.data_path, self.task_path, self.metrics_path)
-        yield from (self.checkpoints_path, self.profile_path, self.path / MANIFEST)
+        yield from (self.path / name for name in _OWN)
         yield from self.path.glob("metrics.before-*.jsonl")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
@@ -471,6 +439,30 @@ class RunFolder:
         return "".join(json.dumps(line) + "\n" for line in kept)
 
 
+def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
+    """What a run can be continued from, by the names of files.
+
+    Args:
+      data: as of `describe_data`.
+    Raises:
+      ValueError: a setting cannot be written, or a file of the task has a name that is taken.
+    """
+    task = setup.task
+    texts = dict(task.files())
+    for name in texts:
+        if name != Path(name).name or name in _OWN:
+            raise ValueError(
+                f"the task keeps a file {name!r}, which is a name of the run's own or a path; use another"
+            )
+    if source := _file_of(spec_of(task)):
+        texts[TASK] = source.read_bytes().decode()
+    texts[DATA] = sealed(data)
+    # The folder knows where it is, wherever it will be copied.
+    train = dataclasses.replace(setup.train, out_dir=task.train.out_dir)
+    texts[CONFIG] = to_toml(Settings(task, setup.parallel, train), num_simulated())
+    return texts
+
+
 def next_run_folder(root: Path = ROOT) -> RunFolder:
     """A new folder, made here: runs/0001, runs/0002, ... No two processes get the same."""
     root.mkdir(parents=True, exist_ok=True)
@@ -510,10 +502,6 @@ def _numbered(root: Path) -> list[Path]:
 def _known_runs(root: Path) -> str:
     names = [str(path) for path in _numbered(root) if RunFolder(path).holds_run]
     return f"; there are {', '.join(names[-3:])}" if names else ""
-
-
-def _damaged(path: Path) -> ValueError:
-    return ValueError(f"{path} is damaged: it is not what was written; bring it back from a copy")
 
 
 def _from_line(content: bytes) -> dict[str, Any] | None:

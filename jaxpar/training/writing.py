@@ -28,10 +28,8 @@ from jaxpar.hosts.agree import SharedError, Together
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
     from orbax import checkpoint as orbax
 
-METADATA, HALF_WRITTEN = (
-    "_CHECKPOINT_METADATA",
-    ".orbax-checkpoint-tmp",
-)  # by these names Orbax knows them
+# By these names Orbax knows them.
+_METADATA, HALF_WRITTEN = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp"
 _ARRAYS = "state"
 _MIN_PART_BYTES = 2**20
 
@@ -44,7 +42,6 @@ class Writing:
     Args:
       path: its folder, once it is whole.
       arrays: nested tables of arrays; may be donated afterwards.
-      metadata: stored beside them, as JSON.
       together: how the processes keep pace; all of them do the same.
       seal: called in process 0 when all is written, with the folder, before that gets its name.
       clean_up: called in process 0 after that.
@@ -57,14 +54,13 @@ class Writing:
         self,
         path: Path,
         arrays: Mapping[str, Any],
-        metadata: Mapping[str, Any],
         *,
         together: Together,
         seal: Callable[[Path], None],
         clean_up: Callable[[], None],
         on_failure: Callable[[], None],
     ):
-        self._path, self._metadata, self._together = path, metadata, together
+        self._path, self._together = path, together
         self._seal, self._clean_up, self._on_failure = seal, clean_up, on_failure
         self._partial = path.with_name(f"{path.name}{HALF_WRITTEN}-{next(_attempts)}")
         self._is_first, self._error = jax.process_index() == 0, None
@@ -136,9 +132,8 @@ class Writing:
         described = {
             "item_handlers": {_ARRAYS: f"{reader.__module__}.{reader.__qualname__}"},
             "commit_timestamp_nsecs": time.time_ns(),
-            "custom_metadata": self._metadata,
         }
-        (self._partial / METADATA).write_text(json.dumps(described), encoding="utf-8")
+        (self._partial / _METADATA).write_text(json.dumps(described), encoding="utf-8")
         self._seal(self._partial)
         self._partial.rename(self._path)
         self._clean_up()

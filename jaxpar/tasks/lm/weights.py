@@ -40,8 +40,9 @@ from jaxpar.tasks.lm.options import NAMES
 from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
+from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.fit import begin_run, choose_folder
-from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.run_folder import RunFolder, texts_of
 
 # In the metadata of a file: a JSON list, and the hash of it and of the tensors.
 WORDS, SHA256 = "words", "jaxpar_sha256"
@@ -174,7 +175,10 @@ def import_weights(
     )
     setup = Setup.of(task, parallel, train)
     with (
-        begin_run(folder, setup, overwrite=overwrite) as (folder, setup),
+        begin_run(folder, setup, texts_of(setup, describe_data(setup)), overwrite=overwrite) as (
+            folder,
+            setup,
+        ),
         folder.checkpoints(setup) as checkpoints,
     ):
         checkpoints.save(with_parameters(init_state(setup), setup.layout, arrays))
