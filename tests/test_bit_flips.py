@@ -20,7 +20,8 @@ from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.task import find_task
-from jaxpar.tasks.lm.run import open_run
+from jaxpar.tasks.lm.corpus import Vocabulary
+from jaxpar.tasks.lm.task import VOCABULARY
 from jaxpar.tasks.lm.weights import export_weights, read_weights
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
@@ -76,7 +77,7 @@ READERS = {
     "earlier state": lambda path: earlier_state(RunFolder(path)),
     "best": lambda path: arrays(RunFolder(path).restore(best=True)[1]),
     "metrics": lambda path: (RunFolder(path).check(), RunFolder(path).metrics())[1],
-    "vocabulary": lambda path: open_run(path)[1],
+    "vocabulary": lambda path: Vocabulary.from_json(RunFolder(path).read(VOCABULARY)),
     "weights": lambda path: vars(read_weights(path / "model.safetensors")),
 }
 

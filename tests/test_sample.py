@@ -10,7 +10,8 @@ import pytest
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
 from jaxpar.tasks.lm.corpus import EOS
-from jaxpar.tasks.lm.sampling import sample, sample_text, sample_tokens
+from jaxpar.tasks.lm.loaded import sample
+from jaxpar.tasks.lm.sampling import sample_text, sample_tokens
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.fit import fit
 

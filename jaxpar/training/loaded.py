@@ -5,7 +5,7 @@ import functools
 import importlib
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from flax import nnx
 
@@ -31,11 +31,6 @@ class LoadedRun:
     folder: RunFolder
     setup: Setup
     state: TrainState
-
-    @classmethod
-    def of(cls, folder: RunFolder, setup: Setup, state: TrainState) -> Self:
-        """The run with what is read from its folder besides."""
-        return cls(folder, setup, state)
 
     def __repr__(self) -> str:
         return (
@@ -91,4 +86,4 @@ def load_run(
     folder = RunFolder(Path(run_dir))
     setup, state = folder.restore(mesh, best=best)
     module, _, name = setup.task.run_class.partition(":")
-    return getattr(importlib.import_module(module), name).of(folder, setup, state)
+    return getattr(importlib.import_module(module), name)(folder, setup, state)

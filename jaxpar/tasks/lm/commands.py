@@ -30,7 +30,7 @@ class Sample(TrainedOptions):
 
     def run(self) -> int:
         """The exit code, 0."""
-        from jaxpar.tasks.lm.sampling import sample
+        from jaxpar.tasks.lm.loaded import sample
 
         text = sample(
             self.run_dir,

@@ -3,34 +3,31 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Self
+from os import PathLike
 
 import jax
 import numpy as np
 
-from jaxpar.setup import Setup
-from jaxpar.state import TrainState
+from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.task import spec_of
 from jaxpar.tasks.lm.corpus import Vocabulary
-from jaxpar.tasks.lm.run import read_vocabulary
 from jaxpar.tasks.lm.sampling import read_prompt, sample_text
-from jaxpar.training.loaded import LoadedRun
-from jaxpar.training.run_folder import RunFolder
+from jaxpar.tasks.lm.task import VOCABULARY
+from jaxpar.training.loaded import LoadedRun, load_run
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TextRun(LoadedRun):
     """As `LoadedRun`, with the vocabulary that the run keeps."""
 
-    vocabulary: Vocabulary
-
-    @classmethod
-    def of(cls, folder: RunFolder, setup: Setup, state: TrainState) -> Self:
-        """The run with its vocabulary.
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """As the run keeps it.
 
         Raises:
           ValueError, OSError: it is damaged, or cannot be read.
         """
-        return cls(folder, setup, state, read_vocabulary(folder))
+        return Vocabulary.from_json(self.folder.read(VOCABULARY))
 
     def logits(self, text: str) -> np.ndarray:
         """What the model expects after each token of a text, read from the start of a line.
@@ -56,6 +53,50 @@ class TextRun(LoadedRun):
     def sample(
         self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
     ) -> str:
-        """A text that begins with the prompt; see `sampling.sample`."""
+        """A text that begins with the prompt; see `sample`."""
         numbers = {"length": length, "temperature": temperature, "seed": seed}
         return sample_text(self.setup, self.state, self.vocabulary, prompt, **numbers)
+
+
+def load_text_run(
+    run_dir: str | PathLike[str], mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
+) -> TextRun:
+    """As `load_run`, of a language model.
+
+    Raises:
+      ValueError, OSError: as of `load_run`, or the run is of another task.
+    """
+    run = load_run(run_dir, mesh, best=best)
+    if not isinstance(run, TextRun):
+        raise ValueError(
+            f"the run in {run_dir} is of the task {spec_of(run.setup.task)}; give one of the task lm, or "
+            f"look at this one in Python: jaxpar.load_run({str(run_dir)!r}).params"
+        )
+    return run
+
+
+def sample(
+    run_dir: str | PathLike[str],
+    prompt: str = "",
+    *,
+    length: int = 50,
+    temperature: float = 1.0,
+    seed: int = 0,
+    mesh: MeshConfig = ONE_DEVICE,
+    best: bool = False,
+) -> str:
+    """A text that begins with the prompt and continues as the model of a run would.
+
+    Args:
+      run_dir: the folder that `fit` wrote.
+      prompt: words of the run's vocabulary; the model reads it as the start of a line.
+      length: tokens to add.
+      temperature: logits are divided by it; 0 takes the likeliest token every time.
+      seed: the same seed gives the same text.
+      best: use the state with the lowest validation loss, not the newest.
+    Raises:
+      ValueError: a word is outside the vocabulary, or a number is out of range.
+      FileNotFoundError: no run, or no checkpoint in it.
+    """
+    run = load_text_run(run_dir, mesh, best=best)
+    return run.sample(prompt, length=length, temperature=temperature, seed=seed)

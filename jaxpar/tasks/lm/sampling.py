@@ -1,50 +1,16 @@
 """Text from a trained model, token by token from the carried state."""
 
 import math
-from os import PathLike
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.tasks.lm.corpus import EOS, Vocabulary, check_tokens
-from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM
-
-
-def sample(
-    run_dir: str | PathLike[str],
-    prompt: str = "",
-    *,
-    length: int = 50,
-    temperature: float = 1.0,
-    seed: int = 0,
-    mesh: MeshConfig = ONE_DEVICE,
-    best: bool = False,
-) -> str:
-    """A text that begins with the prompt and continues as the model of a run would.
-
-    Args:
-      run_dir: the folder that `fit` wrote.
-      prompt: words of the run's vocabulary; the model reads it as the start of a line.
-      length: tokens to add.
-      temperature: logits are divided by it; 0 takes the likeliest token every time.
-      seed: the same seed gives the same text.
-      best: use the state with the lowest validation loss, not the newest.
-    Raises:
-      ValueError: a word is outside the vocabulary, or a number is out of range.
-      FileNotFoundError: no run, or no checkpoint in it.
-    """
-    folder, vocabulary = open_run(run_dir)
-    tokens = read_prompt(vocabulary, prompt)
-    _check_numbers(len(tokens), length, temperature, seed)
-    setup, state = folder.restore(mesh, best=best)
-    numbers = {"length": length, "temperature": temperature, "seed": seed}
-    return sample_text(setup, state, vocabulary, prompt, **numbers)
 
 
 def sample_text(
@@ -54,9 +20,11 @@ def sample_text(
     prompt: str,
     **numbers: Any,
 ) -> str:
-    """As `sample`, of a state.
+    """A text that begins with the prompt and continues as the model would.
 
     Args:
+      setup: that the state was made with.
+      prompt: words of the vocabulary; the model reads it as the start of a line.
       numbers: `length`, `temperature` and `seed`, as of `sample_tokens`.
     """
     assert isinstance(setup.task, LM)

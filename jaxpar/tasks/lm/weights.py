@@ -36,8 +36,8 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
+from jaxpar.tasks.lm.loaded import load_text_run
 from jaxpar.tasks.lm.options import NAMES
-from jaxpar.tasks.lm.run import open_run
 from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fingerprint import describe_data
@@ -98,24 +98,21 @@ def export_weights(
     """
     if num_biases not in (1, 2):
         raise ValueError(f"num_biases={num_biases}: use 2, as torch.nn.LSTM has, or 1")
-    folder, vocabulary = open_run(run_dir)
-    task = folder.settings().task
+    run = load_text_run(run_dir, mesh, best=best)
+    task = run.setup.task
     assert isinstance(task, LM)
     _check_layer(task.layer)
     if task.layer == "gru" and num_biases == 1:
         raise ValueError(
             "num_biases=1: a GRU has a bias of its own for the state; use 2, as torch.nn.GRU has"
         )
-    setup, state = folder.restore(mesh, best=best)
-    task = setup.task
-    assert isinstance(task, LM)
     arrays = {
         name.removeprefix("params/"): np.asarray(array)
-        for name, array in by_layer(state, setup.layout).items()
+        for name, array in by_layer(run.state, run.setup.layout).items()
         if name.startswith("params/")
     }
     tensors = to_torch(arrays, task, num_biases)
-    words = json.dumps(vocabulary.words)
+    words = json.dumps(run.vocabulary.words)
     metadata = {"format": "pt", WORDS: words, SHA256: _sha256(tensors, words)}
     with whole_file(Path(path).expanduser()) as file:
         safetensors.numpy.save_file(tensors, file, metadata)
