@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from flax import nnx
@@ -83,7 +82,7 @@ def load_run(
       OSError: there is no run, no checkpoint in it, or the file of its task is gone.
     """
     mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
-    folder = RunFolder(Path(run_dir))
+    folder = RunFolder(run_dir)
     setup, state = folder.restore(mesh, best=best)
     module, _, name = setup.task.run_class.partition(":")
     return getattr(importlib.import_module(module), name)(folder, setup, state)

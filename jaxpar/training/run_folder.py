@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 class RunFolder:
     """A run's folder by its path; nothing is read or written until a method is called."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | os.PathLike[str]):
         refuse_address("folder", path)
         self.path = Path(path).expanduser()
         self.config_path = self.path / CONFIG

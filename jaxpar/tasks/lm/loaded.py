@@ -12,8 +12,9 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
 from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.sampling import read_prompt, sample_text
-from jaxpar.tasks.lm.task import VOCABULARY
+from jaxpar.tasks.lm.task import LM, VOCABULARY
 from jaxpar.training.loaded import LoadedRun, load_run
+from jaxpar.training.run_folder import RunFolder
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,12 +67,14 @@ def load_text_run(
     Raises:
       ValueError, OSError: as of `load_run`, or the run is of another task.
     """
-    run = load_run(run_dir, mesh, best=best)
-    if not isinstance(run, TextRun):
+    task = RunFolder(run_dir).settings().task
+    if not isinstance(task, LM):
         raise ValueError(
-            f"the run in {run_dir} is of the task {spec_of(run.setup.task)}; give one of the task lm, or "
-            f"look at this one in Python: jaxpar.load_run({str(run_dir)!r}).params"
+            f"the run in {run_dir} is of the task {spec_of(task)}; give one of the task lm, or look "
+            f"at this one in Python: jaxpar.load_run({str(run_dir)!r}).params"
         )
+    run = load_run(run_dir, mesh, best=best)
+    assert isinstance(run, TextRun)
     return run
 
 
