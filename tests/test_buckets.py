@@ -24,8 +24,8 @@ PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of sentences up to 64 step
 
 def numbered(sizes) -> Sentences:
     """Sentences of these numbers of tokens; a token is its own position, so that it tells its place."""
-    positions = np.arange(sum(sizes))
-    return Sentences.join(np.split(positions, np.cumsum(sizes)[:-1]))
+    starts = np.cumsum(sizes) - sizes
+    return Sentences(np.arange(sum(sizes)), starts, np.maximum(np.array(sizes) - 1, 0))
 
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=60).filter(lambda sizes: max(sizes) > 1)
@@ -235,15 +235,6 @@ def test_splitting_a_text_loses_no_target(tokens):
     assert all(tokens[start] == 0 for start in sentences.starts_S[1:])  # and begins the next
 
 
-@hypothesis.given(SIZES)
-def test_joined_sentences_are_those_of_the_list(sizes):
-    arrays = [np.arange(size) + 7 for size in sizes]
-    sentences = Sentences.join(arrays)
-    for array, start, length in zip(arrays, *sentences[1:], strict=True):
-        assert length == max(len(array) - 1, 0)
-        np.testing.assert_array_equal(sentences.tokens[start : start + len(array)], array)
-
-
 # Edges and padding.
 
 
@@ -388,13 +379,6 @@ def test_arguments_out_of_range(changes, message):
 def test_texts_that_do_not_split(tokens, message):
     with pytest.raises(ValueError, match=message):
         Sentences.split(tokens, separator=0)
-
-
-def test_lists_that_do_not_join():
-    with pytest.raises(ValueError, match="a list of 0 sentences"):
-        Sentences.join([])
-    with pytest.raises(ValueError, match="token -2 at position 3 is negative"):
-        Sentences.join([np.array([1, 2]), np.array([3, -2])])
 
 
 def test_steps_and_shardings_that_do_not_fit():

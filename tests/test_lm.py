@@ -186,8 +186,8 @@ def test_what_identifies_the_text_and_what_is_kept_of_it(text, tmp_path):
     assert list(kept) == ["vocabulary.json"]
     assert Vocabulary.load(tmp_path / "vocabulary.json") == task.read_text().vocabulary
     found = task.fingerprint()
-    assert {split: part["tokens"] for split, part in found.items()} == {
-        "train": 1400, "valid": 70, "test": 70,
+    assert {split: part["array"] for split, part in found.items()} == {
+        "train": "int32[1400]", "valid": "int32[70]", "test": "int32[70]",
     }  # fmt: skip
     assert found["valid"] == found["test"] != found["train"]
     assert json.loads(json.dumps(found)) == found

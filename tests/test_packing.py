@@ -100,7 +100,7 @@ def test_epochs_and_seeds_differ_and_lines_of_one_length_change_places():
 
 def test_sentences_are_packed_with_their_targets():
     tokens = np.arange(1, 30)
-    sentences = Sentences.join(np.split(tokens, [4, 6, 17, 18]))
+    sentences = Sentences(tokens, np.array([0, 4, 6, 17, 18]), np.array([3, 1, 10, 0, 10]))
     lines = PackedSentences(sentences, 2, 5, seed=3)
     batches = [lines.batch(step) for step in range(lines.num_windows)]
     targets = np.concatenate([batch.targets_BT.ravel() for batch in batches])

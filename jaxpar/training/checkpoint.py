@@ -33,6 +33,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 
 from jaxpar.files import check_file
@@ -127,9 +128,9 @@ class Checkpoints:
           ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
         """
-        self._wait()
+        self.close()
         step = int(state.step)
-        arrays = _nest(by_layer(state, self._setup.layout))
+        arrays = unflatten_dict(by_layer(state, self._setup.layout), sep="/")
         self._saving_step = step
         if not self._is_tidy:
             _leave_out_late_writes()
@@ -164,7 +165,7 @@ class Checkpoints:
         Raises:
           OSError: that save failed.
         """
-        self._wait()
+        self.close()
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
@@ -197,7 +198,7 @@ class Checkpoints:
             _check_chunks(stored)
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
         with _reading_in_words(path):
-            arrays = _flatten(orbax.load(str(path), _nest(abstract)))
+            arrays = _flatten(orbax.load(str(path), unflatten_dict(abstract, sep="/")))
         return from_layers(target, self._setup.layout, arrays)
 
     def described(self, step: int) -> dict[str, Any]:
@@ -245,14 +246,6 @@ class Checkpoints:
         files = checksums(path, sorted(names))
         write_table(path / _DESCRIPTION, {**described, "checksums": files})
 
-    def close(self) -> None:
-        """Waits for the save that is still running.
-
-        Raises:
-          OSError: it failed.
-        """
-        self._wait()
-
     def _delete_old(self) -> None:
         """Deletes whole checkpoints that are neither among the newest nor the best."""
         steps, losses = self.steps(), self.losses if self._keep_best else {}
@@ -261,7 +254,12 @@ class Checkpoints:
             half = path.rename(path.with_name(f"{step}{HALF_WRITTEN}"))  # if this is killed here
             shutil.rmtree(half)
 
-    def _wait(self) -> None:
+    def close(self) -> None:
+        """Waits for the save that is still running.
+
+        Raises:
+          OSError: it failed.
+        """
         saving, self._saving = self._saving, None
         if saving is not None:
             with self._failing_in_words():
@@ -321,7 +319,7 @@ class Checkpoints:
             # That of a damaged one may not be known: it may have been the best.
             return (-losses.get(step, -math.inf) if best else 0.0), step
 
-        self._wait()
+        self.close()
         (whole, damaged), losses = self._examine(), {}
         if best:
             losses = {s: loss for s, loss in self.stored_losses().items() if math.isfinite(loss)}
@@ -549,18 +547,6 @@ def _check_arrays(
             f"{path}: {name} is {stored.get(name, 'not there')}, the task needs "
             f"{needed.get(name, 'no such array')}; use model and jaxpar as they were, {_ELSEWHERE}"
         )
-
-
-def _nest(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"a/b": x}` -> `{"a": {"b": x}}`."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = array
-    return tree
 
 
 def _flatten(tree: Any) -> dict[str, Any]:

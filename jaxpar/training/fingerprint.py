@@ -88,6 +88,12 @@ def _read_twice(setup: Setup, split: str) -> str:
     return _as_text(whole)
 
 
+def describe_array(array: np.ndarray) -> dict[str, Any]:
+    """What a task's `fingerprint` may say of an array: shape, type and checksum."""
+    known = f"{array.dtype}{list(array.shape)}"
+    return {"array": known, "checksum": checksum(np.ascontiguousarray(array).tobytes())}
+
+
 def hash_rows(batch: Any, start: int) -> int:
     """A checksum below 2**64; those of all parts of a batch add up to that of the whole.
 

@@ -3,6 +3,7 @@
 A run knows what it has written, and reads no file again: damage on a disk is not taken for its own writing.
 """
 
+import collections
 import uuid
 from pathlib import Path
 
@@ -24,8 +25,8 @@ class Manifest:
 
     def __init__(self, run: str | None = None):
         self.run = run or uuid.uuid4().hex[:16]
-        self._sizes: dict[str, int] = {}
-        self._hashes: dict[str, xxhash.xxh3_128] = {}
+        self._sizes = collections.Counter[str]()
+        self._hashes = collections.defaultdict[str, xxhash.xxh3_128](xxhash.xxh3_128)
 
     def put(self, name: str, content: bytes) -> None:
         """Notes a file that was written anew."""
@@ -33,8 +34,8 @@ class Manifest:
 
     def extend(self, name: str, content: bytes) -> None:
         """Notes what was added to a file."""
-        self._sizes[name] = self._sizes.get(name, 0) + len(content)
-        self._hashes.setdefault(name, xxhash.xxh3_128()).update(content)
+        self._sizes[name] += len(content)
+        self._hashes[name].update(content)
 
     def write(self, folder: Path) -> None:
         """Writes the file.

@@ -191,14 +191,11 @@ class Images(Task):
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Number and checksum of the images of each split."""
-        import hashlib
-
+        """Number and checksum of the images of each split, and of their labels."""
         from jaxpar.tasks.images.digits import load_digits
-        from jaxpar.tasks.images.model import IMAGE, LABEL
+        from jaxpar.training.fingerprint import describe_array
 
-        def of_split(arrays: "Mapping[str, np.ndarray]") -> dict[str, Any]:
-            content = arrays[IMAGE].astype("<f4").tobytes() + arrays[LABEL].astype("<i4").tobytes()
-            return {"images": len(arrays[LABEL]), "sha256": hashlib.sha256(content).hexdigest()}
-
-        return {split: of_split(arrays) for split, arrays in load_digits().items()}
+        return {
+            split: {name: describe_array(array) for name, array in arrays.items()}
+            for split, arrays in load_digits().items()
+        }

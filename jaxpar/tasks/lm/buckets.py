@@ -31,7 +31,7 @@ from jaxpar.tasks.lm.streams import TextReader, check_text
 
 
 class Sentences(NamedTuple):
-    """Sentences as places in one text. Made by `split` from a text, by `join` from a list.
+    """Sentences as places in one text.
 
     Attributes:
       tokens: integers [tokens], 0 or more.
@@ -67,20 +67,6 @@ class Sentences(NamedTuple):
             )
         bounds = np.unique(np.concatenate([[0], separators, [len(tokens) - 1]]))
         return cls(tokens, starts_S=bounds[:-1], lengths_S=np.diff(bounds))
-
-    @classmethod
-    def join(cls, sentences: Sequence[np.ndarray]) -> Sentences:
-        """Sentences from a list of integer arrays [tokens of the sentence].
-
-        Raises:
-          ValueError: the list is empty, or an array is not token ids.
-        """
-        if not len(sentences):
-            raise ValueError("a list of 0 sentences has no batch; give one or more")
-        tokens = np.concatenate(sentences)
-        check_text(tokens)
-        sizes_S = np.array([len(sentence) for sentence in sentences])
-        return cls(tokens, np.cumsum(sizes_S) - sizes_S, np.maximum(sizes_S - 1, 0))
 
 
 def choose_edges(
@@ -162,7 +148,7 @@ class BucketedSentences(TextReader):
     the state of what came before. A sentence without a target (fewer than 2 tokens) is left out.
 
     Args:
-      sentences: from `Sentences.split` or `Sentences.join`.
+      sentences: such as `Sentences.split` gives.
       batch_size: B, over all processes.
       edges: the time steps of each bucket, increasing; see `choose_edges`.
       seed: None for evaluation.
@@ -259,7 +245,7 @@ class PackedSentences(TextReader, Packing):
     """The batches of sentences, each read from the initial state; see `data.packed.Packing`.
 
     Args:
-      sentences: from `Sentences.split` or `Sentences.join`.
+      sentences: such as `Sentences.split` gives.
       batch_size: B, over all processes.
       seq_len: T, the steps of a window.
       seed: None for evaluation.

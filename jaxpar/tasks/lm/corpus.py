@@ -513,21 +513,16 @@ def _user_texts(name: str) -> dict[str, str]:
         )
     if path.is_dir():
         return {split: _read_text(file) for split, file in _split_files(path).items()}
-    text = _read_text(path)
-    num_lines = text.count("\n")
+    lines = [f"{line}\n" for line in _read_text(path).removesuffix("\n").split("\n")]
+    num_lines = len(lines)
     if num_lines < 3:
         raise ValueError(
             f"{path} is too short: {num_lines} lines do not split into train, valid and test; give "
             f"3 or more (better 20), or a folder with {', '.join(map('{}.txt'.format, SPLITS))}"
         )
-    held_out, starts = max(1, num_lines // 20), [len(text)]
-    for _ in range(2):  # test, and valid before it
-        start = starts[0]
-        for _ in range(held_out):
-            start = text.rfind("\n", 0, start - 1) + 1
-        starts.insert(0, start)
-    ends = itertools.pairwise([0, *starts])
-    texts = {split: text[a:b] for split, (a, b) in zip(SPLITS, ends, strict=True)}
+    held_out = max(1, num_lines // 20)
+    ends = itertools.pairwise([0, num_lines - 2 * held_out, num_lines - held_out, num_lines])
+    texts = {split: "".join(lines[a:b]) for split, (a, b) in zip(SPLITS, ends, strict=True)}
     if empty := [split for split in SPLITS if not texts[split].strip()]:
         raise ValueError(
             f"{path} leaves {empty[0]} empty: of its {num_lines} lines, the last {held_out} are "

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
-    from jaxpar.batches import Batches
     from jaxpar.tasks.lm.buckets import BucketedSentences, PackedSentences
     from jaxpar.tasks.lm.corpus import Corpus
     from jaxpar.tasks.lm.model import LanguageModel
@@ -247,7 +246,9 @@ class LM(Task):
         own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
         return functools.partial(kind, **own)
 
-    def make_batches(self, split: str, seed: int | None = None) -> "Batches":
+    def make_batches(
+        self, split: str, seed: int | None = None
+    ) -> "TokenStreams | BucketedSentences | PackedSentences":
         """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
@@ -390,8 +391,8 @@ class LM(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Text, vocabulary and batches."""
-        from jaxpar.tasks.lm.buckets import BucketedSentences, PackedSentences
         from jaxpar.tasks.lm.corpus import SPLITS
+        from jaxpar.tasks.lm.streams import TokenStreams
 
         corpus = self.read_text()
         words, sizes = len(corpus.vocabulary), [len(getattr(corpus, split)) for split in SPLITS]
@@ -402,14 +403,15 @@ class LM(Task):
             ("corpus", f"{corpus.name}, {corpus.level}s: {splits}"),
             ("vocabulary", f"{words:,}" + f" + {padding} padding" * bool(padding)),
         ]
-        if self.num_buckets:
-            buckets = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
-            assert isinstance(buckets, BucketedSentences)
-            lines += [("batch", f"{batch} or less, in buckets"), ("buckets", buckets.to_text())]
-        elif self.packed:
-            packed = self.batches_of(corpus.train, corpus.vocabulary.separator, 0)
-            assert isinstance(packed, PackedSentences)
-            lines += [("batch", f"{batch}, lines packed"), ("packing", packed.to_text())]
+        if self.reads_lines:
+            how, what = (
+                (", lines packed", "packing")
+                if self.packed
+                else (" or less, in buckets", "buckets")
+            )
+            batches = self.make_batches("train", 0)
+            assert not isinstance(batches, TokenStreams)
+            lines += [("batch", f"{batch}{how}"), (what, batches.to_text())]
         else:
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
         if self.windows.mean:
@@ -418,19 +420,11 @@ class LM(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Tokens and checksum of each split."""
-        import hashlib
-
-        import numpy as np
-
         from jaxpar.tasks.lm.corpus import SPLITS
+        from jaxpar.training.fingerprint import describe_array
 
         corpus = self.read_text()
-
-        def of_split(tokens: "np.ndarray") -> dict[str, Any]:
-            sha256 = hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes())
-            return {"tokens": len(tokens), "sha256": sha256.hexdigest()}
-
-        return {split: of_split(getattr(corpus, split)) for split in SPLITS}
+        return {split: describe_array(getattr(corpus, split)) for split in SPLITS}
 
     def files(self) -> dict[str, str]:
         """The vocabulary."""
