@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -87,6 +88,26 @@ def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
     if not isinstance(found, kind):
         raise ValueError(f"it holds no JSON {'object' if kind is dict else kind.__name__}")
     return found
+
+
+def free_path(folder: Path, prefix: str, suffix: str = "") -> Path:
+    """Where nothing is in a folder: with the first number from 1 between prefix and suffix."""
+    paths = (folder / f"{prefix}{number}{suffix}" for number in itertools.count(1))
+    return next(path for path in paths if not path.exists())
+
+
+def make_folder(path: Path, what: str, remedy: str) -> None:
+    """Makes a folder, if it is not there.
+
+    Args:
+      what: it is, for the message.
+    Raises:
+      OSError: it cannot be made; in words.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise type(error)(f"cannot make {what}: {error.strerror}; {remedy}") from error
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive

@@ -232,7 +232,7 @@ def test_a_gru_of_torch_gives_its_outputs_in_a_language_model():
     weights = _from_torch(tensors, "gru", ("embedding", "gru", "head"), None)
     params = [
         GateParams(*(weights.arrays[f"layers/gru/{name}"][layer] for name in ("w_x", "w_h", "b")))
-        for layer in range(weights.num_layers)
+        for layer in range(weights.sizes["num_layers"])
     ]
     y = jnp.asarray(stored["x"])
     for own, h_0 in zip(params, stored["h_0"], strict=True):

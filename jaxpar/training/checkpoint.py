@@ -36,7 +36,7 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax.experimental import multihost_utils
 
-from jaxpar.files import check_file
+from jaxpar.files import check_file, free_path
 from jaxpar.hosts.agree import SharedError, Together
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
@@ -308,10 +308,8 @@ class Checkpoints:
                 changed = find_changed(self._folder / str(each), described["checksums"])
                 damaged.update((each, problem) for problem in changed.values())
         for each, problem in damaged.items():
-            path, number = self._folder / str(each), 1
-            while (aside := path.with_name(f"{each}.damaged-{number}")).exists():
-                number += 1
-            path.rename(aside)
+            path = self._folder / str(each)
+            aside = path.rename(free_path(self._folder, f"{each}.damaged-"))
             _log.warning("moved %s to %s: %s", path, aside.name, problem)
 
     def _resolve(self, step: int | None, best: bool = False) -> int:

@@ -12,6 +12,7 @@ import jax
 
 from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
+from jaxpar.files import make_folder
 from jaxpar.hosts.agree import SharedError, agree, in_process_0, together
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
@@ -158,8 +159,8 @@ def fit(
             stack.enter_context(folder.lock())
             state = _restore(folder, setup, batches if is_cut_alike else None)
         if train.fallback_dir is not None:
-            fallback = Path(train.fallback_dir).expanduser()
-            together(lambda: _make_fallback(fallback))
+            path = Path(train.fallback_dir).expanduser()
+            together(lambda: make_folder(path, f"fallback_dir={str(path)!r}", "use another place"))
         if profile:
             _check_profile(train.num_steps, 0 if state is None else int(state.step))
         folder, setup = stack.enter_context(
@@ -311,12 +312,3 @@ def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> 
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)
     return None
-
-
-def _make_fallback(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(
-            f"cannot make fallback_dir={str(path)!r}: {error.strerror}; use another place"
-        ) from error

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxpar.batches import place_batch
+from jaxpar.files import free_path
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.optimizer import Averaged, begin_average
@@ -55,8 +56,6 @@ class Run:
         self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.started = time.perf_counter()
-        self._stop: Stop | None = None  # of the steps
-        self._unwritten: OSError | None = None  # which the other processes have not heard of
 
     def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last.
@@ -81,7 +80,7 @@ class Run:
         traces = profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with Stop() as stop, tracer:
-            self._stop, self.checkpoints.on_failure = stop, stop.request
+            self.checkpoints.on_failure = stop.request
             if self._validates(step) and step in validated:
                 self._begin_average(step)  # the run was to end here
             elif self._validates(step):
@@ -116,7 +115,6 @@ class Run:
                     self._save()
                 clock += time.perf_counter() - before  # speed is that of steps
             losses += [float(each.loss) for each in self._look(waiting, step)]
-            self._tell_unwritten()
             if self.checkpoints.latest_step() != step > first_step:
                 self._save()
         self.report.end(step, config.num_steps, stop.signal)
@@ -130,7 +128,6 @@ class Run:
         if stopped_by is None:
             for split in ("valid", "test"):
                 evaluations[split] = self.evaluate(int(self.state.step), split)
-        self._tell_unwritten()
         self.checkpoints.close()  # what is named in the last lines is there
         if evaluations:
             loss = evaluations["valid"].loss
@@ -215,9 +212,7 @@ class Run:
     ) -> Evaluation:
         """Evaluates a split; reported and written down."""
         evaluation = evaluate(self.setup, self.state, split, before_batch)
-        line = evaluation.to_json(step)
-        if line not in self.lines:  # a process that was killed may have written it
-            self._write(line)
+        self._write(evaluation.to_json(step))
         self.report.evaluation(step, evaluation)
         return evaluation
 
@@ -317,25 +312,8 @@ class Run:
         )
 
     def _write(self, line: dict[str, object]) -> None:
-        """Process 0 writes a line. If it cannot, all stop after one step, and `_tell_unwritten` says why."""
-        if jax.process_index() != 0 or self._unwritten is not None:
-            return
-        try:
-            self.folder.append_metrics(line)
-        except OSError as error:
-            if jax.process_count() == 1 or self._stop is None:
-                raise
-            self._unwritten = error
-            self._stop.request()
-
-    def _tell_unwritten(self) -> None:
-        """Raises in all processes what one of them could not write."""
-
-        def tell() -> None:
-            if self._unwritten is not None:
-                raise self._unwritten
-
-        together(tell)
+        """Process 0 writes a line, unless one that was killed has written it."""
+        in_process_0(lambda: line in self.lines or self.folder.append_metrics(line))
 
 
 def is_worse(losses: Mapping[int, float], patience: int) -> bool:
@@ -357,9 +335,5 @@ def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]
 
 def _fallback_path(root: str, folder: RunFolder, step: int) -> str:
     """A folder for the state of a run that cannot be written in its own: `root/0001-step-700`."""
-    name = f"{folder.path.name}-step-{step}"
-    path, number = Path(root).expanduser() / name, 1
-    while path.exists():
-        number += 1
-        path = path.with_name(f"{name}-{number}")
-    return str(path)
+    path = Path(root).expanduser() / f"{folder.path.name}-step-{step}"
+    return str(free_path(path.parent, f"{path.name}-") if path.exists() else path)

@@ -29,7 +29,7 @@ import jax
 
 from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.fields import leaves_of, require
-from jaxpar.files import read_file, read_json, refuse_address, whole_file
+from jaxpar.files import free_path, make_folder, read_file, read_json, refuse_address, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, averaged
@@ -130,12 +130,7 @@ class RunFolder:
             self._lock.check()
 
     def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise type(error)(
-                f"cannot make the folder {self}: {error.strerror}; use another --train.out-dir"
-            ) from error
+        make_folder(self.path, f"the folder {self}", "use another --train.out-dir")
 
     def _task_name(self) -> str:
         if not self.config_path.exists():
@@ -423,8 +418,7 @@ class RunFolder:
         content = self.metrics_path.read_bytes()
         if content == kept.encode():
             return
-        number = 1 + len(list(self.path.glob("metrics.before-*.jsonl")))
-        with whole_file(self.path / f"metrics.before-{number}.jsonl") as file:
+        with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
             shutil.copyfile(self.metrics_path, file)
         self._write(self.metrics_path, kept)
         self.write_manifest()

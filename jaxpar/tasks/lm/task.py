@@ -270,27 +270,17 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        from jaxpar.tasks.lm.buckets import (
-            BucketedSentences,
-            PackedSentences,
-            Sentences,
-            choose_edges,
-        )
+        from jaxpar.tasks.lm import buckets
         from jaxpar.tasks.lm.streams import TokenStreams
 
         if not self.reads_lines:
             return TokenStreams(tokens, self.batch_size, self.seq_len, seed, self.windows)
-        sentences = Sentences.split(tokens, separator)
+        sentences = buckets.Sentences.split(tokens, separator)
         if self.packed:
-            return PackedSentences(sentences, self.batch_size, self.seq_len, seed)
-        edges = choose_edges(
-            sentences.lengths_S,
-            self.num_buckets,
-            self.bucket_multiple,
-            self.seq_len,
-            self.batch_size,
-        )
-        return BucketedSentences(sentences, self.batch_size, edges, seed)
+            return buckets.PackedSentences(sentences, self.batch_size, self.seq_len, seed)
+        sizes = self.num_buckets, self.bucket_multiple, self.seq_len, self.batch_size
+        edges = buckets.choose_edges(sentences.lengths_S, *sizes)
+        return buckets.BucketedSentences(sentences, self.batch_size, edges, seed)
 
     def example_batch(self) -> "Batch":
         """Random tokens: no text is read for it."""

@@ -61,17 +61,14 @@ class Weights:
     Attributes:
       arrays: float32, by the names of the parameters without "params/", as `by_layer` stores them.
       words: in the order of their ids; None if the file does not tell.
-      num_layers, hidden_size, embed_size, tie_embedding: as of `LM`.
+      sizes: fields of `LM`: num_layers, hidden_size, embed_size and tie_embedding.
       num_rows: V.
     """
 
     arrays: Mapping[str, np.ndarray]
     words: Sequence[str] | None
-    num_layers: int
-    hidden_size: int
-    embed_size: int
+    sizes: Mapping[str, Any]
     num_rows: int
-    tie_embedding: bool
 
 
 def export_weights(
@@ -163,13 +160,8 @@ def import_weights(
         )
     own = load_corpus(task.corpus, task.level, task.max_vocab).vocabulary
     arrays = _in_order_of(own, weights, words)
-    sizes = ("num_layers", "hidden_size", "embed_size", "tie_embedding")
-    task = dataclasses.replace(
-        task,
-        **{name: getattr(weights, name) for name in sizes},
-        num_words=len(words),
-        vocab_size=padded(len(words)),
-    )
+    vocab = {"num_words": len(words), "vocab_size": padded(len(words))}
+    task = dataclasses.replace(task, **weights.sizes, **vocab)
     setup = Setup.of(task, parallel, train)
     with (
         begin_run(folder, setup, texts_of(setup, describe_data(setup)), overwrite=overwrite) as (
@@ -387,7 +379,8 @@ def _from_torch(
     else:
         arrays |= {"head/kernel": head_VH.T, "head/bias": head_bias}
     arrays = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
-    return Weights(arrays, words, L, H, E, V, tied)
+    sizes = {"num_layers": L, "hidden_size": H, "embed_size": E, "tie_embedding": tied}
+    return Weights(arrays, words, sizes, V)
 
 
 def _read_words(path: Path) -> Sequence[str]:
