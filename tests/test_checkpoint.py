@@ -472,7 +472,7 @@ def test_no_loss_that_is_not_finite_is_the_best(tmp_path, small):
         reader.restore(best=True)
 
 
-def test_a_loss_is_noted_in_a_checkpoint_that_is_there(tmp_path, small, caplog):
+def test_a_loss_is_noted_in_a_checkpoint_that_is_there(tmp_path, small, monkeypatch):
     state, setup = small
     with Checkpoints(tmp_path, Setup.of(*setup), keep=2) as checkpoints:
         checkpoints.losses[2] = 2.0
@@ -483,9 +483,12 @@ def test_a_loss_is_noted_in_a_checkpoint_that_is_there(tmp_path, small, caplog):
     reader = Checkpoints(tmp_path, Setup.of(*setup), keep=2)
     assert reader.stored_losses() == {2: 2.0, 4: 1.5}
     assert int(reader.restore(best=True).step) == 4
-    flip(tmp_path / "4" / "loss.json", 1 / 2)
-    assert reader.stored_losses() == {2: 2.0}
-    assert "the validation loss of step 4 is not known: loss.json is not what" in caplog.text
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fail)
+        with pytest.raises(OSError, match=r"cannot write \S+/4/checkpoint\.json: No space left"):
+            reader.note_loss(4, 2.5)
+    assert reader.stored_losses() == {2: 2.0, 4: 1.5}
+    assert int(reader.restore(step=4).step) == 4
 
 
 def test_a_save_whose_folder_goes_away_ends_with_one_error(tmp_path, small):

@@ -10,7 +10,6 @@ written, is recognised and skipped. It also holds the losses of all validations 
 is the best is known from checkpoints alone.
 
     60/checkpoint.json     what it is of, and checksums of its files; process 0 reads what all have written
-    60/loss.json           of its own step, where that was validated after the checkpoint was written
     60/_CHECKPOINT_METADATA, 60/state/...   the arrays, as Orbax writes them
 """
 
@@ -46,7 +45,7 @@ from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.checksums import checksums, find_changed, read_table, write_table
 from jaxpar.training.writing import HALF_WRITTEN, Writing
 
-_DESCRIPTION, _LOSS = "checkpoint.json", "loss.json"
+_DESCRIPTION = "checkpoint.json"
 # What a checkpoint says of itself.
 _DESCRIBED = {
     "task": str,
@@ -212,24 +211,20 @@ class Checkpoints:
     def stored_losses(self) -> dict[int, float]:
         """Step -> validation loss, of all validations that whole checkpoints know of."""
         found: dict[int, float] = {}
-        for step, described in sorted(self._examine()[0].items()):
+        for _, described in sorted(self._examine()[0].items()):
             found |= {int(number): float(loss) for number, loss in described["losses"].items()}
-            path = self._folder / str(step) / _LOSS
-            if path.exists():
-                try:
-                    found[step] = read_table(path, {"loss": float})["loss"]
-                except (OSError, ValueError) as error:
-                    _log.warning("the validation loss of step %d is not known: %s", step, error)
         return found
 
     def note_loss(self, step: int, loss: float) -> None:
-        """Writes a validation loss into the checkpoint of its step, which is there; for process 0.
+        """Writes a validation loss into the checkpoint of its step, if that is whole; for process 0.
 
         Raises:
-          OSError: it cannot be written.
+          OSError: it cannot be written; the checkpoint is as it was.
         """
-        if self.stored_losses().get(step) != loss:
-            write_table(self._folder / str(step) / _LOSS, {"loss": loss})
+        described = self._examine()[0].get(step)
+        if described is not None and described["losses"].get(str(step)) != repr(loss):
+            described["losses"][str(step)] = repr(loss)
+            write_table(self._folder / str(step) / _DESCRIPTION, described)
 
     @functools.cached_property
     def _described_task(self) -> dict[str, Any]:
@@ -273,9 +268,7 @@ class Checkpoints:
             self._is_tidy = False
             newest = max(self.steps(), default=None)
             left = (
-                f"the newest whole one is of step {newest}"
-                if newest is not None
-                else "there is none"
+                "there is none" if newest is None else f"the newest whole one is of step {newest}"
             )
             kind = SharedError if isinstance(error, SharedError) else OSError
             raise kind(
