@@ -31,9 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax.traverse_util import unflatten_dict
-from jax.experimental import multihost_utils
 
 from jaxpar.files import check_file, free_path
 from jaxpar.hosts.agree import SharedError, Together
@@ -355,14 +353,12 @@ class Checkpoints:
 
         Every process reads a part of the files, and hears of the others'.
         """
-        names = sorted(expected)
-        mine = names[jax.process_index() :: jax.process_count()]
+        mine = sorted(expected)[jax.process_index() :: jax.process_count()]
         changed = find_changed(self._folder / str(step), {name: expected[name] for name in mine})
-        if jax.process_count() > 1:
-            marks = multihost_utils.process_allgather(np.array([name in changed for name in names]))
-            others = [name for name, mark in zip(names, marks.any(axis=0), strict=True) if mark]
-            changed |= {name: f"{name} is not what was written" for name in others}
-        return changed[min(changed)] if changed else None
+        problem = next(iter(changed.values()), None)
+        return self._together.exchange(
+            problem, lambda told: next(filter(None, told.values()), None)
+        )
 
 
 @functools.cache

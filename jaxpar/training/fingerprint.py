@@ -14,12 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 import xxhash
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
 
 from jaxpar.batches import Batches
 from jaxpar.fields import check_takes, require
-from jaxpar.hosts.agree import DifferentError
+from jaxpar.hosts.agree import DifferentError, Together
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
 from jaxpar.task import Task
@@ -120,6 +118,7 @@ class HashedBatches(CheckedBatches):
     def __init__(self, task: Task, batches: Batches):
         super().__init__(task, batches)
         self._read: dict[int, dict[tuple[int, int], int]] = {}
+        self._together = Together()
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
         """See `CheckedBatches`."""
@@ -130,37 +129,21 @@ class HashedBatches(CheckedBatches):
             del self._read[old]
         return batch
 
-    def checksums(self, step: int, sharding: NamedSharding) -> dict[str, str]:
+    def checksums(self, step: int) -> dict[str, str]:
         """Those of the last batches before a step, by their numbers. All processes call it.
 
-        Args:
-          sharding: of the rows, as they were read.
         Raises:
           DifferentError: processes that read the same rows have read other data.
         """
-        places = sharding.devices_indices_map((self.batch_size,)).values()
-        ranges = sorted({(*index, slice(None))[0].indices(self.batch_size)[:2] for index in places})
-        steps = [each for each in sorted(self._read) if each < step]
-        size = (len(steps), len(ranges))
-        read = [self._read[each].get(part) for each in steps for part in ranges]
-        is_read = np.array([value is not None for value in read]).reshape(1, *size)
-        values = np.array([value or 0 for value in read], np.uint64).reshape(1, *size)
-        if jax.process_count() > 1:
-            pair = is_read[0], values[0].view(np.uint32)  # JAX has no 64 bits
-            is_read, halves = multihost_utils.process_allgather(pair)
-            values = np.ascontiguousarray(halves).view(np.uint64)
-        first = is_read.argmax(0)[None]  # of the processes that have read a part
-        told = np.take_along_axis(values, first, 0)
-        others = np.argwhere(is_read & (values != told))
-        if others.size:
-            process, number, place = others[0]
-            start, stop = ranges[place]
-            raise DifferentError(
-                f"processes {first[0, number, place]} and {process} have read other data as rows {start} to "
-                f"{stop - 1} of batch {steps[number]}; give all processes the same data"
-            )
-        sums = told[0].sum(axis=1, dtype=np.uint64)
-        return {str(each): _as_text(int(total)) for each, total in zip(steps, sums, strict=True)}
+        read = {
+            str(each): {f"{start} to {stop - 1}": found for (start, stop), found in parts.items()}
+            for each, parts in sorted(self._read.items())
+            if each < step
+        }
+        sums, problem = self._together.exchange(read, _add_up)
+        if problem:
+            raise DifferentError(f"{problem}; give all processes the same data")
+        return sums
 
     def check(self, sums: Mapping[str, str], what: str) -> None:
         """Reads batches again, and compares.
@@ -177,6 +160,22 @@ class HashedBatches(CheckedBatches):
                     f"batch {step} is not the one that {what} was trained on: the data have changed; bring "
                     f"them back, or start another run"
                 )
+
+
+def _add_up(told: Mapping[int, Mapping[str, Mapping[str, int]]]) -> tuple[dict[str, str], str]:
+    """The checksums of batches, by those of rows that processes have read; and where these differ."""
+    known: dict[str, dict[str, tuple[int, int]]] = {}
+    for process, read in told.items():
+        for step, parts in read.items():
+            for rows, found in parts.items():
+                first, same = known.setdefault(step, {}).setdefault(rows, (process, found))
+                if found != same:
+                    who = f"processes {first} and {process}"
+                    return {}, f"{who} have read other data as rows {rows} of batch {step}"
+    return {
+        step: _as_text(sum(found for _, found in parts.values()) % _MODULUS)
+        for step, parts in known.items()
+    }, ""
 
 
 def _as_text(checksum: int) -> str:

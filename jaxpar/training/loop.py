@@ -181,7 +181,7 @@ class Run:
 
     def _save(self) -> None:
         """Begins to write a checkpoint; the manifest says what there is with it."""
-        read = self.batches.checksums(int(self.state.step), self.sharding)
+        read = self.batches.checksums(int(self.state.step))
         in_process_0(self.folder.write_manifest)
         self.checkpoints.save(self.state, read)
 
