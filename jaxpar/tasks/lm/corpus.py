@@ -268,12 +268,8 @@ def load_corpus(
     tokenizer = {"char": "chars", "subword": SUBWORD}.get(
         level, "marks" if name in NAMES else "spaces"
     )
-    if name == "python-docs":
-        texts = _spread(_docs_paragraphs())
-    elif name == "python-source":
-        texts = _spread(_source_paragraphs())
-    else:
-        texts = _user_texts(name)
+    own = dict(zip(NAMES, (_docs_paragraphs, _source_paragraphs), strict=True))
+    texts = _spread(own[name]()) if name in own else _user_texts(name)
     key = _key(texts, level, tokenizer, max_vocab)
     if key is not None and (corpus := _cached(key, name, level)) is not None:
         return corpus
