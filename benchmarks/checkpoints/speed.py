@@ -27,6 +27,7 @@ import xxhash
 
 from jaxpar import Parallel, init_state
 from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.tasks.lm import LM
 from jaxpar.training import checkpoint
@@ -60,8 +61,8 @@ def random_state(task: LM) -> TrainState:
 def without_checksums():
     """Checkpoints are written and read as if there were none: their files have sizes alone."""
 
-    def sizes(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
-        return {name: ((folder / name).stat().st_size, "") for name in names}
+    def sizes(folder: Path, names: list[str]) -> dict[str, str]:
+        return {name: f"{(folder / name).stat().st_size} " for name in names}
 
     with (
         mock.patch.object(checkpoint, "checksums", sizes),
@@ -80,12 +81,14 @@ def seconds(task: LM, state: TrainState, side: str) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if side == "without":
             stack.enter_context(without_checksums())
-        checkpoints = stack.enter_context(Checkpoints(folder, task, PARALLEL, keep=1, files={}))
+        checkpoints = stack.enter_context(
+            Checkpoints(folder, Setup.of(task, PARALLEL), keep=1, files={})
+        )
         start = clocks()
         checkpoints.save(state)
         checkpoints.latest_step()
         saved = clocks()
-        jax.block_until_ready(checkpoints.restore(PARALLEL.mesh.build()))
+        jax.block_until_ready(checkpoints.restore())
         return np.array([saved - start, clocks() - saved])
 
 
