@@ -461,7 +461,8 @@ def test_a_changed_text_is_not_resumed(text, tmp_path):
     (own / "train.txt").write_text((own / "train.txt").read_text() + "the cat ran\n")
     with pytest.raises(
         ValueError,
-        match=r"data\.train\.array was \S+\[732\], is \S+\[736\]; .*bring",
+        match=r"data are not those that the run .* began with: data\.train\.array was \S+\[732\], "
+        r"is \S+\[736\]; .*bring",
     ):
         fit(*run, resume=True)
 
