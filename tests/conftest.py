@@ -64,7 +64,7 @@ def pytest_collection_finish():
     """What is imported stays, and tracing makes much: the collector need not look there, nor often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 10, 10)
+    gc.set_threshold(1_000_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -208,7 +208,7 @@ def run(text, tmp_path_factory):
     """A finished run of two processes with four devices each: its folder and what was printed."""
     out_dir = tmp_path_factory.mktemp("runs") / "two"
     process = start(
-        flags(text, "--mesh", "dp2pp2tp2", "--train.num-steps", "20", "--train.out-dir", str(out_dir)),
+        flags(text, "--mesh", "dp2pp2tp2", "--train.num-steps", "10", "--train.out-dir", str(out_dir)),
         "--devices-per-process", "4",
     )  # fmt: skip
     code, out, err = finish(process)
@@ -220,10 +220,10 @@ def run(text, tmp_path_factory):
 @pytest.mark.law
 def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
     one = tmp_path / "one"
-    one_device = ("--devices", "0", "--train.num-steps", "20", "--train.out-dir", str(one))
+    one_device = ("--devices", "0", "--train.num-steps", "10", "--train.out-dir", str(one))
     assert main(flags(text, *one_device)) == 0
     losses = train_losses(run[0])
-    assert len(losses) == 20
+    assert len(losses) == 10
     assert losses == pytest.approx(train_losses(one), rel=RELATIVE_TOLERANCE)
 
 
@@ -261,10 +261,10 @@ def test_process_0_alone_prints_and_writes(run):
     out_dir, out = run
     assert all(line.startswith("[0] ") for line in out.splitlines()), out
     assert "[0] mesh        data=2 x stage=2 x tensor=2" in out.splitlines()
-    assert out.count("step 20/20") == 1
+    assert out.count("step 10/10") == 1
     steps = [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["split"] for line in steps] == ["train"] * 20 + ["valid", "test"]
-    assert [path.name for path in (out_dir / "checkpoints").iterdir()] == ["20"]
+    assert [line["split"] for line in steps] == ["train"] * 10 + ["valid", "test"]
+    assert [path.name for path in (out_dir / "checkpoints").iterdir()] == ["10"]
 
 
 def test_failure_ends_all_with_its_message_and_exit_code(run, text):

@@ -247,6 +247,7 @@ OWN_DIMS = {
 
 
 @functools.cache
+@functools.cache
 def trained_on_its_own_batches(settings):
     task, parallel, train = settings
     mesh = parallel.mesh.build()

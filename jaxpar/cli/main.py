@@ -31,8 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: arguments; None takes those of the process, of which this is the program.
     """
-    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave_imports)
+    if argv is None:
+        gc.set_threshold(100_000, 10, 10)  # tracing makes much that stays: a tenth of a small run's time
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _leave_imports)
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
         if isinstance(stream, io.TextIOWrapper):
