@@ -99,9 +99,8 @@ class CompiledStep:
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
                 check_rows_alone(self._layout)
             if parallel.mesh.stage > 1 and parallel.mesh.tensor > 1:
-                check_program(
-                    self._jitted.lower(*arguments).compile()
-                )  # the call finds it compiled
+                # The call finds it compiled.
+                check_program(self._jitted.lower(*arguments).compile())
             release_freed_memory()
         return self._jitted(*arguments)
 

@@ -167,7 +167,7 @@ CALLS = {
     "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
-    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the others"),
+    "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
     "a plan for no such machine": (lambda m: plan(TASK, hardware="gpu"), "unknown machine 'gpu'; use here"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "weights of no run": (lambda m: jaxpar.lm.export_weights("nowhere", "x"), "nowhere holds no run"),

@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments; None takes those of the process, of which this is the program.
     """
     if argv is None:
-        gc.set_threshold(100_000, 10, 10)  # tracing makes much that stays: a tenth of a small run's time
+        # Tracing makes much that stays: a tenth of a small run's time.
+        gc.set_threshold(100_000, 10, 10)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave_imports)
     argv = list(sys.argv[1:] if argv is None else argv)

@@ -246,9 +246,8 @@ class Schedule(Printed):
 
     def blocks(self, costs: Sequence[float]) -> list[Block]:
         """All work in its place in time; costs as of `half_times`."""
-        begins_TS = self.half_times(costs)[:-1, None].repeat(
-            self.num_stages, 1
-        )  # of what comes next
+        # Of what comes next.
+        begins_TS = self.half_times(costs)[:-1, None].repeat(self.num_stages, 1)
         cost_of, blocks = dict(zip("FBW", costs, strict=False)), []
         for letter, half, lane, num_units in self.lanes:
             cost = cost_of.get(letter, 0.0) * num_units

@@ -237,9 +237,8 @@ def plan_here(
     Raises:
       ValueError: as for `plan`, or there are several processes.
     """
-    shapes_of(
-        task, (train or task.train).num_steps
-    )  # refuses what is not a model, before anything is measured
+    # Refuses what is not a model, before anything is measured.
+    shapes_of(task, (train or task.train).num_steps)
     machine = find_machine(HERE, memory_bytes)
     while True:
         ranking = plan(task, parallel, train, hardware=machine, num_compiled=0)

@@ -394,9 +394,8 @@ class RunFolder:
         """
         if not self.metrics_path.exists():
             return []
-        *contents, _ = read_file(self.metrics_path, remedy=REMEDY).split(
-            b"\n"
-        )  # b"" after a whole line
+        # The last is b"" after a whole line.
+        *contents, _ = read_file(self.metrics_path, remedy=REMEDY).split(b"\n")
         lines = [_from_line(content) for content in contents]
         bad = [str(number) for number, line in enumerate(lines, 1) if line is None]
         if bad:

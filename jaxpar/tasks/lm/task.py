@@ -37,10 +37,8 @@ VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
 
-MOST_LAYERS, MOST_TOKENS = (
-    10_000,
-    2**28,
-)  # that a list of layers and the tokens of a batch can have here
+# That a list of layers and a batch can have here.
+MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
 FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
 
