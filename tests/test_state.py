@@ -188,7 +188,7 @@ def trained(settings, num_steps=2):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("layout", [{}, {"update": "sharded"}, {"fsdp": True}])
+@pytest.mark.parametrize("layout", [full({}), {"update": "sharded"}, {"fsdp": True}])
 def test_an_optimizer_whose_state_has_other_shapes_than_parameters_trains_as_on_one_device(layout):
     one = make_settings(task=with_type(OtherOptimizer))
     other = make_settings((2, 2, 2), (2, 2), one.task, layout=layout)
@@ -268,7 +268,7 @@ def trained_on_its_own_batches(settings):
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("layout", "splits_params"),
-    [({}, None), ({"update": "sharded"}, False), ({"fsdp": True}, True)],
+    [full({}, None), ({"update": "sharded"}, False), ({"fsdp": True}, True)],
 )
 def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
     kinds = ("block", "gru", "dense") * 2
@@ -346,7 +346,7 @@ FROZEN = [
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("sizes", [{"tie_embedding": True}, {"embed_size": 8}])
+@pytest.mark.parametrize("sizes", [{"tie_embedding": True}, full({"embed_size": 8})])
 @pytest.mark.parametrize(("mesh", "units", "pipeline"), FROZEN)
 def test_what_is_frozen_has_no_gradient_and_no_optimizer_state_and_stays(
     mesh, units, pipeline, sizes

@@ -454,7 +454,10 @@ def _num_bytes(size: str | None) -> float | None:
 
 
 def _show(picture: Any) -> None:
-    """As wide as the terminal, in letters that it has."""
+    """As wide as the terminal, in letters that it has; no line ends with spaces."""
     from jaxpar.tables import make_console
 
-    make_console().print(picture, highlight=False)
+    console = make_console()
+    with console.capture() as capture:
+        console.print(picture, highlight=False)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
