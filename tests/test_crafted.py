@@ -7,6 +7,7 @@ The messages below each other:
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import re
@@ -374,12 +375,18 @@ CHECKPOINTS = {
 }  # fmt: skip
 
 
+# Where Orbax cannot read one array, it leaves those of others unfinished: each complains when it is collected.
+# That is to be here, not in another test.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <coroutine object _read_array:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
     change, message = CHECKPOINTS[name]
     change()
     reseal()
     assert_one_line(["evaluate", "run"], message, capsys)
+    gc.collect()
 
 
 def data(**values):

@@ -411,7 +411,7 @@ def test_what_is_not_finite_is_traced_to_its_own_sequence():
     batch["x"][row, first] = np.nan
     run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh), watch=True))
     state = init_state(task, parallel, mesh=mesh)
-    (_, ((_, watched), _)), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
+    (_, (watched, _)), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
     rows = {int(b) for flags in watched.values() for b in np.flatnonzero(flags[0, :, 0])}
     assert rows == {row}
     assert NEVER - float(watched["lstm"][0, row, 0]) == first
