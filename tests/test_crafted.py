@@ -375,7 +375,7 @@ CHECKPOINTS = {
 }  # fmt: skip
 
 
-# Where Orbax cannot read one array, it leaves those of others unfinished: each complains when it is collected.
+# Where Orbax cannot read an array, it leaves those of others unfinished: each complains when it is collected.
 # That is to be here, not in another test.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <coroutine object _read_array:pytest.PytestUnraisableExceptionWarning"
