@@ -89,7 +89,10 @@ class Together:
         return made
 
     def do(
-        self, work: Callable[[], _Result], describe: Callable[[Exception], str] = str
+        self,
+        work: Callable[[], _Result],
+        describe: Callable[[Exception], str] = str,
+        answer: Callable[[Mapping[int, _Result]], _Result] | None = None,
     ) -> _Result:
         """The result of this process's part of a work, once those of all have succeeded.
 
@@ -97,6 +100,7 @@ class Together:
 
         Args:
           describe: what to say to the others of an error.
+          answer: as of `exchange`, makes the result of all parts of theirs, which are JSON then.
         Raises:
           SharedError: a part has failed; it names the processes and their errors.
         """
@@ -109,6 +113,8 @@ class Together:
         except Exception as error:
             cause, said = error, f": {describe(error) or type(error).__name__}"
         try:
+            if answer is not None:
+                return self.exchange(result, answer, error=said)
             self.exchange(None, lambda _: None, error=said)
         except SharedError as error:
             raise error from cause
@@ -132,8 +138,11 @@ def in_process_0(work: Callable[[], _Result]) -> _Result:
     Raises:
       SharedError: it has failed; in a process that runs alone its own error.
     """
-    result = together(lambda: work() if jax.process_index() == 0 else None)
-    return _of_main_threads.exchange(result, lambda told: told[0])
+
+    def part() -> Any:
+        return work() if jax.process_index() == 0 else None
+
+    return _of_main_threads.do(part, answer=lambda told: told[0])
 
 
 def agree(*facts: Any, remedy: str, last: bool = False) -> None:
