@@ -212,7 +212,9 @@ class Run:
     ) -> Evaluation:
         """Evaluates a split; reported and written down."""
         evaluation = evaluate(self.setup, self.state, split, before_batch)
-        self._write(evaluation.to_json(step))
+        line = evaluation.to_json(step)
+        # One that was killed may have written it.
+        in_process_0(lambda: line in self.lines or self.folder.append_metrics(line))
         self.report.evaluation(step, evaluation)
         return evaluation
 
@@ -312,8 +314,8 @@ class Run:
         )
 
     def _write(self, line: dict[str, object]) -> None:
-        """Process 0 writes a line, unless one that was killed has written it."""
-        in_process_0(lambda: line in self.lines or self.folder.append_metrics(line))
+        """Process 0 writes a line."""
+        in_process_0(lambda: self.folder.append_metrics(line))
 
 
 def is_worse(losses: Mapping[int, float], patience: int) -> bool:
