@@ -163,11 +163,9 @@ def import_weights(
     vocab = {"num_words": len(words), "vocab_size": padded(len(words))}
     task = dataclasses.replace(task, **weights.sizes, **vocab)
     setup = Setup.of(task, parallel, train)
+    texts = texts_of(setup, describe_data(setup))
     with (
-        begin_run(folder, setup, texts_of(setup, describe_data(setup)), overwrite=overwrite) as (
-            folder,
-            setup,
-        ),
+        begin_run(folder, setup, texts, overwrite=overwrite) as (folder, setup),
         folder.checkpoints(setup) as checkpoints,
     ):
         checkpoints.save(with_parameters(init_state(setup), setup.layout, arrays))
