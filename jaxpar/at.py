@@ -26,6 +26,7 @@ class At(NamedTuple):
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
       initial: a layer's state where `resets` says that a sequence begins; None is the layer's own.
+      platform: of the devices that compute, as JAX calls it; None is that of JAX's default devices.
     """
 
     layer: jax.Array | int
@@ -36,6 +37,12 @@ class At(NamedTuple):
     layout: Callable[..., Any] = anywhere
     time_major: bool = True
     initial: Any = None
+    platform: str | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether CPUs compute: what keeps an accelerator busy may be slow there."""
+        return (self.platform or jax.default_backend()) == "cpu"
 
     @property
     def resets(self) -> Any:

@@ -48,6 +48,7 @@ class ModelFacts:
 
     Attributes:
       task: whose model it is, resolved.
+      platform: that computes, which layers may ask (`At.on_cpu`).
       batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
         steps (None if the model has no time).
       time_major: of the model.
@@ -56,13 +57,13 @@ class ModelFacts:
       block: shapes of a batch as the model sees it.
     """
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, platform: str):
         """Looks at the shapes of a batch and of the model; its parts are traced when they are asked for.
 
         Raises:
           ValueError: the task's batches or its model are not as they must be.
         """
-        self.task = task
+        self.task, self.platform = task, platform
         self.batch = _example_of(task)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
@@ -73,14 +74,15 @@ class ModelFacts:
         self.block = jax.eval_shape(self.to_block, self.batch)
 
     @classmethod
-    @functools.lru_cache(maxsize=8)
-    def of(cls, task: Task) -> "ModelFacts":
-        """The facts of a task; the same object for equal tasks, of the last few.
+    def of(cls, task: Task, platform: str | None = None) -> "ModelFacts":
+        """The facts of a task; the same object for equal arguments, of the last few.
 
+        Args:
+          platform: None is that of JAX's default devices.
         Raises:
           ValueError: as of the constructor.
         """
-        return cls(task)
+        return _known(task, platform or jax.default_backend())
 
     def make(self, seed: int | jax.Array) -> Any:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
@@ -108,7 +110,10 @@ class ModelFacts:
     def at(self, batch: Any) -> At:
         """Of a whole batch, for tracing."""
         zero = jnp.int32(0)
-        return At(zero, zero, zero, jax.random.key(0), batch, time_major=self.time_major)
+        key = jax.random.key(0)
+        return At(
+            *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
+        )
 
     @property
     def can_share_head(self) -> bool:
@@ -195,6 +200,11 @@ class ModelFacts:
             return call(nnx.merge(graphdef, state), *args)
 
         return run, (state, carry, x, self.block)
+
+
+@functools.lru_cache(maxsize=8)
+def _known(task: Task, platform: str) -> ModelFacts:
+    return ModelFacts(task, platform)
 
 
 def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:

@@ -68,10 +68,9 @@ class Setup:
         train = task.train if train is None else train
         require_instance("train", train, TrainConfig, "a TrainConfig")
         parallel = asked = Parallel.of(parallel, task.parallel)
-        if mesh is None:
-            find_devices()  # before they are asked what they are
+        devices = find_devices() if mesh is None else mesh.devices.flat
         task = task.resolve()
-        facts = ModelFacts.of(task)
+        facts = ModelFacts.of(task, devices[0].platform)
         if mesh is None:
             parallel = _shared_by_rows(facts, parallel)
             mesh = parallel.mesh.build()

@@ -601,6 +601,7 @@ def _run_at_once(layout: Layout, mesh, layers, params, probes, frozen, carry, ba
             batch=layout.facts.to_block(batch),
             layout=at_layout,
             time_major=layout.facts.time_major,
+            platform=layout.facts.platform,
         )
         return run_block(layout, layers, params, probes, frozen, carry, at)
 
@@ -699,7 +700,8 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer),
         remat=parallel.pipeline.remat and parallel.num_segments == 1,
-        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
+        # The memory of CPUs is the host's.
+        keeps_on_host=parallel.pipeline.remat_keeps == "host" and layout.facts.platform != "cpu",
         num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         first_gradient=outer.add_first_gradient if adds_gradient else None,
@@ -721,11 +723,6 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(parts(0, probes), carry, block, plan, frozen=parts(1), key=key)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
-
-
-def _have_own_memory(mesh: Mesh) -> bool:
-    """Whether devices have another memory than the host; that of CPUs is the host's."""
-    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:

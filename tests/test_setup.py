@@ -83,6 +83,26 @@ def test_a_text_that_has_changed_is_read_again(tmp_path):
     assert "dog" in words
 
 
+def test_what_computes_reaches_the_layers():
+    """A model is for the devices of its mesh, which need not be those that JAX has."""
+    task = LM(1, 16, 16, 384, layer="rglru", batch_size=2, seq_len=8)
+    loops = {}
+    for platform in ("cpu", "tpu"):
+        ((run, arguments),) = ModelFacts.of(task, platform).traces.layers
+        loops[platform] = str(jax.make_jaxpr(run)(*arguments)).count("scan[")
+    assert loops == {"cpu": 1, "tpu": 0}
+    cells = 128 * 2**10  # rows x time steps whose logits do not fit a CPU's cache
+    large = LM(1, 16, 16, 384, batch_size=cells // 64, seq_len=64)
+    model, batch = ModelFacts.of(large, "cpu").model, ModelFacts.of(large, "cpu").block
+    y = jax.ShapeDtypeStruct((64, cells // 64, 16), "float32")
+    programs = [
+        str(jax.make_jaxpr(lambda m, y, b, f=f: m.last(y, b, f.at(b)))(model, y, batch))
+        for f in (ModelFacts.of(large, "cpu"), ModelFacts.of(large, "gpu"))
+    ]
+    assert programs[0] != programs[1]
+    assert Setup.of(task, "dp2").layout.facts.platform == "cpu"
+
+
 def test_two_thousand_layouts_take_seconds():
     """As many as a plan for 256 devices has."""
     facts = ModelFacts.of(LM(16, 256, 256, 384, batch_size=4096, seq_len=64))

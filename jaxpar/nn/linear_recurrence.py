@@ -3,10 +3,12 @@
 Legend of the dim suffixes: T time, B batch, H hidden.
 
 Two steps after one another are one of their kind, (a, b) then (a', b') is (a' a, a' b + b'): a parallel
-prefix scan finds all h_t (Blelloch 1990; for networks Martin and Cundy 2018). A CPU takes the steps one by
+prefix scan finds all h_t (Blelloch 1990; for networks Martin and Cundy 2018). CPUs take the steps one by
 one, in a third to a fifth of the time. Their cotangents are a linear recurrence backward in time, with the
 same a.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +29,15 @@ def linear_recurrence(
     carry_BH: jax.Array,
     resets_TB: jax.Array | None = None,
     initial_BH: jax.Array | None = None,
+    *,
+    one_by_one: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """The states h_t, and the last of them. All of it is float32.
 
     Args:
       carry_BH: h before the first step.
       resets_TB: where a sequence begins, from `initial_BH` (None: zeros); None is nowhere.
+      one_by_one: whether the steps are taken one after the other; else by a prefix scan.
     """
     if resets_TB is not None:
         is_new = resets_TB[..., None]
@@ -40,7 +45,7 @@ def linear_recurrence(
             b_TBH = jnp.where(is_new, b_TBH + a_TBH * initial_BH[None], b_TBH)
         a_TBH = jnp.where(is_new, 0.0, a_TBH)
     arguments = a_TBH, b_TBH, carry_BH
-    h_TBH = _recurrence(*vary_like(arguments, arguments))
+    h_TBH = _recurrence(*vary_like(arguments, arguments), one_by_one)
     return h_TBH[-1], h_TBH
 
 
@@ -66,7 +71,9 @@ class LinearRecurrence(Recurrence):
             x_TBH = dropout(x_TBH, self.dropout, at)
             factors = self.factors(_gates_of(x_TBH, self.w[...], self.b[...]), x_TBH)
             initial = initial_of(self, x_TBH, at)
-            carry, h_TBH = linear_recurrence(*factors, carry, at.resets, initial)
+            carry, h_TBH = linear_recurrence(
+                *factors, carry, at.resets, initial, one_by_one=at.on_cpu
+            )
             return carry, h_TBH.astype(x_TBH.dtype)
 
 
@@ -93,20 +100,22 @@ def _project_bwd(saved, dz_TBGH: jax.Array):
 _project.defvjp(lambda x_TBI, w_IGH: (_project(x_TBI, w_IGH), (x_TBI, w_IGH)), _project_bwd)
 
 
-@jax.custom_vjp
-def _recurrence(a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array) -> jax.Array:
-    return _scan(a_TBH, b_TBH.at[0].add(a_TBH[0] * carry_BH))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _recurrence(
+    a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array, one_by_one: bool
+) -> jax.Array:
+    return _scan(a_TBH, b_TBH.at[0].add(a_TBH[0] * carry_BH), one_by_one)
 
 
-def _forward(a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array):
-    h_TBH = _recurrence(a_TBH, b_TBH, carry_BH)
+def _forward(a_TBH: jax.Array, b_TBH: jax.Array, carry_BH: jax.Array, one_by_one: bool):
+    h_TBH = _recurrence(a_TBH, b_TBH, carry_BH, one_by_one)
     return h_TBH, (a_TBH, h_TBH, carry_BH)
 
 
-def _backward(saved, dh_TBH: jax.Array):
+def _backward(one_by_one: bool, saved, dh_TBH: jax.Array):
     a_TBH, h_TBH, carry_BH = saved
     after_TBH = jnp.concatenate([a_TBH[1:], jnp.ones_like(a_TBH[:1])])
-    db_TBH = _scan(after_TBH, dh_TBH, reverse=True)
+    db_TBH = _scan(after_TBH, dh_TBH, one_by_one, reverse=True)
     before_TBH = jnp.concatenate([carry_BH[None], h_TBH[:-1]])
     return db_TBH * before_TBH, db_TBH, a_TBH[0] * db_TBH[0]
 
@@ -114,9 +123,11 @@ def _backward(saved, dh_TBH: jax.Array):
 _recurrence.defvjp(_forward, _backward)
 
 
-def _scan(a_TBH: jax.Array, b_TBH: jax.Array, *, reverse: bool = False) -> jax.Array:
+def _scan(
+    a_TBH: jax.Array, b_TBH: jax.Array, one_by_one: bool, *, reverse: bool = False
+) -> jax.Array:
     """From a state of zeros."""
-    run = _one_by_one if jax.default_backend() == "cpu" else _in_parallel
+    run = _one_by_one if one_by_one else _in_parallel
     return run(a_TBH, b_TBH, reverse)
 
 

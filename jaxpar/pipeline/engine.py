@@ -121,6 +121,11 @@ class Pipeline:
     buffer_fill: float = 0.0
 
     @property
+    def platform(self) -> str:
+        """Of the mesh's devices, as JAX calls it."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
     def rows_dim(self) -> int:
         """Which dim of a batch's arrays are its rows."""
         return 0 if self.chunk_len is None else 1
@@ -530,7 +535,7 @@ class _Device:
     @property
     def meets_once(self) -> bool:
         """Whether the exchanges of a tick wait for all its work: on CPU each is a meeting of all devices."""
-        return self.pipe.mesh.devices.flat[0].platform == "cpu"
+        return self.pipe.platform == "cpu"
 
     def split_layers(self) -> SplitLayers:
         """The layers as forward and backward, for a unit."""
@@ -948,6 +953,7 @@ class _Device:
             batch=jax.tree.map(cut, self.batch),
             layout=self.pipe.layout,
             time_major=self.pipe.chunk_len is not None,
+            platform=self.pipe.platform,
         )
 
     def first(self, unit) -> Any:

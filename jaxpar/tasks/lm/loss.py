@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.at import At
 from jaxpar.model import Sums
 from jaxpar.nn.linear import matmul, transposable
 from jaxpar.tasks.lm.streams import IGNORE
@@ -23,6 +24,11 @@ MIN_ROWS = 128
 # The logit of what is no word: its probability is exactly 0, and so is its gradient. Finite, for infinities
 # cancel to NaN.
 NO_WORD = -1e30
+
+
+def logits_at_once(at: At) -> int:
+    """How many logits are computed at once where this block is."""
+    return LOGITS_ON_CPU if at.on_cpu else LOGITS_ELSEWHERE
 
 
 def without_padding(

@@ -20,9 +20,9 @@ from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import LSTM, extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.tasks.lm.loss import (
-    LOGITS_ELSEWHERE,
     cross_entropy,
     linear_cross_entropy,
+    logits_at_once,
     without_padding,
 )
 from jaxpar.tasks.lm.options import Regularization
@@ -56,7 +56,6 @@ class LanguageModel(nnx.Module):
         tie_embedding: bool = False,
         dtype: str = "float32",
         layer: Callable[..., Any] = LSTM,
-        max_logits: int = LOGITS_ELSEWHERE,
     ):
         """Draws the parameters.
 
@@ -71,13 +70,12 @@ class LanguageModel(nnx.Module):
           dtype: of activations and matmul inputs.
           layer: makes one, as `nn.LSTM` does; of a class of `windows.in_window` where
             `regularization.slowness` is not 0.
-          max_logits: how many are computed at once; see `linear_cross_entropy`.
         """
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_words = vocab_size if num_words is None else num_words
         self.dropout, self.tie_embedding = regularization.of_head(dropout), tie_embedding
         self.regularization = regularization
-        self.dtype, self.max_logits = dtype, max_logits
+        self.dtype = dtype
         init = uniform(init_range) if init_range else None
         # A table that is the head as well is drawn and split like a head.
         self.embedding = Embedding(
@@ -189,9 +187,8 @@ class LanguageModel(nnx.Module):
         y_TBH, change_TB = _split(y)
         y_TBH, targets_TB = dropout(y_TBH, self.dropout, at), jnp.asarray(batch.targets_BT)
         if manual_axis is None:
-            sums = linear_cross_entropy(
-                y_TBH, kernel_HV, bias_V, targets_TB, max_logits=self.max_logits
-            )
+            most = logits_at_once(at)
+            sums = linear_cross_entropy(y_TBH, kernel_HV, bias_V, targets_TB, max_logits=most)
         else:
             logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
             sums = cross_entropy(logits_TBV, targets_TB, manual_axis=manual_axis)

@@ -205,9 +205,6 @@ class LM(Task):
         Raises:
           ValueError: vocab_size is None.
         """
-        import jax
-
-        from jaxpar.tasks.lm.loss import LOGITS_ELSEWHERE, LOGITS_ON_CPU
         from jaxpar.tasks.lm.model import LanguageModel
 
         return LanguageModel(
@@ -223,7 +220,6 @@ class LM(Task):
             tie_embedding=self.tie_embedding,
             dtype=self.dtype,
             layer=self._layer(),
-            max_logits=LOGITS_ON_CPU if jax.default_backend() == "cpu" else LOGITS_ELSEWHERE,
         )
 
     def _layer(self) -> Callable[..., Any]:
