@@ -56,6 +56,8 @@ class Collective:
       module: the named scopes (`jax.named_scope`) that it comes from, such as "pipeline/forward/lstm".
       source: the line of Python, such as "lstm.py:84".
       op_name: as XLA records it.
+      beside: what computes between its start and its end, in the program's order: the named scopes that it is
+        from, or else its opcode; None if it is synchronous, and everything waits for it.
     """
 
     op: str
@@ -72,6 +74,12 @@ class Collective:
     module: str
     source: str
     op_name: str
+    beside: tuple[str, ...] | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing computes while it runs."""
+        return not self.beside
 
     @property
     def count(self) -> int | None:
@@ -110,7 +118,7 @@ def find_collectives(
     differentiates = "jvp(" in text
     found = []
     for visit in module.visits():
-        op = _operation(visit.instruction)
+        op = _operation(module, visit)
         if op is None:
             continue
         joined = hlo.groups(visit.instruction, module.num_partitions)
@@ -133,10 +141,15 @@ def num_messages(op: str, size: int) -> int:
     return 2 * depth if op == "all-reduce" else depth
 
 
-def _operation(instruction: Instruction) -> str | None:
+def _operation(module: Module, visit: Visit) -> str | None:
+    instruction, around = visit.instruction, visit.callers[-1:]
     op = instruction.opcode.removesuffix("-start")
     if op == "send":  # a permute that XLA split, to overlap it with other work
         return "collective-permute" if "_source_target_pairs" in instruction.attributes else None
+    if 'chain_id="' in instruction.attributes and not any(map(module.is_start, around)):
+        return None  # another part of a transfer that is counted where it starts
+    if op == "all-reduce" and any(module.slices(fusion) for fusion in around):
+        return "reduce-scatter"  # as the TPU's compiler writes it
     return op if op in _SENT else None
 
 
@@ -152,7 +165,10 @@ def _collective(
         sum(n * hlo.bits(dtype) for n, (dtype, _) in zip(elements, payload, strict=True)) // 8
     )
     paths = _paths(visit)
-    sources = map(module.source, (instruction, *reversed(visit.callers)))
+    outward = (instruction, *reversed(visit.callers))
+    sources = map(module.source, outward)
+    # It may be all that an asynchronous computation, or a fusion, has in it.
+    start = next(filter(module.is_start, outward[:2]), None)
     return Collective(
         op=op,
         axes=_axes(mesh, joined),
@@ -168,6 +184,8 @@ def _collective(
         module=", ".join(dict.fromkeys(filter(None, map(_scopes, paths)))),
         source=next(filter(None, sources), ""),
         op_name=instruction.op_name,
+        beside=start
+        and tuple(_word(each) for each in module.until_done(start) if module.works(each)),
     )
 
 
@@ -184,10 +202,11 @@ def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tu
     shape = instruction.shape
     if instruction.opcode == "send":
         shape = hlo.elements_of_tuple(shape)[0]  # (what is sent, context, token)
-    elif instruction.opcode.endswith("-start") and op != "all-reduce":
-        shape = hlo.elements_of_tuple(shape)[1]  # (operands, results, context...)
+    elif instruction.opcode.endswith("-start") and (op != "all-reduce" or shape.startswith("((")):
+        # (operands, results, context...); of an all-reduce, until JAX 0.12, the results alone.
+        shape = hlo.elements_of_tuple(shape)[1]
     payload = hlo.arrays(shape)
-    if op == "reduce-scatter":  # its input is larger than its output
+    if instruction.opcode.startswith("reduce-scatter"):  # its input is larger than its output
         found = re.search(r"dimensions=\{(\d+)\}", instruction.attributes)
         assert found, instruction
         dim = int(found[1])
@@ -211,6 +230,10 @@ def _paths(visit: Visit) -> list[str]:
     if not combined or not names.endswith(")"):
         return [path]
     return [f"{before}/{name}" for name in names[:-1].split(":")]
+
+
+def _word(instruction: Instruction) -> str:
+    return _scopes(instruction.op_name) or instruction.opcode
 
 
 def _phase(paths: list[str], differentiates: bool) -> Pass:
