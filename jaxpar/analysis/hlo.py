@@ -5,29 +5,32 @@ printer (`hlo_parser.cc`, `replica_group.cc`, `mesh_and_axis.cc` in openxla/xla)
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 Groups = Sequence[Sequence[int]]
 
-# What computes nothing: names for arrays and parts of them, and what starts or ends something. A
-# collective is no work that another could hide behind.
+_INSTRUCTION = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)")
+# The computations that an instruction calls, if not `calls`: `to_apply` of others is what they reduce or
+# sort by.
+_CALLS = {
+    "while": ("condition", "body"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("calls", "to_apply"),
+}
+# What computes nothing: names of arrays and of their parts, what starts or ends something, a transfer.
 _IDLE = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|opt-barrier|send|recv"
-    r"|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all|(?!fusion)[\w-]+-(start|update|done)|fusion-done"
+    r"|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all|fusion-done|(?!fusion).*-(start|update|done)"
+    r"|AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|GatherScatterIndicesBitpacked"
 )
-# Custom calls that are neither.
-_VIEWS = (
-    "AllocateBuffer",
-    "AssumeGatherIndicesInBound",
-    "ConcatBitcast",
-    "GatherScatterIndicesBitpacked",
-)
+# Whether a loop counts up or down, and what to add to its end if that is included.
+_COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +43,13 @@ class Instruction:
     operands: tuple[str, ...]  # by name; of a constant its value, of a parameter its number
     attributes: str
 
-    @functools.cached_property
+    @property
     def op_name(self) -> str:
         """Where it comes from in the traced program, such as jit(f)/jvp(lstm)/while/body/dot_general."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self.attributes.partition('op_name="')[2].partition('"')[0]
+
+
+Callers = tuple[Instruction, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Visit:
     """
 
     instruction: Instruction
-    callers: tuple[Instruction, ...] = ()
+    callers: Callers = ()
     trip_counts: tuple[int | None, ...] = ()
     conditional: bool = False
 
@@ -69,6 +74,8 @@ class Module:
     Attributes:
       num_partitions: devices that run it.
       computations: name -> instructions, in the order in which they run where that is decided.
+      beside: by name, each instruction that starts what another one ends, such as a transfer -> what
+        computes between the two.
     """
 
     def __init__(self, text: str):
@@ -79,9 +86,9 @@ class Module:
         """
         self.computations: dict[str, list[Instruction]] = {}
         self._entry, self._tables = "", {}
-        self._roots: dict[str, str] = {}  # computation -> the instruction that is its result
+        self._roots: dict[str, str] = {}  # computation -> its result
         self._named: dict[str, Instruction] = {}
-        self._homes: dict[str, list[Instruction]] = {}  # instruction -> those of its computation
+        self.beside: dict[str, list[Instruction]] = {}
         found = re.match(r"HloModule .*?(?:num_partitions=(\d+)|$)", text, re.MULTILINE)
         if found is None or "replica_count=" in found[0]:
             raise ValueError(
@@ -89,19 +96,26 @@ class Module:
                 f"`jax.jit(...).lower(...).compile().as_text()` says"
             )
         self.num_partitions = int(found[1] or 1)
-        table: list[str] = []
-        name, section = "", list[Instruction]()
+        table, section, name = list[str](), list[Instruction](), ""
+        running: dict[str, list[Instruction]] = {}  # what is started and not ended, as in `beside`
         for line in text.splitlines()[1:]:
-            if line.startswith("  "):
-                if instruction := _instruction(line):
-                    section.append(instruction)
-                    self._named[instruction.name] = instruction
-                    self._homes[instruction.name] = section
-                    if line.startswith("  ROOT "):
-                        self._roots[name] = instruction.name
+            if found := _INSTRUCTION.match(line):
+                root, own_name, shape, opcode, operands, attributes = found.groups()
+                names = re.sub(r"/\*.*?\*/|%", "", operands).split(", ")
+                instruction = Instruction(own_name, shape, opcode, tuple(names), attributes)
+                section.append(instruction)
+                self._named[own_name] = instruction
+                if root:
+                    self._roots[name] = own_name
+                starts, ends = self._starts_and_ends(instruction)
+                running = {key: others for key, others in running.items() if key not in ends}
+                for others in running.values() if self._computes(instruction) else ():
+                    others.append(instruction)
+                if starts:
+                    self.beside[own_name] = running[starts] = []
             elif line.endswith("{"):
                 name = line.removeprefix("ENTRY ").split(maxsplit=1)[0].lstrip("%")
-                section = self.computations[name] = []
+                section, running = self.computations.setdefault(name, []), {}
                 if line.startswith("ENTRY"):
                     self._entry = name
             elif line.isalpha():  # FileNames, FunctionNames, FileLocations, StackFrames
@@ -115,163 +129,101 @@ class Module:
 
     def _visits(self, computation: str, at: Visit) -> Iterator[Visit]:
         for instruction in self.computations[computation]:
-            visit = dataclasses.replace(at, instruction=instruction)
-            yield visit
-            inside = dataclasses.replace(visit, callers=(*at.callers, instruction))
-            if instruction.opcode == "while":
-                trips = self._trip_count(instruction, at.callers)
-                # The condition runs once more than the body.
-                for name, count in (("condition", trips and trips + 1), ("body", trips)):
-                    loop = dataclasses.replace(inside, trip_counts=(*at.trip_counts, count))
-                    for called in _names(instruction, name):
-                        yield from self._visits(called, loop)
-            elif instruction.opcode == "conditional":
-                branch = dataclasses.replace(inside, conditional=True)
-                attributes = ("branch_computations", "true_computation", "false_computation")
-                for called in _names(instruction, *attributes):
-                    yield from self._visits(called, branch)
-            elif not instruction.opcode.endswith(
-                ("-update", "-done")
-            ):  # they name what was started
-                # `to_apply` of others is what they reduce or sort by.
-                attributes = ("calls", "to_apply") if instruction.opcode == "call" else ("calls",)
-                for called in _names(instruction, *attributes):
+            yield dataclasses.replace(at, instruction=instruction)
+            opcode, trip_counts = instruction.opcode, at.trip_counts
+            trips = self._trip_count(instruction, at.callers) if opcode == "while" else None
+            for attribute in _CALLS.get(opcode, ("calls",)):
+                if opcode == "while":  # its condition runs once more than its body
+                    runs = None if trips is None else trips + (attribute == "condition")
+                    trip_counts = (*at.trip_counts, runs)
+                callers, in_branch = (*at.callers, instruction), opcode == "conditional"
+                inside = Visit(instruction, callers, trip_counts, at.conditional or in_branch)
+                for called in _names(instruction, attribute):
                     yield from self._visits(called, inside)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
         """The instructions of a fusion; empty for other instructions."""
-        is_fusion = instruction.opcode in ("fusion", "fusion-start")
-        called = _names(instruction, "calls") if is_fusion else []
+        called = _names(instruction, "calls") if instruction.opcode.startswith("fusion") else []
         return [each for name in called for each in self.computations[name]]
 
-    def slices(self, instruction: Instruction) -> bool:
-        """Whether it is a fusion whose result is a slice."""
-        called = _names(instruction, "calls") if instruction.opcode == "fusion" else []
-        return any(self._named[self._roots[name]].opcode == "dynamic-slice" for name in called)
+    def _starts_and_ends(self, instruction: Instruction) -> tuple[str, Sequence[str]]:
+        """What an instruction starts and what it ends, by name; mostly nothing.
 
-    def is_start(self, instruction: Instruction) -> bool:
-        """Whether an instruction only starts what another one ends, such as a transfer."""
-        return instruction.opcode.endswith(("-start", "send")) or bool(
-            self._chains(instruction, "Start")
-        )
-
-    def until_done(self, start: Instruction) -> Iterator[Instruction]:
-        """The instructions that run between what starts something and what ends it.
-
-        An end names its start, and so does what the two have between them (`async-update`). The TPU's compiler
-        also makes chains of fusions: `AsyncCollectiveStart` is in the first and `AsyncCollectiveDone` in the last;
-        those between do a part of the transfer beside a matmul. All repeat the collective, with the `chain_id`.
+        The TPU's compiler also makes chains of fusions: `AsyncCollectiveStart` is in the first one and
+        `AsyncCollectiveDone` in the last; those between do a part of the transfer beside a matmul. All of
+        them repeat the collective, with the chain's id, by which it goes here.
         """
-        section, chains = self._homes[start.name], self._chains(start, "Start")
-        names = {start.name}
-        for each in section[section.index(start) + 1 :]:
-            if names.intersection(each.operands):
-                names.add(each.name)
-                if each.opcode.endswith("-done"):
-                    return
-            if chains & self._chains(each, "Done"):
-                return
-            yield each
+        name, opcode = instruction.name, instruction.opcode
+        inside = " ".join(each.attributes for each in self.fused(instruction))
+        if found := re.search(r'(chain_id="\d+").*"AsyncCollective(Start|Done)"', inside):
+            return (found[1], ()) if found[2] == "Start" else ("", (found[1],))
+        starts = name if opcode.endswith(("-start", "send")) else ""
+        return starts, instruction.operands if opcode.endswith("-done") else ()
 
-    def _chains(self, fusion: Instruction, part: str) -> set[str]:
-        """The chain of asynchronous fusions that a fusion is the start or the end of; mostly none."""
-        attributes = " ".join(each.attributes for each in self.fused(fusion))
-        is_part = f'"AsyncCollective{part}"' in attributes
-        return set(re.findall(r'chain_id="\d+"', attributes)) if is_part else set()
-
-    def works(self, instruction: Instruction) -> bool:
-        """Whether an instruction computes or moves an array: no view of one, no transfer, no single number."""
-        if instruction.opcode == "custom-call":
-            target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-            return target is None or target[1] not in _VIEWS
+    def _computes(self, instruction: Instruction) -> bool:
+        """Whether it computes or moves an array: no view of one, no transfer, no single number."""
         inside = self.fused(instruction) or [instruction]
-        sizes = [math.prod(dims) for _, dims in arrays(instruction.shape)]
-        return any(not _IDLE.fullmatch(each.opcode) for each in inside) and (
-            max(sizes, default=0) > 1 or any(each.opcode == "reduce" for each in inside)
-        )
+        kinds = {attribute(each, 'custom_call_target="') or each.opcode for each in inside}
+        is_array = any(math.prod(dims) > 1 for _, dims in arrays(instruction.shape))
+        return (is_array or "reduce" in kinds) and not all(map(_IDLE.fullmatch, kinds))
 
-    def _trip_count(self, loop: Instruction, callers: tuple[Instruction, ...]) -> int | None:
+    def _trip_count(self, loop: Instruction, callers: Callers) -> int | None:
         """How often a `while` runs its body; None if that depends on data.
 
         XLA's CPU and GPU compilers have written it down. Otherwise the condition compares an element of the
         loop's state with a constant, and the body adds a constant to it.
         """
-        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
-            return int(found[1])
+        if known := attribute(loop, '"known_trip_count":{"n":"'):
+            return int(known)
+        [condition], [body] = (_names(loop, each) for each in _CALLS["while"])
         inside = (*callers, loop)
-        [condition] = _names(loop, "condition")
-        test, around, _ = self._origin(self._roots[condition], inside)
-        direction = re.search(r"direction=(\w+)", test.attributes)
-        if test.opcode != "compare" or direction is None:
-            return None
-        counter, of_loop, index = self._origin(test.operands[0], around)
-        end = self._number(test.operands[1], around)
-        if counter.opcode != "parameter" or of_loop != inside or index is None:
-            return None
-        start, step = self._number(loop.operands[0], callers, index), self._step(inside, index)
-        if None in (start, end) or not step or (step > 0) != direction[1].startswith("L"):
-            return None
-        assert start is not None
-        assert end is not None
-        inclusive = direction[1] in ("LE", "GE")
-        return len(range(start, end + inclusive * (1 if step > 0 else -1), step))
-
-    def _step(self, callers: tuple[Instruction, ...], index: int) -> int | None:
-        """What a turn of the innermost loop adds to an element of its state; None if that is not constant."""
-        [body] = _names(callers[-1], "body")
-        end, around, place = self._origin(self._roots[body], callers, index)
-        if end.opcode == "parameter":
-            return 0 if (around, place) == (callers, index) else None
-        if end.opcode == "add":
-            for one, other in (end.operands, end.operands[::-1]):
-                element, of_loop, place = self._origin(one, around)
-                if (element.opcode, of_loop, place) == ("parameter", callers, index):
-                    return self._number(other, around)
+        match self._value(self._roots[condition], inside):
+            case [direction, ["state", place], ["constant", end]] if direction in _COUNTS:
+                up, inclusive = _COUNTS[direction]
+                at_first = self._value(loop.operands[0], callers, place)
+                match at_first, self._value(self._roots[body], inside, place):
+                    case ["constant", start], ["add", state, ["constant", step]]:
+                        known = state == ("state", place) and step * up > 0
+                        return len(range(start, end + inclusive, step)) if known else None
         return None
 
-    def _number(
-        self, name: str, callers: tuple[Instruction, ...], index: int | None = None
-    ) -> int | None:
-        """The whole number that a value is, or an element of it, whatever the data; None if it is none."""
-        origin, around, index = self._origin(name, callers, index)
-        if origin.opcode == "constant" and re.fullmatch(r"-?\d+", origin.operands[0]):
-            return int(origin.operands[0])
-        is_state = origin.opcode == "parameter" and index is not None
-        if is_state and around and around[-1].opcode == "while" and self._step(around, index) == 0:
-            return self._number(around[-1].operands[0], around[:-1], index)
-        return None
-
-    def _origin(
-        self, name: str, callers: tuple[Instruction, ...], index: int | None = None
-    ) -> tuple[Instruction, tuple[Instruction, ...], int | None]:
-        """What makes a value, or an element of it if it is a tuple: behind copies, tuples and fusions.
+    def _value(self, name: str, callers: Callers, place: int | None = None) -> tuple[Any, ...]:
+        """What a value is, or the element of it at a place: behind copies, tuples and fusions.
 
         Args:
           callers: those of the instruction `name`.
         Returns:
-          The instruction, its callers, and which element of it; a loop's state is the parameter of its body.
+          ("constant", its whole number); ("state", its place in that of the innermost loop); ("add", two
+          values); (the direction of a comparison, two values); or the opcode of what else makes it.
         """
-        each, outer = self._named[name], callers[-1] if callers else None
-        if each.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
-            return self._origin(each.operands[0], callers, index)
-        if each.opcode in ("fusion", "call"):
-            [called] = _names(each, "calls", "to_apply")
-            return self._origin(self._roots[called], (*callers, each), index)
-        if each.opcode == "parameter" and outer and outer.opcode in ("fusion", "call"):
-            return self._origin(outer.operands[int(each.operands[0])], callers[:-1], index)
-        if each.opcode == "get-tuple-element" and index is None:
-            place = int(each.attributes.partition("index=")[2].partition(",")[0])
-            return self._origin(each.operands[0], callers, place)
-        if each.opcode == "tuple" and index is not None:
-            return self._origin(each.operands[index], callers)
-        return each, callers, index
+        each, around = self._named[name], callers[-1].opcode if callers else ""
+        match each.opcode:
+            case "copy" | "copy-start" | "copy-done" | "bitcast":
+                return self._value(each.operands[0], callers, place)
+            case "fusion" | "call":
+                [called] = _names(each, "calls", "to_apply")
+                return self._value(self._roots[called], (*callers, each), place)
+            case "parameter" if around in ("fusion", "call"):
+                return self._value(callers[-1].operands[int(each.operands[0])], callers[:-1], place)
+            case "get-tuple-element" if place is None:
+                return self._value(each.operands[0], callers, int(attribute(each, "index=")))
+            case "tuple" if place is not None:
+                return self._value(each.operands[place], callers)
+            case "parameter" if around == "while":
+                return "state", place
+            case "constant" if re.fullmatch(r"-?\d+", each.operands[0]):
+                return "constant", int(each.operands[0])
+            case "add" | "compare":
+                operands = (self._value(operand, callers) for operand in each.operands)
+                return attribute(each, "direction=") or "add", *operands
+        return (each.opcode,)
 
     def source(self, instruction: Instruction) -> str:
         """The line of Python that an instruction comes from, such as lstm.py:84; "" if it is unknown."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if not found or not int(found[1]):
+        frame = int(attribute(instruction, "stack_frame_id=") or 0)
+        if not frame:
             return ""
-        location = self._row("StackFrames", int(found[1]))["file_location_id"]
+        location = self._row("StackFrames", frame)["file_location_id"]
         place = self._row("FileLocations", location)
         file = self._tables["FileNames"][place["file_name_id"]].strip('"')
         return f"{file.rpartition('/')[2]}:{place['line']}"
@@ -357,27 +309,10 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def _instruction(line: str) -> Instruction | None:
-    name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-    if not equals:
-        return None
-    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
-    opcode, _, _ = rest[end:].strip().partition("(")
-    operands = rest[end:].strip()[len(opcode) :]
-    end_of_operands = _closing(operands)
-    names = re.sub(r"/\*.*?\*/|%", "", operands[1 : end_of_operands - 1]).split(", ")
-    attributes = operands[end_of_operands:]
-    return Instruction(name.lstrip("%"), rest[:end], opcode, tuple(names), attributes)
-
-
-def _closing(text: str) -> int:
-    """The position after the parenthesis that closes the one that `text` begins with."""
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    return len(text)
+def attribute(instruction: Instruction, before: str) -> str:
+    """The word that follows a text in the attributes; "" if the text is not in them."""
+    found = re.match(r"\w*", instruction.attributes.partition(before)[2])
+    return found[0] if found else ""
 
 
 def _names(instruction: Instruction, *attributes: str) -> list[str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -104,17 +105,9 @@ class ProgramReport(Printed):
         """Sums for each set of axes that collectives run along, the most bytes sent first."""
         totals = []
         for axes in dict.fromkeys(c.axes for c in self.collectives):
-            along = [(c.count or 0, c) for c in self.collectives if c.axes == axes]
-            totals.append(
-                Total(
-                    axes=axes,
-                    collectives=len(along),
-                    count=sum(count for count, _ in along),
-                    bytes=sum(count * c.bytes for count, c in along),
-                    sent_bytes=sum(count * c.sent_bytes for count, c in along),
-                    unknown=sum(c.count is None for _, c in along),
-                )
-            )
+            along = [(c, c.count or 0) for c in self.collectives if c.axes == axes]
+            rows = [(1, n, n * c.bytes, n * c.sent_bytes, c.count is None) for c, n in along]
+            totals.append(Total(axes, *map(sum, zip(*rows, strict=True))))
         return tuple(sorted(totals, key=lambda total: -total.sent_bytes))
 
     def along(self, *axes: str) -> tuple[Collective, ...]:
@@ -123,13 +116,12 @@ class ProgramReport(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything in dicts, lists, numbers and strings, as `json.dumps` takes them."""
-        derived = "count", "in_loop", "waits"
         collectives = [
-            {**dataclasses.asdict(c), **{name: getattr(c, name) for name in derived}}
+            {**asdict(c), "count": c.count, "in_loop": c.in_loop, "waits": c.waits}
             for c in self.collectives
         ]
-        totals = [dataclasses.asdict(total) for total in self.totals]
-        return {**dataclasses.asdict(self), "collectives": collectives, "totals": totals}
+        totals = [asdict(total) for total in self.totals]
+        return {**asdict(self), "collectives": collectives, "totals": totals}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ProgramReport":
@@ -174,8 +166,8 @@ def inspect_step(
     lowered = step.lower(state, abstract_batch(setup))
     report = inspect_compiled(lowered.compile(options and {**options}), setup.mesh)
     if memory := report.memory:
-        memory = dataclasses.replace(memory, purposes=_purposes(memory.arguments, state))
-        report = dataclasses.replace(report, memory=memory)
+        purposes = _purposes(memory.arguments, state)
+        report = dataclasses.replace(report, memory=dataclasses.replace(memory, purposes=purposes))
     plan = step.full_plan
     if plan is None:
         return report
@@ -216,17 +208,16 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     executable: Any = compiled.runtime_executable()
     # Of partition 0, 1, ... What is compiled for a machine that is not there has none.
     devices = getattr(executable, "local_devices", list)()
-    mesh = _mesh_of(compiled, len(devices)) if mesh is None else mesh
-    order = None
+    mesh = mesh or _mesh_of(compiled)
+    places, order = [] if mesh is None else mesh.devices.ravel().tolist(), None
     # Other processes' devices are not among them; then JAX compiles for the mesh's order.
-    if mesh is not None and len(devices) == mesh.size:
-        places = {device: place for place, device in enumerate(mesh.devices.flat)}
+    if places and len(devices) == len(places):
         if set(devices) != set(places):
             raise ValueError(
-                f"the program was compiled for the devices {devices}, the mesh has "
-                f"{mesh.devices.ravel().tolist()}; give the mesh that it was compiled for"
+                f"the program was compiled for the devices {devices}, the mesh has {places}; give the mesh "
+                f"that it was compiled for"
             )
-        order = [places[device] for device in devices]
+        order = [*map(places.index, devices)]
     costs: Any = compiled.cost_analysis() or {}
     return ProgramReport(
         collectives=find_collectives(compiled.as_text() or "", mesh, order),
@@ -258,18 +249,12 @@ def _purposes(arguments: int, state: TrainState) -> dict[str, int]:
     return {**purposes, "batch and schedule": arguments - sum(purposes.values())}
 
 
-def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
+def _mesh_of(compiled: jax.stages.Compiled) -> Mesh | None:
+    """The mesh of a program's arguments and results; None if they are on none, or on several."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    layouts = [s for s in shardings if isinstance(s, NamedSharding)]
-    meshes = {layout.mesh for layout in layouts if isinstance(layout.mesh, Mesh)}
-    if len(meshes) == 1:
-        return meshes.pop()
-    if num_devices == 1:
-        return None
-    raise ValueError(
-        f"the arguments and results of this program of {num_devices} devices lie on {len(meshes)} meshes; "
-        f"give the one whose axes are to be named: mesh=..."
-    )
+    meshes = {layout.mesh for layout in shardings if isinstance(layout, NamedSharding)}
+    meshes = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
+    return meshes[0] if len(meshes) == 1 else None
 
 
 def busy_of(plan: Plan) -> dict[str, np.ndarray]:

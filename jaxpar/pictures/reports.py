@@ -128,9 +128,10 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
 
 
 def _beside(collective: Collective) -> str:
-    """The parts of the program that compute beside it; outermost scopes, for there may be many."""
-    parts = dict.fromkeys(word.partition("/")[0] for word in collective.beside or ())
-    return ", ".join(parts) or "waits"
+    """The first parts of the program that compute beside a transfer, and how many more do."""
+    parts = [*dict.fromkeys(word.partition("/")[0] for word in collective.beside or ())]
+    more = f" +{len(parts) - 2}" if len(parts) > 2 else ""
+    return " ".join(parts[:2]) + more or "waits"
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
