@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +15,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_measured import Own
 
-from jaxpar.analysis import find_collectives, inspect_compiled, inspect_function, inspect_step
+from jaxpar.analysis import (
+    ProgramReport,
+    find_collectives,
+    inspect_compiled,
+    inspect_function,
+    inspect_step,
+)
 from jaxpar.analysis.hlo import Module, groups
 from jaxpar.config import Parallel, PipelineConfig
+from jaxpar.display import format_bytes
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.schedule import make_schedule
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state
+from jaxpar.step import abstract_batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.trees import device_bytes
 
 pytestmark = pytest.mark.law
 
@@ -33,12 +44,16 @@ def cube():
     return MeshConfig(2, 2, 2).build()
 
 
-def inspect_local(local, mesh=None):
-    """The report of a function of one device's block, float32 [2, 8, 4] = 256 bytes, on all of the 8."""
+def compiled_local(local, mesh=None):
+    """A function of one device's block, float32 [2, 8, 4] = 256 bytes, compiled for all of the 8."""
     mesh, whole = mesh or cube(), P(AXES)
     run = jax.shard_map(local, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     x = jax.ShapeDtypeStruct((16, 8, 4), jnp.float32, sharding=NamedSharding(mesh, whole))
-    return inspect_function(run, x)
+    return jax.jit(run).lower(x).compile()
+
+
+def inspect_local(local, mesh=None):
+    return inspect_compiled(compiled_local(local, mesh))
 
 
 KINDS = {
@@ -166,9 +181,7 @@ def test_the_condition_of_a_loop_is_asked_once_more():
 
         return lax.while_loop(goes_on, lambda s: (s[0] + 1, jnp.sin(s[1])), (0, x))[1]
 
-    x = jax.ShapeDtypeStruct((16, 8, 4), jnp.float32, sharding=NamedSharding(cube(), P(AXES)))
-    run = jax.shard_map(local, mesh=cube(), in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
-    text = jax.jit(run).lower(x).compile().as_text()
+    text = compiled_local(local).as_text()
     [found] = find_collectives(text, cube())
     assert (found.axes, found.trip_counts) == (("data",), (None,))
     [loop] = [line for line in text.splitlines() if " while(" in line]
@@ -263,6 +276,7 @@ def test_a_report_is_data_and_text():
     assert (collective["count"], collective["in_loop"], collective["bytes"]) == (3, True, 256)
     assert (data["totals"][0]["sent_bytes"], data["memory"]["arguments"]) == (3 * 384, 256)
     assert data["flops"] == report.flops
+    assert collective["waits"]
     text = str(report)
     assert "all-reduce  data tensor  f32 2x8x4  256 B     3  3" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -312,6 +326,247 @@ def test_collectives_that_have_a_start_and_a_done_count_once():
         ("collective-permute", ("tensor",), ((8, 4),), 128, 128),
         ("all-reduce", AXES, ((8, 4),), 128, 224),
     ]
+
+
+# As JAX 0.12 compiles for GPUs: an all-reduce that starts has its operands in its shape too.
+GPU = """\
+HloModule fixture, is_scheduled=true, num_partitions=8
+
+%multiply (p: f32[8,4]) -> f32[8,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %squared = f32[8,4]{1,0} multiply(%p, %p)
+}
+
+%pick (q: s32[9]) -> s32[] {
+  %q = s32[9]{0} parameter(0)
+  %first = s32[1]{0} slice(%q), slice={[0:1]}
+  ROOT %picked = s32[] bitcast(%first)
+}
+
+ENTRY %main (x: f32[8,4], t: s32[9]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %t = s32[9]{0} parameter(1)
+  %reduce = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-reduce-start(%x), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%add, output_to_operand_aliasing={{1}: (0, {})}
+  %permute = ((f32[8,4]{1,0}), f32[8,4]{1,0}) collective-permute-start(%x), channel_id=2, source_target_pairs={{0,2},{1,3}}
+  %own = f32[8,4]{1,0} fusion(%x), kind=kLoop, calls=%multiply, metadata={op_name="jit(step)/jvp(lstm)/mul"}
+  %tick = s32[] fusion(%t), kind=kLoop, calls=%pick, metadata={op_name="jit(step)/tick/slice"}
+  %permuted = f32[8,4]{1,0} collective-permute-done(%permute)
+  %product = f32[8,4]{1,0} custom-call(%own, %permuted), custom_call_target="__cublas$gemm"
+  %reduced = f32[8,4]{1,0} all-reduce-done(%reduce)
+  %pair = ((f32[8,4]{1,0}, f32[8,4]{1,0}), (f32[16,4]{1,0}, f32[16,4]{1,0})) all-gather-start(%x, %own), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}, use_global_device_ids=true
+  %gathered = (f32[16,4]{1,0}, f32[16,4]{1,0}) all-gather-done(%pair)
+  ROOT %last = f32[8,4]{1,0} collective-permute(%reduced), channel_id=1, source_target_pairs={{0,4}}
+}
+"""  # noqa: E501
+
+
+def test_programs_for_gpus_count_results_and_say_what_computes_beside_a_transfer():
+    found = find_collectives(GPU, cube())
+    assert [(c.op, c.axes, c.bytes, c.beside, c.waits) for c in found] == [
+        ("all-reduce", ("tensor",), 128, ("lstm", "custom-call"), False),
+        ("collective-permute", ("stage",), 128, ("lstm",), False),
+        ("all-gather", ("tensor",), 512, (), True),
+        ("collective-permute", ("data",), 128, None, True),
+    ]
+
+
+# From the training step of an LSTM for eight TPU v5e, shortened. A gather is fused with the matmuls beside
+# it: `chain_id` joins its start, its turns and its end. An all-reduce that is sliced is a reduce-scatter.
+TPU = """\
+HloModule fixture, is_scheduled=true, num_partitions=8
+
+%fused_computation.1 (param_0: bf16[16,512]) -> (bf16[16,512], bf16[16,1024], u32[]) {
+  %param_0 = bf16[16,512]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %all-gather.64 = bf16[16,1024]{1,0:T(8,128)(2,1)} all-gather(%param_0), channel_id=15, replica_groups=[4,2]<=[8], dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}, metadata={op_name="jit(step)/transpose(jvp(lstm))/optimization_barrier"}
+  ROOT %custom-call.20 = (bf16[16,512]{1,0:T(8,128)(2,1)S(1)}, bf16[16,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) custom-call(%all-gather.64), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion (param_1: bf16[16,512], param_2: bf16[16,1024], param_3: u32[], param_4: f32[1024,256]) -> (f32[16,256], bf16[16,512], bf16[16,1024], u32[]) {
+  %param_1 = bf16[16,512]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %param_2 = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %param_3 = u32[]{:S(2)} parameter(2)
+  %param_4 = f32[1024,256]{1,0:T(8,128)} parameter(3)
+  %convolution.40 = f32[16,256]{1,0:T(8,128)} convolution(%param_2, %param_4), dim_labels=bf_io->bf
+  %all-gather.66 = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} all-gather(%param_1), channel_id=15, replica_groups=[4,2]<=[8], dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}
+  ROOT %tuple.582 = (f32[16,256]{1,0:T(8,128)}, bf16[16,512]{1,0:T(8,128)(2,1)S(1)}, bf16[16,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) tuple(%convolution.40, %param_1, %all-gather.66, %param_3)
+}
+
+%fused_computation.2 (param_5: bf16[16,512], param_6: bf16[16,1024], param_7: u32[]) -> bf16[16,1024] {
+  %param_5 = bf16[16,512]{1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %param_6 = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %all-gather.70 = bf16[16,1024]{1,0:T(8,128)(2,1)} all-gather(%param_5), channel_id=15, replica_groups=[4,2]<=[8], dimensions={1}, use_global_device_ids=true, frontend_attributes={chain_id="0"}
+  %param_7 = u32[]{:S(2)} parameter(2)
+  ROOT %custom-call.22 = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} custom-call(%param_5, %param_6, %all-gather.70, %param_7), custom_call_target="AsyncCollectiveDone"
+}
+
+%all-reduce-scatter.2 (input.2: f32[16,1024]) -> f32[16,512] {
+  %input.2 = f32[16,1024]{1,0:T(8,128)S(1)} parameter(0)
+  %all-reduce.21 = f32[16,1024]{1,0:T(8,128)} all-reduce(%input.2), channel_id=13, replica_groups={{0,1},{2,3},{4,5},{6,7}}, use_global_device_ids=true, to_apply=%add.3
+  %constant.6217 = u32[] constant(0)
+  ROOT %dynamic-slice.5286 = f32[16,512]{1,0:T(8,128)S(1)} dynamic-slice(%all-reduce.21, %constant.6217, %constant.6217), dynamic_slice_sizes={16,512}
+}
+
+%async_computation (y: f32[16,1024]) -> f32[16,1024] {
+  %y = f32[16,1024]{1,0:T(8,128)} parameter(0)
+  ROOT %all-reduce.3 = f32[16,1024]{1,0:T(8,128)} all-reduce(%y), channel_id=1, replica_groups=mesh['data'=2,'stage'=2,'tensor'=2] {'data'}, use_global_device_ids=true, to_apply=%add.3
+}
+
+ENTRY %main (x: bf16[16,512], w: f32[1024,256], z: f32[16,1024]) -> f32[16,512] {
+  %x = bf16[16,512]{1,0:T(8,128)(2,1)} parameter(0)
+  %w = f32[1024,256]{1,0:T(8,128)} parameter(1)
+  %z = f32[16,1024]{1,0:T(8,128)} parameter(2)
+  %async-collective-start = (bf16[16,512]{1,0:T(8,128)(2,1)S(1)}, bf16[16,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%x), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%fused_computation.1
+  %get-tuple-element.1 = bf16[16,512]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%async-collective-start), index=0
+  %get-tuple-element.2 = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%async-collective-start), index=1
+  %get-tuple-element.3 = u32[]{:S(2)} get-tuple-element(%async-collective-start), index=2
+  %fusion.189 = (f32[16,256]{1,0:T(8,128)}, bf16[16,512]{1,0:T(8,128)(2,1)S(1)}, bf16[16,1024]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%get-tuple-element.1, %get-tuple-element.2, %get-tuple-element.3, %w), kind=kOutput, calls=%async_collective_fusion, metadata={op_name="jit(step)/jvp(head)/dot_general"}
+  %get-tuple-element.4 = bf16[16,512]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%fusion.189), index=1
+  %get-tuple-element.5 = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} get-tuple-element(%fusion.189), index=2
+  %get-tuple-element.6 = u32[]{:S(2)} get-tuple-element(%fusion.189), index=3
+  %room = f32[16,1024]{1,0:T(8,128)} custom-call(), custom_call_target="AllocateBuffer"
+  %async-collective-done = bf16[16,1024]{1,0:T(8,128)(2,1)S(1)} fusion(%get-tuple-element.4, %get-tuple-element.5, %get-tuple-element.6), kind=kCustom, calls=%fused_computation.2
+  %async-start = ((f32[16,1024]{1,0:T(8,128)}), f32[16,1024]{1,0:T(8,128)}, u32[]{:S(2)}) async-start(%z), calls=%async_computation
+  %big = f32[16,1024]{1,0:T(8,128)} copy(%z)
+  %async-done = f32[16,1024]{1,0:T(8,128)} async-done(%async-start)
+  ROOT %fusion.2 = f32[16,512]{1,0:T(8,128)S(1)} fusion(%async-done), kind=kCustom, calls=%all-reduce-scatter.2, metadata={op_name="jit(step)/transpose(jvp(head))/dot_general"}
+}
+"""  # noqa: E501
+
+
+def test_programs_for_tpus_count_a_fused_chain_once_and_know_a_sliced_all_reduce():
+    found = find_collectives(TPU, cube())
+    assert [(c.op, c.axes, c.dtypes, c.shapes, c.sent_bytes, c.beside) for c in found] == [
+        ("all-gather", ("tensor",), ("bf16",), ((16, 1024),), 2 * 16 * 512, ("head",)),
+        ("all-reduce", ("data",), ("f32",), ((16, 1024),), 4 * 16 * 1024, ("copy",)),
+        ("reduce-scatter", ("tensor",), ("f32",), ((16, 1024),), 4 * 16 * 512, None),
+    ]
+    assert [c.module for c in found] == ["lstm", "", "head"]
+
+
+def test_the_table_says_what_is_beside_transfers_where_there_are_asynchronous_ones():
+    lines = str(ProgramReport(find_collectives(TPU, cube()), None, None)).splitlines()
+    assert [line.split()[-1] for line in lines[2:5]] == ["copy", "waits", "head"]
+    assert lines[0].split()[-1] == "beside"
+    assert "beside" not in str(inspect_local(lambda x: lax.psum(x, "data")))
+
+
+# As XLA writes loops for TPUs, without `known_trip_count`.
+LOOP = """\
+HloModule fixture, num_partitions=8
+
+%add (n: s32[]) -> s32[] {{
+  %n = s32[] parameter(0)
+  %step = s32[] constant({step})
+  ROOT %sum = s32[] add(%n, %step)
+}}
+
+%wide.body (state: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {{
+  %state = (s32[], f32[4]{{0}}, s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%state), index=0
+  %copied = s32[]{{:S(6)}} copy(%counter)
+  %x = f32[4]{{0}} get-tuple-element(%state), index=1
+  %limit = s32[] get-tuple-element(%state), index=2
+  %next = s32[] fusion(%copied), kind=kLoop, calls=%add
+  %y = f32[4]{{0}} all-reduce(%x), replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
+  ROOT %states = (s32[], f32[4]{{0}}, s32[]) tuple(%next, %y, %limit)
+}}
+
+%compare (m: s32[], l: s32[]) -> pred[] {{
+  %m = s32[] parameter(0)
+  %l = s32[] parameter(1)
+  %end = s32[] constant({end})
+  ROOT %less = pred[] compare(%m, {compared}), direction={direction}
+}}
+
+%wide.condition (state.1: (s32[], f32[4], s32[])) -> pred[] {{
+  %state.1 = (s32[], f32[4]{{0}}, s32[]) parameter(0)
+  %counter.1 = s32[] get-tuple-element(%state.1), index=0
+  %limit.1 = s32[] get-tuple-element(%state.1), index=2
+  ROOT %goes_on = pred[] fusion(%counter.1, %limit.1), kind=kLoop, calls=%compare
+}}
+
+ENTRY %main (z: f32[4], k: s32[]) -> f32[4] {{
+  %z = f32[4]{{0}} parameter(0)
+  %k = s32[] parameter(1)
+  %start = s32[] constant({start})
+  %first = s32[] copy(%start)
+  %states.1 = (s32[], f32[4]{{0}}, s32[]) tuple({first}, %z, %k)
+  %loop = (s32[], f32[4]{{0}}, s32[]) while(%states.1), condition=%wide.condition, body=%wide.body
+  ROOT %result = f32[4]{{0}} get-tuple-element(%loop), index=1
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 4),
+        ({"start": 2}, 2),
+        ({"start": 1, "end": 8, "step": 3}, 3),
+        ({"direction": "LE"}, 5),
+        ({"start": 4, "end": 0, "step": -1, "direction": "GT"}, 4),
+        ({"start": 4, "end": 0, "step": -1, "direction": "GE"}, 5),
+        ({"start": 9}, 0),
+        ({"compared": "%l"}, None),  # up to a number that is in the loop's state
+        ({"first": "%k"}, None),  # from a number that the program is given
+        ({"step": -1}, None),
+        ({"direction": "NE"}, None),
+    ],
+)
+def test_the_length_of_a_loop_is_read_from_its_condition_and_body(changes, expected):
+    words = {"start": 0, "end": 4, "step": 1, "direction": "LT"}
+    text = LOOP.format(**{**words, "compared": "%end", "first": "%first", **changes})
+    [found] = find_collectives(text, cube())
+    assert found.trip_counts == (expected,)
+
+
+def test_a_program_is_read_the_same_where_trip_counts_are_not_written_down():
+    def local(x):
+        inner = scan(5, lambda x: jnp.sin(lax.psum(x, "tensor")))
+        x = scan(3, lambda x: inner(jnp.sin(lax.psum(x, "data"))))(x)
+        return lax.fori_loop(2, 8, lambda i, x: jnp.cos(lax.psum(x, "stage")) * i, x)
+
+    text = compiled_local(local).as_text()
+    assert "known_trip_count" in text
+    unknown = re.sub(r'"known_trip_count":\{[^}]*\},?', "", text)
+    found = find_collectives(unknown, cube())
+    assert found == find_collectives(text, cube())
+    assert {c.trip_counts for c in found} == {(3,), (3, 5), (6,)}
+
+
+class Ahead:
+    """A program as if it were compiled for a machine that is not there."""
+
+    def __init__(self, compiled, **stats):
+        self.compiled, self.stats = compiled, stats
+
+    def __getattr__(self, name):
+        return getattr(self.compiled, name)
+
+    def runtime_executable(self):
+        return object()
+
+    def memory_analysis(self):
+        return types.SimpleNamespace(**self.stats)
+
+
+def test_a_program_for_a_machine_that_is_not_there_is_read_in_the_order_of_the_mesh():
+    compiled = compiled_local(lambda x: lax.psum(x, ("data", "tensor")))
+    # As libtpu reports them: what is on the chip counts as temporary, and not to the total.
+    stats = {
+        "argument_size_in_bytes": 500, "output_size_in_bytes": 450, "alias_size_in_bytes": 400,
+        "temp_size_in_bytes": 1000, "generated_code_size_in_bytes": 30,
+    }  # fmt: skip
+    report = inspect_compiled(Ahead(compiled, **stats, total_allocation_bytes=900))
+    assert report.collectives == inspect_compiled(compiled).collectives
+    memory = report.memory
+    assert (memory.total, memory.temporary, memory.code) == (900, 320, 30)
+    assert str(memory) == (
+        "900 B: arguments 500 B, new outputs 50 B, temporary 320 B, program code 30 B"
+    )
+    for unknown in ({}, {"total_allocation_bytes": 0}):
+        memory = inspect_compiled(Ahead(compiled, **stats, **unknown), cube()).memory
+        assert (memory.total, memory.temporary) == (1580, 1000)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +685,35 @@ def test_the_loop_over_ticks_counts_ticks_and_units():
     assert num_ticks > num_units
     of_head = {c.count for c in report.along("tensor") if c.module.startswith("head")}
     assert of_head == {num_units}
+
+
+def test_a_report_comes_back_from_json():
+    _, step = step_report((2, 2, 2), (2, 2))
+    described = ProgramReport(find_collectives(TPU, cube()), 1.5, None, ("a note",))
+    for report in (step, described, inspect_local(jnp.sin)):
+        assert ProgramReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+        assert ProgramReport.from_dict(report.to_dict()) == report
+
+
+def test_the_memory_of_a_step_is_told_by_what_it_is_for():
+    parallel, report = step_report((2, 2, 2), (2, 2))
+    setup, memory = Setup.of(TASK, parallel), report.memory
+    state = abstract_state(setup)
+    of_batch = memory.purposes["batch and schedule"]
+    assert dict(memory.purposes) == {
+        "parameters": device_bytes(state.params),
+        "frozen parameters": 0,
+        "optimizer state": device_bytes(state.opt_state),
+        "carried state": device_bytes(state.carry),
+        "batch and schedule": of_batch,
+    }
+    # Also its counters of steps, and what pads arguments.
+    assert 0 < of_batch - device_bytes(abstract_batch(setup)) < 4096
+    assert sum(memory.purposes.values()) == memory.arguments
+    assert sum(memory.parts.values()) == memory.total
+    text = " ".join(str(report).split())
+    assert f"memory per device {format_bytes(memory.total)}: parameters" in text
+    assert "frozen" not in text
 
 
 def test_a_task_of_ones_own_is_inspected_on_its_own_layout():

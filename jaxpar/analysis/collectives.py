@@ -1,6 +1,7 @@
 """The collectives of a compiled program: what is exchanged, along which mesh axes, how often, and by whom."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -14,17 +15,14 @@ from jaxpar.analysis.hlo import Groups, Instruction, Module, Visit
 
 Pass = Literal["forward", "backward", "neither"]
 
-# What the busiest of n devices sends for a payload of 1, by the usual ring algorithms: NCCL's bus bandwidth
-# factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-_SENT = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,
-    "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: (n - 1) / n,
-    "all-to-all": lambda n: (n - 1) / n,
-    "ragged-all-to-all": lambda n: (n - 1) / n,
-    "collective-permute": lambda n: 1.0,
-    "collective-broadcast": lambda n: 1.0,
-}
+# How often the busiest of n devices sends (n-1)/n of a payload, by the usual ring algorithms: NCCL's bus
+# bandwidth factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+_ROUNDS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
+_ROUNDS |= {
+    "ragged-all-to-all": 1,
+    "collective-permute": 0,
+    "collective-broadcast": 0,
+}  # 0: all of it
 
 # Parts of an `op_name` that say how the program is built, not which module it is from.
 _STRUCTURE = re.compile(
@@ -56,6 +54,8 @@ class Collective:
       module: the named scopes (`jax.named_scope`) that it comes from, such as "pipeline/forward/lstm".
       source: the line of Python, such as "lstm.py:84".
       op_name: as XLA records it.
+      beside: what computes between its start and its end, in the program's order: the named scopes that it is
+        from, or else its opcode; None if it is synchronous, and everything waits for it.
     """
 
     op: str
@@ -72,12 +72,17 @@ class Collective:
     module: str
     source: str
     op_name: str
+    beside: tuple[str, ...] | None
+
+    @property
+    def waits(self) -> bool:
+        """Whether nothing computes while it runs."""
+        return not self.beside
 
     @property
     def count(self) -> int | None:
         """How often it runs; None if the length of a loop around it depends on data."""
-        known = [trips for trips in self.trip_counts if trips is not None]
-        return math.prod(known) if len(known) == len(self.trip_counts) else None
+        return None if None in self.trip_counts else math.prod(n or 0 for n in self.trip_counts)
 
     @property
     def in_loop(self) -> bool:
@@ -110,19 +115,18 @@ def find_collectives(
     differentiates = "jvp(" in text
     found = []
     for visit in module.visits():
-        op = _operation(visit.instruction)
-        if op is None:
-            continue
-        joined = hlo.groups(visit.instruction, module.num_partitions)
-        joined = [places[list(group)].tolist() for group in joined if len(set(group)) > 1]
-        if joined:
+        op = _operation(module, visit)
+        groups = hlo.groups(visit.instruction, mesh.size) if op else ()
+        joined = [places[list(group)].tolist() for group in groups if len(set(group)) > 1]
+        if op and joined:
             found.append(_collective(module, visit, op, mesh, joined, differentiates))
     return tuple(found)
 
 
 def sent_bytes(op: str, num_bytes: float, size: int) -> int:
     """What the busiest of `size` devices sends of a payload; see `Collective`."""
-    return math.ceil(num_bytes * _SENT[op](size))
+    rounds = _ROUNDS[op]
+    return math.ceil(num_bytes * (rounds * (size - 1) / size if rounds else 1))
 
 
 def num_messages(op: str, size: int) -> int:
@@ -133,32 +137,37 @@ def num_messages(op: str, size: int) -> int:
     return 2 * depth if op == "all-reduce" else depth
 
 
-def _operation(instruction: Instruction) -> str | None:
-    op = instruction.opcode.removesuffix("-start")
+def _operation(module: Module, visit: Visit) -> str | None:
+    instruction, around = visit.instruction, visit.callers[-1:]
+    op, fused = instruction.opcode.removesuffix("-start"), [*map(module.fused, around)]
     if op == "send":  # a permute that XLA split, to overlap it with other work
         return "collective-permute" if "_source_target_pairs" in instruction.attributes else None
-    return op if op in _SENT else None
+    if "chain_id=" in instruction.attributes and not any(x.name in module.beside for x in around):
+        return None  # another part of a transfer that is counted where it starts
+    if op == "all-reduce" and any(
+        inside[-1].opcode == "dynamic-slice" for inside in fused if inside
+    ):
+        return "reduce-scatter"  # as the TPU's compiler writes it
+    return op if op in _ROUNDS else None
 
 
 def _collective(
     module: Module, visit: Visit, op: str, mesh: Mesh, joined: Groups, differentiates: bool
 ) -> Collective:
     """A collective among groups of places in the mesh."""
-    instruction = visit.instruction
-    size = max(map(len, joined))
-    payload = _payload(instruction, op, size)
-    elements = [math.prod(dims) for _, dims in payload]
-    num_bytes = (
-        sum(n * hlo.bits(dtype) for n, (dtype, _) in zip(elements, payload, strict=True)) // 8
-    )
-    paths = _paths(visit)
-    sources = map(module.source, (instruction, *reversed(visit.callers)))
+    instruction, size, paths = visit.instruction, max(map(len, joined)), _paths(visit)
+    dtypes, shapes = zip(*_payload(instruction, size), strict=True)
+    elements = [math.prod(dims) for dims in shapes]
+    num_bytes = sum(n * hlo.bits(dtype) for n, dtype in zip(elements, dtypes, strict=True)) // 8
+    outward = (instruction, *reversed(visit.callers))
+    # It may be all that an asynchronous computation, or a fusion, has in it.
+    beside = next((module.beside[x.name] for x in outward[:2] if x.name in module.beside), None)
     return Collective(
         op=op,
         axes=_axes(mesh, joined),
         group_size=size,
-        shapes=tuple(dims for _, dims in payload),
-        dtypes=tuple(dtype for dtype, _ in payload),
+        shapes=shapes,
+        dtypes=dtypes,
         elements=sum(elements),
         bytes=num_bytes,
         sent_bytes=sent_bytes(op, num_bytes, size),
@@ -166,34 +175,30 @@ def _collective(
         conditional=visit.conditional,
         phase=_phase(paths, differentiates),
         module=", ".join(dict.fromkeys(filter(None, map(_scopes, paths)))),
-        source=next(filter(None, sources), ""),
+        source=next(filter(None, map(module.source, outward)), ""),
         op_name=instruction.op_name,
+        beside=None if beside is None else tuple(_scopes(x.op_name) or x.opcode for x in beside),
     )
 
 
 def _axes(mesh: Mesh, joined: Groups) -> tuple[str, ...]:
     """The axes along which the members of any group differ."""
     coordinates = np.array(np.unravel_index(np.arange(mesh.size), mesh.devices.shape))
-    differ = [np.ptp(coordinates[:, group], axis=1) > 0 for group in joined]
-    return tuple(
-        axis for axis, joins in zip(mesh.axis_names, np.any(differ, axis=0), strict=True) if joins
-    )
+    joins = np.any([np.ptp(coordinates[:, group], axis=1) > 0 for group in joined], axis=0)
+    return tuple(itertools.compress(mesh.axis_names, joins))
 
 
-def _payload(instruction: Instruction, op: str, size: int) -> list[tuple[str, tuple[int, ...]]]:
-    shape = instruction.shape
-    if instruction.opcode == "send":
+def _payload(instruction: Instruction, size: int) -> list[tuple[str, tuple[int, ...]]]:
+    shape, opcode = instruction.shape, instruction.opcode
+    if opcode == "send":
         shape = hlo.elements_of_tuple(shape)[0]  # (what is sent, context, token)
-    elif instruction.opcode.endswith("-start") and op != "all-reduce":
-        shape = hlo.elements_of_tuple(shape)[1]  # (operands, results, context...)
+    elif opcode.endswith("-start") and (opcode != "all-reduce-start" or shape.startswith("((")):
+        # (operands, results, context...); of an all-reduce, until JAX 0.12, the results alone.
+        shape = hlo.elements_of_tuple(shape)[1]
     payload = hlo.arrays(shape)
-    if op == "reduce-scatter":  # its input is larger than its output
-        found = re.search(r"dimensions=\{(\d+)\}", instruction.attributes)
-        assert found, instruction
-        dim = int(found[1])
-        payload = [
-            (dtype, (*dims[:dim], dims[dim] * size, *dims[dim + 1 :])) for dtype, dims in payload
-        ]
+    if opcode.startswith("reduce-scatter"):  # its input is larger than its output
+        dim = int(hlo.attribute(instruction, " dimensions={"))
+        payload = [(dtype, (*d[:dim], d[dim] * size, *d[dim + 1 :])) for dtype, d in payload]
     return payload
 
 

@@ -5,15 +5,32 @@ printer (`hlo_parser.cc`, `replica_group.cc`, `mesh_and_axis.cc` in openxla/xla)
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 Groups = Sequence[Sequence[int]]
+
+_INSTRUCTION = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)")
+# The computations that an instruction calls, if not `calls`: `to_apply` of others is what they reduce or
+# sort by.
+_CALLS = {
+    "while": ("condition", "body"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("calls", "to_apply"),
+}
+# What computes nothing: names of arrays and of their parts, what starts or ends something, a transfer.
+_IDLE = re.compile(
+    r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|opt-barrier|send|recv"
+    r"|all-\w+|reduce-scatter|collective-\w+|ragged-all-to-all|fusion-done|(?!fusion).*-(start|update|done)"
+    r"|AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast|GatherScatterIndicesBitpacked"
+)
+# Whether a loop counts up or down, and what to add to its end if that is included.
+_COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +40,16 @@ class Instruction:
     name: str
     shape: str
     opcode: str
+    operands: tuple[str, ...]  # by name; of a constant its value, of a parameter its number
     attributes: str
 
-    @functools.cached_property
+    @property
     def op_name(self) -> str:
         """Where it comes from in the traced program, such as jit(f)/jvp(lstm)/while/body/dot_general."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self.attributes.partition('op_name="')[2].partition('"')[0]
+
+
+Callers = tuple[Instruction, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +63,7 @@ class Visit:
     """
 
     instruction: Instruction
-    callers: tuple[Instruction, ...] = ()
+    callers: Callers = ()
     trip_counts: tuple[int | None, ...] = ()
     conditional: bool = False
 
@@ -53,7 +73,9 @@ class Module:
 
     Attributes:
       num_partitions: devices that run it.
-      computations: name -> instructions.
+      computations: name -> instructions, in the order in which they run where that is decided.
+      beside: by name, each instruction that starts what another one ends, such as a transfer -> what
+        computes between the two.
     """
 
     def __init__(self, text: str):
@@ -64,6 +86,9 @@ class Module:
         """
         self.computations: dict[str, list[Instruction]] = {}
         self._entry, self._tables = "", {}
+        self._roots: dict[str, str] = {}  # computation -> its result
+        self._named: dict[str, Instruction] = {}
+        self.beside: dict[str, list[Instruction]] = {}
         found = re.match(r"HloModule .*?(?:num_partitions=(\d+)|$)", text, re.MULTILINE)
         if found is None or "replica_count=" in found[0]:
             raise ValueError(
@@ -71,70 +96,140 @@ class Module:
                 f"`jax.jit(...).lower(...).compile().as_text()` says"
             )
         self.num_partitions = int(found[1] or 1)
-        section: list[Instruction] | list[str] = []
+        table, section, name = list[str](), list[Instruction](), ""
+        running: dict[str, list[Instruction]] = {}  # what is started and not ended, as in `beside`
         for line in text.splitlines()[1:]:
-            if line.startswith("  "):
-                if instruction := _instruction(line):
-                    section.append(instruction)  # pyright: ignore[reportArgumentType]
+            if found := _INSTRUCTION.match(line):
+                root, own_name, shape, opcode, operands, attributes = found.groups()
+                names = re.sub(r"/\*.*?\*/|%", "", operands).split(", ")
+                instruction = Instruction(own_name, shape, opcode, tuple(names), attributes)
+                section.append(instruction)
+                self._named[own_name] = instruction
+                if root:
+                    self._roots[name] = own_name
+                starts, ends = self._starts_and_ends(instruction)
+                running = {key: others for key, others in running.items() if key not in ends}
+                for others in running.values() if self._computes(instruction) else ():
+                    others.append(instruction)
+                if starts:
+                    self.beside[own_name] = running[starts] = []
             elif line.endswith("{"):
                 name = line.removeprefix("ENTRY ").split(maxsplit=1)[0].lstrip("%")
-                section = self.computations[name] = []
+                section, running = self.computations.setdefault(name, []), {}
                 if line.startswith("ENTRY"):
                     self._entry = name
             elif line.isalpha():  # FileNames, FunctionNames, FileLocations, StackFrames
-                section = self._tables[line] = [""]  # rows are numbered from 1
+                table = self._tables[line] = [""]  # rows are numbered from 1
             elif line[:1].isdigit():
-                section.append(line.partition(" ")[2])  # pyright: ignore[reportArgumentType]
+                table.append(line.partition(" ")[2])
 
     def visits(self) -> Iterator[Visit]:
         """Every instruction, once for each place that it is called from, in the program's order."""
-        yield from self._visits(self._entry, Visit(Instruction("", "", "", "")))
+        yield from self._visits(self._entry, Visit(Instruction("", "", "", (), "")))
 
     def _visits(self, computation: str, at: Visit) -> Iterator[Visit]:
         for instruction in self.computations[computation]:
-            visit = dataclasses.replace(at, instruction=instruction)
-            yield visit
-            inside = dataclasses.replace(visit, callers=(*at.callers, instruction))
-            if instruction.opcode == "while":
-                trips = trip_count(instruction)
-                # The condition runs once more than the body.
-                for name, count in (("condition", trips and trips + 1), ("body", trips)):
-                    loop = dataclasses.replace(inside, trip_counts=(*at.trip_counts, count))
-                    for called in _names(instruction, name):
-                        yield from self._visits(called, loop)
-            elif instruction.opcode == "conditional":
-                branch = dataclasses.replace(inside, conditional=True)
-                attributes = ("branch_computations", "true_computation", "false_computation")
-                for called in _names(instruction, *attributes):
-                    yield from self._visits(called, branch)
-            else:  # `to_apply` of others is what they reduce or sort by
-                attributes = ("calls", "to_apply") if instruction.opcode == "call" else ("calls",)
-                for called in _names(instruction, *attributes):
+            yield dataclasses.replace(at, instruction=instruction)
+            opcode, trip_counts = instruction.opcode, at.trip_counts
+            trips = self._trip_count(instruction, at.callers) if opcode == "while" else None
+            for attribute in _CALLS.get(opcode, ("calls",)):
+                if opcode == "while":  # its condition runs once more than its body
+                    runs = None if trips is None else trips + (attribute == "condition")
+                    trip_counts = (*at.trip_counts, runs)
+                callers, in_branch = (*at.callers, instruction), opcode == "conditional"
+                inside = Visit(instruction, callers, trip_counts, at.conditional or in_branch)
+                for called in _names(instruction, attribute):
                     yield from self._visits(called, inside)
 
     def fused(self, instruction: Instruction) -> list[Instruction]:
         """The instructions of a fusion; empty for other instructions."""
-        called = _names(instruction, "calls") if instruction.opcode == "fusion" else []
+        called = _names(instruction, "calls") if instruction.opcode.startswith("fusion") else []
         return [each for name in called for each in self.computations[name]]
+
+    def _starts_and_ends(self, instruction: Instruction) -> tuple[str, Sequence[str]]:
+        """What an instruction starts and what it ends, by name; mostly nothing.
+
+        The TPU's compiler also makes chains of fusions: `AsyncCollectiveStart` is in the first one and
+        `AsyncCollectiveDone` in the last; those between do a part of the transfer beside a matmul. All of
+        them repeat the collective, with the chain's id, by which it goes here.
+        """
+        name, opcode = instruction.name, instruction.opcode
+        inside = " ".join(each.attributes for each in self.fused(instruction))
+        if found := re.search(r'(chain_id="\d+").*"AsyncCollective(Start|Done)"', inside):
+            return (found[1], ()) if found[2] == "Start" else ("", (found[1],))
+        starts = name if opcode.endswith(("-start", "send")) else ""
+        return starts, instruction.operands if opcode.endswith("-done") else ()
+
+    def _computes(self, instruction: Instruction) -> bool:
+        """Whether it computes or moves an array: no view of one, no transfer, no single number."""
+        inside = self.fused(instruction) or [instruction]
+        kinds = {attribute(each, 'custom_call_target="') or each.opcode for each in inside}
+        is_array = any(math.prod(dims) > 1 for _, dims in arrays(instruction.shape))
+        return (is_array or "reduce" in kinds) and not all(map(_IDLE.fullmatch, kinds))
+
+    def _trip_count(self, loop: Instruction, callers: Callers) -> int | None:
+        """How often a `while` runs its body; None if that depends on data.
+
+        XLA's CPU and GPU compilers have written it down. Otherwise the condition compares an element of the
+        loop's state with a constant, and the body adds a constant to it.
+        """
+        if known := attribute(loop, '"known_trip_count":{"n":"'):
+            return int(known)
+        [condition], [body] = (_names(loop, each) for each in _CALLS["while"])
+        inside = (*callers, loop)
+        match self._value(self._roots[condition], inside):
+            case [direction, ["state", place], ["constant", end]] if direction in _COUNTS:
+                up, inclusive = _COUNTS[direction]
+                at_first = self._value(loop.operands[0], callers, place)
+                match at_first, self._value(self._roots[body], inside, place):
+                    case ["constant", start], ["add", state, ["constant", step]]:
+                        known = state == ("state", place) and step * up > 0
+                        return len(range(start, end + inclusive, step)) if known else None
+        return None
+
+    def _value(self, name: str, callers: Callers, place: int | None = None) -> tuple[Any, ...]:
+        """What a value is, or the element of it at a place: behind copies, tuples and fusions.
+
+        Args:
+          callers: those of the instruction `name`.
+        Returns:
+          ("constant", its whole number); ("state", its place in that of the innermost loop); ("add", two
+          values); (the direction of a comparison, two values); or the opcode of what else makes it.
+        """
+        each, around = self._named[name], callers[-1].opcode if callers else ""
+        match each.opcode:
+            case "copy" | "copy-start" | "copy-done" | "bitcast":
+                return self._value(each.operands[0], callers, place)
+            case "fusion" | "call":
+                [called] = _names(each, "calls", "to_apply")
+                return self._value(self._roots[called], (*callers, each), place)
+            case "parameter" if around in ("fusion", "call"):
+                return self._value(callers[-1].operands[int(each.operands[0])], callers[:-1], place)
+            case "get-tuple-element" if place is None:
+                return self._value(each.operands[0], callers, int(attribute(each, "index=")))
+            case "tuple" if place is not None:
+                return self._value(each.operands[place], callers)
+            case "parameter" if around == "while":
+                return "state", place
+            case "constant" if re.fullmatch(r"-?\d+", each.operands[0]):
+                return "constant", int(each.operands[0])
+            case "add" | "compare":
+                operands = (self._value(operand, callers) for operand in each.operands)
+                return attribute(each, "direction=") or "add", *operands
+        return (each.opcode,)
 
     def source(self, instruction: Instruction) -> str:
         """The line of Python that an instruction comes from, such as lstm.py:84; "" if it is unknown."""
-        found = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        if not found or not int(found[1]):
+        frame = int(attribute(instruction, "stack_frame_id=") or 0)
+        if not frame:
             return ""
-        location = self._row("StackFrames", int(found[1]))["file_location_id"]
+        location = self._row("StackFrames", frame)["file_location_id"]
         place = self._row("FileLocations", location)
         file = self._tables["FileNames"][place["file_name_id"]].strip('"')
         return f"{file.rpartition('/')[2]}:{place['line']}"
 
     def _row(self, table: str, number: int) -> dict[str, int]:
         return {k: int(v) for k, v in re.findall(r"(\w+)=(\d+)", self._tables[table][number])}
-
-
-def trip_count(loop: Instruction) -> int | None:
-    """How often a `while` runs its body; None if XLA did not know it when it compiled."""
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    return int(found[1]) if found else None
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -147,13 +242,8 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def elements_of_tuple(shape: str) -> list[str]:
     """The outermost elements of the text of a tuple's shape."""
-    parts, depth, start = [], 0, 1
-    for position, char in enumerate(shape):
-        depth += (char in "([{") - (char in ")]}")
-        if depth == (char == ",") and char in ",)":
-            parts.append(shape[start:position])
-            start = position + 1
-    return parts
+    without_layouts = re.sub(r"\{[^{}]*\}", "", shape)
+    return re.findall(r"\([^()]*\)|\w+\[[^\]]*\]", without_layouts[1:-1])
 
 
 def bits(dtype: str) -> int:
@@ -219,24 +309,10 @@ def _numbers(text: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def _instruction(line: str) -> Instruction | None:
-    name, equals, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-    if not equals:
-        return None
-    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
-    opcode, _, _ = rest[end:].strip().partition("(")
-    operands = rest[end:].strip()[len(opcode) :]
-    return Instruction(name.lstrip("%"), rest[:end], opcode, operands[_closing(operands) :])
-
-
-def _closing(text: str) -> int:
-    """The position after the parenthesis that closes the one that `text` begins with."""
-    depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.end()
-    return len(text)
+def attribute(instruction: Instruction, before: str) -> str:
+    """The word that follows a text in the attributes; "" if the text is not in them."""
+    found = re.match(r"\w*", instruction.attributes.partition(before)[2])
+    return found[0] if found else ""
 
 
 def _names(instruction: Instruction, *attributes: str) -> list[str]:

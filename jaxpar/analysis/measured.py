@@ -73,10 +73,7 @@ class MeasuredStep(Printed):
     @property
     def busy_seconds(self) -> tuple[float, ...]:
         """How long each stage works within the loop."""
-        return tuple(
-            sum(sum(self.seconds_of(s, part)) for part in PARTS)
-            for s in range(self.schedule.num_stages)
-        )
+        return tuple(sum(self.seconds_of(s, "")) for s in range(self.schedule.num_stages))
 
     @property
     def bubble(self) -> float:
@@ -86,15 +83,16 @@ class MeasuredStep(Printed):
     @property
     def unit_seconds(self) -> tuple[float, float, float]:
         """Of F, B and W of a unit, the median on the stage where each is slowest."""
-        stages = range(self.schedule.num_stages)
 
-        def median(stage: int, part: str) -> float:
-            return statistics.median(self.seconds_of(stage, part) or [0.0])
+        def slowest(*parts: str) -> float:
+            seconds = (
+                [self.seconds_of(s, x) for x in parts] for s in range(self.schedule.num_stages)
+            )
+            return max(sum(statistics.median(of or [0.0]) for of in stage) for stage in seconds)
 
-        forward = max(median(s, FORWARD) for s in stages)
-        backward = max(median(s, BACKWARD) + median(s, HEAD) for s in stages)
-        weights = max(median(s, WEIGHTS) for s in stages)  # 0 where backward units are whole
-        return forward, backward, weights / self.schedule.lanes[-1].num_units
+        # The last is 0 where backward units are whole.
+        weights = slowest(WEIGHTS) / self.schedule.lanes[-1].num_units
+        return slowest(FORWARD), slowest(BACKWARD, HEAD), weights
 
     @property
     def predicted_bubble(self) -> float:
@@ -102,7 +100,10 @@ class MeasuredStep(Printed):
         return self.schedule.bubble_at(*self.unit_seconds)
 
     def seconds_of(self, stage: int, part: str) -> list[float]:
-        """Of each unit of a stage; it may run in two pieces, the embedding and the layers."""
+        """Of each unit of a stage, in the parts whose names begin so.
+
+        It may run in two pieces, the embedding and the layers.
+        """
         seconds: dict[tuple[int, str], float] = defaultdict(float)
         for span in self.spans:
             if span.stage == stage and span.part.startswith(part):
@@ -160,35 +161,31 @@ def measure_step(
     stages = [device.id for device in by_stage[:, 0]]
     steps: dict[int, list[Operation]] = defaultdict(list)
     for operation in operations:
-        steps[operation.run].append(operation)
-    measured = sorted(
-        (_measure(step, branches, stages, busy) for step in steps.values()), key=lambda m: m[1]
-    )
+        if operation.device in stages:
+            steps[operation.run].append(operation)
+    measured = [_measure(each, branches, stages, busy) for each in steps.values()]
+    middle = sorted(measured, key=lambda each: each[1])[len(measured) // 2]
     schedule = step_schedule(parallel, parallel.group_shares[0])
     if not any(part.startswith(WEIGHTS) for _, part in branches.values()):
         # No layer has its W apart from B: then there is nothing in their lanes.
         schedule = dataclasses.replace(schedule, weights=(), zero_bubble="off")
-    return MeasuredStep(schedule, *measured[len(measured) // 2], traced, plain)
+    return MeasuredStep(schedule, *middle, traced, plain)
 
 
 def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
-    if mesh.shape[STAGE] == 1:
-        raise ValueError("there is no pipeline to measure; give a mesh with stages, such as pp4")
-    platform = mesh.devices.flat[0].platform
-    if platform != "cpu":
-        raise ValueError(
-            f"on {platform} the profiler does not show where a unit begins; use simulated devices, or look "
-            f"at the trace of train --profile"
-        )
-    if parallel.num_segments > 1:
-        raise ValueError(
-            "remat_keeps='carries' runs a window in segments, each a loop over ticks of its own; measure it "
-            "with remat_keeps='device'"
-        )
-    if parallel.update == "host":
-        raise ValueError("update='host' is not one program; measure it with update='replicated'")
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps} must be 1 or more")
+    platform, stages, update = mesh.devices.flat[0].platform, mesh.shape[STAGE], parallel.update
+    mistakes = {
+        "there is no pipeline to measure; give a mesh with stages, such as pp4": stages == 1,
+        f"on {platform} the profiler does not show where a unit begins; use simulated devices, or look at "
+        f"the trace of train --profile": platform != "cpu",
+        "remat_keeps='carries' runs a window in segments, each a loop over ticks of its own; measure it with "
+        "remat_keeps='device'": parallel.num_segments > 1,
+        "update='host' is not one program; measure it with update='replicated'": update == "host",
+        f"num_steps={num_steps} must be 1 or more": num_steps < 1,
+    }
+    for mistake, is_made in mistakes.items():
+        if is_made:
+            raise ValueError(mistake)
 
 
 def _find_branches(text: str) -> dict[str, tuple[str, str]]:
@@ -211,15 +208,15 @@ def _measure(
     """The spans of a step, and the seconds of its loop and of the whole step.
 
     Args:
+      operations: those of the step on the devices of `stages`.
       branches: as `_find_branches` returns them.
       stages: the id of a device of each.
       busy: part -> whether it has work, bool [ticks, stages].
     """
-    ran = [(op.start, op.end) for op in operations if op.device in stages]
     # (stage, conditional, part) -> name, start and end of what ran in it.
     inside = defaultdict(list)
     for op in operations:
-        if op.device in stages and op.name in branches:
+        if op.name in branches:
             inside[stages.index(op.device), *branches[op.name]].append((op.name, op.start, op.end))
     runs = []  # stage, tick, part, begin, end
     for (stage, conditional, part), events in inside.items():
@@ -240,4 +237,5 @@ def _measure(
         for stage, tick, part, begin, stop in runs
         if busy[part][tick, stage]
     )
-    return spans, float(end - start), max(stop for _, stop in ran) - min(ran)[0]
+    step_seconds = max(op.end for op in operations) - min(op.start for op in operations)
+    return spans, float(end - start), step_seconds

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ from jaxpar.display import Printed, format_bytes
 from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
+from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.task import Task
+from jaxpar.trees import device_bytes
 
 _SCOPE = re.compile(r"[^/, ]+")
 
@@ -29,23 +31,36 @@ class Memory:
     Attributes:
       arguments, outputs: of the program.
       aliased: outputs that reuse the memory of (donated) arguments.
-      temporary: everything else, at its peak.
+      temporary: everything else, at its peak; without what lies in a TPU's memory on the chip.
+      code: the program itself, where it lies in the device's memory.
+      purposes: what the arguments of a training step are, such as "parameters"; empty for other programs.
     """
 
     arguments: int
     outputs: int
     aliased: int
     temporary: int
+    code: int = 0
+    purposes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def total(self) -> int:
         """Bytes that a device must have room for."""
-        return self.arguments + self.outputs - self.aliased + self.temporary
+        return self.arguments + self.outputs - self.aliased + self.temporary + self.code
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What the total is for; the arguments by their purposes, where these are known."""
+        return {
+            **(self.purposes or {"arguments": self.arguments}),
+            "new outputs": self.outputs - self.aliased,
+            "temporary": self.temporary,
+            "program code": self.code,
+        }
 
     def __str__(self) -> str:
         """Its sum and its parts."""
-        parts = ("arguments", self.arguments), ("new outputs", self.outputs - self.aliased)
-        parts = (f"{k} {format_bytes(v)}" for k, v in (*parts, ("temporary", self.temporary)))
+        parts = (f"{name} {format_bytes(size)}" for name, size in self.parts.items() if size)
         return f"{format_bytes(self.total)}: {', '.join(parts)}"
 
 
@@ -90,17 +105,9 @@ class ProgramReport(Printed):
         """Sums for each set of axes that collectives run along, the most bytes sent first."""
         totals = []
         for axes in dict.fromkeys(c.axes for c in self.collectives):
-            along = [(c.count or 0, c) for c in self.collectives if c.axes == axes]
-            totals.append(
-                Total(
-                    axes=axes,
-                    collectives=len(along),
-                    count=sum(count for count, _ in along),
-                    bytes=sum(count * c.bytes for count, c in along),
-                    sent_bytes=sum(count * c.sent_bytes for count, c in along),
-                    unknown=sum(c.count is None for _, c in along),
-                )
-            )
+            along = [(c, c.count or 0) for c in self.collectives if c.axes == axes]
+            rows = [(1, n, n * c.bytes, n * c.sent_bytes, c.count is None) for c, n in along]
+            totals.append(Total(axes, *map(sum, zip(*rows, strict=True))))
         return tuple(sorted(totals, key=lambda total: -total.sent_bytes))
 
     def along(self, *axes: str) -> tuple[Collective, ...]:
@@ -110,14 +117,26 @@ class ProgramReport(Printed):
     def to_dict(self) -> dict[str, Any]:
         """Everything in dicts, lists, numbers and strings, as `json.dumps` takes them."""
         collectives = [
-            {**dataclasses.asdict(c), "count": c.count, "in_loop": c.in_loop}
+            {**asdict(c), "count": c.count, "in_loop": c.in_loop, "waits": c.waits}
             for c in self.collectives
         ]
-        return {
-            **dataclasses.asdict(self),
-            "collectives": collectives,
-            "totals": [dataclasses.asdict(total) for total in self.totals],
-        }
+        totals = [asdict(total) for total in self.totals]
+        return {**asdict(self), "collectives": collectives, "totals": totals}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "ProgramReport":
+        """The report that `to_dict` made this of, also after a trip through JSON."""
+        fields = [field.name for field in dataclasses.fields(Collective)]
+        collectives = (
+            Collective(*(_tuples(c[name]) for name in fields)) for c in data["collectives"]
+        )
+        memory = data["memory"] and Memory(**data["memory"])
+        return cls(tuple(collectives), data["flops"], memory, tuple(data["notes"]))
+
+
+def _tuples(value: Any) -> Any:
+    """A value with tuples where JSON has lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def inspect_step(
@@ -143,9 +162,12 @@ def inspect_step(
       ValueError: sizes do not fit the mesh.
     """
     setup = Setup.of(task, parallel, train, mesh)
-    step = make_train_step(setup)
-    lowered = step.lower(abstract_state(setup), abstract_batch(setup))
+    step, state = make_train_step(setup), abstract_state(setup)
+    lowered = step.lower(state, abstract_batch(setup))
     report = inspect_compiled(lowered.compile(options and {**options}), setup.mesh)
+    if memory := report.memory:
+        purposes = _purposes(memory.arguments, state)
+        report = dataclasses.replace(report, memory=dataclasses.replace(memory, purposes=purposes))
     plan = step.full_plan
     if plan is None:
         return report
@@ -184,45 +206,55 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
       ValueError: they are on no mesh, or on several; or the program was not compiled for the mesh.
     """
     executable: Any = compiled.runtime_executable()
-    devices = executable.local_devices()  # of partition 0, 1, ...
-    mesh = _mesh_of(compiled, len(devices)) if mesh is None else mesh
-    order = None
+    # Of partition 0, 1, ... What is compiled for a machine that is not there has none.
+    devices = getattr(executable, "local_devices", list)()
+    mesh = mesh or _mesh_of(compiled)
+    places, order = [] if mesh is None else mesh.devices.ravel().tolist(), None
     # Other processes' devices are not among them; then JAX compiles for the mesh's order.
-    if mesh is not None and len(devices) == mesh.size:
-        places = {device: place for place, device in enumerate(mesh.devices.flat)}
+    if places and len(devices) == len(places):
         if set(devices) != set(places):
             raise ValueError(
-                f"the program was compiled for the devices {devices}, the mesh has "
-                f"{mesh.devices.ravel().tolist()}; give the mesh that it was compiled for"
+                f"the program was compiled for the devices {devices}, the mesh has {places}; give the mesh "
+                f"that it was compiled for"
             )
-        order = [places[device] for device in devices]
+        order = [*map(places.index, devices)]
     costs: Any = compiled.cost_analysis() or {}
-    memory: Any = compiled.memory_analysis()
     return ProgramReport(
         collectives=find_collectives(compiled.as_text() or "", mesh, order),
         flops=costs.get("flops"),
-        memory=memory
-        and Memory(
-            arguments=memory.argument_size_in_bytes,
-            outputs=memory.output_size_in_bytes,
-            aliased=memory.alias_size_in_bytes,
-            temporary=memory.temp_size_in_bytes,
-        ),
+        memory=_memory(compiled.memory_analysis()),
     )
 
 
-def _mesh_of(compiled: jax.stages.Compiled, num_devices: int) -> Mesh | None:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    layouts = [s for s in shardings if isinstance(s, NamedSharding)]
-    meshes = {layout.mesh for layout in layouts if isinstance(layout.mesh, Mesh)}
-    if len(meshes) == 1:
-        return meshes.pop()
-    if num_devices == 1:
+def _memory(stats: Any) -> Memory | None:
+    if stats is None:
         return None
-    raise ValueError(
-        f"the arguments and results of this program of {num_devices} devices lie on {len(meshes)} meshes; "
-        f"give the one whose axes are to be named: mesh=..."
-    )
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
+    aliased, code = stats.alias_size_in_bytes, stats.generated_code_size_in_bytes
+    known = arguments + outputs - aliased + code
+    # The compiler's own number, which JAX has since 0.11: XLA counts what is in a TPU's memory on the chip as
+    # temporary too.
+    total = getattr(stats, "total_allocation_bytes", 0) or known + stats.temp_size_in_bytes
+    return Memory(arguments, outputs, aliased, total - known, code)
+
+
+def _purposes(arguments: int, state: TrainState) -> dict[str, int]:
+    """What the arguments of a step are for; the rest of them are its batch and its schedule."""
+    purposes = {
+        "parameters": device_bytes(state.params),
+        "frozen parameters": device_bytes(state.frozen),
+        "optimizer state": 0 if state.opt_memory else device_bytes(state.opt_state),
+        "carried state": device_bytes(state.carry),
+    }
+    return {**purposes, "batch and schedule": arguments - sum(purposes.values())}
+
+
+def _mesh_of(compiled: jax.stages.Compiled) -> Mesh | None:
+    """The mesh of a program's arguments and results; None if they are on none, or on several."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = {layout.mesh for layout in shardings if isinstance(layout, NamedSharding)}
+    meshes = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
+    return meshes[0] if len(meshes) == 1 else None
 
 
 def busy_of(plan: Plan) -> dict[str, np.ndarray]:

@@ -63,17 +63,12 @@ class Advice:
     def __str__(self) -> str:
         """A table."""
         lines = [f"{self.layer}, batch {self.batch}, {self.num_devices} devices: {self.best} split"]
-        lines += [
-            f"  {cost.split:6} {cost.total_bytes:14,.0f} bytes/device  {cost.exchanged}"
-            + f"; {cost.obstacle}" * bool(cost.obstacle)
-            for cost in self.costs
-        ]
-        lines.append(
-            f"  below batch {self.flip_batch:,} split the weights, from there on the batch"
-            if self.flip_batch > 1
-            else "  split the batch, whatever its size"
-        )
-        return "\n".join(lines)
+        for cost in self.costs:
+            line = f"  {cost.split:6} {cost.total_bytes:14,.0f} bytes/device  {cost.exchanged}"
+            lines.append(line + f"; {cost.obstacle}" * bool(cost.obstacle))
+        flips = f"below batch {self.flip_batch:,} split the weights, from there on the batch"
+        always = "split the batch, whatever its size"
+        return "\n".join([*lines, f"  {flips if self.flip_batch > 1 else always}"])
 
 
 def strategy_for(
@@ -114,8 +109,8 @@ def strategy_for(
     in_size, out_size = kernel.shape[-2:]
     x = jax.ShapeDtypeStruct(shape, kernel.dtype)
     y: Any = jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x), params, x)
-    P = sum(_bytes(leaf) for leaf in jax.tree.leaves(params))
-    X, Y, part = (0 if is_first else _bytes(x)), _bytes(y), (num_devices - 1) / num_devices
+    P, X, Y = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (params, x, y))
+    X, part = 0 if is_first else X, (num_devices - 1) / num_devices
 
     def cost(split: str, forward: int, backward: int, exchanged: str, name: str, size: int):
         obstacle = f"{name}={size} does not divide by {num_devices}" if size % num_devices else ""
@@ -160,7 +155,7 @@ def _num_devices(mesh: Mesh | MeshConfig | int) -> int:
     if isinstance(mesh, MeshConfig):
         sizes = (mesh.resolve() if -1 in mesh.sizes.values() else mesh).sizes
     else:
-        sizes = {DATA: mesh} if isinstance(mesh, int) else dict(mesh.shape)
+        sizes = {DATA: mesh} if isinstance(mesh, int) else mesh.shape
     stages, num_devices = sizes.get(STAGE, 1), math.prod(sizes.values())
     if stages > 1 or num_devices < 2:
         raise ValueError(
@@ -168,7 +163,3 @@ def _num_devices(mesh: Mesh | MeshConfig | int) -> int:
             f"layer lies on one stage"
         )
     return num_devices
-
-
-def _bytes(array: Any) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize

@@ -25,6 +25,8 @@ def show_report(report: ProgramReport) -> Picture:
     if report.collectives:
         note = "\nbytes: of one run; sent: in all runs, by the busiest device of a ring"
         note += "; if: in a branch" * any(c.conditional for c in report.collectives)
+        if any(c.beside is not None for c in report.collectives):
+            note += "\nbeside: what computes between its start and its end; waits: nothing does"
         parts = [_collectives_table(report.collectives), note, "", _totals_table(report.totals), ""]
     facts = Table.grid(padding=(0, 2))
     if report.flops is not None:
@@ -93,9 +95,19 @@ def show_ranking(ranking: Ranking) -> Picture:
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
-    table = FittingTable(
-        "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass", "module"
+    columns = (
+        "collective",
+        "axes",
+        "payload",
+        ">bytes",
+        ">runs",
+        "in loops",
+        ">sent",
+        "pass",
+        "module",
     )
+    overlap = any(c.beside is not None for c in collectives)
+    table = FittingTable(*columns, *["beside"] * overlap)
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
         dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""
@@ -110,8 +122,16 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
             "?" if c.count is None else format_bytes(c.count * c.sent_bytes),
             c.phase if c.phase != "neither" else "",
             re.sub(rf"^{c.phase}(/|$)", "", c.module) or c.source,
+            *[_beside(c)] * overlap,
         )
     return table
+
+
+def _beside(collective: Collective) -> str:
+    """The first parts of the program that compute beside a transfer, and how many more do."""
+    parts = [*dict.fromkeys(word.partition("/")[0] for word in collective.beside or ())]
+    more = f" +{len(parts) - 2}" if len(parts) > 2 else ""
+    return " ".join(parts[:2]) + more or "waits"
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:
