@@ -5,15 +5,12 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.analysis import hlo
 from jaxpar.analysis.hlo import Groups, Instruction, Module, Visit
-
-Pass = Literal["forward", "backward", "neither"]
 
 # How often the busiest of n devices sends (n-1)/n of a payload, by the usual ring algorithms: NCCL's bus
 # bandwidth factors, https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
@@ -68,7 +65,7 @@ class Collective:
     sent_bytes: int
     trip_counts: tuple[int | None, ...]
     conditional: bool
-    phase: Pass
+    phase: str
     module: str
     source: str
     op_name: str
@@ -117,7 +114,7 @@ def find_collectives(
     for visit in module.visits():
         op = _operation(module, visit)
         groups = hlo.groups(visit.instruction, mesh.size) if op else ()
-        joined = [places[list(group)].tolist() for group in groups if len(set(group)) > 1]
+        joined = [places[[*group]].tolist() for group in groups if len(set(group)) > 1]
         if op and joined:
             found.append(_collective(module, visit, op, mesh, joined, differentiates))
     return tuple(found)
@@ -138,15 +135,14 @@ def num_messages(op: str, size: int) -> int:
 
 
 def _operation(module: Module, visit: Visit) -> str | None:
-    instruction, around = visit.instruction, visit.callers[-1:]
-    op, fused = instruction.opcode.removesuffix("-start"), [*map(module.fused, around)]
+    instruction, op = visit.instruction, visit.instruction.opcode.removesuffix("-start")
+    fused = [each for around in visit.callers[-1:] for each in module.fused(around)]
     if op == "send":  # a permute that XLA split, to overlap it with other work
         return "collective-permute" if "_source_target_pairs" in instruction.attributes else None
-    if "chain_id=" in instruction.attributes and not any(x.name in module.beside for x in around):
+    is_chained = fused and "chain_id=" in instruction.attributes
+    if is_chained and "AsyncCollectiveStart" not in fused[-1].attributes:
         return None  # another part of a transfer that is counted where it starts
-    if op == "all-reduce" and any(
-        inside[-1].opcode == "dynamic-slice" for inside in fused if inside
-    ):
+    if op == "all-reduce" and fused and fused[-1].opcode == "dynamic-slice":
         return "reduce-scatter"  # as the TPU's compiler writes it
     return op if op in _ROUNDS else None
 
@@ -212,13 +208,12 @@ def _paths(visit: Visit) -> list[str]:
     for caller in visit.callers:
         if caller.op_name.startswith(path):
             path = caller.op_name
-    before, combined, names = path.partition("/(")
-    if not combined or not names.endswith(")"):
-        return [path]
-    return [f"{before}/{name}" for name in names[:-1].split(":")]
+    before, _, names = path.partition("/(")
+    combined = names[:-1].split(":") if names.endswith(")") else []
+    return [f"{before}/{name}" for name in combined] or [path]
 
 
-def _phase(paths: list[str], differentiates: bool) -> Pass:
+def _phase(paths: list[str], differentiates: bool) -> str:
     if any("transpose(" in path or "backward" in _scopes(path).split("/") for path in paths):
         return "backward"
     if not differentiates or any("jvp(" in path for path in paths):

@@ -4,25 +4,19 @@ The text is what `compiled.as_text()` gives. Its grammar has no specification bu
 printer (`hlo_parser.cc`, `replica_group.cc`, `mesh_and_axis.cc` in openxla/xla).
 """
 
-import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Groups = Sequence[Sequence[int]]
 
 _INSTRUCTION = re.compile(r"  (ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)")
-# The computations that an instruction calls, if not `calls`: `to_apply` of others is what they reduce or
-# sort by.
-_CALLS = {
-    "while": ("condition", "body"),
-    "conditional": ("branch_computations", "true_computation", "false_computation"),
-    "call": ("calls", "to_apply"),
-}
+# The attributes that name what an instruction calls; `to_apply` of others is what they reduce or sort by.
+_CALLS = {"while": ("condition", "body"), "call": ("calls", "to_apply")}
+_OTHER_CALLS = ("calls", "branch_computations", "true_computation", "false_computation")
 # What computes nothing: names of arrays and of their parts, what starts or ends something, a transfer.
 _IDLE = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|partition-id|opt-barrier|send|recv"
@@ -33,8 +27,7 @@ _IDLE = re.compile(
 _COUNTS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, -1)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """`name = shape opcode(operands), attributes`."""
 
     name: str
@@ -52,8 +45,7 @@ class Instruction:
 Callers = tuple[Instruction, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """An instruction at one of the places where the program runs it.
 
     Attributes:
@@ -129,10 +121,10 @@ class Module:
 
     def _visits(self, computation: str, at: Visit) -> Iterator[Visit]:
         for instruction in self.computations[computation]:
-            yield dataclasses.replace(at, instruction=instruction)
+            yield at._replace(instruction=instruction)
             opcode, trip_counts = instruction.opcode, at.trip_counts
             trips = self._trip_count(instruction, at.callers) if opcode == "while" else None
-            for attribute in _CALLS.get(opcode, ("calls",)):
+            for attribute in _CALLS.get(opcode, _OTHER_CALLS):
                 if opcode == "while":  # its condition runs once more than its body
                     runs = None if trips is None else trips + (attribute == "condition")
                     trip_counts = (*at.trip_counts, runs)
@@ -223,8 +215,7 @@ class Module:
         frame = int(attribute(instruction, "stack_frame_id=") or 0)
         if not frame:
             return ""
-        location = self._row("StackFrames", frame)["file_location_id"]
-        place = self._row("FileLocations", location)
+        place = self._row("FileLocations", self._row("StackFrames", frame)["file_location_id"])
         file = self._tables["FileNames"][place["file_name_id"]].strip('"')
         return f"{file.rpartition('/')[2]}:{place['line']}"
 
@@ -234,10 +225,8 @@ class Module:
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """(dtype, dims) of every array in the text of a shape: f32[8,4]{1,0}, or a tuple of them."""
-    return [
-        (dtype, tuple(int(n) for n in re.findall(r"\d+", dims)))
-        for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
-    ]
+    found = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", shape)
+    return [(dtype, tuple(_numbers(dims))) for dtype, dims in found]
 
 
 def elements_of_tuple(shape: str) -> list[str]:
@@ -248,8 +237,7 @@ def elements_of_tuple(shape: str) -> list[str]:
 
 def bits(dtype: str) -> int:
     """Bits of an element: 32 for f32, 16 for bf16, 8 for pred; 0 for a token."""
-    number = re.search(r"\d+", dtype)
-    return int(number[0]) if number else 8 * (dtype == "pred")
+    return (_numbers(dtype) or [8 * (dtype == "pred")])[0]
 
 
 def groups(instruction: Instruction, num_partitions: int) -> Groups:
@@ -268,12 +256,12 @@ def groups(instruction: Instruction, num_partitions: int) -> Groups:
     attributes = instruction.attributes
     reduces_or_gathers = re.match("all-(reduce|gather)|reduce-scatter", instruction.opcode)
     if reduces_or_gathers and "use_global_device_ids=true" not in attributes:
-        return [tuple(range(num_partitions))]
+        return [range(num_partitions)]
     if found := re.search(r'(?:_pairs|replica_groups)="?\{((?:\{[\d, ]*\},? ?)*)\}', attributes):
-        return [tuple(_numbers(group)) for group in re.findall(r"\{([^}]+)\}", found[1])]
+        return [_numbers(group) for group in re.findall(r"\{([^}]+)\}", found[1])]
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=(\S+?),? ", attributes + " "):
         shape, order = _numbers(found[1]), _iota(found[2])
-        return [tuple(group) for group in order.reshape(shape).tolist()]
+        return order.reshape(shape).tolist()
     found = re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}", attributes
     )
@@ -281,18 +269,16 @@ def groups(instruction: Instruction, num_partitions: int) -> Groups:
         raise ValueError(f"cannot read the groups of a collective: {attributes[:300]}")
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
     ids = _iota(found[2]) if found[2] else np.arange(math.prod(sizes.values()))
-    parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])
-    shape, joined = [], []
-    for name, size in sizes.items():
-        own = [(int(outer or 1), int(n or size)) for axis, outer, n in parts if axis == name]
-        ends = {end for outer, n in own for end in (outer, outer * n)}
-        for start, end in itertools.pairwise(sorted({1, *ends, size})):
-            if any(outer <= start < outer * n for outer, n in own):
-                joined.append(len(shape))
-            shape.append(end // start)
-    ids = np.moveaxis(ids.reshape(shape), joined, range(-len(joined), 0))
-    members = math.prod(shape[dim] for dim in joined)
-    return [tuple(group) for group in ids.reshape(-1, members).tolist()]
+    coordinates = np.indices((*sizes.values(),)).reshape(len(sizes), -1)
+    for axis, outer, part in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3]):
+        # A joined axis, or part of one, makes no difference to the group of a device.
+        own, size = coordinates[[*sizes].index(axis)], int(part or sizes[axis])
+        stride = sizes[axis] // (size * int(outer or 1))
+        own -= own // stride % size * stride
+    joined: dict[tuple[int, ...], list[int]] = {}
+    for place, number in zip(coordinates.T.tolist(), ids.tolist(), strict=True):
+        joined.setdefault(tuple(place), []).append(number)
+    return [*joined.values()]
 
 
 def _iota(text: str) -> np.ndarray:
@@ -311,12 +297,10 @@ def _numbers(text: str) -> list[int]:
 
 def attribute(instruction: Instruction, before: str) -> str:
     """The word that follows a text in the attributes; "" if the text is not in them."""
-    found = re.match(r"\w*", instruction.attributes.partition(before)[2])
-    return found[0] if found else ""
+    return re.split(r"\W", instruction.attributes.partition(before)[2], maxsplit=1)[0]
 
 
 def _names(instruction: Instruction, *attributes: str) -> list[str]:
     """The computations that some attributes name."""
-    pattern = rf"\b(?:{'|'.join(attributes)})=(?:\{{([^}}]*)\}}|(%?[\w.\-]+))"
-    found = re.findall(pattern, instruction.attributes)
-    return [name for names in found for name in re.findall(r"[\w.\-]+", " ".join(names))]
+    pattern = rf"\b(?:{'|'.join(attributes)})=(\{{[^}}]*\}}|[^\s,]+)"
+    return re.findall(r"[\w.\-]+", " ".join(re.findall(pattern, instruction.attributes)))

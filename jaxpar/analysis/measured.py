@@ -6,10 +6,10 @@ unit in one branch of a conditional, and nothing in the other: the conditional's
 
 import dataclasses
 import re
-import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,10 +85,8 @@ class MeasuredStep(Printed):
         """Of F, B and W of a unit, the median on the stage where each is slowest."""
 
         def slowest(*parts: str) -> float:
-            seconds = (
-                [self.seconds_of(s, x) for x in parts] for s in range(self.schedule.num_stages)
-            )
-            return max(sum(statistics.median(of or [0.0]) for of in stage) for stage in seconds)
+            stages = range(self.schedule.num_stages)
+            return max(sum(median(self.seconds_of(s, x) or [0.0]) for x in parts) for s in stages)
 
         # The last is 0 where backward units are whole.
         weights = slowest(WEIGHTS) / self.schedule.lanes[-1].num_units
@@ -146,10 +144,10 @@ def measure_step(
         return state, metrics
 
     seconds_of(run)
-    plain = statistics.median(seconds_of(run) for _ in range(num_steps))
+    plain = median(seconds_of(run) for _ in range(num_steps))
     with tempfile.TemporaryDirectory() as folder:
         with trace(folder):
-            traced = statistics.median(seconds_of(run) for _ in range(num_steps))
+            traced = median(seconds_of(run) for _ in range(num_steps))
         operations = read_trace(folder)
     ticks, num_stages = slice(int(plan.num_ticks)), mesh.shape[STAGE]
     # Every stage has its part of a sharded head; otherwise the last stage has all of it.
@@ -183,20 +181,18 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
         "update='host' is not one program; measure it with update='replicated'": update == "host",
         f"num_steps={num_steps} must be 1 or more": num_steps < 1,
     }
-    for mistake, is_made in mistakes.items():
-        if is_made:
-            raise ValueError(mistake)
+    if made := [mistake for mistake, is_made in mistakes.items() if is_made]:
+        raise ValueError(made[0])
 
 
 def _find_branches(text: str) -> dict[str, tuple[str, str]]:
     """Instruction -> the conditional of the loop over ticks that it is, or is in, and its part of a tick."""
-    found = {}
-    for visit in Module(text).visits():
-        for around in (*visit.callers, visit.instruction):
-            branch = _BRANCH.search(around.op_name)
-            if around.opcode == "conditional" and branch is not None:
-                found[visit.instruction.name] = (around.name, branch[1])
-    return found
+    return {
+        visit.instruction.name: (around.name, branch[1])
+        for visit in Module(text).visits()
+        for around in (*visit.callers, visit.instruction)
+        if around.opcode == "conditional" and (branch := _BRANCH.search(around.op_name))
+    }
 
 
 def _measure(
@@ -213,14 +209,14 @@ def _measure(
       stages: the id of a device of each.
       busy: part -> whether it has work, bool [ticks, stages].
     """
-    # (stage, conditional, part) -> name, start and end of what ran in it.
-    inside = defaultdict(list)
+    inside = defaultdict(list)  # (stage, conditional, part) -> what ran in it
     for op in operations:
         if op.name in branches:
-            inside[stages.index(op.device), *branches[op.name]].append((op.name, op.start, op.end))
-    runs = []  # stage, tick, part, begin, end
+            inside[stages.index(op.device), *branches[op.name]].append(op)
+    spans, start = [], min(op.start for events in inside.values() for op in events)
+    end = start
     for (stage, conditional, part), events in inside.items():
-        begun = np.sort([start for name, start, _ in events if name == conditional])
+        begun = np.sort([op.start for op in events if op.name == conditional])
         if len(begun) != len(busy[part]):
             raise RuntimeError(
                 f"{conditional} ran {len(begun)} times on stage {stage}, in {len(busy[part])} ticks: this "
@@ -228,14 +224,12 @@ def _measure(
             )
         # An event of the conditional itself may end before what is in it.
         ends = begun.copy()
-        tick_of = np.searchsorted(begun, [start for _, start, _ in events], side="right") - 1
-        np.maximum.at(ends, tick_of, [end for _, _, end in events])
-        runs += [(stage, n, part, *times) for n, times in enumerate(zip(begun, ends, strict=True))]
-    start, end = min(run[3] for run in runs), max(run[4] for run in runs)
-    spans = tuple(
-        Span(stage, tick, part, float(begin - start), float(stop - begin))
-        for stage, tick, part, begin, stop in runs
-        if busy[part][tick, stage]
-    )
+        tick_of = np.searchsorted(begun, [op.start for op in events], side="right") - 1
+        np.maximum.at(ends, tick_of, [op.end for op in events])
+        end = max(end, float(ends[-1]))
+        times = zip((begun - start).tolist(), (ends - begun).tolist(), busy[part], strict=True)
+        for tick, (begin, seconds, works) in enumerate(times):
+            if works[stage]:
+                spans.append(Span(stage, tick, part, begin, seconds))
     step_seconds = max(op.end for op in operations) - min(op.start for op in operations)
-    return spans, float(end - start), step_seconds
+    return tuple(spans), end - start, step_seconds

@@ -21,8 +21,6 @@ from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.task import Task
 from jaxpar.trees import device_bytes
 
-_SCOPE = re.compile(r"[^/, ]+")
-
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -120,18 +118,16 @@ class ProgramReport(Printed):
             {**asdict(c), "count": c.count, "in_loop": c.in_loop, "waits": c.waits}
             for c in self.collectives
         ]
-        totals = [asdict(total) for total in self.totals]
+        totals = [*map(asdict, self.totals)]
         return {**asdict(self), "collectives": collectives, "totals": totals}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "ProgramReport":
         """The report that `to_dict` made this of, also after a trip through JSON."""
-        fields = [field.name for field in dataclasses.fields(Collective)]
-        collectives = (
-            Collective(*(_tuples(c[name]) for name in fields)) for c in data["collectives"]
-        )
+        own = [field.name for field in dataclasses.fields(Collective)]
+        found = [Collective(*(_tuples(c[x]) for x in own)) for c in data["collectives"]]
         memory = data["memory"] and Memory(**data["memory"])
-        return cls(tuple(collectives), data["flops"], memory, tuple(data["notes"]))
+        return cls(tuple(found), data["flops"], memory, tuple(data["notes"]))
 
 
 def _tuples(value: Any) -> Any:
@@ -165,20 +161,18 @@ def inspect_step(
     step, state = make_train_step(setup), abstract_state(setup)
     lowered = step.lower(state, abstract_batch(setup))
     report = inspect_compiled(lowered.compile(options and {**options}), setup.mesh)
-    if memory := report.memory:
-        purposes = _purposes(memory.arguments, state)
-        report = dataclasses.replace(report, memory=dataclasses.replace(memory, purposes=purposes))
+    memory = report.memory and _with_purposes(report.memory, state)
+    report = dataclasses.replace(report, memory=memory)
     plan = step.full_plan
     if plan is None:
         return report
     collectives = tuple(_planned(each, plan) for each in report.collectives)
-    notes = ()
-    if setup.parallel.zero_bubble != "off" and (whole := setup.layout.whole_kinds):
-        notes = (
-            f"\nzero_bubble: gradients of the weights of {', '.join(whole)} come out of the backward pass of "
-            f"the inputs, and stay in backward units",
-        )
-    return dataclasses.replace(report, collectives=collectives, notes=notes)
+    whole = ", ".join(setup.layout.whole_kinds) if setup.parallel.zero_bubble != "off" else ""
+    note = (
+        f"\nzero_bubble: gradients of the weights of {whole} come out of the backward pass of the inputs, "
+        f"and stay in backward units"
+    )
+    return dataclasses.replace(report, collectives=collectives, notes=(note,) * bool(whole))
 
 
 def inspect_function(
@@ -205,9 +199,8 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
     Raises:
       ValueError: they are on no mesh, or on several; or the program was not compiled for the mesh.
     """
-    executable: Any = compiled.runtime_executable()
     # Of partition 0, 1, ... What is compiled for a machine that is not there has none.
-    devices = getattr(executable, "local_devices", list)()
+    devices = getattr(compiled.runtime_executable(), "local_devices", list)()
     mesh = mesh or _mesh_of(compiled)
     places, order = [] if mesh is None else mesh.devices.ravel().tolist(), None
     # Other processes' devices are not among them; then JAX compiles for the mesh's order.
@@ -219,42 +212,40 @@ def inspect_compiled(compiled: jax.stages.Compiled, mesh: Mesh | None = None) ->
             )
         order = [*map(places.index, devices)]
     costs: Any = compiled.cost_analysis() or {}
-    return ProgramReport(
-        collectives=find_collectives(compiled.as_text() or "", mesh, order),
-        flops=costs.get("flops"),
-        memory=_memory(compiled.memory_analysis()),
-    )
+    stats: Any = compiled.memory_analysis()
+    collectives = find_collectives(compiled.as_text() or "", mesh, order)
+    return ProgramReport(collectives, costs.get("flops"), stats and _memory(stats))
 
 
-def _memory(stats: Any) -> Memory | None:
-    if stats is None:
-        return None
+def _memory(stats: Any) -> Memory:
+    """Of what XLA says; where JAX has it (since 0.11), the total is the compiler's own number.
+
+    XLA counts what is in a TPU's memory on the chip as temporary too, and not to that total.
+    """
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
     aliased, code = stats.alias_size_in_bytes, stats.generated_code_size_in_bytes
     known = arguments + outputs - aliased + code
-    # The compiler's own number, which JAX has since 0.11: XLA counts what is in a TPU's memory on the chip as
-    # temporary too.
     total = getattr(stats, "total_allocation_bytes", 0) or known + stats.temp_size_in_bytes
     return Memory(arguments, outputs, aliased, total - known, code)
 
 
-def _purposes(arguments: int, state: TrainState) -> dict[str, int]:
-    """What the arguments of a step are for; the rest of them are its batch and its schedule."""
+def _with_purposes(memory: Memory, state: TrainState) -> Memory:
+    """The memory of a step with what its arguments are for; the rest are its batch and its schedule."""
     purposes = {
         "parameters": device_bytes(state.params),
         "frozen parameters": device_bytes(state.frozen),
         "optimizer state": 0 if state.opt_memory else device_bytes(state.opt_state),
         "carried state": device_bytes(state.carry),
     }
-    return {**purposes, "batch and schedule": arguments - sum(purposes.values())}
+    purposes["batch and schedule"] = memory.arguments - sum(purposes.values())
+    return dataclasses.replace(memory, purposes=purposes)
 
 
 def _mesh_of(compiled: jax.stages.Compiled) -> Mesh | None:
     """The mesh of a program's arguments and results; None if they are on none, or on several."""
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    meshes = {layout.mesh for layout in shardings if isinstance(layout, NamedSharding)}
-    meshes = [mesh for mesh in meshes if isinstance(mesh, Mesh)]
-    return meshes[0] if len(meshes) == 1 else None
+    found = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = {x.mesh for x in found if isinstance(x, NamedSharding) and isinstance(x.mesh, Mesh)}
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 def busy_of(plan: Plan) -> dict[str, np.ndarray]:
@@ -270,13 +261,12 @@ def busy_of(plan: Plan) -> dict[str, np.ndarray]:
 def _planned(collective: Collective, plan: Plan) -> Collective:
     """A collective of the loop over ticks with the loop's length, by the part of a tick that it is in."""
     units = busy_of(plan)
-    part = next((scope for scope in _SCOPE.findall(collective.module) if scope in units), None)
-    if part is None or collective.trip_counts[:1] != (None,):
+    parts = [x for x in re.findall(r"[^/, ]+", collective.module) if x in units]
+    if not parts or collective.trip_counts[:1] != (None,):
         return collective
     runs_T = np.arange(plan.forward.unit.shape[1]) < plan.num_ticks
     # For one device, since W takes other lanes on each stage: the last of the group with the most units.
     group = units[FORWARD].sum((1, 2)).argmax()
-    busy_T = units[part][group, :, -1] if collective.conditional else np.bool_(True)
-    length = int((busy_T & runs_T).sum())
-    trips = (length, *collective.trip_counts[1:])
+    busy_T = units[parts[0]][group, :, -1] if collective.conditional else np.bool_(True)
+    trips = (int((busy_T & runs_T).sum()), *collective.trip_counts[1:])
     return dataclasses.replace(collective, trip_counts=trips)

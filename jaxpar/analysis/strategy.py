@@ -1,8 +1,7 @@
 """Which split of a layer moves the fewest bytes: of the batch, of its columns or of its rows."""
 
-import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -12,8 +11,7 @@ from jaxpar.axes import DATA, STAGE
 from jaxpar.mesh import MeshConfig
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitCost:
+class SplitCost(NamedTuple):
     """What one split of a layer makes every device send in a training step.
 
     Attributes:
@@ -35,8 +33,7 @@ class SplitCost:
         return self.forward_bytes + self.backward_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     """How to split a layer; `print` shows the numbers behind it.
 
     Attributes:
@@ -57,8 +54,7 @@ class Advice:
     @property
     def best(self) -> str:
         """The split that moves the fewest bytes, of those that sizes allow."""
-        allowed = [cost for cost in self.costs if not cost.obstacle]
-        return min(allowed, key=lambda cost: cost.total_bytes).split
+        return min((x for x in self.costs if not x.obstacle), key=lambda x: x.total_bytes).split
 
     def __str__(self) -> str:
         """A table."""
@@ -125,22 +121,16 @@ def strategy_for(
     if all(cost.obstacle for cost in costs):
         raise ValueError(f"no split: {', '.join(cost.obstacle for cost in costs)}")
     by_weights = [cost.total_bytes / shape[0] for cost in costs[1:] if not cost.obstacle]
-    return Advice(
-        layer=f"{type(layer).__name__} {in_size}x{out_size}"
-        + f", window {'x'.join(map(str, kernel.shape[:-2]))}" * (len(kernel.shape) > 2),
-        batch=shape[0],
-        num_devices=num_devices,
-        costs=costs,
-        flip_batch=math.ceil(costs[0].total_bytes / min(by_weights)) if by_weights else 1,
-    )
+    flip_batch = math.ceil(costs[0].total_bytes / min(by_weights)) if by_weights else 1
+    window = f", window {'x'.join(map(str, kernel.shape[:-2]))}" * (len(kernel.shape) > 2)
+    name = f"{type(layer).__name__} {in_size}x{out_size}{window}"
+    return Advice(name, shape[0], num_devices, costs, flip_batch)
 
 
 def _input_shape(layer: nnx.Module, batch: int | tuple[int, ...]) -> tuple[int, ...]:
     kernel = getattr(layer, "kernel", None)
     if kernel is None or len(kernel.shape) < 2:
-        raise ValueError(
-            f"{type(layer).__name__} has no kernel [..., in, out]; give a layer that has"
-        )
+        raise ValueError(f"{type(layer).__name__} has no kernel [..., in, out]; give one that has")
     in_size = kernel.shape[-2]
     shape = (batch, in_size) if isinstance(batch, int) else tuple(batch)
     if len(shape) < len(kernel.shape) or shape[-1] != in_size or min(shape) < 1:
@@ -158,8 +148,5 @@ def _num_devices(mesh: Mesh | MeshConfig | int) -> int:
         sizes = {DATA: mesh} if isinstance(mesh, int) else mesh.shape
     stages, num_devices = sizes.get(STAGE, 1), math.prod(sizes.values())
     if stages > 1 or num_devices < 2:
-        raise ValueError(
-            f"{num_devices} devices in {stages} stages: give a mesh of 2 devices or more, and stage=1; a "
-            f"layer lies on one stage"
-        )
+        raise ValueError(f"{num_devices} devices in {stages} stages; give 2 or more, and stage=1")
     return num_devices
