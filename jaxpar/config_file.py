@@ -95,6 +95,25 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML in UTF-8: {error}") from error
 
 
+def option_words(settings: Settings, before: Settings) -> list[str]:
+    """The options of a command line that make settings of those before, but for the mesh.
+
+    What is None before, such as the size of a vocabulary, is left to the data.
+    """
+    words, known = [], keys_of(before)
+    for key, value in keys_of(settings).items():
+        if value == known[key] or known[key] is None or key.startswith("mesh."):
+            continue
+        option = key.replace("_", "-")
+        if isinstance(value, bool):
+            table, dot, name = option.rpartition(".")
+            words.append(f"--{option}" if value else f"--{table}{dot}no-{name}")
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            words += [f"--{option}", *map(str, values)]
+    return words
+
+
 def to_toml(settings: Settings, simulate: int | None = None) -> str:
     """Every value that is not None, as `read_config` reads it.
 

@@ -199,7 +199,7 @@ class Layout:
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
         """For each kind (params, frozen, rows) -> its initial carry, if that depends on what is trained."""
         starts: list[Callable[..., Any] | None] = []
-        for kind, params, frozen in zip(self.facts.kinds, *self._of_row, strict=True):
+        for kind, params, frozen in zip(self.facts.kinds, *self.of_row, strict=True):
             graphdef = self._graphdef_of(kind)
 
             def start(params, frozen, rows, graphdef=graphdef):
@@ -211,7 +211,7 @@ class Layout:
         return tuple(starts)
 
     @property
-    def _of_row(self) -> tuple[tuple[Any, ...], ...]:
+    def of_row(self) -> tuple[tuple[Any, ...], ...]:
         """Trained and other variables of one layer of each kind, of shapes."""
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype),
@@ -242,7 +242,7 @@ class Layout:
     def whole_kinds(self) -> tuple[str, ...]:
         """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
         facts, whole = self.facts, []
-        layers = zip(facts.kinds, self.layer_functions(), *self._of_row, strict=True)
+        layers = zip(facts.kinds, self.layer_functions(), *self.of_row, strict=True)
         for (name, function, params, frozen), (_, args) in zip(
             layers, facts.traces.layers, strict=True
         ):

@@ -1,4 +1,4 @@
-"""Device meshes: `MeshConfig` -> `jax.sharding.Mesh`, and simulated devices for a laptop.
+"""Device meshes: `MeshConfig` -> `jax.sharding.Mesh`, on devices that are there, simulated or described.
 
 `MeshConfig` is plain data: JAX is imported by what makes or finds devices.
 """
@@ -9,6 +9,8 @@ import math
 import os
 import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
@@ -146,20 +148,23 @@ class MeshConfig(Shown):
             )
         return self
 
-    def build(self) -> "Mesh":
-        """The mesh over real devices, axes (data, stage, tensor), all of type Auto.
+    def build(self, devices: Sequence[Any] | None = None) -> "Mesh":
+        """The mesh over devices, axes (data, stage, tensor), all of type Auto.
 
         Devices are ordered by process, so that `tensor` (the axis with most traffic) stays inside a host
         where it fits, and `data` is the one that crosses hosts. In one process a mesh that is smaller than
         the machine takes the first devices.
 
+        Args:
+          devices: those of `described_devices`, to compile for; None takes all that JAX has.
         Raises:
           ValueError: there are too few devices, or in several processes too many; a device number does not
             exist, or JAX has no devices.
         """
         import jax
 
-        devices = sorted(find_devices(), key=lambda d: (d.process_index, d.id))
+        is_alone = devices is not None or jax.process_count() == 1
+        devices = sorted(devices or find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
             if missing:
@@ -168,7 +173,7 @@ class MeshConfig(Shown):
                     f"numbers go from 0 to {len(devices) - 1}"
                 )
             devices = [devices[number] for number in self.devices]
-        elif -1 not in self.sizes.values() and jax.process_count() == 1:
+        elif -1 not in self.sizes.values() and is_alone:
             devices = devices[: self.num_devices]
         sizes = self.resolve(len(devices)).sizes
         return jax.make_mesh(
@@ -205,7 +210,7 @@ def simulate_devices(num_devices: int) -> None:
     if not 1 <= num_devices <= MAX_SIMULATED:
         raise ValueError(
             f"simulate_devices({num_devices}): use 1 to {MAX_SIMULATED}; what a step costs on more devices "
-            f"is predicted without simulating them by python -m jaxpar plan (planning.predict_step)"
+            f"python -m jaxpar plan --machine h100:1x256x8 tells without simulating them"
         )
     _keep_freed_memory()
     # Every device calls it; their threads would wait for each other, spinning: ten times as long on 2 cores.
@@ -222,6 +227,50 @@ def simulate_devices(num_devices: int) -> None:
             f"{len(found)} {found[0].platform} device(s); call it before anything touches a device, "
             f"or in a notebook restart the kernel (or call jax.extend.backend.clear_backends())"
         ) from error
+
+
+# What libtpu asks a cloud for where there is no TPU.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def described_devices(machine: str) -> list[Any]:
+    """Devices of a machine that need not be there: programs can be compiled for them, and not run.
+
+    Args:
+      machine: a TPU slice by its sides in chips, such as "v5e:4x8", "v5p:2x2x2" or "v6e:2x4"; or GPUs, as
+        partitions x hosts x GPUs of each, such as "h100:1x2x8" (also h200, a100 and b200).
+    Raises:
+      ValueError: there is no such machine, or no compiler for it is installed.
+    """
+    from jax.experimental import topologies
+
+    name, _, sides = machine.partition(":")
+    gpus = {path.stem: path for path in Path(__file__).with_name("gpus").iterdir()}
+    is_tpu = re.fullmatch(r"v\d+\w*", name) is not None
+    if not (is_tpu or name in gpus) or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
+        raise ValueError(
+            f"machine {machine!r}: write a TPU slice by its sides in chips, such as v5e:4x8 or v5p:2x2x2, or "
+            f"GPUs as partitions x hosts x GPUs of each, such as h100:1x2x8 ({', '.join(sorted(gpus))})"
+        )
+    how: dict[str, Any] = {"platform": "tpu", "topology_name": machine}
+    if name in gpus:
+        how = {"platform": "cuda", "target_config": gpus[name].read_text(), "topology": sides}
+    for key, value in _NO_TPU.items() if is_tpu else ():
+        os.environ.setdefault(key, value)
+    try:
+        return list(topologies.get_topology_desc(**how).devices)
+    except (RuntimeError, NotImplementedError) as error:
+        if "not i" in str(error):  # installed, implemented
+            extra = "tpu" if is_tpu else "cuda13"
+            raise ValueError(
+                f"no compiler for {name} is installed; pip install 'jaxpar[{extra}]' brings it"
+            ) from error
+        raise ValueError(f"machine {machine!r}: {error}") from error
 
 
 def num_simulated() -> int | None:

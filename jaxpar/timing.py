@@ -1,7 +1,6 @@
 """Seconds of functions that run on devices: every clock over a compiled program is one of these.
 
-What disturbs a machine only ever adds, so the quickest of several calls is the best estimate of what
-a function takes; what is compared takes turns, so that a disturbance meets all of it.
+What disturbs a machine only ever adds; what is compared takes turns, so that a disturbance meets all of it.
 """
 
 import time
@@ -22,30 +21,6 @@ def seconds_of(run: Callable[[], Any], times: int = 1) -> float:
     start = time.perf_counter()
     jax.block_until_ready([run() for _ in range(times)])
     return (time.perf_counter() - start) / times
-
-
-def quickest(
-    run: Callable[[], Any],
-    seconds: float,
-    *,
-    at_least: int = 2,
-    before: Callable[[], Any] | None = None,
-) -> float:
-    """Seconds of the quickest call, after one that compiles.
-
-    Args:
-      run: as of `seconds_of`.
-      seconds: calls begin until so many have gone by.
-      at_least: calls, however long they take.
-      before: is run before each, outside of its time.
-    """
-    seconds_of(run)
-    end, found = time.perf_counter() + seconds, list[float]()
-    while len(found) < at_least or time.perf_counter() < end:
-        if before is not None:
-            jax.block_until_ready(before())
-        found.append(seconds_of(run))
-    return min(found)
 
 
 def take_turns(

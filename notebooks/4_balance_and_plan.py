@@ -20,7 +20,7 @@ import dataclasses
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, lm
 from jaxpar.pipeline.placement import balance
-from jaxpar.planning import plan, predict_step, propose_shares
+from jaxpar.planning import estimate_step, plan, propose_shares
 
 jaxpar.simulate_devices(8)
 
@@ -70,21 +70,22 @@ for name, measured in (("head on the last stage", even), ("head on all stages", 
 # %% [markdown]
 # ## Which mesh?
 #
-# The cost model predicts a step before it is compiled: what is sent, the memory, the time. Here it is compared with the
-# compiled program, for the same model on four meshes.
+# What a step holds and sends can be counted before it is compiled: from shapes, and the schedule's table of ticks. Here it
+# is compared with the compiled program, for the same model on four meshes.
 
 # %%
-print("mesh         sent by a device: predicted   compiled     memory: predicted   compiled")
+print("mesh            sent: counted   compiled    memory that must be there   compiled")
 small = lm.LM(
     num_layers=4, hidden_size=128, embed_size=128, vocab_size=1024, batch_size=32, seq_len=16
 )
 for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
     parallel = Parallel(shape, PipelineConfig(num_microbatches=2, num_chunks=4))
-    cost, report = predict_step(small, parallel), jaxpar.inspect_step(small, parallel)
-    sent = sum(total.sent_bytes for total in report.totals)
+    cost, report = estimate_step(small, parallel), jaxpar.inspect_step(small, parallel)
+    counted = sum(part.runs * part.bytes for part in cost.sent)
+    sent = sum(total.bytes for total in report.totals)
     print(
-        f"{shape:<10}  {cost.sent_bytes / 1e6:24.2f} MB  {sent / 1e6:6.2f} MB"
-        f"  {cost.memory.total / 1e6:17.1f} MB  {report.memory.total / 1e6:6.1f} MB"
+        f"{shape:<10}  {counted / 1e6:14.2f} MB  {sent / 1e6:6.2f} MB"
+        f"  {cost.memory_bytes / 1e6:23.1f} MB  {report.memory.total / 1e6:6.1f} MB"
     )
 
 # %% [markdown]
@@ -93,14 +94,15 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
 #
 # ## A plan
 #
-# What cannot be run here can be planned: a bigger model on 64 GPUs, known only by their data sheet. Every mesh and every
-# way to cut batch and time is considered; the best for each mesh is shown, and why the first is the best.
+# What cannot be run here can be planned: a bigger model on eight hosts of eight H100s, by arithmetic on their data sheet.
+# Every mesh and every way to cut batch and time is considered. With `pip install 'jaxpar[cuda13]'` and without
+# `num_finalists=0`, the first dozen are compiled for these GPUs as well: their memory is the compiler's number then.
 
 # %%
 big = lm.LM(
     num_layers=8, hidden_size=2048, embed_size=2048, vocab_size=10368, batch_size=512, seq_len=64
 )
-plan(big, num_devices=64, hardware="h100")
+plan(big, machine="h100:1x8x8", num_finalists=0)
 
 # %% [markdown]
 # ## Devices that differ
@@ -121,7 +123,7 @@ print(
 # ## What was learned
 #
 # - Stages need not have equal numbers of layers, and equal numbers are not equal work: the head counts.
-# - Bytes, memory and time of a step can be predicted before it is compiled, and compared with the compiled program.
+# - Bytes and memory of a step can be counted before it is compiled, and compared with the compiled program.
 # - A plan ranks all meshes that the devices allow, even for devices that are not there.
 # - Each arrangement has its price: in memory (data), in waiting (stage), or in what is sent (tensor).
 # - Devices that differ take unequal shares.

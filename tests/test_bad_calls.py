@@ -168,7 +168,7 @@ CALLS = {
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
     "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
-    "a plan for no such machine": (lambda m: plan(TASK, hardware="gpu"), "unknown machine 'gpu'; use here"),
+    "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': write a TPU slice"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "weights of no run": (lambda m: jaxpar.lm.export_weights("nowhere", "x"), "nowhere holds no run"),
     "weights from no file": (

@@ -119,7 +119,6 @@ def nothing():
 
 TRAIN = ["train", "lm", "--devices", "0", "--corpus", "text"]
 IMPORT = ["import", "new", "--corpus", "text", "-i", "w"]
-PLAN = ["plan", "lm", "--corpus", "text", "--devices", "2", "--machine", "m.json"]
 RESUME = ["train", "--resume", "--train.out-dir", "run"]
 EMBEDDING = {"embedding.weight": tensor("F32", 1, 1, size=4)}
 MODEL = {
@@ -201,8 +200,6 @@ CRAFTED = {
         [*IMPORT, "--vocabulary", "v.json"], r"v\.json is not a vocabulary \(its words, tokenizer or pieces",
     ),
     # Machines
-    "a machine nested deeply": (write("m.json", DEEP), PLAN, r"m\.json describes no hardware \(it is not"),
-    "a machine that is a list": (write("m.json", "[]"), PLAN, r"m\.json describes no hardware \(it holds no"),
     # Runs
     "a model of 1.2 TB": (
         in_run("(?m)^(hidden_size|embed_size) = 16$", r"\1 = 80000"), ["evaluate", "run"],

@@ -29,7 +29,7 @@ from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedule import make_schedule
-from jaxpar.planning import find_machine, plan
+from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
 from jaxpar.tables import FittingTable
@@ -364,7 +364,7 @@ def test_a_report_shows_the_same_in_text_and_html(mesh):
 
 
 def test_a_plan_shows_the_same_in_text_and_html():
-    ranking = plan(TASK, num_devices=2, hardware=find_machine("h100"), num_compiled=1, tensor=(1,))
+    ranking = plan(TASK, machine="h100:1x1x2", num_finalists=0, tensor=(1,))
     for picture in (ranking, ranking.best):
         words = " ".join(str(picture).split())
         cells = [" ".join(cell.split()) for row in Rows(picture._repr_html_()).rows for cell in row]

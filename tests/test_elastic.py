@@ -1,6 +1,5 @@
 """A run goes on when processes are lost, and when there are more: on which mesh, and with which losses."""
 
-import dataclasses
 import json
 import os
 import re
@@ -16,8 +15,8 @@ import pytest
 from jaxpar import MeshConfig, Parallel, TrainConfig
 from jaxpar.cli.main import main
 from jaxpar.hosts import launch
-from jaxpar.planning import MACHINES, elastic, fit_devices
-from jaxpar.planning.elastic import _find_machine
+from jaxpar.planning import fit_devices
+from jaxpar.planning.machine import SHEETS
 from jaxpar.tasks.lm import LM
 from tests.models import Regress
 
@@ -43,23 +42,22 @@ def test_a_mesh_that_fits_is_kept(asked):
 
 
 @pytest.mark.parametrize("task", [TEXT, Regress(("gru", "cell"))], ids=["lm", "own"])
-def test_the_cost_model_chooses(task):
+def test_arithmetic_chooses(task):
     layout, reason = fit_devices(task, Parallel.of("dp2pp2", task.parallel), TrainConfig())
     assert layout.mesh.num_devices == 8
     assert re.fullmatch(
-        r"dp2pp2 does not fit 8 devices; \S.* is the quickest by the cost model for laptop-cpu",
+        r"dp2pp2 does not fit 8 devices; \S.* is the quickest by arithmetic for cpu",
         reason,
     )
     assert layout.mesh.tensor == 1  # as was asked for
 
 
 def test_where_nothing_fits_it_is_what_needs_the_least(monkeypatch):
-    tiny = dataclasses.replace(MACHINES["laptop-cpu"], memory_bytes=1e3)
-    monkeypatch.setattr(elastic, "MACHINES", {"tiny": tiny})
+    monkeypatch.setitem(SHEETS, "cpu", {**SHEETS["cpu"], "memory_bytes": 1e3})
     asked = Parallel.of("dp2pp2", Parallel())
     layout, reason = fit_devices(Regress(("cell", "cell")), asked, TrainConfig())
     assert layout.mesh.num_devices == 8
-    assert reason.endswith(" needs the least memory by the cost model for tiny")
+    assert reason.endswith(" needs the least memory by arithmetic for cpu")
 
 
 def test_a_mesh_that_the_batch_does_not_fit_is_passed_over():
@@ -78,22 +76,6 @@ def test_no_mesh_at_all_is_an_error():
         ValueError, match=r"--elastic takes all devices, and devices=\(0, 1\) names some"
     ):
         fit_devices(Regress(), named, TrainConfig())
-
-
-@pytest.mark.parametrize(
-    ("platform", "kind", "machine"),
-    [
-        ("cpu", "cpu", "laptop-cpu"), ("gpu", "NVIDIA H200", "h200"),
-        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"), ("gpu", "NVIDIA L4", "h100"),
-        ("tpu", "TPU v5 lite", "tpu-v5e"), ("new", "any", "h100"),
-    ],
-)  # fmt: skip
-def test_devices_are_of_a_machine(platform, kind, machine):
-    class Device:
-        device_kind = kind
-
-    Device.platform = platform
-    assert _find_machine(Device) == machine
 
 
 # ---- the launcher ----

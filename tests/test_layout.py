@@ -9,8 +9,8 @@ import pytest
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.batches import put_batch
-from jaxpar.planning import predict_step
-from jaxpar.planning.shares import make_stepper
+from jaxpar.planning import estimate_step
+from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup
 from jaxpar.step import abstract_batch, batch_sharding
 from tests.models import Regress
@@ -80,7 +80,7 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     assert sums.weight == metrics.sums.weight > 0
     assert make_stepper(SMALL)().loss == pytest.approx(float(metrics.loss), rel=RELATIVE_TOLERANCE)
     assert {total.axes for total in jaxpar.inspect_step(SMALL).totals} == {("data",)}
-    assert predict_step(SMALL).parallel == Setup.of(SMALL).parallel
+    assert estimate_step(SMALL).parallel == Setup.of(SMALL).parallel
     batch = abstract_batch(Setup.of(SMALL))
     assert batch["x"].sharding.shard_shape((12, 4, 1)) == (2, 4, 1)
 

@@ -19,7 +19,7 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
-from jaxpar.planning import plan
+from jaxpar.planning import plan_in_steps
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.training.run_folder import RunFolder
@@ -239,7 +239,7 @@ def test_inspect_prints_a_table_or_json(text, tmp_path, monkeypatch, capsys):
         r"all-gather +tensor +f32 4x8 +128 B +4 +4 if +256 B +forward ",
         r"data +1 +1 ",
         r"FLOPs per device +[\d,]+, the body of every loop once",
-        r"memory per device +[\d.]+ kB: arguments ",
+        r"memory per device +[\d.]+ kB: parameters ",
     ):
         assert re.search(pattern, printed), f"{pattern} is not in:\n{printed}"
     assert max(map(len, printed.splitlines())) <= 100
@@ -259,8 +259,8 @@ HELP = {
     ],
     ("train", "images"): ["--channels [INT [INT ...]]", "--strategy", "(default: 300)"],
     ("train", "--resume"): ["train TASK"],
-    ("plan", "lm"): ["--devices {None}|INT", "--machine STR", "--hidden-size INT"],
-    ("inspect", "lm"): ["--compare", "--mesh SHAPE"],
+    ("plan", "lm"): ["--machine {None}|STR", "--memory", "--hidden-size INT"],
+    ("inspect", "lm"): ["--compare", "--machine {None}|STR", "--mesh SHAPE"],
     ("plot",): ["plot KIND TASK", '"schedule"'],
     ("plot", "schedule", "lm"): ["plot schedule lm", "--meshes"],
     ("plot", "curves"): ["plot curves [-h]", "[RUN_DIR ...]"],
@@ -420,15 +420,16 @@ def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     rankings = []
 
     def kept(*arguments):
-        rankings.append(plan(*arguments, num_compiled=1))
-        return rankings[-1]
+        for ranking in plan_in_steps(*arguments, num_finalists=0):
+            rankings.append(ranking)
+            yield ranking
 
-    monkeypatch.setattr("jaxpar.planning.plan", kept)
+    monkeypatch.setattr("jaxpar.planning.plan_in_steps", kept)
     given = [
         "lm", "--vocab-size", "768", "--num-layers", "2", "--hidden-size", "96", "--embed-size", "96",
         "--forget-bias", "0.5", "--optimizer.learning-rate", "0.01",
     ]  # fmt: skip
-    assert main(["plan", *given, "--machine", "h100", "--devices", "4"]) == 0
+    assert main(["plan", *given, "--machine", "h100:1x1x4"]) == 0
     printed = capsys.readouterr().out
     assert "M: microbatches; K: chunks of time." in printed
     command = printed.splitlines()[-1].removeprefix("To train with the first: python -m jaxpar ")

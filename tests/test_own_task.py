@@ -246,11 +246,12 @@ def test_help_tells_its_options(world):
     assert "(default: 60)" in said
 
 
-def test_the_planner_knows_its_cost(world):
-    options = ("forecast.py:Forecast", "--machine", "h100", "--devices", 1)
-    printed, _ = jaxpar("plan", *options, cwd=world[0])
-    assert re.search(r"1 devices of h100; \d+ configs", printed)
-    assert re.search(r"Use dp1.* a step, [\d,]+ \w+/s, [\d.]+ \w?B of 80.0 GB", printed)
+def test_the_planner_compiles_it_and_runs_it(world):
+    printed, _ = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
+    first, _, last = printed.rpartition("1 devices of 1 x cpu; ")
+    assert re.search(r"Use dp1.*: ~.* a step, [\d,]+ \w+/s, ~[\d.]+ \w?B of [\d.]+ GB", first)
+    assert re.search(r"Use dp1.*: [\d.]+ \w+ a step, [\d,]+ \w+/s, [\d.]+ \w?B of [\d.]+ GB", last)
+    assert "running it" in last
 
 
 def test_a_file_that_has_changed_is_told(here):

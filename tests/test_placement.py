@@ -86,17 +86,23 @@ def test_ticks_agree_with_brute_force():
         num_layers = int(rng.integers(1, 10))
         num_stages = int(rng.integers(1, num_layers + 1))
         forward, backward, first_cost, head_cost = rng.uniform(0.1, 4, 4)
-        costs = {
-            "forward": forward,
-            "backward": backward,
-            "first_cost": first_cost,
-            "head_cost": head_cost,
-        }
-        most = int(rng.integers(-(-num_layers // num_stages), num_layers + 1))
-        every = [p for p in all_placements(num_layers, num_stages) if max(p) <= most]
-        best = balance_ticks(num_layers, num_stages, max_layers=most, **costs)
-        assert best in every
-        assert tick_cost(best, **costs) == pytest.approx(min(tick_cost(p, **costs) for p in every))
+        layers = [forward] * num_layers, [backward] * num_layers
+        ends = {"first_cost": first_cost, "head_cost": head_cost}
+        every = [*all_placements(num_layers, num_stages)]
+        found = balance_ticks(*layers, num_stages, **ends)
+        costs = [tick_cost(placement, *layers, **ends) for placement in found]
+        assert costs == sorted(costs)
+        assert {*found} <= {*every}
+        assert costs[0] == pytest.approx(min(tick_cost(p, *layers, **ends) for p in every))
+
+
+def test_layers_that_differ_are_ranked_by_their_ticks():
+    forward, backward = [1.0, 1.0, 4.0, 1.0], [2.0, 2.0, 2.0, 9.0]
+    found = balance_ticks(forward, backward, 2)
+    costs = [tick_cost(placement, forward, backward) for placement in found]
+    assert found == [(3, 1), (2, 2)]
+    assert costs == [6 + 9, 5 + 11]
+    assert tick_cost((2, 2), forward, backward, head_cost=1.0) == 6.0 + 11.0
 
 
 def test_a_head_takes_layers_off_the_last_stage():

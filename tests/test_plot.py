@@ -20,8 +20,6 @@ from jaxpar.cli.main import main
 from jaxpar.config_file import to_toml
 from jaxpar.pictures import figures
 from jaxpar.pipeline.schedule import make_schedule
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
@@ -71,15 +69,15 @@ def test_a_figure_of_bubbles_is_of_schedules():
 
 def test_figures_of_memory_and_bytes_add_up():
     parallel = Parallel(MeshConfig(data=2, tensor=4))
-    report, state = inspect_step(TASK, parallel), abstract_state(Setup.of(TASK, parallel))
-    memory = figures.memory_by_kind(report, state)
+    report = inspect_step(TASK, parallel)
+    memory = report.memory.parts
     assert sum(memory.values()) == report.memory.total
     # Two arrays of token numbers [4, 4] on a device, a flag, and what pads arguments.
     assert 128 <= memory["batch and schedule"] <= 512
     # Adam has two moments, and a counter.
     assert 0 < memory["optimizer state"] - 2 * memory["parameters"] <= 64
     assert any(
-        "memory per device (kB)" in text for text in texts(figures.draw_memory({"a": memory}))
+        "memory per device (kB)" in text for text in texts(figures.draw_memory({"a": report}))
     )
     figure = figures.draw_bytes({"dp2tp4": report, "the same": report})
     sent = {" and ".join(total.axes): total.sent_bytes for total in report.totals}
@@ -101,8 +99,7 @@ def test_frozen_parameters_are_a_kind_of_memory():
     found = {}
     for make in (LM, Frozen):
         task = make(**options, optimizer=OptimizerConfig(name="sgd"))
-        report, state = inspect_step(task, parallel), abstract_state(Setup.of(task, parallel))
-        found[make] = figures.memory_by_kind(report, state)
+        found[make] = inspect_step(task, parallel).memory.parts
     assert found[LM]["frozen parameters"] == 0
     assert found[Frozen]["frozen parameters"] == 4 * 32 * 8
     sums = [kinds["parameters"] + kinds["frozen parameters"] for kinds in found.values()]

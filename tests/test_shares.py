@@ -18,9 +18,9 @@ from test_equivalence import (
 )
 from test_equivalence import make_settings as make_any_settings
 
-import jaxpar.planning.shares
+import jaxpar.planning.running
 from jaxpar.config import OptimizerConfig, TrainConfig
-from jaxpar.planning.shares import make_stepper, measure_groups, propose_shares
+from jaxpar.planning.running import make_stepper, measure_groups, propose_shares
 from jaxpar.state import audit, init_state
 from jaxpar.step import _full_plan, make_train_step
 from jaxpar.tasks.images import Images
@@ -197,7 +197,7 @@ def test_groups_are_measured_on_their_own_devices(monkeypatch):
 
         return Slow()
 
-    monkeypatch.setattr(jaxpar.planning.shares, "make_train_step", slow)
+    monkeypatch.setattr(jaxpar.planning.running, "make_train_step", slow)
     settings = make_settings((2, 2, 1), (2, 2), NO_MASKS)
     seconds = measure_groups(*settings, num_steps=1)
     rows = settings.parallel.microbatch_rows(NO_MASKS.batch_size)

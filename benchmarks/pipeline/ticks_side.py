@@ -6,19 +6,38 @@ has a unit, "none" runs what stands before and after the loop.
     python -m benchmarks.pipeline.ticks_side B '{"num_chunks": 5}' idle
 """
 
+import dataclasses
 import json
 import sys
 
 import jax
+import numpy as np
 
 import jaxpar
 from benchmarks.jaxpar_side import initial_state, make_batch, make_task
 from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.pipeline.ticks import Plan, make_idle, make_plan
+from jaxpar.pipeline.schedule import Lane
+from jaxpar.pipeline.ticks import Plan, make_plan
 from jaxpar.setup import Setup
 from jaxpar.step import make_loss_and_grad, step_schedule
+
+
+def make_idle(plan: Plan, num_ticks: int) -> Plan:
+    """A plan for the same program: `num_ticks` ticks (as far as it has rows) in which no stage has a unit."""
+
+    def idle(lane: Lane) -> Lane:
+        return Lane(*(np.full_like(a, -1) for a in lane))._replace(group=lane.group)
+
+    return dataclasses.replace(
+        plan,
+        forward=idle(plan.forward),
+        backward=idle(plan.backward),
+        weights=tuple(map(idle, plan.weights)),
+        head=np.full_like(plan.head, -1),
+        num_ticks=np.asarray(num_ticks, np.int32),
+    )
 
 
 def emptied(plan: Plan, ticks: str) -> Plan:

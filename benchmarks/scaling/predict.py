@@ -1,7 +1,7 @@
-"""Strong and weak scaling by the cost model: the best config of every number of devices, up to 1,024.
+"""Strong and weak scaling by arithmetic: the best config of every number of H100s, up to 1,024.
 
-python -m benchmarks.scaling.predict [machine] [--picture scaling.png]
-taskset -c 0 python -m benchmarks.scaling.predict [machine] --clock  # how long one core takes for the largest
+python -m benchmarks.scaling.predict [--picture scaling.png]
+taskset -c 0 python -m benchmarks.scaling.predict --clock  # how long one core takes for the most devices
 """
 
 import argparse
@@ -9,22 +9,23 @@ import importlib.util
 import time
 from collections.abc import Sequence
 
-from jaxpar.planning import Cost, find_machine, plan
-from jaxpar.planning.planner import NUM_COMPILED, describe
-from jaxpar.planning.shape import shapes_of
+from jaxpar.planning import Ranking, StepCost, describe, plan
 from jaxpar.tasks.lm import LM
 
 DEVICES = [2**n for n in range(11)]
 ROWS_STRONG, ROWS_A_DEVICE, STEPS = 2048, 16, 256
 
 
-def curve(machine: str, rows: Sequence[int]) -> list[Cost | None]:
+def curve(rows: Sequence[int]) -> list[StepCost | None]:
     """The best for every number of devices, with so many rows in the batch; None if nothing fits."""
-    hardware, best = find_machine(machine), []
-    for num_devices, batch_size in zip(DEVICES, rows, strict=True):
-        ranking = plan(model(batch_size), num_devices=num_devices, hardware=hardware)
-        best.append(ranking.best if ranking.costs else None)
-    return best
+    rankings = [ranking_of(n, batch_size) for n, batch_size in zip(DEVICES, rows, strict=True)]
+    return [ranking.best if ranking.fitting else None for ranking in rankings]
+
+
+def ranking_of(num_devices: int, rows: int) -> Ranking:
+    """Of hosts of eight."""
+    machine = f"h100:1x{max(num_devices // 8, 1)}x{min(num_devices, 8)}"
+    return plan(model(rows), machine=machine, num_finalists=0)
 
 
 def model(rows: int) -> LM:
@@ -32,25 +33,21 @@ def model(rows: int) -> LM:
     return LM(16, 4096, 4096, vocab_size=384 * 84, dropout=0.0, batch_size=rows, seq_len=STEPS)
 
 
-def clock(machine: str) -> str:
-    """Seconds of a core that the most devices take: the first time, again, and for the shortlist."""
-    hardware, spent, ranking = find_machine(machine), [], None
-    for num_compiled in (0, 0, None):
+def clock() -> str:
+    """Seconds of a core that the most devices take: the first time, and again."""
+    spent, number = [], 0
+    for _ in range(2):
         start = time.process_time()
-        ranking = plan(
-            model(ROWS_STRONG), None, None, DEVICES[-1], hardware, num_compiled=num_compiled
-        )
+        ranking = ranking_of(DEVICES[-1], ROWS_STRONG)
         spent.append(time.process_time() - start)
-    first, again, whole = spent
-    assert ranking is not None
+        number = len(ranking.fitting) + len(ranking.refused)
     return (
-        f"{DEVICES[-1]:,} devices: {ranking.num_configs:,} configs ranked in {first:.1f} s of CPU time, "
-        f"{again:.1f} s once the model is known; the best of {NUM_COMPILED} meshes compiled in "
-        f"{whole - again:.1f} s"
+        f"{DEVICES[-1]:,} devices: {number:,} configs ranked in {spent[0]:.1f} s of CPU time, "
+        f"{spent[1]:.1f} s once the model is known"
     )
 
 
-def table(costs: Sequence[Cost | None]) -> str:
+def table(costs: Sequence[StepCost | None]) -> str:
     """Markdown; a star marks where the best mesh uses other axes than with half the devices."""
     lines = [
         "| devices | best | step | tokens/s | a device, of its best | matmuls | bubble | sending | memory |",
@@ -62,21 +59,22 @@ def table(costs: Sequence[Cost | None]) -> str:
     ]
     before: set[str] = set()
     for num_devices, cost, rate in zip(DEVICES, costs, rates, strict=True):
-        if cost is None or cost.seconds is None:
+        if cost is None:
             lines.append(f"| {num_devices:,} | nothing fits | | | | | | | |")
             continue
-        s, axes = cost.seconds, {a for a, size in cost.parallel.mesh.sizes.items() if size > 1}
+        parts, axes = cost.parts, {a for a, size in cost.parallel.mesh.sizes.items() if size > 1}
         star, before = " *" if before and axes != before else "", axes
         lines.append(
-            f"| {num_devices:,} | {describe(cost.parallel)}{star} | {s.total * 1e3:,.0f} ms "
+            f"| {num_devices:,} | {describe(cost.parallel)}{star} | {cost.seconds * 1e3:,.0f} ms "
             f"| {_tokens_per_second(cost):,.0f} | {rate / max(rates):.0%} "
-            f"| {(s.layers + s.head) / s.total:.0%} | {s.bubble / s.total:.0%} "
-            f"| {s.sending / s.total:.0%} | {cost.memory_bytes / 1e9:.1f} GB |"
+            f"| {(parts['layers'] + parts['head']) / cost.seconds:.0%} "
+            f"| {parts['bubble'] / cost.seconds:.0%} | {parts['sending'] / cost.seconds:.0%} "
+            f"| {cost.memory_bytes / 1e9:.1f} GB |"
         )
     return "\n".join(lines)
 
 
-def draw(curves: dict[str, Sequence[Cost | None]], path: str) -> None:
+def draw(curves: dict[str, Sequence[StepCost | None]], path: str) -> None:
     """Tokens a second over devices, both axes logarithmic, beside a straight line."""
     from matplotlib.figure import Figure
 
@@ -91,9 +89,8 @@ def draw(curves: dict[str, Sequence[Cost | None]], path: str) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def _tokens_per_second(cost: Cost) -> float:
-    assert cost.seconds is not None
-    return shapes_of(cost.settings.task).counted / cost.seconds.total
+def _tokens_per_second(cost: StepCost) -> float:
+    return cost.settings.task.batch_size * STEPS / cost.seconds
 
 
 def main() -> None:
@@ -101,18 +98,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("machine", nargs="?", default="h100")
     parser.add_argument("--picture")
     parser.add_argument("--clock", action="store_true", help="how long the planner takes")
     options = parser.parse_args()
     if options.clock:
-        print(clock(options.machine))
+        print(clock())
         return
     curves = {
         f"strong: {ROWS_STRONG:,} rows in all": [ROWS_STRONG] * len(DEVICES),
         f"weak: {ROWS_A_DEVICE} rows a device": [ROWS_A_DEVICE * n for n in DEVICES],
     }
-    costs = {name: curve(options.machine, rows) for name, rows in curves.items()}
+    costs = {name: curve(rows) for name, rows in curves.items()}
     for name, found in costs.items():
         print(f"{name}\n\n{table(found)}\n")
     if options.picture and importlib.util.find_spec("matplotlib"):

@@ -19,7 +19,7 @@ from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.axes import DATA
 from jaxpar.config import TrainConfig
 from jaxpar.pipeline.layers import SplitLayers
-from jaxpar.planning.shares import make_stepper
+from jaxpar.planning.running import make_stepper
 from jaxpar.tasks.lm import LM
 
 TIMES = 3

@@ -140,8 +140,6 @@ def inspect_step(
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
     mesh: Mesh | None = None,
-    *,
-    options: Mapping[str, Any] | None = None,
 ) -> ProgramReport:
     """The report of a task's training step, compiled for shapes: no array is made.
 
@@ -153,17 +151,24 @@ def inspect_step(
       task, parallel, train: as `fit` takes them. With `update="host"`, the optimizer is not part of the
         program.
       mesh: that of `parallel`; None builds it.
-      options: for XLA's compiler.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
     setup = Setup.of(task, parallel, train, mesh)
-    step, state = make_train_step(setup), abstract_state(setup)
-    lowered = step.lower(state, abstract_batch(setup))
-    report = inspect_compiled(lowered.compile(options and {**options}), setup.mesh)
-    memory = report.memory and _with_purposes(report.memory, state)
+    return inspect_lowered(setup, lower_step(setup))
+
+
+def lower_step(setup: Setup) -> jax.stages.Lowered:
+    """The program of a setup's training step, not compiled yet, for shapes."""
+    return make_train_step(setup).lower(abstract_state(setup), abstract_batch(setup))
+
+
+def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
+    """The report of the program of a setup's training step, which is compiled now; see `inspect_step`."""
+    report = inspect_compiled(lowered.compile(), setup.mesh)
+    memory = report.memory and _with_purposes(report.memory, abstract_state(setup))
     report = dataclasses.replace(report, memory=memory)
-    plan = step.full_plan
+    plan = make_train_step(setup).full_plan
     if plan is None:
         return report
     collectives = tuple(_planned(each, plan) for each in report.collectives)

@@ -5,21 +5,23 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import Fixed, Positional, arg
 
 from jaxpar.command import Command, Options, Switch, TrainedOptions
 from jaxpar.config import Adaptation, Parallel, TrainConfig
-from jaxpar.fields import require_positive
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import Settings, Task
+
+if TYPE_CHECKING:
+    from jaxpar import planning
 
 # Pictures of a task's step, and those that need no task.
 PICTURES = ("schedule", "timeline", "bubble", "memory", "bytes")
 PICTURES_OF_RUNS = ("curves", "strategies")
 
-# What --mesh auto stands for until the cost model has chosen.
+# What --mesh auto stands for until the planner has chosen.
 AUTO = MeshConfig(data=-1)
 
 
@@ -68,9 +70,10 @@ class RunOptions(TaskOptions):
 class Train(RunOptions):
     """Trains a model and evaluates it: a language model, one of images, or yours.
 
-    Ctrl-C stops it after the current step, with its state saved; --resume continues. --mesh auto lets the
-    cost model choose mesh and pipeline. The exit code is 0 at the end, 2 after a mistake of yours, 3 if a
-    loss or gradient was not finite (--train.nonfinite), and 128 and its number after a signal.
+    Ctrl-C stops it after the current step, with its state saved; --resume continues. --mesh auto plans, and
+    takes the mesh and pipeline that are quickest here. The exit code is 0 at the end, 2 after a mistake of
+    yours, 3 if a loss or gradient was not finite (--train.nonfinite), and 128 and its number after a
+    signal.
 
     Attributes:
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
@@ -79,7 +82,7 @@ class Train(RunOptions):
       overwrite: remove the run that is in --train.out-dir.
       elastic: if the mesh does not fit the available devices, take another one; so runs continue with those
         left.
-      balance: what a balanced placement evens out: FLOPs, time as measured here, or memory.
+      balance: what a balanced placement evens out: FLOPs, time (the first placements run here), or memory.
       memory: memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is
         refused.
       profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
@@ -113,11 +116,10 @@ class Train(RunOptions):
         return 0 if result.stopped_by is None else 128 + result.stopped_by
 
     def _settled(self) -> Settings:
-        """The settings with what the cost model chooses, or holds against the memory."""
+        """The settings with what the planner chooses, or holds against the memory."""
         import jax
 
         from jaxpar import planning
-        from jaxpar.planning.shape import StepShape
         from jaxpar.setup import Setup
 
         task, parallel, train = self.settings
@@ -125,77 +127,51 @@ class Train(RunOptions):
         if not plans and not self.elastic and self.balance == "work" and num_bytes is None:
             return self.settings
         sized = task.resolve()
-        takes_all = -1 in parallel.mesh.sizes.values()
-        _check_room(
-            sized, jax.device_count() if takes_all else parallel.mesh.num_devices, num_bytes
-        )
         if self.elastic:
             parallel, reason = planning.fit_devices(sized, parallel, train, keep=not plans)
             if reason and jax.process_index() == 0:
                 print(f"mesh        {reason}")
-            if self.balance == "work" and num_bytes is None:
-                return Settings(task, parallel, train)
+        elif plans and self.devices is not None:
+            raise ValueError(
+                "--mesh auto takes all devices, and --devices names some; leave out one of the two"
+            )
         elif plans:
-            if self.devices is not None:
-                raise ValueError(
-                    "--mesh auto takes all devices, and --devices names some; leave out one of the two"
-                )
-            _say_what_takes_long()
-            ranking = planning.plan_here(sized, parallel, train, num_bytes)
-            print(ranking, end="\n\n")
-            parallel = ranking.best.parallel
-        asked, parallel = parallel, Setup.of(sized, parallel, train).parallel
-        if not plans and self.balance == "work":
-            cost = planning.compiled_cost(planning.predict_step(sized, parallel, train))
-            if num_bytes is None or cost.memory_bytes <= num_bytes:
-                return Settings(task, asked, train)
-        if not plans:
-            _say_what_takes_long()
-        machine = planning.find_machine(planning.HERE, num_bytes)
+            parallel = _plan(Settings(sized, parallel, train), None, num_bytes).best.parallel
+        machine = planning.find_machine(None, num_bytes)
         if self.balance != "work":
-            machine = planning.measure_pieces(machine, [StepShape(sized, parallel, train)])
+            parallel = Setup.of(sized, parallel, train).parallel
             placement = planning.place(sized, parallel, train, machine, self.balance)
             pipeline = dataclasses.replace(parallel.pipeline, placement=placement)
             parallel = dataclasses.replace(parallel, pipeline=pipeline)
-        planning.check_fits(sized, parallel, train, machine)
+        if num_bytes is not None and not plans:
+            planning.check_fits(sized, parallel, train, machine)
         return Settings(task, parallel, train)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(TaskOptions):
-    """Prints which mesh and pipeline are the fastest for a task, by the cost model, and why.
+    """Prints which mesh and pipeline are the fastest for a task, and why.
 
-    Every mesh is considered, and the three best are compiled; the devices need not be there.
+    Every layout is ranked by arithmetic; the first dozen are compiled for the machine, which need not be
+    there, and run where it is.
 
     Attributes:
-      devices: number of devices; by default as many as JAX has.
-      machine: what the devices are: here (measured once), h100, h200, a100, tpu-v5e, laptop-cpu, or a file.
+      machine: a TPU slice, such as v5e:4x8 or v5p:2x2x2, or GPUs as partitions x hosts x GPUs of each, such
+        as h100:1x2x8; by default the devices that JAX has.
       memory: memory of a device, such as 16GB, instead of the machine's own.
     """
 
-    devices: int | None = None
-    machine: str = "here"
+    machine: str | None = None
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
 
     def run(self) -> int:
         """The exit code, 0."""
-        import jax
-
-        from jaxpar import planning
         from jaxpar.cli.options import train_command
 
-        task, num_bytes = self.task.resolve(), _num_bytes(self.memory)
+        _compile_only(self.machine)
         parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
-        require_positive(self, *["devices"] * (self.devices is not None))
-        _check_room(task, self.devices or jax.device_count(), num_bytes)
-        if self.machine == planning.HERE:
-            _say_what_takes_long()
-        if self.machine == planning.HERE and self.devices is None:
-            ranking = planning.plan_here(task, parallel, self.train, num_bytes)
-        else:
-            machine = planning.find_machine(self.machine, num_bytes)
-            ranking = planning.plan(task, parallel, self.train, self.devices, machine)
-        _show(ranking)
+        settings = Settings(self.task.resolve(), parallel, self.train)
+        ranking = _plan(settings, self.machine, _num_bytes(self.memory))
         print(
             "\nM: microbatches; K: chunks of time. More units (M x K) keep stages busier; each has a cost of "
             "its own."
@@ -261,10 +237,13 @@ class Inspect(RunOptions):
     Nothing is trained.
 
     Attributes:
+      machine: one that need not be there, to compile for, as of plan.
       json: print it as JSON, with all that is known of each collective.
-      compare: print what the cost model predicts beside the compiled program and a few measured steps.
+      compare: print what arithmetic says beside the compiled program, and a few measured steps where the
+        devices are there.
     """
 
+    machine: str | None = None
     json: Switch = False
     compare: Switch = False
 
@@ -272,14 +251,21 @@ class Inspect(RunOptions):
         """The exit code, 0."""
         from jaxpar import planning
         from jaxpar.analysis import inspect_step
+        from jaxpar.mesh import described_devices
+        from jaxpar.setup import Setup
 
-        task, parallel, train = self.settings
+        _compile_only(self.machine)
         if self.compare:
-            _show(planning.compare_here(task, parallel, train))
-        elif self.json:
-            print(json.dumps(inspect_step(task, parallel, train).to_dict(), indent=2))
+            _show(planning.compare(*self.settings, self.machine))
+            return 0
+        mesh = None
+        if self.machine is not None:
+            mesh = self.settings.parallel.mesh.build(described_devices(self.machine))
+        report = inspect_step(Setup.of(*self.settings, mesh))
+        if self.json:
+            print(json.dumps(report.to_dict(), indent=2))
         else:
-            _show(inspect_step(task, parallel, train))
+            _show(report)
         return 0
 
 
@@ -413,34 +399,37 @@ COMMANDS: dict[str, type[Command]] = {
 }
 
 
-def _check_room(task: Task, num_devices: int, num_bytes: float | None) -> None:
-    """Raises if no layout at all can fit, before a machine is measured to find the best one."""
-    import jax
+def _compile_only(machine: str | None) -> None:
+    """Keeps JAX from looking for devices like those that are only compiled for."""
+    if machine is not None:
+        import jax
 
-    from jaxpar.display import format_bytes, format_count
-    from jaxpar.facts import ModelFacts
-
-    if num_bytes is None:
-        return
-    leaves = jax.tree.leaves(ModelFacts.of(task).params)
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / num_devices
-    if needed > num_bytes:
-        raise ValueError(
-            f"--memory: a device has {format_bytes(num_bytes)}, and the parameters alone need "
-            f"{format_bytes(needed)} on each of {format_count(num_devices, 'device')}; use more devices, or "
-            f"a smaller model"
-        )
+        jax.config.update("jax_platforms", "cpu")
 
 
-def _say_what_takes_long() -> None:
-    import jax
+def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "planning.Ranking":
+    """The ranking, shown by arithmetic, as finalists are compiled and run, and at the end."""
+    from rich.progress import Progress
 
-    if jax.process_index() == 0:
-        print(
-            "measuring this machine where it was not measured before (a minute the first time) ...",
-            file=sys.stderr,
-            flush=True,
-        )
+    from jaxpar import planning
+    from jaxpar.planning.planner import NUM_FINALISTS
+    from jaxpar.tables import make_console
+
+    found = planning.find_machine(machine, num_bytes)
+    steps = planning.plan_in_steps(*settings, found)
+    ranking = next(steps)
+    _ = ranking.best  # raises if none fits
+    _show(ranking)
+    with Progress(console=make_console(sys.stderr), transient=True) as progress:
+        bar = progress.add_task("compiling the first dozen", total=NUM_FINALISTS)
+        for ranking in steps:
+            done = sum(cost.program is not None for cost in ranking.fitting)
+            is_run = any(cost.measured for cost in ranking.fitting)
+            what = "running the best of them" if is_run else "compiling the first dozen"
+            progress.update(bar, completed=done, description=what)
+    print()
+    _show(ranking)
+    return ranking
 
 
 def _num_bytes(size: str | None) -> float | None:

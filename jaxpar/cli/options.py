@@ -30,7 +30,7 @@ from tyro.constructors import (
 
 from jaxpar.command import Switch
 from jaxpar.config import short_name
-from jaxpar.config_file import default_settings, keys_of, read_config, read_simulated
+from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.task import Settings, find_task, spec_of
 
@@ -299,15 +299,5 @@ def train_command(settings: Settings, simulate: int | None) -> str:
     task, parallel, _ = settings
     words = [*PROGRAM.split(), "train", spec_of(task)]
     words += ["--simulate", str(simulate)] * (simulate is not None)
-    before = keys_of(default_settings(type(task)))
-    for key, value in keys_of(settings).items():
-        if value == before[key] or before[key] is None or key.startswith("mesh."):
-            continue
-        option = key.replace("_", "-")
-        if isinstance(value, bool):
-            table, dot, name = option.rpartition(".")
-            words.append(f"--{option}" if value else f"--{table}{dot}no-{name}")
-        else:
-            values = value if isinstance(value, tuple) else (value,)
-            words += [f"--{option}", *map(str, values)]
+    words += option_words(settings, default_settings(type(task)))
     return shlex.join([*words, "--mesh", short_name(parallel.mesh)])

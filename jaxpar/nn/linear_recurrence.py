@@ -9,6 +9,7 @@ same a.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +46,7 @@ def linear_recurrence(
             b_TBH = jnp.where(is_new, b_TBH + a_TBH * initial_BH[None], b_TBH)
         a_TBH = jnp.where(is_new, 0.0, a_TBH)
     arguments = a_TBH, b_TBH, carry_BH
-    h_TBH = _recurrence(*vary_like(arguments, arguments), one_by_one)
+    h_TBH: Any = _recurrence(*vary_like(arguments, arguments), one_by_one)
     return h_TBH[-1], h_TBH
 
 

@@ -16,8 +16,6 @@ from jaxpar.display import format_count
 from jaxpar.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
 from jaxpar.pipeline.schedule import make_schedule
-from jaxpar.state import TrainState
-from jaxpar.trees import device_bytes
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -67,37 +65,19 @@ def draw_bubble(
     return figure
 
 
-def memory_by_kind(report: ProgramReport, state: TrainState) -> dict[str, int]:
-    """Bytes on a device while a step runs, by what they are.
+def draw_memory(reports: Mapping[str, ProgramReport]) -> Figure:
+    """Stacked bars of bytes on a device, by what they are for: name of a mesh -> report.
 
-    Args:
-      report: of the step.
-      state: that it takes; may be abstract.
     Raises:
-      ValueError: the report has no memory.
+      ValueError: a report has no memory.
     """
-    memory = report.memory
-    if memory is None:
+    memory = {name: report.memory for name, report in reports.items() if report.memory}
+    if len(memory) < len(reports):
         raise ValueError(
             "XLA does not report the memory of a program on this backend; use the CPU's"
         )
-    kinds = {
-        "parameters": device_bytes(state.params),
-        "frozen parameters": device_bytes(state.frozen),
-        "optimizer state": 0 if state.opt_memory else device_bytes(state.opt_state),
-        "carried state": device_bytes(state.carry),
-    }
-    return {
-        **kinds,
-        "batch and schedule": memory.arguments - sum(kinds.values()),
-        "new outputs": memory.outputs - memory.aliased,
-        "temporary": memory.temporary,
-    }
-
-
-def draw_memory(memory: Mapping[str, Mapping[str, int]]) -> Figure:
-    """Stacked bars of bytes on a device: name of a mesh -> kind -> bytes."""
-    return _draw_bars(memory, "memory per device")
+    bars = {name: each.parts for name, each in memory.items()}
+    return _draw_bars(bars, "memory per device")
 
 
 def draw_bytes(reports: Mapping[str, ProgramReport]) -> Figure:

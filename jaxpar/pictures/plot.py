@@ -17,8 +17,6 @@ from jaxpar.pictures.measured import show_measured
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.schedule import Schedule
-from jaxpar.setup import Setup
-from jaxpar.state import abstract_state
 from jaxpar.step import step_schedule
 from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
@@ -63,13 +61,11 @@ def plot_step(
         figure = figures.draw_bubble(s.kind, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
         return figures.save_figure(figure, path)
     task, parallel, train = settings
-    reports, memory = {}, {}
-    for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items():
-        setup = Setup.of(task, dataclasses.replace(parallel, mesh=shape), train)
-        reports[name] = inspect_step(setup)
-        if kind == "memory":
-            memory[name] = figures.memory_by_kind(reports[name], abstract_state(setup))
-    figure = figures.draw_memory(memory) if kind == "memory" else figures.draw_bytes(reports)
+    reports = {
+        name: inspect_step(task, dataclasses.replace(parallel, mesh=shape), train)
+        for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items()
+    }
+    figure = (figures.draw_memory if kind == "memory" else figures.draw_bytes)(reports)
     return figures.save_figure(figure, path)
 
 

@@ -1,7 +1,7 @@
 """Pictures of what a program does, and of what a step will cost: tables of bytes, memory and time."""
 
-import dataclasses
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -10,12 +10,12 @@ from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
 from jaxpar.display import format_bytes, format_seconds, format_shape, show
 from jaxpar.pictures.picture import Picture
-from jaxpar.planning.cost import Comparison, Cost
-from jaxpar.planning.planner import Ranking, describe
-from jaxpar.planning.traffic import Traffic
+from jaxpar.planning.cost import StepCost
+from jaxpar.planning.planner import Ranking
+from jaxpar.planning.search import describe
 from jaxpar.tables import FittingTable
 
-NUM_MESHES = 12  # of a ranking
+NUM_SHOWN, NUM_REFUSED = 12, 4  # of a ranking
 
 
 @show.register
@@ -37,59 +37,54 @@ def show_report(report: ProgramReport) -> Picture:
 
 
 @show.register
-def show_cost(cost: Cost) -> Picture:
-    """What is sent, FLOPs, memory, ticks and time."""
-    sent = [_traffic_table(cost.traffic), ""] if cost.traffic else []
+def show_cost(cost: StepCost) -> Picture:
+    """What is known of a step by arithmetic, by the compiler and by running it, side by side."""
+    program, table = (
+        cost.program,
+        FittingTable("", "axes", ">by arithmetic", ">compiled", ">measured"),
+    )
+    sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for part in cost.sent:
+        sums[0][part.op, " ".join(part.axes)] += round(part.runs * part.bytes)
+    for part in program.collectives if program else ():
+        sums[1][part.op, " ".join(part.axes)] += (part.count or 0) * part.bytes
+    for op, axes in sorted({*sums[0], *sums[1]}):
+        texts = [format_bytes(each[op, axes]) for each in sums]
+        table.add_row(op, axes, texts[0], texts[1] if program else "", "")
+    memory = cost.memory_text if program else cost.refusal
+    table.add_row("memory", "", format_bytes(sum(cost.held.values())), memory, "")
+    measured = cost.seconds_text if cost.measured else ""
+    table.add_row("step", "", format_seconds(sum(cost.parts.values())), "", measured)
     facts = Table.grid(padding=(0, 2))
-    memory = ", ".join(f"{k} {format_bytes(v)}" for k, v in dataclasses.asdict(cost.memory).items())
-    facts.add_row("FLOPs per device", f"{cost.flops:,.0f} in matmuls")
-    if cost.report and cost.report.memory:
-        facts.add_row("memory per device", str(cost.report.memory))
-    facts.add_row("memory, estimated", f"{format_bytes(cost.memory.total)}: {memory}")
+    held = (f"{name} {format_bytes(size)}" for name, size in cost.held.items())
+    parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
+    facts.add_row("memory by arithmetic", ", ".join(held))
+    facts.add_row("step by arithmetic", ", ".join(parts))
     facts.add_row("ticks", f"{cost.num_ticks}, stages idle in {cost.bubble:.1%} of their turns")
-    if seconds := cost.seconds:
-        parts = ", ".join(f"{k} {v * 1e3:.3g}" for k, v in dataclasses.asdict(seconds).items())
-        facts.add_row("predicted time", f"{seconds.total * 1e3:.3g} ms: {parts}")
-    return Picture(*sent, facts)
-
-
-@show.register
-def show_comparison(comparison: Comparison) -> Picture:
-    """What was predicted, compiled and measured, side by side."""
-    cost, memory = comparison.cost, comparison.report.memory
-    table = FittingTable("", "axes", ">predicted", ">compiled", ">measured", ">difference")
-    for op, axes in sorted({*comparison.predicted, *comparison.compiled}):
-        sums = (side.get((op, axes), 0) for side in (comparison.predicted, comparison.compiled))
-        table.add_row(op, " ".join(axes), *_bytes_side_by_side(*sums))
-    if memory is not None:
-        table.add_row(
-            "memory per device", "", *_bytes_side_by_side(cost.memory.total, memory.total)
-        )
-    if comparison.time_error is not None and cost.seconds and comparison.measured_seconds:
-        predicted, measured = cost.seconds.total * 1e3, comparison.measured_seconds * 1e3
-        row = f"{predicted:.4g} ms", "", f"{measured:.4g} ms", f"{comparison.time_error:+.1%}"
-        table.add_row("step", "", *row)
-    return Picture(table)
+    return Picture(describe(cost.parallel), "", table, "", facts)
 
 
 @show.register
 def show_ranking(ranking: Ranking) -> Picture:
-    """The best layout of each mesh, and why the first is the first."""
-    columns = ("layers", "head", "bubble", "ticks", "sending", "update")
-    best = ranking.best_of_meshes
-    table = FittingTable("config", ">step", *(f">{name}" for name in columns), ">memory")
-    for cost in best[:NUM_MESHES]:
-        seconds = cost.seconds
-        assert seconds is not None  # it is ranked by them
-        shares = (f"{getattr(seconds, name) / seconds.total:.0%}" for name in columns)
-        words = describe(cost.parallel), format_seconds(seconds.total)
-        table.add_row(*words, *shares, cost.memory_text)
-    is_estimated = any(cost.report is None for cost in best[:NUM_MESHES])
+    """The first of the ranking, and why the first is the first."""
+    table = FittingTable("config", ">step", ">waits", ">memory", "known by")
+    for cost in ranking.fitting[:NUM_SHOWN]:
+        known = "running it" if cost.measured else "compiling it" if cost.program else "arithmetic"
+        waits = format_seconds(cost.waiting) if cost.program else ""
+        words = describe(cost.parallel), cost.seconds_text, waits, cost.memory_text
+        table.add_row(*words, known)
+    compiled = [cost for cost in ranking.refused if cost.program or cost.refusal]
+    for cost in compiled[:NUM_REFUSED]:
+        why = cost.refusal or "too large"
+        table.add_row(describe(cost.parallel), "", "", cost.memory_text, why)
+    number, machine = len(ranking.fitting) + len(ranking.refused), ranking.machine
+    notes = ["~: an estimate, by arithmetic on the machine's data sheet"]
+    if any(cost.program for cost in ranking.fitting):
+        notes.append("waits: for transfers with nothing beside them in the program, an estimate")
     return Picture(
-        f"{ranking.num_devices} devices of {ranking.hardware.name}; {ranking.num_configs:,} configs, "
-        f"the best of each mesh:\n",
+        f"{machine.num_devices} devices of {machine.name}; {number:,} configs, the first of them:\n",
         table,
-        *["~: estimated, not compiled"] * is_estimated,
+        *notes,
         f"\n{ranking.explain()}",
     )
 
@@ -145,24 +140,3 @@ def _totals_table(totals: Sequence[Total]) -> Table:
             format_bytes(total.sent_bytes),
         )
     return table
-
-
-def _traffic_table(traffic: Sequence[Traffic]) -> Table:
-    table = FittingTable("sent", "collective", "axes", ">bytes", ">runs", ">sent in all")
-    for part in sorted(traffic, key=lambda part: -part.count * part.sent_bytes):
-        table.add_row(
-            part.what,
-            part.op.removeprefix("collective-"),
-            " ".join(part.axes),
-            format_bytes(round(part.bytes)),
-            f"{part.count:,.0f}",
-            format_bytes(round(part.count * part.sent_bytes)),
-        )
-    return table
-
-
-def _bytes_side_by_side(predicted: int, compiled: int) -> tuple[str, str, str, str]:
-    difference = "none" if predicted == compiled else f"{predicted - compiled:+,} bytes"
-    if compiled and predicted != compiled:
-        difference += f" ({predicted / compiled - 1:+.1%})"
-    return f"{predicted:,}", f"{compiled:,}", "", difference

@@ -74,64 +74,69 @@ def balance(
 
 
 def balance_ticks(
-    num_layers: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
     num_stages: int,
     *,
-    forward: float = 1.0,
-    backward: float = 2.0,
     first_cost: float = 0.0,
     head_cost: float = 0.0,
-    max_layers: int | None = None,
-) -> tuple[int, ...]:
-    """The placement of equal layers whose ticks are the shortest.
+) -> list[tuple[int, ...]]:
+    """Placements by the length of their ticks, the one with the shortest first.
 
     Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
     backward part. So a tick takes as long as the slowest stage of the one part and the slowest of the other
     (`tick_cost`): where a head takes layers off its stage, the others' backward parts must not become much
-    longer for it. Optimal: `balance` for every number of layers on the fullest stage.
+    longer for it. What is compared are the placements that `balance` gives for forward parts, and for both
+    parts, with every number of layers on the fullest stage; for equal layers the first of them is optimal.
 
     Args:
+      forward, backward: of each layer, in any unit.
       num_stages: each gets one layer or more.
-      forward, backward: of a layer, in any unit.
       first_cost, head_cost: what the first and the last stage have to do in addition, in the forward part.
-      max_layers: of a stage; None for no limit.
     Raises:
       ValueError: as of `balance`.
     """
+    num_layers = len(forward)
     fewest = -(-num_layers // max(num_stages, 1))
-    most = num_layers - num_stages + 1 if max_layers is None else max_layers
+    both = [f + b for f, b in zip(forward, backward, strict=True)]
     placements = [
         balance(
-            [forward] * num_layers,
+            costs,
             num_stages,
             first_cost=first_cost,
             last_cost=head_cost,
             layer_bytes=[1.0] * num_layers,
-            max_bytes=limit,
+            max_bytes=most,
         )
-        for limit in range(fewest, max(most, fewest) + 1)
+        for most in range(fewest, max(num_layers - num_stages + 1, fewest) + 1)
+        for costs in (forward, both)
     ]
-    return min(placements, key=lambda p: tick_cost(p, forward, backward, first_cost, head_cost))
+    return sorted(
+        dict.fromkeys(placements),
+        key=lambda p: tick_cost(p, forward, backward, first_cost, head_cost),
+    )
 
 
 def tick_cost(
     placement: Sequence[int],
-    forward: float = 1.0,
-    backward: float = 2.0,
+    forward: Sequence[float],
+    backward: Sequence[float],
     first_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> float:
     """The cost of a tick in which every stage has a unit each way; arguments as of `balance_ticks`."""
-    forwards = [forward * layers for layers in placement]
-    forwards[0] += first_cost
-    forwards[-1] += head_cost
-    return max(forwards) + backward * max(placement)
+    ends = np.cumsum((0, *placement))
+    up, down = (np.diff(_spans(costs)[0][ends]) for costs in (forward, backward))
+    up[0] += first_cost
+    up[-1] += head_cost
+    return float(up.max() + down.max())
 
 
 @functools.lru_cache(maxsize=4096)
 def _balanced(num_layers: int, num_places: int, last_cost: float) -> tuple[int, ...]:
     """Layers of equal cost, with what the last place has to do besides, in layers."""
-    return balance_ticks(num_layers, num_places, head_cost=LAYER_COST * last_cost)
+    costs = [1.0] * num_layers, [LAYER_COST - 1.0] * num_layers
+    return balance_ticks(*costs, num_places, head_cost=LAYER_COST * last_cost)[0]
 
 
 def _spans(values: Sequence[float]) -> np.ndarray:

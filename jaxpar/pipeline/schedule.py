@@ -41,6 +41,9 @@ from jaxpar.config import ZeroBubble
 from jaxpar.display import Printed
 from jaxpar.fields import require
 
+# Of a unit: everywhere the same, or [groups, stages].
+Costs = float | np.ndarray
+
 KINDS = ("gpipe", "1f1b", "interleaved")
 
 
@@ -178,16 +181,23 @@ class Schedule(Printed):
         elapsed = half_T2S.max(axis=2).sum() * self.num_stages
         return float((elapsed - half_T2S.sum()) / elapsed)
 
-    def work_at(self, forward: float, backward: float, weights: float = 0.0) -> np.ndarray:
-        """What each stage does in both halves of every tick, float64 [ticks, 2, stages]; see `bubble_at`."""
-        costs = {"F": forward, "B": backward, "W": weights}
+    def work_at(self, forward: Costs, backward: Costs, weights: Costs = 0.0) -> np.ndarray:
+        """What each stage does in both halves of every tick, float64 [ticks, 2, stages]; see `bubble_at`.
+
+        Args:
+          forward, backward, weights: of a unit; a number, or one for each group and stage.
+        """
+        costs, stages = {"F": forward, "B": backward, "W": weights}, np.arange(self.num_stages)
         named = {"forward": forward, "backward": backward, "weights": weights}
         for name, cost in named.items():
-            if not cost > 0 and (name != "weights" or self.weights):
+            may_be_zero = np.ndim(cost) > 0 or (name == "weights" and not self.weights)
+            if not (np.min(cost) > 0 or (may_be_zero and np.min(cost) == 0)):
                 raise ValueError(f"the cost {name}={cost} must be above 0; use 1 if unknown.")
         half_T2S = np.zeros((len(self.forward.unit), 2, self.num_stages))
         for work in self.lanes:
-            half_T2S[:, work.half] += costs[work.letter] * work.num_units * work.busy_TS
+            cost_GS = np.broadcast_to(costs[work.letter], (self.num_groups, self.num_stages))
+            cost_TS = cost_GS[work.lane.group, stages] * work.num_units
+            half_T2S[:, work.half] += np.where(work.busy_TS, cost_TS, 0.0)
         return half_T2S
 
     @property

@@ -116,22 +116,6 @@ def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -
     )
 
 
-def make_idle(plan: Plan, num_ticks: int) -> Plan:
-    """A plan for the same program: `num_ticks` ticks (as far as it has rows) in which no stage has a unit."""
-
-    def idle(lane: Lane) -> Lane:
-        return Lane(*(np.full_like(a, -1) for a in lane))._replace(group=lane.group)
-
-    return dataclasses.replace(
-        plan,
-        forward=idle(plan.forward),
-        backward=idle(plan.backward),
-        weights=tuple(map(idle, plan.weights)),
-        head=np.full_like(plan.head, -1),
-        num_ticks=np.asarray(num_ticks, np.int32),
-    )
-
-
 def largest(schedules: Sequence[Schedule]) -> Schedule:
     """The longest of these schedules, with slots, buffers and lanes for each of them.
 

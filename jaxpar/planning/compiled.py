@@ -1,93 +1,89 @@
-"""What the compiler reports about a step, for any number of devices: compiled from shapes, nothing runs."""
+"""Steps compiled for a machine, which need not be there: several at once, and each program once.
 
-import functools
-from typing import Any
+XLA leaves Python's lock while it compiles, so threads do; processes would import JAX once more each, and
+could not read a task that is written in a notebook.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 import jax
-import numpy as np
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from jaxlib import xla_client
 
-from jaxpar.analysis.program import ProgramReport, inspect_step
-from jaxpar.config import Parallel, TrainConfig
-from jaxpar.mesh import MeshConfig
-from jaxpar.task import Task
+from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
+from jaxpar.files import cache_folder, make_folder, whole_file
+from jaxpar.mesh import described_devices
+from jaxpar.planning.machine import Machine
+from jaxpar.planning.running import batch_of_run
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import make_train_step
+from jaxpar.task import Settings
 
-
-def simulated_mesh(config: MeshConfig) -> Mesh:
-    """A mesh of CPU devices to compile for, of any size.
-
-    They are not among `jax.devices()`, whose number is fixed when JAX starts.
-
-    Args:
-      config: without -1.
-    """
-    size = config.num_devices
-    devices = _devices(1 << (size - 1).bit_length())[:size]
-    return Mesh(
-        np.asarray(devices).reshape(tuple(config.sizes.values())),
-        tuple(config.sizes),
-        axis_types=(AxisType.Auto,) * len(config.sizes),
-    )
+_COMPILERS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
-@functools.lru_cache
-def _devices(count: int) -> list[Any]:
-    return xla_client.make_cpu_client(num_devices=count).devices()
+def setup_on(settings: Settings, machine: Machine) -> Setup:
+    """The setup of a step on a machine's devices.
 
-
-# Without optimizing the code, compiling takes half the time, and the report is the same.
-_QUICK = {"xla_backend_optimization_level": 0}
-
-
-@functools.lru_cache
-def quickest_options() -> dict[str, Any]:
-    """Options, without fusion emitters too: a third of that time; memory differs in its last digits."""
-    options = {**_QUICK, "xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda: 0).lower().compile(options)
-    except jax.errors.JaxRuntimeError:  # this version of XLA has no such option
-        return _QUICK
-    return options
-
-
-@functools.lru_cache(maxsize=256)
-def report_of(
-    task: Task, parallel: Parallel, train: TrainConfig, *, memory: bool = True
-) -> ProgramReport:
-    """The report of a training step, compiled for simulated devices in a few seconds, whatever its size.
-
-    Memory and collectives are those that XLA's CPU compiler decides on; the code is not optimized.
-
-    Args:
-      parallel: without -1 in its mesh.
-      memory: whether the report's memory must be right to the byte; if not, compiling is quicker.
     Raises:
-      ValueError: sizes do not fit the mesh.
+      ValueError: there is no compiler for it, or sizes do not fit each other.
     """
-    mesh, options = simulated_mesh(parallel.mesh), _QUICK if memory else quickest_options()
-    return inspect_step(task, parallel, train, mesh, options=options)
+    if machine.is_here:
+        return Setup.of(*settings)
+    return Setup.of(*settings, settings.parallel.mesh.build(described_devices(machine.name)))
 
 
-@functools.lru_cache
-def copies_in_branches() -> bool:
-    """Whether in a loop each branch copies the arrays that another branch changes in place.
+def compile_step(setup: Setup, machine: Machine) -> ProgramReport | str:
+    """What the compiled step does; or why the compiler refuses it, in its own words.
 
-    XLA's CPU compiler did until JAX 0.11; it is asked with a small program.
+    A program that was compiled before for a machine that is not there is read from the user's cache folder.
+    One for the devices that are there stays in memory with the setup, for `running.time_steps`.
+
+    Args:
+      setup: of `setup_on`.
+    Raises:
+      OSError: the cache cannot be written.
     """
+    try:
+        if machine.is_here:
+            arguments = init_state(setup), batch_of_run(setup, 0)
+            return inspect_lowered(setup, make_train_step(setup).lower(*arguments))
+        lowered = lower_step(setup)
+        path = _place_of(lowered, machine)
+        if path.exists():
+            return ProgramReport.from_dict(json.loads(path.read_text()))
+        report = inspect_lowered(setup, lowered)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).partition("\n")[0]
+    make_folder(path.parent, "the cache", "set XDG_CACHE_HOME to a folder that can be written")
+    with whole_file(path) as file:
+        file.write_text(json.dumps(report.to_dict()))
+    return report
 
-    def run(arrays, choices):
-        def body(arrays, choice):
-            branches = [lambda a, b: (a * 2 + 1, b), lambda a, b: (a, b * 2 + 1)]
-            return lax.switch(choice, branches, *arrays), None
 
-        return lax.scan(body, arrays, choices)[0]
+def _place_of(lowered: jax.stages.Lowered, machine: Machine) -> Path:
+    """The file for what is known of a program: by its text, and all that it depends on besides."""
+    versions = []
+    for name in _COMPILERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(importlib.metadata.version(name))
+    flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
+    asked = json.dumps([lowered.as_text(), machine.name, versions, flags])
+    return cache_folder() / "compiled" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
 
-    where = NamedSharding(simulated_mesh(MeshConfig()), P())
-    array = jax.ShapeDtypeStruct((1 << 16,), np.float32, sharding=where)
-    choices = jax.ShapeDtypeStruct((4,), np.int32, sharding=where)
-    asked = jax.jit(run, donate_argnums=0).lower((array, array), choices)
-    memory: Any = asked.compile().memory_analysis()
-    return memory.temp_size_in_bytes >= array.size * array.dtype.itemsize
+
+def compile_steps(
+    setups: Sequence[Setup], machine: Machine
+) -> Iterator[tuple[int, ProgramReport | str]]:
+    """The number of each setup, and what `compile_step` says of it, in the order in which they are ready."""
+    # Of those that are there, devices have room for one state.
+    with ThreadPoolExecutor(1 if machine.is_here else os.cpu_count()) as pool:
+        numbers = {pool.submit(compile_step, setup, machine): n for n, setup in enumerate(setups)}
+        for done in as_completed(numbers):
+            yield numbers[done], done.result()

@@ -1,306 +1,421 @@
-"""What a training step will cost: bytes sent, memory, FLOPs, ticks and time, before it is compiled.
+"""What a step costs, by arithmetic: counts, the table of ticks and a machine's few numbers.
 
-All of it is read from the task's own model (`shape`, `unit`). `compiled_cost` replaces estimates by
-the compiler's figures; `python -m jaxpar inspect --compare` shows both, and measures a few steps.
+Nothing is compiled or measured, so thousands of layouts take seconds. FLOPs, and bytes over `data` and
+`stage`, are counted exactly. Along `tensor` the compiler decides; here a layer costs what split matrices
+must exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3): cotangents of inputs added for matrices
+split by columns, outputs added for those split by rows, inputs gathered where they are states that are
+split; and in a loop over time, where a product reads the state that its own columns make, a gather and a
+sum of that state at each step. Memory is what
+must be there: the state, gradients, what is kept of the units in flight; temporaries within a unit come on
+  top.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxpar.analysis.collectives import num_messages
-from jaxpar.analysis.program import ProgramReport, inspect_step
-from jaxpar.axes import STAGE, TENSOR
+from jaxpar.analysis.collectives import num_messages, sent_bytes
+from jaxpar.analysis.program import ProgramReport
+from jaxpar.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Printed, format_bytes
-from jaxpar.planning.calibration import HERE, find_machine, measure_pieces
-from jaxpar.planning.compiled import report_of
-from jaxpar.planning.hardware import Hardware
-from jaxpar.planning.memory import MemoryCost, estimate_memory
-from jaxpar.planning.pieces import UPDATE, works_of
-from jaxpar.planning.shape import StepShape
-from jaxpar.planning.shares import make_stepper
-from jaxpar.planning.traffic import PARAMETER, Traffic, predict_traffic, totals, traffic_of
-from jaxpar.planning.unit import BACKWARD, BOTH, FIRST, FIRST_GRADIENT, FORWARD, LAST, WEIGHTS
+from jaxpar.display import Printed, format_bytes, format_seconds
+from jaxpar.layout import Layout
+from jaxpar.planning.counts import Array, Counts, Kind, Part, counts_of, part_of
+from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.setup import Setup
+from jaxpar.sharding import Rules, split_over_data
+from jaxpar.step import step_schedule
 from jaxpar.task import Settings, Task
-from jaxpar.timing import quickest
+from jaxpar.work import Amount
+
+FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated
+LEAST_BYTES = 1000  # of a collective that is counted: sums of the loss and norms are not
 
 
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """The time of a step, by what it is spent on; the parts follow each other.
+class Sent(NamedTuple):
+    """A collective, or several of one kind.
 
     Attributes:
-      layers: on the busiest stage, without its idle ticks.
-      head: what comes before and after the layers, likewise.
-      bubble: time that the busiest stage waits for the others.
-      ticks: overhead of a pipeline's loop.
-      sending: collectives, as if none overlapped with other work.
-      update: the optimizer, bound by memory bandwidth.
+      what: is sent, in words.
+      op, axes, bytes: of one run, as in `analysis.Collective`.
+      runs: in a step.
     """
 
-    layers: float
-    head: float
-    bubble: float
-    ticks: float
-    sending: float
-    update: float
+    what: str
+    op: str
+    axes: tuple[str, ...]
+    bytes: float
+    runs: float
 
-    @property
-    def total(self) -> float:
-        """Of the whole step."""
-        return sum(vars(self).values())
+    def seconds(self, machine: Machine, sizes: Mapping[str, int]) -> float:
+        """Of all runs: what the busiest device sends, plus the latencies of a tree of the devices."""
+        devices = math.prod(sizes[axis] for axis in self.axes)
+        link, own = machine.link(self.axes, sizes), sent_bytes(self.op, self.bytes, devices)
+        once = num_messages(self.op, devices) * link.seconds + own / link.bytes_per_second
+        return self.runs * once
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Cost(Printed):
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class StepCost(Printed):
     """What a step costs each device; `print` it, or read its attributes.
 
     Attributes:
       settings: the task, `parallel` and `train` of the step.
-      traffic: the collectives.
-      memory: on the fullest device, as estimated, in bytes.
-      num_ticks, bubble: of the schedule; 1 and 0 without one.
-      seconds: predicted for the hardware; None if none was given.
-      report: of the compiled step, whose collectives `traffic` then has; None if it was not compiled.
+      machine: what it is for.
+      sent: the collectives of 1 kB and more.
+      held: bytes that the fullest device must have room for, by what they are for, without temporaries
+        within a unit: parameters, optimizer (with `update="host"` it is on the host), carried state, batch,
+        gradients, activations (what is kept of units in flight, and what waits to be read).
+      num_ticks, bubble: of the schedule, and the share of stage-time in which a stage waits.
+      parts: seconds, by what they are spent on, one after the other: layers (on the busiest stage), head
+        (what comes before and after them), bubble (that stage waits for others), ticks (of the loop
+        itself), sending (as if nothing else ran meanwhile), update (the optimizer).
+      program: as compiled for the machine; None if it was not.
+      refusal: of the compiler, in its own words.
+      measured: seconds of a step in each round; () if none ran.
     """
 
     settings: Settings
-    traffic: tuple[Traffic, ...]
-    memory: MemoryCost
+    machine: Machine
+    sent: tuple[Sent, ...]
+    held: Mapping[str, int]
     num_ticks: int
     bubble: float
-    seconds: Seconds | None
-    report: ProgramReport | None = None
+    parts: Mapping[str, float]
+    program: ProgramReport | None = None
+    refusal: str = ""
+    measured: tuple[float, ...] = ()
 
     @property
     def parallel(self) -> Parallel:
-        """How the step is laid out on devices."""
+        """How devices share the step."""
         return self.settings.parallel
 
     @property
-    def flops(self) -> float:
-        """Of the matmuls of a step, on the busiest device; two for a multiply-add."""
-        step = StepShape(*self.settings)
-        flops = {key: work.flops for key, work in works_of(step).items() if key[0] != UPDATE}
-        return float(np.sum([*_costs_of(step, flops).values()], 0).sum(0).max() * step.units)
+    def estimated_seconds(self) -> float:
+        """Of a step, by arithmetic; of a compiled program, with the transfers that it waits for."""
+        return sum(self.parts.values()) - self.parts["sending"] + self.waiting
+
+    @property
+    def waiting(self) -> float:
+        """Estimated seconds of transfers with nothing beside them; of all, if it was not compiled."""
+        if self.program is None:
+            return self.parts["sending"]
+        found = (c for c in self.program.collectives if c.waits)
+        sent = (Sent("", c.op, c.axes, c.bytes, c.count or 0) for c in found)
+        return sum(each.seconds(self.machine, self.parallel.mesh.sizes) for each in sent)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the median of what was measured, or else estimated."""
+        return statistics.median(self.measured) if self.measured else self.estimated_seconds
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device: the compiler's number, or the estimate if the step was not compiled."""
-        known = self.report and self.report.memory
-        return known.total if known else self.memory.total
+        """Of a device: the compiler's number, or the sum of `held`."""
+        known = self.program and self.program.memory
+        return known.total if known else sum(self.held.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has room for it, and the compiler takes it."""
+        return not self.refusal and self.memory_bytes <= self.machine.memory_bytes
+
+    @property
+    def seconds_text(self) -> str:
+        """Of a step; an estimate begins with ~."""
+        return "~" * (not self.measured) + format_seconds(self.seconds)
 
     @property
     def memory_text(self) -> str:
-        """The same as text; an estimate begins with ~."""
-        is_known = self.report is not None and self.report.memory is not None
-        return "~" * (not is_known) + format_bytes(self.memory_bytes)
+        """Of a device; an estimate begins with ~."""
+        return "~" * (self.program is None) + format_bytes(self.memory_bytes)
 
-    @property
-    def sent_bytes(self) -> float:
-        """Sent by the busiest device in a step."""
-        return sum(part.count * part.sent_bytes for part in self.traffic)
+    def known(self, found: ProgramReport | str) -> "StepCost":
+        """With what the compiler says: what the program does, or why it is refused."""
+        key = "refusal" if isinstance(found, str) else "program"
+        return dataclasses.replace(self, **{key: found})
 
 
-def predict_step(
+def estimate_step(
     task: Task,
     parallel: Parallel | str | None = None,
     train: TrainConfig | None = None,
-    hardware: Hardware | None = None,
-    *,
-    quick: bool = False,
-) -> Cost:
-    """The cost of a task's training step, for batches of the full length.
-
-    The compiler decides what is sent along `tensor`, and where it divides the batch itself, what is sent at
-    all: in these cases the step is compiled, which takes some seconds.
+    machine: Machine | str | None = None,
+) -> StepCost:
+    """The cost of a task's training step by arithmetic, for batches of the full length.
 
     Args:
-      task: resolved: none of its sizes is left to be found in data.
-      parallel, train: without -1 in the mesh; None takes the task's own.
-      hardware: what the time is predicted for; None leaves it out.
-      quick: estimates what is sent along `tensor` from a small program; for ranking many layouts.
+      task, parallel, train: as `fit` takes them.
+      machine: or its text, as of `find_machine`; None: the devices that JAX has.
     Raises:
-      ValueError: sizes do not fit each other, or the hardware has no FLOP/s for a dtype.
+      ValueError: sizes do not fit each other, or there is no such machine.
     """
-    step = StepShape(task, parallel, train)
-    is_asked = not step.model.facts.divides_by_hand or (step.tensor > 1 and not quick)
-    report = report_of(*step.settings) if is_asked else None
-    traffic = predict_traffic(step) if report is None else traffic_of(report)
-    schedule = step.schedule if step.parallel.runs_in_units else None
-    return Cost(
-        settings=step.settings,
-        traffic=traffic,
-        memory=estimate_memory(step),
-        num_ticks=step.num_ticks if schedule else 1,
-        bubble=schedule.bubble if schedule else 0.0,
-        seconds=hardware and _seconds(step, traffic, hardware),
-        report=report,
+    machine = machine if isinstance(machine, Machine) else find_machine(machine)
+    parallel, train = Parallel.of(parallel, task.parallel), train or task.train
+    if -1 in parallel.mesh.sizes.values() and machine.is_here:
+        parallel = Setup.of(task, parallel, train).parallel
+    elif -1 in parallel.mesh.sizes.values():
+        parallel = parallel.resolve(machine.num_devices)
+    return estimate(counts_of(task, train.num_steps, machine.platform), parallel, train, machine)
+
+
+def estimate(counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine) -> StepCost:
+    """The same, of counts; `parallel` has no -1 left."""
+    step = Step(counts, parallel, train)
+    sent, schedule = tuple(step.sent()), step.schedule
+    sending = sum(each.seconds(machine, step.sizes) for each in sent)
+    return StepCost(
+        settings=Settings(counts.facts.task, parallel, train),
+        machine=machine,
+        sent=sent,
+        held=step.held(),
+        num_ticks=step.num_ticks,
+        bubble=schedule.bubble if parallel.runs_in_units else 0.0,
+        parts={**step.seconds(machine), "sending": sending},
     )
 
 
-def compiled_cost(cost: Cost) -> Cost:
-    """The same with the compiler's memory and collectives; this takes a few seconds, and nothing runs."""
-    if cost.report is not None:
-        return cost
-    report = report_of(*cost.settings)
-    return dataclasses.replace(cost, report=report, traffic=traffic_of(report))
-
-
-def compare(
-    cost: Cost, report: ProgramReport, measured_seconds: float | None = None
-) -> "Comparison":
-    """A prediction next to the report of the program that was compiled for the same step.
-
-    Args:
-      measured_seconds: of one step of that program, if it ran.
-    """
-    predicted, compiled = totals(cost.traffic), totals(traffic_of(report))
-    return Comparison(cost, report, predicted, compiled, measured_seconds)
-
-
-def compare_here(
-    task: Task,
-    parallel: Parallel | str | None = None,
-    train: TrainConfig | None = None,
-    mesh: Mesh | None = None,
-) -> "Comparison":
-    """A step predicted for the devices that JAX has, compiled for them, and measured on them, in this order.
-
-    At least five steps are measured, for at least two seconds. The quickest counts, as it does for the pieces
-    that the prediction is made of (see `calibrate`).
-
-    Args:
-      task: need not be resolved.
-      parallel, train: None takes the task's own.
-      mesh: that of `parallel`; None builds it.
-    Raises:
-      ValueError: as for `predict_step` and `find_machine`.
-    """
-    setup = Setup.of(task, parallel, train, mesh)
-    machine = measure_pieces(find_machine(HERE), [StepShape(*setup.settings)])
-    cost = predict_step(*setup.settings, machine)
-    return compare(cost, inspect_step(setup), quickest(make_stepper(setup), 2.0, at_least=5))
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Comparison(Printed):
-    """What was predicted, and what the compiler says; `print` shows them side by side.
+class Step:
+    """The arithmetic of a step.
 
     Attributes:
-      predicted, compiled: (op, axes) -> payload bytes of all runs of such collectives in a step.
-      measured_seconds: of a step; None if none ran.
+      layout: of the model.
+      schedule: that of the data-parallel group with the most to do; of a step that runs as a whole one unit.
+      units: that the busiest device runs in a step; `unit` what one takes.
+      layers_GSK: layers of each kind on each stage, group by group.
+      rows: of the stack of each kind.
+      kinds: of each kind, one layer on one unit.
     """
 
-    cost: Cost
-    report: ProgramReport
-    predicted: dict[tuple[str, tuple[str, ...]], int]
-    compiled: dict[tuple[str, tuple[str, ...]], int]
-    measured_seconds: float | None = None
+    def __init__(self, counts: Counts, parallel: Parallel, train: TrainConfig):
+        """Looks at the sizes.
+
+        Raises:
+          ValueError: they do not fit each other.
+        """
+        self.counts, self.parallel, self.train = counts, parallel, train
+        self.layout, facts = Layout(counts.facts, parallel), counts.facts
+        self.sizes, share = parallel.mesh.sizes, max(parallel.group_shares)
+        self.shares_head = self.sizes[STAGE] > 1 and self.layout.head == "sharded"
+        self.schedule = step_schedule(parallel, share)
+        self.num_ticks = self.schedule.num_ticks * parallel.num_segments
+        self.units = share * parallel.pipeline.num_microbatches * parallel.num_chunks
+        steps, rows = facts.num_steps, parallel.microbatch_rows(facts.batch_size)
+        if not facts.divides_by_hand:
+            axes = self.layout.rules.axes_of(BATCH)
+            rows = facts.batch_size // math.prod(self.sizes[axis] for axis in axes)
+        self.unit = counts.unit(steps and steps // parallel.num_chunks, rows)
+        self.rows = tuple(map(len, self.layout.slots.rows))
+        ends, kind_of = np.cumsum((0, *self.layout.placement)), np.asarray(facts.kind_of, int)
+        placed = [
+            np.bincount(kind_of[start:end], minlength=len(facts.kinds))
+            for start, end in itertools.pairwise(ends)
+        ]
+        self.layers_GSK = np.reshape(placed, (parallel.num_groups, self.sizes[STAGE], -1))
+        self.kinds = [self._kind(number) for number in range(len(self.rows))]
+        for array in (*counts.params, *counts.frozen):
+            self.part(array, self.layout.param_rules)  # raises if it does not split
+
+    def part(self, array: Array, rules: Rules) -> Part:
+        """A device's part of an array."""
+        rows = 0 if array.kind is None else self.rows[array.kind]
+        return part_of(array, rows, rules, tuple(self.sizes.items()))
+
+    def bytes_of(self, arrays: Sequence[Array], rules: Rules) -> int:
+        """Of a device's parts."""
+        return sum(self.part(array, rules).elements * array.itemsize for array in arrays)
 
     @property
-    def time_error(self) -> float | None:
-        """Predicted over measured seconds of a step, minus 1; None if either is unknown."""
-        if self.cost.seconds is None or self.measured_seconds is None:
-            return None
-        return self.cost.seconds.total / self.measured_seconds - 1
+    def last(self) -> list[Array]:
+        """The parameters that are used after the layers."""
+        return [self.counts.params[n] for n in self.counts.last]
 
+    def of_kind(self, number: int) -> list[Array]:
+        """The parameters of the layers of a kind."""
+        return [array for array in self.counts.params if array.kind == number]
 
-# ---- FLOPs and time ----
+    # ---- work ----
 
+    def _share_of(self, arrays: Sequence[Array]) -> float:
+        """Of the work with these weights, what a device does: its share of them over `tensor` and `stage`."""
+        whole = sum(math.prod(array.shape) for array in arrays)
+        if not whole or not self.counts.facts.divides_by_hand:
+            return 1.0  # where the devices of a layer split the batch, its rows are those of one
+        own = 0
+        for array in arrays:
+            stages = self.sizes[STAGE] if array.kind is None else 1
+            sizes = tuple({**self.sizes, DATA: 1, STAGE: stages}.items())
+            own += part_of(array, math.prod(array.shape[:1]), self.layout.rules, sizes).elements
+        return own / whole
 
-def _costs_of(step: StepShape, of_work: dict[tuple[str, int], float]) -> dict[str, np.ndarray]:
-    """What a unit costs in F, B and W of each group of layers on each stage, and around the layers.
+    def _kind(self, number: int) -> Kind:
+        """What is kept goes into a slot after F, and comes from it before B."""
+        whole, own = self.unit.kinds[number], self._share_of(self.of_kind(number))
+        forward, backward, weights = (amount.scaled(own) for amount in whole[:3])
+        if not self.schedule.weights:
+            backward, weights = backward.plus(weights), Amount()
+        if self.parallel.runs_in_units:
+            is_again = self.parallel.pipeline.remat
+            slot = Amount() if is_again else Amount(bytes=2 * whole.kept * own)
+            backward = backward.plus(forward if is_again else slot)
+            forward = forward.plus(slot)
+        return Kind(forward, backward, weights, whole.kept * own)
 
-    Args:
-      of_work: cost of every piece, for one layer.
-    Returns:
-      float [groups, stages] each, by name.
-    """
-    layers_GSK, kinds = step.layers_GSK, range(len(step.rows))
-    shape = step.parallel.num_groups, step.sizes[STAGE]
+    @property
+    def around(self) -> tuple[Amount, Amount, Amount]:
+        """Before the layers, the gradient of that, and after them."""
+        unit = self.unit
+        return unit.first, unit.first_gradient, unit.last.scaled(self._share_of(self.last))
 
-    def of_layers(name: str) -> np.ndarray:
-        return layers_GSK[..., : len(kinds)] @ np.array(
-            [of_work.get((name, k), 0.0) for k in kinds]
+    @property
+    def _first_of_head(self) -> int:
+        """The first stage with a part of what follows the layers."""
+        return 0 if self.shares_head else self.sizes[STAGE] - 1
+
+    def seconds(self, machine: Machine) -> dict[str, float]:
+        """`StepCost.parts`, without what is sent."""
+
+        def seconds_of(amount: Amount) -> float:
+            return machine.seconds(amount, self.counts.dtype)
+
+        # Of F, B and W, [groups, stages].
+        works = zip(*(kind[:3] for kind in self.kinds), strict=True)
+        costs = [self.layers_GSK @ np.asarray([*map(seconds_of, work)]) for work in works]
+        costs = costs or [np.zeros(self.layers_GSK.shape[:2])] * 3
+        layers_S = np.sum(costs, axis=(0, 1)) * self.units
+        first, gradient, last = map(seconds_of, self.around)
+        costs[0][0, 0] += first
+        costs[1][0, 0] += gradient
+        halves_T2S, lane = self.schedule.work_at(*costs), self.schedule.forward
+        leaves_T = (lane.unit[:, -1] >= 0) & (lane.group[:, -1] == self.schedule.num_groups - 1)
+        halves_T2S[:, 0, self._first_of_head :] += leaves_T[:, None] * last
+        halves_T2S *= self.parallel.num_segments
+        busy_S = halves_T2S.sum((0, 1))
+        busiest = int(busy_S.argmax())
+        ticks = self.num_ticks if self.parallel.runs_in_units else 0
+        return {
+            "layers": float(layers_S[busiest]),
+            "head": float(busy_S[busiest] - layers_S[busiest]),
+            "bubble": float(halves_T2S.max(2).sum() - busy_S[busiest]),
+            "ticks": machine.tick_seconds * ticks,
+            "update": self._update_seconds(machine),
+        }
+
+    def _update_seconds(self, machine: Machine) -> float:
+        """From gradients to new parameters: norm, clipping, the optimizer, and the bytes that these move."""
+        rules, counts = self.layout.opt_rules, self.counts
+        own, kept = (self.bytes_of(arrays, rules) for arrays in (counts.params, counts.opt_state))
+        moved = (4 + 2 * (self.train.clip_norm > 0)) * own + 2 * kept
+        if self.parallel.update == "host":  # gradients go there, parameters come back
+            return (2 * own + moved) / machine.host_bytes_per_second
+        return moved / machine.memory_bytes_per_second
+
+    # ---- memory ----
+
+    def held(self) -> dict[str, int]:
+        """`StepCost.held`."""
+        layout, counts, on_host = self.layout, self.counts, self.parallel.update == "host"
+        parts = math.prod(self.sizes[axis] for axis in layout.rules.axes_of(BATCH))
+        gradients = sum(self.part(array, layout.rules).elements for array in counts.params)
+        parameters = self.bytes_of((*counts.params, *counts.frozen), layout.param_rules)
+        if on_host:  # before and after
+            parameters += 2 * self.bytes_of(counts.params, layout.opt_rules)
+        return {
+            "parameters": parameters,
+            "optimizer": 0 if on_host else self.bytes_of(counts.opt_state, layout.opt_rules),
+            "carried": self.bytes_of(counts.carry, layout.carry_rules),
+            "batch": round(counts.batch_bytes / (parts if self.parallel.has_equal_shares else 1)),
+            "gradients": gradients * FLOAT,
+            "activations": round(self._kept()),
+        }
+
+    def _kept(self) -> float:
+        """Bytes of what is kept of the units in flight, and of their inputs."""
+        pipeline, places = self.parallel.pipeline, self.sizes[STAGE] * self.parallel.num_groups
+        pairs = zip(self.rows, self.kinds, strict=True)  # of a stage, empty slots included
+        kept = self.x_bytes + sum(rows / places * kind.kept for rows, kind in pairs)
+        if not self.parallel.runs_in_units:
+            return kept
+        if pipeline.remat and self.parallel.num_segments == 1:
+            kept = self.x_bytes * (1 + (pipeline.remat_keeps == "device"))
+        return (self.schedule.num_slots + 1) * kept
+
+    @functools.cached_property
+    def x_bytes(self) -> float:
+        """A device's part of what goes from layer to layer: split where it is a state that is split."""
+        is_split = any(
+            array.shape[-1] == self.counts.width
+            and TENSOR in self.part(array, self.layout.carry_rules).axes[-1]
+            for array in self.counts.carry
         )
+        return self.unit.x / (self.sizes[TENSOR] if is_split else 1)
 
-    costs = {"F": of_layers(FORWARD), "B": of_layers(BACKWARD), "W": of_layers(WEIGHTS)}
-    costs["both"] = of_layers(BOTH)
-    if step.parallel.runs_in_units and step.parallel.pipeline.remat:
-        costs["B"] = costs["B"] + costs["F"]
-    first, gradient, head = (np.zeros(shape) for _ in range(3))
-    first[0, 0], gradient[0, 0] = of_work[FIRST, -1], of_work.get((FIRST_GRADIENT, -1), 0.0)
-    head[-1, slice(None) if step.shares_head else -1] = of_work[LAST, -1]
-    return {**costs, "first": first, "gradient": gradient, "head": head}
+    # ---- what is sent ----
 
+    def sent(self) -> Iterator[Sent]:
+        """The collectives of 1 kB and more."""
+        for each in itertools.chain(self._parameters(), self._over_stages(), self._over_tensor()):
+            axes = tuple(a for a in MESH_AXES if a in each.axes and self.sizes[a] > 1)
+            if axes and each.bytes >= LEAST_BYTES and each.runs:
+                yield each._replace(axes=axes)
 
-def unit_seconds(step: StepShape, hardware: Hardware) -> dict[tuple[str, int], float]:
-    """Of every piece, for one layer and one unit."""
-    return {key: hardware.seconds(work) for key, work in works_of(step).items()}
+    def _parameters(self) -> Iterator[Sent]:
+        """What is stored or updated in parts over `data` is gathered once a step; gradients are summed."""
+        rules, counts = self.layout.rules, self.counts
+        is_split = self.parallel.fsdp or self.parallel.update != "replicated"
+        for array in (*counts.params, *(counts.frozen if self.parallel.fsdp else ())):
+            computed = self.part(array, rules)
+            if is_split and self.part(array, split_over_data(rules)) != computed:
+                size = computed.elements * array.itemsize
+                yield Sent(f"parameter {array.name}", "all-gather", (DATA,), size, 1)
+        own = (*([] if not self.shares_head else self.last),)
+        for array in counts.params:
+            size = self.part(array, rules).elements * FLOAT
+            on_all = self.parallel.runs_in_units and array.kind is None and array not in own
+            axes = (DATA, STAGE) if on_all else (DATA,)
+            yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
 
+    def _over_stages(self) -> Iterator[Sent]:
+        x, ticks = self.x_bytes, self.num_ticks
+        yield Sent("activations, one stage up", "collective-permute", (STAGE,), x, ticks)
+        yield Sent("cotangents, one stage down", "collective-permute", (STAGE,), x, ticks)
+        if self.shares_head:
+            as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
+            yield Sent("inputs of the shared head", "all-reduce", (STAGE,), as_float, ticks)
+            yield Sent("their cotangents", "all-reduce", (STAGE,), as_float, self.units)
 
-def _seconds(step: StepShape, traffic: Sequence[Traffic], hardware: Hardware) -> Seconds:
-    """From the times of pieces, in ticks that all stages take together; see `Hardware.seconds`."""
-    of_work = unit_seconds(step, hardware)
-    works, costs = works_of(step), _costs_of(step, of_work)
-    in_units = step.parallel.runs_in_units
-    # The time of a measured piece includes what it sends.
-    known = {sample.kind for sample in hardware.samples}
-    has_tensor = any(work.kind in known for (name, _), work in works.items() if name != UPDATE)
-    has_gather = works[UPDATE, -1].kind in known and step.parallel.update != "replicated"
-    sent = [
-        part
-        for part in traffic
-        if not (has_tensor and part.axes == (TENSOR,))
-        and not (has_gather and part.what.startswith(PARAMETER))
-    ]
-    return Seconds(
-        **(_in_ticks(step, costs) if in_units else _at_once(costs)),
-        ticks=hardware.tick_seconds * step.num_ticks if in_units else 0.0,
-        sending=sum(sending_seconds(part, hardware, step.sizes) for part in sent),
-        update=of_work[UPDATE, -1],
-    )
+    def _over_tensor(self) -> Iterator[Sent]:
+        """What split matrices exchange; see above."""
+        again = 1 + (self.parallel.runs_in_units and self.parallel.pipeline.remat)
+        x, along = self.unit.x, (TENSOR,)
+        for number, name in enumerate(self.counts.facts.kinds):
+            runs = self.units * float(self.layers_GSK.sum(0)[:, number].max())
+            by_row, by_column = self._split_matrices(self.of_kind(number))
+            turns = self.unit.kinds[number].forward.product_turns
+            yield Sent(f"outputs in {name}", "all-reduce", along, x, by_row * runs * again)
+            if not by_column:
+                continue
+            yield Sent(f"cotangents in {name}", "all-reduce", along, x, max(by_row, 1) * runs)
+            if self.x_bytes < x:  # for F, and for W, of h as well
+                times = 1 + again + (turns > 0)
+                yield Sent(f"inputs in {name}", "all-gather", along, x, times * runs)
+            state = x / self.unit.steps
+            yield Sent(f"state of {name}", "all-gather", along, state, turns * runs * again)
+            yield Sent(f"its cotangent in {name}", "all-reduce", along, state, turns * runs)
+        if any(self._split_matrices(self.last)):
+            yield Sent("inputs of the head", "all-gather", along, x, self.units)
+            yield Sent("their cotangents", "all-reduce", along, x, self.units)
 
-
-def _at_once(costs: dict[str, np.ndarray]) -> dict[str, float]:
-    layers = float(sum(costs[name].sum() for name in ("F", "B", "W", "both")))
-    head = float(sum(costs[name].sum() for name in ("first", "gradient", "head")))
-    return {"layers": layers, "head": head, "bubble": 0.0}
-
-
-def _in_ticks(step: StepShape, costs: dict[str, np.ndarray]) -> dict[str, float]:
-    """Seconds of the busiest stage: in layers, around them, and waiting for others."""
-    schedule, stages = step.schedule, np.arange(step.sizes[STAGE])
-    shape = schedule.num_ticks, len(stages)
-    layers_2TS, outer_2TS = np.zeros((2, *shape)), np.zeros((2, *shape))
-    around = {"F": ("first", "head"), "B": ("gradient",), "W": ()}
-    for work in schedule.lanes:
-        busy_TS, group_TS = work.busy_TS[: shape[0]], work.lane.group[: shape[0]]
-        of_lane_TS = np.where(busy_TS, costs[work.letter][group_TS, stages], 0.0)
-        layers_2TS[work.half] += of_lane_TS * work.num_units
-        for name in around[work.letter]:
-            if name == "head":
-                # For the unit that leaves the last stage, on all stages that have a part of the head.
-                done_T = busy_TS[:, -1] & (group_TS[:, -1] == schedule.num_groups - 1)
-                outer_2TS[work.half] += done_T[:, None] * costs[name][-1]
-            else:
-                outer_2TS[work.half] += np.where(busy_TS, costs[name][group_TS, stages], 0.0)
-    # Stages synchronize after each half of a tick; the head ends the first.
-    times = step.parallel.num_segments
-    elapsed = times * float((layers_2TS + outer_2TS).max(2).sum())
-    busiest = int((layers_2TS + outer_2TS).sum((0, 1)).argmax())
-    layers, head = (times * float(part[..., busiest].sum()) for part in (layers_2TS, outer_2TS))
-    return {"layers": layers, "head": head, "bubble": max(elapsed - layers - head, 0.0)}
-
-
-def sending_seconds(part: Traffic, hardware: Hardware, sizes: dict[str, int]) -> float:
-    """Of all runs: what the busiest device sends, plus the latencies of a tree of the devices."""
-    link = hardware.link(part.axes, sizes)
-    messages = num_messages(part.op, math.prod(sizes[axis] for axis in part.axes))
-    return part.count * link.time(part.sent_bytes, messages)
+    def _split_matrices(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """How many `tensor` splits by rows, and by columns."""
+        axes = (self.part(a, self.layout.rules).axes[a.kind is not None :] for a in arrays)
+        matrices = [[TENSOR in each for each in split] for split in axes if len(split) > 1]
+        by_column = sum(split[-1] for split in matrices)
+        return sum(map(any, matrices)) - by_column, by_column

@@ -1,15 +1,15 @@
 """The layout of a run whose devices are not those it was made for: some are gone, or there are more."""
 
 import contextlib
-from typing import Any
 
 import jax
 
 from jaxpar.config import Parallel, TrainConfig, short_name
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
-from jaxpar.planning.hardware import MACHINES
-from jaxpar.planning.planner import describe, divisors, plan
+from jaxpar.planning.machine import SHEETS, Machine, sheet_of
+from jaxpar.planning.planner import plan
+from jaxpar.planning.search import describe, divisors
 from jaxpar.task import Task
 
 
@@ -18,14 +18,14 @@ def fit_devices(
 ) -> tuple[Parallel, str]:
     """The layout that was asked for, if its mesh fits the devices that there are; else another one.
 
-    Losses are the same on all of them. The cost model chooses, for the machine in `MACHINES` most like the
-    devices; nothing is measured, so all processes choose alike. With `keep` it splits layers over `tensor`
-    only if that was asked for, into a number of parts that divides the one asked for. If by its estimate no
-    layout fits in memory, it takes the one that needs the least.
+    Losses are the same on all of them. Arithmetic alone chooses, by the data sheet of such devices, so all
+    processes choose alike. With `keep` it splits layers over `tensor` only if that was asked for, into a
+    number of parts that divides the one asked for. If by its estimate no layout fits in memory, it takes
+    the one that needs the least.
 
     Args:
       task: with the sizes that its data determine.
-      keep: keeps a mesh that fits; if false, the cost model chooses in any case.
+      keep: keeps a mesh that fits; if false, arithmetic chooses in any case.
     Returns:
       how devices share a step, and the reason: "" if it is what was asked for.
     Raises:
@@ -42,22 +42,13 @@ def fit_devices(
             if kept != parallel:  # a size was inferred, and rows may not divide by it
                 Layout(ModelFacts.of(task), kept)
             return kept, ""
-    machine = _find_machine(jax.devices()[0])
-    tensor = divisors(max(asked.tensor, 1)) if keep else None
-    ranking = plan(
-        *(task, Parallel(), train, num_devices, MACHINES[machine]), num_compiled=0, tensor=tensor
-    )
-    found, how = (ranking.smallest, "needs the least memory")
-    if ranking.costs:
-        found, how = ranking.best, "is the quickest"
-    assert found is not None
+    device, tensor = jax.devices()[0], divisors(max(asked.tensor, 1)) if keep else None
+    name = sheet_of(device)
+    # Its own memory may differ from process to process.
+    machine = Machine(name, num_devices, len(jax.local_devices()), **SHEETS[name])
+    ranking = plan(task, Parallel(), train, machine, num_finalists=0, tensor=tensor)
+    found, how = (*ranking.fitting, *ranking.refused)[0], "is the quickest"
+    if not found.fits:
+        how = "needs the least memory"
     why = f"{short_name(asked)} does not fit {num_devices} devices; " if keep else ""
-    reason = f"{why}{describe(found.parallel)} {how} by the cost model for {machine}"
-    return found.parallel, reason
-
-
-def _find_machine(device: Any) -> str:
-    """The machine that a device belongs to, by its kind; else the first of its platform, or of all."""
-    kind = device.device_kind.lower().replace(" lite", "e").replace(" ", "-")
-    of_platform = [name for name, each in MACHINES.items() if each.platform == device.platform]
-    return next((name for name in of_platform if name in kind), [*of_platform, *MACHINES][0])
+    return found.parallel, f"{why}{describe(found.parallel)} {how} by arithmetic for {name}"

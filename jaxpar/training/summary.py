@@ -10,7 +10,7 @@ from jaxpar.config import short_name
 from jaxpar.display import format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
-from jaxpar.pipeline.placement import LAYER_COST
+from jaxpar.pipeline.placement import LAYER_COST, tick_cost
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of
 
@@ -90,7 +90,17 @@ def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
     pipeline = dataclasses.replace(parallel.pipeline, placement="balanced")
     best = Layout(layout.facts, dataclasses.replace(parallel, pipeline=pipeline)).placement
-    takes, least = (_tick(layout, placement) for placement in (layout.placement, best))
+    mean = float(np.mean(layout.facts.layer_costs))
+    costs = [cost / mean for cost in layout.facts.layer_costs]
+    takes, least = (
+        tick_cost(
+            each,
+            costs,
+            [(LAYER_COST - 1) * cost for cost in costs],
+            head_cost=LAYER_COST * layout.last_cost,
+        )
+        for each in (layout.placement, best)
+    )
     if takes > TOLERATED_IMBALANCE * least:
         lines.append(
             (
@@ -122,11 +132,3 @@ def _work(layout: Layout, placement: tuple[int, ...]) -> list[float]:
     """What the layers of every place compute, where a layer of the mean cost is 1."""
     costs, ends = np.array(layout.facts.layer_costs), np.cumsum(placement)
     return [float(part.sum()) for part in np.split(costs / costs.mean(), ends[:-1])]
-
-
-def _tick(layout: Layout, placement: tuple[int, ...]) -> float:
-    """Of a tick in which every stage has a unit to do each way, the head on the last; see `tick_cost`."""
-    work = _work(layout, placement)
-    back = (LAYER_COST - 1) * max(work)
-    work[-1] += LAYER_COST * layout.last_cost
-    return max(work) + back

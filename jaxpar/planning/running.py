@@ -1,4 +1,4 @@
-"""Shares of a batch for devices of different speeds, measured on the user's own step."""
+"""Steps that run: how long they take beside each other, and which share of a batch each group should have."""
 
 import dataclasses
 import math
@@ -10,13 +10,51 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.batches import put_batch
+from jaxpar.batches import place_batch, put_batch
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
-from jaxpar.timing import take_turns
+from jaxpar.timing import seconds_of, take_turns
+
+
+def time_steps(setups: Sequence[Setup], num_rounds: int, num_steps: int = 3) -> list[list[float]]:
+    """Seconds of a training step of each setup, [setups][rounds], on the state and batches of a run.
+
+    Setups take turns, so that what slows the machine for a while slows all of them. Only one has a state at a
+    time: what fits alone can be timed.
+
+    Args:
+      num_steps: in a row of each, after one that is not counted; the quickest counts, since disturbances only
+        add time.
+    Raises:
+      ValueError: there are several processes.
+    """
+    check_alone()
+    seconds: list[list[float]] = [[] for _ in setups]
+    for round_number in range(num_rounds):
+        for setup, found in zip(setups, seconds, strict=True):
+            step = _stepper(setup, batch_of_run(setup, round_number))
+            step()
+            found.append(min(seconds_of(step) for _ in range(num_steps)))
+            del step  # and its state
+    return seconds
+
+
+def check_alone() -> None:
+    """Raises where each of several processes would measure, and choose, for itself."""
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"steps are measured by one process, and there are {jax.process_count()}; plan for a machine by "
+            f"its name, such as h100:1x2x8, or let --elastic choose by arithmetic"
+        )
+
+
+def batch_of_run(setup: Setup, step: int) -> Any:
+    """The batch that a run would have in a step."""
+    batches = setup.task.make_batches("train", setup.train.seed)
+    return place_batch(batches, step, batch_sharding(setup))
 
 
 def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, ...]:
@@ -101,8 +139,11 @@ def make_stepper(
       ValueError: the task does not fit the mesh.
     """
     setup = Setup.of(task, parallel, train, mesh)
+    return _stepper(setup, put_batch(setup.task.example_batch(), batch_sharding(setup)))
+
+
+def _stepper(setup: Setup, batch: Any) -> Callable[[], Any]:
     train_step, state = make_train_step(setup), init_state(setup)
-    batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
 
     def step() -> Any:
         nonlocal state

@@ -1,0 +1,259 @@
+"""What a task's step computes, keeps and holds, on any devices: traced once, and scaled by arithmetic.
+
+Legend: t time steps of a unit (None if the model has no time), b its rows.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxpar.at import At
+from jaxpar.axes import LAYERS
+from jaxpar.config import Parallel
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout, Outer
+from jaxpar.mesh import MeshConfig
+from jaxpar.model import KIND
+from jaxpar.pipeline.split import Layer, SplitLayer
+from jaxpar.sharding import Axes, Rules, check_split, dims_of, is_variable, named_leaves
+from jaxpar.task import Task
+from jaxpar.trees import add, shape_of
+from jaxpar.work import Amount, amount
+
+
+class Array(NamedTuple):
+    """An array of the state.
+
+    Attributes:
+      dims, shape: all layers of a kind are in one stack.
+      itemsize: bytes of an element.
+      kind: number of the kind of layers in whose stack it is; None outside of all stacks.
+    """
+
+    name: str
+    dims: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    itemsize: int
+    kind: int | None
+
+
+class Part(NamedTuple):
+    """A device's part of an array: the mesh axes that split each dim, and the number of elements left."""
+
+    axes: tuple[Axes, ...]
+    elements: int
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def part_of(array: Array, rows: int, rules: Rules, sizes: tuple[tuple[str, int], ...]) -> Part:
+    """The part of an array that a device of a mesh holds.
+
+    Args:
+      rows: of its stack, if it is in one.
+      sizes: of the mesh's axes.
+    Raises:
+      ValueError: a dim does not divide by the axes that split it.
+    """
+    on, shape = dict(sizes), array.shape
+    if array.kind is not None:
+        shape = (rows, *shape[1:])
+    spec = rules.spec(array.dims, shape, on)
+    check_split(f"parameter {array.name}", array.dims, shape, spec, on)
+    axes = tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
+    return Part(axes, math.prod(shape) // math.prod(on[axis] for each in axes for axis in each))
+
+
+class Kind(NamedTuple):
+    """One layer of a kind, on one unit.
+
+    Attributes:
+      forward, backward, weights: what F, B and W do; W is nothing where B does it too.
+      kept: bytes that F leaves for B and W.
+    """
+
+    forward: Amount
+    backward: Amount
+    weights: Amount
+    kept: float
+
+
+class Unit(NamedTuple):
+    """What a unit takes.
+
+    Attributes:
+      steps: t; 1 if the model has no time.
+      x: bytes of what goes from layer to layer.
+      kinds: of each kind, one layer.
+      first, first_gradient, last: before the layers; its gradient; after them, with gradients.
+    """
+
+    steps: float
+    x: float
+    kinds: tuple[Kind, ...]
+    first: Amount
+    first_gradient: Amount
+    last: Amount
+
+
+class Counts:
+    """Of a task's model, whatever the devices.
+
+    Attributes:
+      facts: of the task.
+      params, frozen, opt_state, carry: the arrays of the state.
+      first, last: numbers of the parameters that are used before and after the layers.
+      dtype, width: of what goes from layer to layer; the size of its last dim.
+      batch_bytes: of a whole batch.
+    """
+
+    def __init__(self, task: Task, num_steps: int, platform: str):
+        """Traces shapes; no array is made.
+
+        Args:
+          num_steps: of the run that the optimizer is made for.
+          platform: that computes.
+        Raises:
+          ValueError: the task's model is not valid; see `layout.Layout`.
+        """
+        self.facts = facts = ModelFacts.of(task.resolve(), platform)
+        self._layout = layout = Layout(facts, Parallel(MeshConfig()))
+        optimizer = facts.task.make_optimizer(num_steps)
+        self.params, self.frozen, self.opt_state, self.carry = (
+            tuple(self._arrays(tree))
+            for tree in (
+                layout.params,
+                layout.frozen,
+                jax.eval_shape(optimizer.init, layout.params),
+                jax.eval_shape(layout.initial_carry, layout.params, layout.frozen),
+            )
+        )
+        self._outer = Outer(layout, layout.abstract_model())
+        self.first, self.last = self._outer.first[0], self._outer.last[0]
+        self.dtype = str(jax.tree.leaves(facts.traces.x)[0].dtype)
+        self.width = jax.tree.leaves(facts.traces.x)[0].shape[-1]
+        self.batch_bytes = _bytes_of(facts.batch)
+        self._traced = functools.cache(self._trace)
+
+    def _arrays(self, tree: Any) -> Iterator[Array]:
+        for name, leaf in named_leaves(tree):
+            kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
+            value = leaf.get_value() if is_variable(leaf) else leaf
+            dims = dims_of(leaf) if is_variable(leaf) else (None,) * len(value.shape)
+            number = self.facts.kinds.index(kind) if dims[:1] == (LAYERS,) else None
+            yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
+
+    @property
+    def counted(self) -> int:
+        """The size of a full batch in what the task counts (`Task.unit`): rows, or rows times time steps."""
+        return self.facts.batch_size * (self.facts.num_steps or 1)
+
+    def unit(self, t: int | None, b: int) -> Unit:
+        """A unit of any size. Its numbers are bilinear in t and b, so that four units determine them."""
+        whole = self.facts.num_steps
+        if whole is None:
+            return self._of_rows(None, b)
+        fewer = whole // least_factor(whole)
+        low, high = (self._of_rows(size, b) for size in (fewer, whole))
+        return _between(low, high, fewer, whole, t or 1)
+
+    def _of_rows(self, t: int | None, b: int) -> Unit:
+        rows = self.facts.batch_size
+        fewer = rows // least_factor(rows)
+        return _between(self._traced(t, fewer), self._traced(t, rows), fewer, rows, b)
+
+    def _trace(self, t: int | None, b: int) -> Unit:
+        facts, outer, functions = self.facts, self._outer, self._layout.layer_functions()
+
+        def cut(leaf: Any) -> Any:
+            """A unit's part of an array of the batch, as the model sees it."""
+            shape = list(leaf.shape)
+            if shape:
+                shape[0] = b
+            if facts.time_major and len(shape) > 1:
+                shape[:2] = t if shape[0] > 1 else 1, b
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+        batch = jax.tree.map(cut, facts.block)
+
+        def first(leaves, frozen, batch):
+            return outer.run_first(leaves, frozen, facts.at(batch))
+
+        def first_gradient(grads, leaves, frozen, batch, dx):
+            if hasattr(facts.model, "add_first_gradient"):
+                return outer.add_first_gradient(grads, leaves, frozen, facts.at(batch), dx)
+            _, vjp = jax.vjp(lambda leaves: first(leaves, frozen, batch), leaves)
+            return add(grads, vjp(dx)[0])
+
+        def last(leaves, frozen, y, batch):
+            def loss(leaves, y):
+                sums = outer.run_last(leaves, frozen, y, facts.at(batch), is_part=False)
+                return jax.tree.leaves(sums)[0]
+
+            return jax.grad(loss, (0, 1))(leaves, y)
+
+        def used(numbers: Any) -> Any:
+            pairs = zip(outer.leaves, numbers, strict=True)
+            return [tuple(shape_of(own[n]) for n in each) for own, each in pairs]
+
+        of_first, of_last = used(outer.first), used(outer.last)
+        x = jax.tree.map(shape_of, jax.eval_shape(first, *of_first, batch))
+        kinds = []
+        for function, (_, (_, carry, _, _)), params, frozen in zip(
+            functions, facts.traces.layers, *self._layout.of_row, strict=True
+        ):
+            carry = jax.tree.map(lambda a: jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype), carry)
+            kinds.append(_count_layer(function, params, frozen, carry, x, facts.at(batch)))
+        gradient = Amount()
+        if of_first[0]:
+            gradient = amount(first_gradient, of_first[0], *of_first, batch, x)
+        return Unit(
+            steps=t or 1,
+            x=_bytes_of(x),
+            kinds=tuple(kinds),
+            first=amount(first, *of_first, batch),
+            first_gradient=gradient,
+            last=amount(last, *of_last, x, batch),
+        )
+
+
+def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> Kind:
+    """What a layer does in parts, as the engine has them."""
+    split = SplitLayer(function, params, frozen, carry, x, at, splits=True)
+
+    def forward(params, frozen, carry, x, batch):
+        return split.forward(params, frozen, carry, x, at._replace(batch=batch))
+
+    prepared, weights = jax.eval_shape(split.prepare, params, frozen), Amount()
+    if split.has_weights:
+        needed = [split.saved[n] for n in split.needed]
+        weights = amount(split.weights, prepared, needed, split.later)
+    return Kind(
+        forward=amount(forward, params, frozen, carry, x, at.batch),
+        backward=amount(split.backward, prepared, split.saved_and_room, carry, x),
+        weights=weights,
+        kept=_bytes_of(split.saved_and_room),
+    )
+
+
+def least_factor(n: int) -> int:
+    """The least prime factor of n; 1 for 1."""
+    return next((d for d in range(2, n + 1) if n % d == 0), 1)
+
+
+def _between(low: Unit, high: Unit, start: int, end: int, at: int) -> Unit:
+    """On the line through two units of sizes `start` and `end`."""
+    share = (at - start) / (end - start) if end > start else 1.0
+    return jax.tree.map(lambda a, b: max(a + (b - a) * share, 0.0), low, high)
+
+
+def _bytes_of(tree: Any) -> float:
+    return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
+
+
+@functools.lru_cache(maxsize=8)
+def counts_of(task: Task, num_steps: int, platform: str) -> Counts:
+    """The counts of a task; the same object for equal arguments, of the last few."""
+    return Counts(task, num_steps, platform)

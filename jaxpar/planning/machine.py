@@ -1,0 +1,156 @@
+"""Machines as a few numbers of their data sheets: for arithmetic on what a step computes, moves, sends."""
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.memory import host_memory
+from jaxpar.mesh import find_devices
+from jaxpar.work import Amount
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What joins the devices along a mesh axis.
+
+    Attributes:
+      bytes_per_second: sent by a device, in one direction.
+      seconds: the latency: from the start of an empty message to its arrival.
+    """
+
+    bytes_per_second: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Equal devices, grouped into hosts.
+
+    Attributes:
+      name: as it was asked for, such as "v5e:4x8"; of the devices that JAX has, what they are.
+      num_devices: in all.
+      devices_per_host: how many the near links join.
+      source: of its numbers.
+      flops_per_second: of a device at its best, by the dtype of the matmuls' inputs; float32 as JAX
+        multiplies it by default.
+      memory_bytes, memory_bytes_per_second: of a device.
+      host_bytes_per_second: between a device and its host's memory, in one direction.
+      near, far: the links within a host (of a TPU: within a slice), and between hosts.
+      loop_seconds: the least time of one iteration of a loop, such as a time step.
+      tick_seconds: the time of a pipeline's tick in which there is nothing to compute or to send.
+      platform: as JAX calls it.
+      is_here: whether they are the devices that JAX has, on which steps can be run.
+    """
+
+    name: str
+    num_devices: int
+    devices_per_host: int
+    source: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_second: float
+    host_bytes_per_second: float
+    near: Link
+    far: Link
+    loop_seconds: float
+    tick_seconds: float
+    platform: str
+    is_here: bool = False
+
+    def link(self, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Link:
+        """The slowest link among devices that differ along the axes of a mesh.
+
+        Consecutive devices in the mesh's order, its last axis fastest, share a host.
+
+        Args:
+          axes: one or more.
+          sizes: of all axes, in the mesh's order.
+        """
+        names = list(sizes)
+        first = min(names.index(axis) for axis in axes)
+        reach = math.prod(sizes[name] for name in names[first:])  # devices from first to last
+        return self.near if reach <= self.devices_per_host else self.far
+
+    def seconds(self, amount: Amount, dtype: str) -> float:
+        """The least seconds that a device needs: its roofline (Williams et al. 2009), and the turns of loops.
+
+        Args:
+          dtype: of the inputs of matmuls; one that the sheet does not have counts as float32.
+        """
+        rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
+        return max(
+            amount.flops / rate,
+            amount.bytes / self.memory_bytes_per_second,
+            amount.turns * self.loop_seconds,
+        )
+
+
+def _read_sheets() -> dict[str, dict[str, Any]]:
+    sheets = tomllib.loads(Path(__file__).with_name("machines.toml").read_text("utf-8"))
+    for sheet in sheets.values():
+        sheet |= {link: Link(**sheet[link]) for link in ("near", "far")}
+    return sheets
+
+
+SHEETS = _read_sheets()  # of a device of each machine, by its name
+
+
+def find_machine(name: str | None = None, memory_bytes: float | None = None) -> Machine:
+    """The machine that a text describes, as `mesh.described_devices` has it; None: the devices that JAX has.
+
+    Args:
+      memory_bytes: of one device, to replace the machine's own figure.
+    Raises:
+      ValueError: there is no such machine, or `memory_bytes` is not positive and finite.
+    """
+    if memory_bytes is not None:
+        if not 0 < memory_bytes < math.inf:
+            raise ValueError(
+                f"memory_bytes={memory_bytes}: must be positive and finite, such as 16e9"
+            )
+        return dataclasses.replace(find_machine(name), memory_bytes=memory_bytes)
+    if name is None:
+        return _find_here()
+    kind, _, sides = name.partition(":")
+    if kind not in SHEETS or kind == "cpu" or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
+        raise ValueError(
+            f"machine {name!r}: write a TPU slice by its sides in chips (v5e:4x8, v5p:2x2x2, v6e:2x4), or "
+            f"GPUs as partitions x hosts x GPUs of each (h100:1x2x8; h200, a100 and b200 likewise)"
+        )
+    sizes = [int(side) for side in sides.split("x")]
+    num_devices, sheet = math.prod(sizes), SHEETS[kind]
+    if not num_devices:
+        raise ValueError(f"machine {name!r} has no devices; use sides of 1 and more")
+    near = num_devices if sheet["platform"] == "tpu" else sizes[-1]
+    return Machine(name, num_devices, near, **sheet)
+
+
+def sheet_of(device: Any) -> str:
+    """The name of the sheet of a device, by its kind; else the first of its platform, or of all."""
+    kind = device.device_kind.lower().replace(" lite", "e") + " "
+    kind = kind.replace("v5 ", "v5p ")  # as JAX calls it
+    of_platform = [name for name, each in SHEETS.items() if each["platform"] == device.platform]
+    return next((name for name in of_platform if name in kind), [*of_platform, *SHEETS][0])
+
+
+def _find_here() -> Machine:
+    devices = find_devices()
+    name, sheet = f"{len(devices)} x {devices[0].device_kind}", SHEETS[sheet_of(devices[0])]
+    machine = Machine(name, len(devices), len(jax.local_devices()), **sheet, is_here=True)
+    room = _memory_bytes(devices) or machine.memory_bytes
+    return dataclasses.replace(machine, memory_bytes=room)
+
+
+def _memory_bytes(devices: list[Any]) -> float | None:
+    """Memory of one device; simulated ones share the machine's. None if it is unknown."""
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    if limit := (local[0].memory_stats() or {}).get("bytes_limit"):
+        return float(limit)
+    memory = host_memory()
+    return memory[1] / len(local) if memory and local[0].platform == "cpu" else None
