@@ -8,11 +8,11 @@ import re
 import pytest
 
 from jaxpar.analysis import inspect_step
+from jaxpar.analysis.program import lower_step
 from jaxpar.axes import DATA, STAGE
 from jaxpar.cli.main import main
-from jaxpar.config import Parallel, PipelineConfig
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
-from jaxpar.optimizer import OptimizerConfig
 from jaxpar.planning import check_fits, find_machine, plan
 from jaxpar.setup import Setup
 from jaxpar.step import make_train_step
@@ -28,8 +28,8 @@ PARALLEL = Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, num_chunks=4
 SMALL = LM(2, 128, 128, vocab_size=1024, batch_size=16, seq_len=16)
 # Bytes of a device for this step, by machine and the version of its compiler.
 STORED = {
-    ("v5e:2x4", "libtpu 0.0.50.1"): 0,
-    ("h100:1x1x8", "jax-cuda13-plugin 0.12.0.1"): 0,
+    ("v5e:2x4", "libtpu 0.0.50.1"): 106_978_304,
+    ("h100:1x1x8", "jax-cuda13-plugin 0.12.0.1"): 205_415_405,
 }
 MEMORY_ERROR = 0.02  # the promise: small changes of the step stay below it
 COMPILERS = {"v5e:2x4": "libtpu", "h100:1x1x8": "jax-cuda13-plugin"}
@@ -59,11 +59,11 @@ def test_transfers_over_stage_are_counted_once_a_tick(compiled):
 
 
 def test_every_run_is_known_and_what_computes_beside(compiled):
-    machine, _, report = compiled
+    _, _, report = compiled
     assert all(c.count is not None for c in report.collectives)
     assert any(not c.waits for c in report.collectives)
     table = str(report)
-    assert " beside " in table
+    assert "beside" in table
     assert "waits" in table
 
 
@@ -116,8 +116,6 @@ def test_a_linear_recurrence_is_a_scan_in_parallel_there(layer):
     mesh = MeshConfig().build(described_devices("v5e:2x2"))
     setup = Setup.of(dataclasses.replace(SMALL, layer=layer), "dp1", mesh=mesh)
     assert setup.layout.facts.platform == "tpu"
-    from jaxpar.analysis.program import lower_step
-
     text = lower_step(setup).as_text()
     here = lower_step(Setup.of(dataclasses.replace(SMALL, layer=layer), "dp1")).as_text()
     loops = [len(re.findall(r"stablehlo\.while", each)) for each in (text, here)]

@@ -21,6 +21,7 @@ from jaxpar.planning import Machine, estimate_step, find_machine
 from jaxpar.planning.cost import Step
 from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
+from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
@@ -175,8 +176,6 @@ def test_the_state_is_exact_and_a_step_needs_what_is_held(name, seed):
 
 def test_what_is_split_over_tensor_is_counted_so():
     parallel = Parallel("dp2pp2tp2", fsdp=True, update="sharded")
-    from jaxpar.setup import Setup
-
     state = abstract_state(Setup.of(task_of("lm"), parallel))
     held = estimate_step(task_of("lm"), parallel, machine=CPU).held
     assert held["parameters"] == device_bytes(state.params)

@@ -152,7 +152,7 @@ def test_finalists_run_and_the_quickest_is_chosen():
     shown = str(ranking)
     assert shown.count("running it") == 2
     assert "~" not in ran[0].seconds_text + ran[0].memory_text
-    assert shown.splitlines()[0].startswith(f"2 devices of 8 x {jax.devices()[0].device_kind}; ")
+    assert shown.startswith(f"8 x {jax.devices()[0].device_kind}, 2 devices: ")
 
 
 def test_what_was_measured_decides(monkeypatch):
@@ -243,6 +243,32 @@ def test_a_program_for_another_machine_is_compiled_once(monkeypatch, tmp_path):
         compile_step(setups[1], of(machine, 2, name="a100:1x1x2"))
         == "RESOURCE_EXHAUSTED: too large"
     )
+
+
+@pytest.mark.parametrize("home", ["/proc/nowhere", None, "broken"])
+def test_a_cache_that_cannot_be_used_costs_a_compilation(home, monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(compiled, "described_devices", lambda name: jax.devices()[:2])
+    monkeypatch.setattr(compiled, "inspect_lowered", lambda setup, lowered: REPORT)
+    machine = of(H100, 2, name="h100:1x1x2")
+    setup = setup_on(estimate_step(TEXT.resolve(), "dp2", machine=machine).settings, machine)
+    if home == "broken":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        compile_step(setup, machine)
+        [file] = (tmp_path / "jaxpar" / "compiled").iterdir()
+        file.write_text("{")
+        assert compile_step(setup, machine) == REPORT
+        assert json.loads(file.read_text())["flops"] == REPORT.flops
+        return
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)  # a container's user without a name
+    else:
+        monkeypatch.setenv("HOME", home)
+    assert compile_step(setup, machine) == REPORT
+    (said,) = caplog.messages
+    assert "what was compiled cannot be kept, and will be compiled anew: " in said
+    assert "set XDG_CACHE_HOME" in said
 
 
 # ---- one layout ----
@@ -354,7 +380,7 @@ def test_a_compiler_that_is_missing_is_named(machine, extra, capsys):
     flags = "--vocab-size 768 --num-layers 2 --hidden-size 96 --embed-size 96"
     assert main(["plan", "lm", "--machine", machine, *flags.split()]) == 2
     printed, said = capsys.readouterr()
-    assert re.match(rf"4 devices of {machine}; [\d,]+ configs, the first of them:", printed)
+    assert re.match(rf"{machine}, 4 devices: [\d,]+ configs, the first of them:", printed)
     assert f"pip install 'jaxpar[{extra}]' brings it" in said
     assert main(["inspect", "lm", "--machine", machine, "--mesh", "dp4", *flags.split()]) == 2
     assert f"pip install 'jaxpar[{extra}]' brings it" in capsys.readouterr().err

@@ -100,8 +100,8 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     print(
         "| machine | model | config | memory by arithmetic, MB | by the compiler | ratio "
-        "| seconds to compile | runs of transfers that wait, elsewhere + over stage | with work beside them |\n"
-        "|---|---|---|---:|---:|---:|---:|---:|---:|"
+        "| seconds to compile | runs of transfers that wait, elsewhere + over stage "
+        "| with work beside them |\n|---|---|---|---:|---:|---:|---:|---:|---:|"
     )
     for machine in options.machines:
         for name, shapes in LAYOUTS[machine].items():

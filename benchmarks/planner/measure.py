@@ -5,8 +5,8 @@
     python -m benchmarks.planner.measure lstm --log a.json  # goes on where it was stopped
 
 The planner chooses as users have it: by arithmetic, then by running its finalists. Then every config that
-fits runs a few steps, one config after the other, and the quickest six of them, with the choice, take turns, so
-that whatever slows the machine for a while slows all of them.
+fits runs a few steps, one config after the other, and the quickest six of them, with the choice, take turns,
+so that whatever slows the machine for a while slows all of them.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
-from jaxpar.display import format_bytes, format_seconds, format_shape, show
+from jaxpar.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.planner import Ranking
@@ -82,7 +82,8 @@ def show_ranking(ranking: Ranking) -> Picture:
     if any(cost.program for cost in ranking.fitting):
         notes.append("waits: for transfers with nothing beside them in the program, an estimate")
     return Picture(
-        f"{machine.num_devices} devices of {machine.name}; {number:,} configs, the first of them:\n",
+        f"{machine.name}, {format_count(machine.num_devices, 'device')}: {number:,} configs, the first of "
+        f"them:\n",
         table,
         *notes,
         f"\n{ranking.explain()}",

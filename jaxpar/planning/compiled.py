@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
-from jaxpar.files import cache_folder, make_folder, whole_file
+from jaxpar.files import cache_folder, whole_file
 from jaxpar.mesh import described_devices
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.running import batch_of_run
@@ -25,7 +26,8 @@ from jaxpar.state import init_state
 from jaxpar.step import make_train_step
 from jaxpar.task import Settings
 
-_COMPILERS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+_log = logging.getLogger(__name__)
 
 
 def setup_on(settings: Settings, machine: Machine) -> Setup:
@@ -47,35 +49,44 @@ def compile_step(setup: Setup, machine: Machine) -> ProgramReport | str:
 
     Args:
       setup: of `setup_on`.
-    Raises:
-      OSError: the cache cannot be written.
     """
     try:
         if machine.is_here:
             arguments = init_state(setup), batch_of_run(setup, 0)
             return inspect_lowered(setup, make_train_step(setup).lower(*arguments))
         lowered = lower_step(setup)
-        path = _place_of(lowered, machine)
-        if path.exists():
-            return ProgramReport.from_dict(json.loads(path.read_text()))
+        name = _name_of(lowered, machine)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # not there, or broken
+            return ProgramReport.from_dict(json.loads((_folder() / name).read_text()))
         report = inspect_lowered(setup, lowered)
     except jax.errors.JaxRuntimeError as error:
         return str(error).partition("\n")[0]
-    make_folder(path.parent, "the cache", "set XDG_CACHE_HOME to a folder that can be written")
-    with whole_file(path) as file:
-        file.write_text(json.dumps(report.to_dict()))
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        with whole_file(_folder() / name) as file:
+            file.write_text(json.dumps(report.to_dict()))
+    except OSError as error:
+        _log.warning(
+            "what was compiled cannot be kept, and will be compiled anew: %s; set XDG_CACHE_HOME to a folder "
+            "that can be written",
+            error,
+        )
     return report
 
 
-def _place_of(lowered: jax.stages.Lowered, machine: Machine) -> Path:
-    """The file for what is known of a program: by its text, and all that it depends on besides."""
+def _folder() -> Path:
+    return cache_folder() / "compiled"
+
+
+def _name_of(lowered: jax.stages.Lowered, machine: Machine) -> str:
+    """Of the file for what is known of a program: by its text, and all that it depends on besides."""
     versions = []
-    for name in _COMPILERS:
+    for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(importlib.metadata.version(name))
+            versions.append(importlib.metadata.version(package))
     flags = os.environ.get("XLA_FLAGS"), os.environ.get("LIBTPU_INIT_ARGS")
     asked = json.dumps([lowered.as_text(), machine.name, versions, flags])
-    return cache_folder() / "compiled" / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+    return f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
 
 
 def compile_steps(
@@ -83,7 +94,10 @@ def compile_steps(
 ) -> Iterator[tuple[int, ProgramReport | str]]:
     """The number of each setup, and what `compile_step` says of it, in the order in which they are ready."""
     # Of those that are there, devices have room for one state.
-    with ThreadPoolExecutor(1 if machine.is_here else os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(1 if machine.is_here else os.cpu_count())
+    try:
         numbers = {pool.submit(compile_step, setup, machine): n for n, setup in enumerate(setups)}
         for done in as_completed(numbers):
             yield numbers[done], done.result()
+    finally:  # who stops does not wait for the rest
+        pool.shutdown(wait=False, cancel_futures=True)

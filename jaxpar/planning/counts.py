@@ -104,7 +104,7 @@ class Counts:
     Attributes:
       facts: of the task.
       params, frozen, opt_state, carry: the arrays of the state.
-      first, last: numbers of the parameters that are used before and after the layers.
+      last: numbers of the parameters that are used after the layers.
       dtype, width: of what goes from layer to layer; the size of its last dim.
       batch_bytes: of a whole batch.
     """
@@ -131,7 +131,7 @@ class Counts:
             )
         )
         self._outer = Outer(layout, layout.abstract_model())
-        self.first, self.last = self._outer.first[0], self._outer.last[0]
+        self.last = self._outer.last[0]
         self.dtype = str(jax.tree.leaves(facts.traces.x)[0].dtype)
         self.width = jax.tree.leaves(facts.traces.x)[0].shape[-1]
         self.batch_bytes = _bytes_of(facts.batch)
@@ -173,7 +173,7 @@ class Counts:
             if shape:
                 shape[0] = b
             if facts.time_major and len(shape) > 1:
-                shape[:2] = t if shape[0] > 1 else 1, b
+                shape[:2] = t if leaf.shape[0] > 1 else 1, b
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
         batch = jax.tree.map(cut, facts.block)
