@@ -268,7 +268,8 @@ def described_devices(machine: str) -> list[Any]:
         if "not i" in str(error):  # installed, implemented
             extra = "tpu" if is_tpu else "cuda13"
             raise ValueError(
-                f"no compiler for {name} is installed; pip install 'jaxpar[{extra}]' brings it"
+                f"no compiler for {name} is installed; jaxpar's extra {extra} brings it, or pip install "
+                f"'jax[{extra}]'"
             ) from error
         raise ValueError(f"machine {machine!r}: {error}") from error
 

@@ -700,8 +700,7 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer),
         remat=parallel.pipeline.remat and parallel.num_segments == 1,
-        # The memory of CPUs is the host's.
-        keeps_on_host=parallel.pipeline.remat_keeps == "host" and layout.facts.platform != "cpu",
+        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
         num_segments=parallel.num_segments,
         unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         first_gradient=outer.add_first_gradient if adds_gradient else None,
@@ -723,6 +722,11 @@ def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, b
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(parts(0, probes), carry, block, plan, frozen=parts(1), key=key)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
+
+
+def _have_own_memory(mesh: Mesh) -> bool:
+    """Whether devices have another memory than the host; that of CPUs is the host's."""
+    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from jaxpar.axes import DATA, STAGE
 from jaxpar.cli.main import main
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
-from jaxpar.planning import check_fits, find_machine, plan
+from jaxpar.planning import check_fits, estimate_step, plan
 from jaxpar.setup import Setup
 from jaxpar.step import make_train_step
 from jaxpar.tasks.lm import LM
@@ -96,7 +96,7 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
     large = dataclasses.replace(TASK, num_layers=2, hidden_size=8192, embed_size=8192)
     one = Parallel(MeshConfig(data=4))
     with pytest.raises(ValueError, match=r"(needs|refuses).*; use --"):
-        check_fits(large, one, machine=find_machine("v5e:2x2"))
+        check_fits(estimate_step(large, one, machine="v5e:2x2"))
 
 
 @pytest.mark.parametrize(

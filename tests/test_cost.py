@@ -143,7 +143,7 @@ def assert_same_bytes(name, seed):
         ("lm", 0),
         ("gru", 1),
         ("mixed", 2),
-        *(full(name, seed) for name in NAMES for seed in range(3, 6)),
+        *(full(name, seed) for name in NAMES[:4] for seed in range(3, 8)),
     ],
 )
 def test_bytes_over_data_and_stage_are_those_of_the_compiled_step(name, seed):

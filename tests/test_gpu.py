@@ -30,7 +30,7 @@ from test_state import with_optimizer
 
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.batches import place_batch
-from jaxpar.planning import compare, find_machine
+from jaxpar.planning import compare, estimate_step, find_machine
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
@@ -148,7 +148,7 @@ def test_a_step_runs_beside_what_is_said_of_it():
     machine = find_machine()
     assert machine.platform == "gpu"
     assert machine.memory_bytes > 4e9
-    cost = compare(LM(2, 64, 64, batch_size=8, seq_len=16), "dp1")
+    cost = compare(estimate_step(LM(2, 64, 64, batch_size=8, seq_len=16), "dp1"))
     assert len(cost.measured) == 3
     assert cost.memory_bytes == cost.program.memory.total
 

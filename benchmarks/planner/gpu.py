@@ -9,7 +9,7 @@ import jax
 
 from benchmarks.planner.measure import TRAIN, example, model
 from jaxpar import Parallel, PipelineConfig
-from jaxpar.planning import compare, describe
+from jaxpar.planning import compare, describe, estimate_step
 
 # Those of `benchmarks.single_device` that fill a GPU least and most, and three other kinds of layers.
 MODELS = {
@@ -36,7 +36,7 @@ def main() -> None:
     for name in options.models:
         for M in NUM_MICROBATCHES:
             parallel = Parallel("dp1", PipelineConfig(num_microbatches=M))
-            cost = compare(MODELS[name](), parallel, TRAIN)
+            cost = compare(estimate_step(MODELS[name](), parallel, TRAIN))
             print(
                 f"| {name} | {describe(parallel)} | {cost.estimated_seconds * 1e3:.3g} "
                 f"| {cost.seconds * 1e3:.3g} | {sum(cost.held.values()) / 1e6:,.0f} MB "

@@ -120,7 +120,6 @@ class Train(RunOptions):
         import jax
 
         from jaxpar import planning
-        from jaxpar.setup import Setup
 
         task, parallel, train = self.settings
         plans, num_bytes = self.parallel.mesh is AUTO, _num_bytes(self.memory)
@@ -139,12 +138,12 @@ class Train(RunOptions):
             parallel = _plan(Settings(sized, parallel, train), None, num_bytes).best.parallel
         machine = planning.find_machine(None, num_bytes)
         if self.balance != "work":
-            parallel = Setup.of(sized, parallel, train).parallel
-            placement = planning.place(sized, parallel, train, machine, self.balance)
-            pipeline = dataclasses.replace(parallel.pipeline, placement=placement)
-            parallel = dataclasses.replace(parallel, pipeline=pipeline)
+            cost = planning.estimate_step(sized, parallel, train, machine)
+            placement = planning.place(cost, self.balance)
+            pipeline = dataclasses.replace(cost.parallel.pipeline, placement=placement)
+            parallel = dataclasses.replace(cost.parallel, pipeline=pipeline)
         if num_bytes is not None and not plans:
-            planning.check_fits(sized, parallel, train, machine)
+            planning.check_fits(planning.estimate_step(sized, parallel, train, machine))
         return Settings(task, parallel, train)
 
 
@@ -256,7 +255,7 @@ class Inspect(RunOptions):
 
         _compile_only(self.machine)
         if self.compare:
-            _show(planning.compare(*self.settings, self.machine))
+            _show(planning.compare(planning.estimate_step(*self.settings, self.machine)))
             return 0
         mesh = None
         if self.machine is not None:
@@ -420,13 +419,17 @@ def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "
     ranking = next(steps)
     _ = ranking.best  # raises if none fits
     _show(ranking)
+    known = set[str]()
     with Progress(console=make_console(sys.stderr), transient=True) as progress:
-        bar = progress.add_task("compiling the first dozen", total=NUM_FINALISTS)
+        bar = progress.add_task("the first dozen", total=NUM_FINALISTS)
         for ranking in steps:
-            done = sum(cost.program is not None for cost in ranking.fitting)
-            is_run = any(cost.measured for cost in ranking.fitting)
-            what = "running the best of them" if is_run else "compiling the first dozen"
-            progress.update(bar, completed=done, description=what)
+            progress.update(bar, completed=sum(bool(cost.program) for cost in ranking.fitting))
+            for cost in (*ranking.fitting, *ranking.refused):
+                name = planning.describe(cost.parallel)
+                if (cost.program or cost.refusal) and name not in known:
+                    known.add(name)
+                    what = cost.refusal or f"{cost.seconds_text} a step, {cost.memory_text}"
+                    progress.console.print(f"{name}: {what}", highlight=False)
     print()
     _show(ranking)
     return ranking

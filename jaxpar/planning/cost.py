@@ -1,13 +1,13 @@
 """What a step costs, by arithmetic: counts, the table of ticks and a machine's few numbers.
 
-Nothing is compiled or measured, so thousands of layouts take seconds. FLOPs, and bytes over `data` and
-`stage`, are counted exactly. Along `tensor` the compiler decides; here a layer costs what split matrices
-must exchange (Shoeybi et al. 2019, arXiv:1909.08053, section 3): cotangents of inputs added for matrices
-split by columns, outputs added for those split by rows, inputs gathered where they are states that are
-split; and in a loop over time, where a product reads the state that its own columns make, a gather and a
-sum of that state at each step. Memory is what
-must be there: the state, gradients, what is kept of the units in flight; temporaries within a unit come on
-  top.
+Nothing is compiled or measured, so thousands of layouts take seconds. FLOPs are exact, and so are bytes
+over `data` and `stage`, but for what the compiler moves where it divides the batch itself. Along `tensor`
+it decides by the whole program; here a layer costs what split matrices must exchange (Shoeybi et al.
+2019, arXiv:1909.08053, section 3): cotangents of inputs added for matrices split by columns, outputs
+added for those split by rows, inputs gathered where they are states that are split; and in a loop over
+time, where a product reads the state that its own columns make, a gather and a sum of that state at each
+step. Memory is what must be there: the state, gradients, what is kept of the units in flight; temporaries
+within a unit come on top.
 """
 
 import dataclasses
@@ -369,7 +369,7 @@ class Step:
     def _parameters(self) -> Iterator[Sent]:
         """What is stored or updated in parts over `data` is gathered once a step; gradients are summed."""
         rules, counts = self.layout.rules, self.counts
-        is_split = self.parallel.fsdp or self.parallel.update != "replicated"
+        is_split = self.parallel.fsdp or self.parallel.update == "sharded"
         for array in (*counts.params, *(counts.frozen if self.parallel.fsdp else ())):
             computed = self.part(array, rules)
             if is_split and self.part(array, split_over_data(rules)) != computed:

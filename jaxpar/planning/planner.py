@@ -16,7 +16,7 @@ from jaxpar.config_file import option_words
 from jaxpar.display import Printed, format_bytes
 from jaxpar.pipeline.placement import balance_ticks
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
-from jaxpar.planning.cost import Step, StepCost, estimate, estimate_step
+from jaxpar.planning.cost import Step, StepCost, estimate
 from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.running import check_alone, time_steps
@@ -158,20 +158,14 @@ def plan_in_steps(
         yield Ranking.of(machine, costs)
 
 
-def compare(
-    task: Task,
-    parallel: Parallel | str | None = None,
-    train: TrainConfig | None = None,
-    machine: Machine | str | None = None,
-) -> StepCost:
-    """A step by arithmetic, compiled for the machine, and measured where the devices are there.
+def compare(cost: StepCost) -> StepCost:
+    """A step compiled for its machine, and measured where the devices are there.
 
     Args:
-      task, parallel, train, machine: as of `estimate_step`.
+      cost: by arithmetic, as of `estimate_step`.
     Raises:
-      ValueError: as of it; or there is no compiler for the machine.
+      ValueError: there is no compiler for the machine.
     """
-    cost = estimate_step(task, parallel, train, machine)
     setup = setup_on(cost.settings, cost.machine)
     cost = cost.known(compile_step(setup, cost.machine))
     if cost.refusal or not cost.machine.is_here:
@@ -180,30 +174,23 @@ def compare(
     return dataclasses.replace(cost, measured=tuple(seconds))
 
 
-def place(
-    task: Task,
-    parallel: Parallel | str | None,
-    train: TrainConfig | None = None,
-    machine: Machine | str | None = None,
-    by: Literal["time", "memory"] = "time",
-) -> tuple[int, ...]:
-    """The placement of a task's layers by the time that each takes, or by the memory that devices need.
+def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, ...]:
+    """The placement of layers by the time that each takes, or by the memory that devices need.
 
     Args:
-      task, parallel, train, machine: as of `estimate_step`.
+      cost: of a step with any placement, as of `estimate_step`.
       by: "time" ranks placements by their ticks, what is before the layers on the first stage and after
         them on the last included, and where the devices are there the first few run; "memory" takes the one
         that needs the least.
     Returns:
       The number of layers on each stage, group by group.
     Raises:
-      ValueError: as of `estimate_step`; or `by` is neither.
+      ValueError: `by` is neither; there are several processes, of which each would measure for itself.
     """
     if by not in ("time", "memory"):
         raise ValueError(f'by={by!r}: use "time" or "memory"')
-    balanced = estimate_step(task, parallel, train, machine)
-    task, parallel, train = balanced.settings
-    machine, counts = balanced.machine, counts_of(task, train.num_steps, balanced.machine.platform)
+    (task, parallel, train), machine = cost.settings, cost.machine
+    counts = counts_of(task, train.num_steps, machine.platform)
     kind_of, step = counts.facts.kind_of, Step(counts, parallel, train)
     if parallel.mesh.stage == 1:
         return (len(kind_of),)
@@ -225,7 +212,7 @@ def place(
     smallest = min(range(len(costs)), key=lambda n: costs[n].memory_bytes)
     if by == "memory":
         return placements[smallest]
-    fitting = [n for n, cost in enumerate(costs) if cost.fits] or [smallest]
+    fitting = [n for n, each in enumerate(costs) if each.fits] or [smallest]
     if machine.is_here and len(fitting) > 1:
         setups = [setup_on(costs[n].settings, machine) for n in fitting[:_BEST]]
         medians = [statistics.median(seconds) for seconds in time_steps(setups, _ROUNDS)]
@@ -233,43 +220,37 @@ def place(
     return placements[fitting[0]]
 
 
-def check_fits(
-    task: Task,
-    parallel: Parallel | str | None,
-    train: TrainConfig | None = None,
-    machine: Machine | str | None = None,
-) -> StepCost:
-    """A task's step, if by the compiler's number a device has the memory for it.
+def check_fits(cost: StepCost) -> StepCost:
+    """A step, if by the compiler's number a device has the memory for it.
 
     Args:
-      task, parallel, train, machine: as of `estimate_step`.
+      cost: by arithmetic, as of `estimate_step`.
     Raises:
       ValueError: it does not; the message gives up to three layouts that fit, the quickest first: one on the
         same mesh, if there is one.
     """
-    asked = estimate_step(task, parallel, train, machine)
-    if asked.fits:  # by what must be there
-        found = compile_step(setup_on(asked.settings, asked.machine), asked.machine)
-        asked = asked.known(found)
-    if asked.fits:
-        return asked
-    machine, mesh, room = asked.machine, asked.parallel.mesh, asked.machine.memory_bytes
-    why = f"a step needs {asked.memory_text} on a device, {machine.name} has {format_bytes(room)}"
-    if asked.refusal:
-        why = f"the compiler refuses this step ({asked.refusal})"
+    machine, mesh, room = cost.machine, cost.parallel.mesh, cost.machine.memory_bytes
+    if cost.fits:  # by what must be there
+        cost = cost.known(compile_step(setup_on(cost.settings, machine), machine))
+    if cost.fits:
+        return cost
+    why = f"a step needs {cost.memory_text} on a device, {machine.name} has {format_bytes(room)}"
+    if cost.refusal:
+        why = f"the compiler refuses this step ({cost.refusal})"
     # Estimates err alike.
-    scale = asked.memory_bytes / sum(asked.held.values())
+    scale = cost.memory_bytes / sum(cost.held.values())
     devices = dataclasses.replace(machine, num_devices=mesh.num_devices)
-    likely = [cost for cost in rank(*asked.settings, devices) if cost.memory_bytes * scale <= room]
-    same = [cost for cost in likely if cost.parallel.mesh == mesh][:_MOST_TRIED]
-    tried = [*same, *(c for c in likely if c.parallel.mesh != mesh)][: len(same) + _MOST_TRIED]
-    setups = [setup_on(cost.settings, machine) for cost in tried]
-    for number, report in compile_steps(setups, machine):
-        tried[number] = tried[number].known(report)
+    likely = [each for each in rank(*cost.settings, devices) if each.memory_bytes * scale <= room]
+    same = [each for each in likely if each.parallel.mesh == mesh][:_MOST_TRIED]
+    tried = [*same, *(each for each in likely if each.parallel.mesh != mesh)]
+    tried = tried[: len(same) + _MOST_TRIED]
+    setups = [setup_on(each.settings, machine) for each in tried]
+    for number, found in compile_steps(setups, machine):
+        tried[number] = tried[number].known(found)
     texts = [
-        f"{_options(asked, cost)} ({cost.memory_text}, {cost.seconds_text} a step)"
-        for cost in tried
-        if cost.fits
+        f"{_options(cost, each)} ({each.memory_text}, {each.seconds_text} a step)"
+        for each in tried
+        if each.fits
     ]
     use = ", or ".join(texts[:3]) or "more devices, or a smaller model or batch"
     raise ValueError(f"{why}; use {use}")
