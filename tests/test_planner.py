@@ -283,7 +283,7 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
     assert re.search(r"memory +[\d.]+ \w?B +[\d.]+ \w?B", str(cost))
 
 
-@pytest.mark.parametrize("name", ["lm", pytest.param("mixed", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["lm", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_a_config_that_cannot_fit_is_refused_with_layouts_that_fit(name):
     task = TEXT if name == "lm" else task_of(name)
     settings = make_settings((1, 2, 1), (1, 1), task)
