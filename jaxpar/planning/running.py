@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.batches import place_batch, put_batch
+from jaxpar.batches import Batches, place_batch, put_batch
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
@@ -53,8 +53,14 @@ def check_alone() -> None:
 
 def batch_of_run(setup: Setup, step: int) -> Any:
     """The batch that a run would have in a step."""
-    batches = setup.task.make_batches("train", setup.train.seed)
+    batches = setup.keep(
+        _batches_of_run, setup.train.seed
+    )  # data are read once, not in every round
     return place_batch(batches, step, batch_sharding(setup))
+
+
+def _batches_of_run(setup: Setup, seed: int) -> Batches:
+    return setup.task.make_batches("train", seed)
 
 
 def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, ...]:
