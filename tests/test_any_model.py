@@ -103,7 +103,7 @@ def layouts(draw):
         num_microbatches=microbatches,
         num_chunks=chunks,
         num_groups=2 if has_groups else 1,
-        zero_bubble=pick("off", "unit") if schedule != "gpipe" else "off",
+        zero_bubble=pick(False, True),
         remat=pick(False, True),
     )
     mesh = on_devices((data, stages, tensor))
@@ -126,14 +126,14 @@ class Calm(Regress):
         return batches
 
 
-UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": "unit"}
+UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": True}
 
 
 @pytest.mark.parametrize(
     ("kinds", "mesh", "units"),
     [
         (("own gru", "own gru"), (1, 2, 2), UNITS),
-        full(("slstm", "rglru"), (2, 2, 2), {**UNITS, "zero_bubble": "microbatch"}),
+        full(("slstm", "rglru"), (2, 2, 2), {**UNITS, "schedule": "v"}),
         full(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
         slow(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
         slow(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),

@@ -93,7 +93,7 @@ def configs(draw):
             num_microbatches=microbatches,
             num_chunks=chunks,
             num_groups=groups,
-            zero_bubble="off" if schedule == "gpipe" else pick("off", "unit", "microbatch"),
+            zero_bubble=pick(False, True),
             placement=placement,
             head=pick("last", "sharded"),
             unroll=groups == 1 and pick(False, True),
