@@ -6,11 +6,15 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpar.batches import place_batch
+from jaxpar.data.array import ArrayBatches
+from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
+from jaxpar.data.windows import Windows
 from jaxpar.tasks.lm.streams import IGNORE, TokenStreams
 
 
@@ -38,6 +42,46 @@ def epoch_of(text: TokenStreams, epoch: int = 0):
 
 def mesh_of(**axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+# What is drawn stays: numbers that were published can be had again.
+
+TEXT = np.arange(1, 4002, dtype=np.int32) ** 2 % 977
+LENGTHS = np.arange(190) * 37 % 41  # as many steps as TEXT has, but for its end
+STEPS = {"x": TEXT[: LENGTHS.sum()]}
+
+
+def hash_of_ten_batches(batches) -> str:
+    """Of names, dtypes, shapes and values of the first ten."""
+    hashed = xxhash.xxh3_64()
+    for step in range(10):
+        batch = batches.batch(step)
+        for name, value in sorted((batch if isinstance(batch, dict) else batch._asdict()).items()):
+            if value is not None:
+                array = np.asarray(value)
+                hashed.update(f"{name} {array.dtype} {array.shape}".encode())
+                hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("batches", "hashed"),
+    [
+        (lambda: TokenStreams(TEXT, 20, 35), "3e292925fc60455e"),
+        (lambda: TokenStreams(TEXT, 20, 35, 0), "cb23acf8b2cb9983"),
+        (lambda: TokenStreams(TEXT, 20, 35, 7), "371cefbf9fbd6618"),
+        (lambda: TokenStreams(TEXT, 4, 8, 0), "b1f18a59385996b7"),
+        (lambda: TokenStreams(TEXT, 3, 30, 0, Windows(20)), "d6252ea3bc7682cf"),
+        (lambda: SeriesBatches({"x": TEXT}, 4, 8, 0), "d255924d4acca8f9"),
+        (lambda: SeriesBatches({"x": TEXT}, 4, 8, warmup=5), "334e9493b2004d38"),
+        (lambda: PackedBatches(STEPS, LENGTHS, 4, 16), "a37b20157d4d6022"),
+        (lambda: PackedBatches(STEPS, LENGTHS, 4, 16, 0), "76b3e282bdfc146c"),
+        (lambda: ArrayBatches({"x": TEXT}, 64, 0), "c21970fcfcc5709f"),
+        (lambda: ArrayBatches({"x": TEXT}, 64), "00d739be62361514"),
+    ],
+)
+def test_the_first_ten_batches_are_those_of_the_published_numbers(batches, hashed):
+    assert hash_of_ten_batches(batches()) == hashed
 
 
 # Evaluation.
