@@ -350,8 +350,8 @@ def test_python_docs_have_little_padding():
         ({"multiple": 0}, "multiple=0 is too small; use 1"),
         ({"max_len": 0}, "max_len=0 is too small; use 1"),
         ({"batch_size": -3}, "batch_size=-3 is too small; use 1"),
-        ({"max_len": 35}, "max_len=35 is not a multiple of 4; use max_len=32 or 36"),
-        ({"max_len": 3}, "max_len=3 is not a multiple of 4; use max_len=4$"),
+        ({"max_len": 35}, "max_len=35 does not divide by multiple=4; use max_len 32 or 36, or"),
+        ({"max_len": 3}, "max_len=3 does not divide by multiple=4; use max_len 4, or"),
         ({"lengths_S": np.array([0, 0])}, "none of 2 sequences has a step; give one of 1"),
         ({"lengths_S": np.array([], int)}, "none of 0 sequences has a step"),
         ({"lengths_S": np.array([])}, "type float64; give one whole number"),
@@ -400,7 +400,7 @@ def test_steps_and_shardings_that_do_not_fit():
     mesh = mesh_of(data=4, stage=2)
     with pytest.raises(ValueError, match="step=-1 is negative"):
         bucketed.batch(-1)
-    with pytest.raises(ValueError, match="batch_size=6 does not split over data=4"):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by data=4"):
         place_batch(bucketed, 0, NamedSharding(mesh, PartitionSpec("data")))
 
 

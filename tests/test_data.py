@@ -274,8 +274,14 @@ def test_each_part_of_the_rows_is_read_once(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (PartitionSpec("data"), "batch_size=6 does not split over data=4; use batch_size=4 or 8"),
-        (PartitionSpec(("data", "stage")), "over data=4 x stage=2; use batch_size=8$"),
+        (
+            PartitionSpec("data"),
+            "batch_size=6 does not divide by data=4; use batch_size 4 or 8, or",
+        ),
+        (
+            PartitionSpec(("data", "stage")),
+            "by data=4 x stage=2 = 8; use batch_size 8, or other",
+        ),
     ],
 )
 def test_sharding_that_does_not_divide(spec, message):

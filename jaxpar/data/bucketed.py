@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.data.order import Places, check_at_least
 from jaxpar.data.sequences import SequenceBatches, check_lengths
-from jaxpar.fields import nearest_multiples
+from jaxpar.fields import check_divides
 from jaxpar.parts import STARTS
 
 
@@ -51,11 +51,7 @@ def choose_edges(
     check_at_least(
         1, num_buckets=num_buckets, multiple=multiple, max_len=max_len, batch_size=batch_size
     )
-    if max_len % multiple:
-        raise ValueError(
-            f"max_len={max_len} is not a multiple of {multiple}; use "
-            f"max_len={nearest_multiples(max_len, multiple)}"
-        )
+    check_divides("max_len", max_len, {"multiple": multiple})
     lengths_P = _cut(check_lengths(lengths_S), max_len).lengths_P
     edges, counts = np.unique(-(-lengths_P // multiple) * multiple, return_counts=True)
     seen = np.append(0, np.cumsum(counts))  # seen[i]: sequences below candidate i

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxpar.axes import DATA, TENSOR
-from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
-from jaxpar.fields import MOST, require, require_rate, require_sizes
+from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
+from jaxpar.fields import MOST, check_divides, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Task
 from jaxpar.tasks.images.sizes import num_features

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jaxpar.axes import TENSOR
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.data.windows import Windows
 from jaxpar.fields import (
+    check_divides,
     nearest_multiples,
     require,
     require_not_negative,
