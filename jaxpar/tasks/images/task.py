@@ -175,7 +175,8 @@ class Images(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Layers, strategy, images."""
-        from jaxpar.tasks.images.digits import SPLITS, load_digits
+        from jaxpar.parts import SPLITS
+        from jaxpar.tasks.images.digits import load_digits
         from jaxpar.tasks.images.model import LABEL
 
         channels, dense = (", ".join(map(str, s)) for s in (self.channels, self.hidden_sizes))

@@ -376,7 +376,7 @@ class LM(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Text, vocabulary and batches."""
-        from jaxpar.tasks.lm.corpus import SPLITS
+        from jaxpar.parts import SPLITS
         from jaxpar.tasks.lm.streams import TokenStreams
 
         corpus = self.read_text()
@@ -405,7 +405,7 @@ class LM(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Tokens and checksum of each split."""
-        from jaxpar.tasks.lm.corpus import SPLITS
+        from jaxpar.parts import SPLITS
         from jaxpar.training.fingerprint import describe_array
 
         corpus = self.read_text()
