@@ -4,14 +4,12 @@ Plain data: nothing here, nor in what this imports, needs JAX.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Literal, Self
 
 from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import (
+    check_divides,
     check_fields,
-    nearest_multiples,
     require,
     require_instance,
     require_int32,
@@ -364,20 +362,3 @@ def short_name(mesh: MeshConfig) -> str:
     short = {axis: name for name, axis in SHORT_NAMES.items()}
     sizes = (f"{short[axis]}{size}" for axis, size in mesh.sizes.items() if size != 1)
     return "".join(sizes) or "dp1"
-
-
-def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
-    """Checks that the product of the divisors divides `size`.
-
-    Raises:
-      ValueError: names all of them, and the nearest sizes that work.
-    """
-    divisor = math.prod(divisors.values())
-    parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
-    require(
-        size % divisor == 0,
-        f"{name}={size} does not divide by {parts}"
-        + (f" = {divisor}" if len(divisors) > 1 else "")
-        + f"; use {name} {nearest_multiples(size, divisor)}, or other sizes of "
-        + " and ".join(divisors),
-    )
