@@ -97,12 +97,12 @@ def layouts(draw):
     microbatches = pick(1, 2)
     parts = sum(shares or (1,) * data) * microbatches
     task = Regress(tuple(kinds), batch_size=parts * pick(1, 2))
-    schedule = "interleaved" if has_groups else pick("1f1b", "gpipe")
+    schedule = pick("interleaved", "v") if has_groups else pick("1f1b", "gpipe")
     pipeline = PipelineConfig(
         schedule=schedule,
         num_microbatches=microbatches,
         num_chunks=chunks,
-        num_groups=2 if has_groups else 1,
+        num_groups=2 if schedule == "interleaved" else 1,
         zero_bubble=pick(False, True),
         remat=pick(False, True),
     )
