@@ -9,6 +9,21 @@ order and move on by one per tick; backward units enter the last one in some ord
 
 The second is laid over the first as early as the last virtual stage allows, where a backward unit
 may use the forward of its own tick. The kinds differ only in the two orders, and in where virtual stages lie.
+Virtual stage p runs the forward of unit u = mK + k at tick u + p, and its backward at tick
+
+    gpipe   (MK-1 - u)     + (MK-1) + 2(S-1) - p       arXiv:1811.06965
+    1f1b    mK + (K-1 - k) + (K-1)  + 2(S-1) - p       arXiv:2006.09503, arXiv:2406.03488
+
+interleaved (arXiv:2104.04473) sends units round the ring in rounds of S or a few more: a round passes group
+0, then group 1, and so on, and the next round follows without a gap. M need not be a multiple of S, K need
+not be 1.
+
+v sends units up through group 0 of each stage and down through group 1, so that the first and the last
+virtual stage share stage 0; one enters every second tick, and meets those on their way down in ticks of the
+other parity. So nothing waits, and all stages hold as many units, as in V-Half of arXiv:2405.15362. Its
+forward is at tick 2u + p, and its backward at
+
+    v       2 (mK + (K-1 - k)) + 2(K-1) + 2(2S-1) - p
 
 Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage; P = V S virtual stages.
 Unit u = m K + k is chunk k of microbatch m.
@@ -36,21 +51,6 @@ def make_schedule(
     zero_bubble: bool = False,
 ) -> Schedule:
     """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
-
-    Virtual stage p runs the forward of unit u = mK + k at tick u + p, and its backward at tick
-
-        gpipe         (MK-1 - u)     + (MK-1) + 2(S-1) - p       arXiv:1811.06965
-        1f1b          mK + (K-1 - k) + (K-1)  + 2(S-1) - p       arXiv:2006.09503, arXiv:2406.03488
-
-    interleaved (arXiv:2104.04473) sends units round the ring in rounds of S or a few more: a round
-    passes group 0, then group 1, and so on, and the next round follows without a gap. M need not be
-    a multiple of S, K need not be 1.
-
-    v sends units up through group 0 of each stage and down through group 1, so that the first and the last
-    virtual stage share stage 0; one enters every second tick, and meets those on their way down in ticks of
-    the other parity. So all stages hold as many units, as in V-Half of arXiv:2405.15362:
-
-        v             2 (mK + (K-1 - k)) + 2(K-1) + 2(2S-1) - p,  forward at 2u + p
 
     Args:
       kind: "gpipe" (all forwards, then all backwards in reverse), "1f1b" (each backward as early
