@@ -17,12 +17,12 @@ from flax import nnx
 from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.fields import check_takes
-from jaxpar.jaxprs import handed_on
 from jaxpar.model import Stack, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
+from jaxpar.trace.counts import count_flops
+from jaxpar.trace.jaxprs import handed_on
 from jaxpar.trees import check_floats, check_same, shape_of
-from jaxpar.work import count_flops
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
 WHY_SAME = ", since layers of a stack pass the same arrays on"

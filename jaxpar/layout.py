@@ -22,8 +22,8 @@ from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
+from jaxpar.trace.counts import used_inputs
 from jaxpar.trees import shape_of, zeros
-from jaxpar.work import used_inputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jax import lax
 from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
 from jaxpar.nn.rooms import scan_in_place
 from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
-from jaxpar.nn.tape import Source, Tape
+from jaxpar.trace.residuals import Source, Tape
 from jaxpar.trees import add, check_floats, check_same, vary_like
 
 

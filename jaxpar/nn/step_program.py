@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jaxpar.jaxprs import (
+from jaxpar.trace.jaxprs import (
     equations_for,
     function_of,
     inlined,

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import Var
 
 from jaxpar.at import At
-from jaxpar.jaxprs import (
+from jaxpar.trace.jaxprs import (
     equations_for,
     function_of,
     inlined,

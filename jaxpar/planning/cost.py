@@ -32,7 +32,7 @@ from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, split_over_data
 from jaxpar.step import step_schedule
 from jaxpar.task import Settings, Task
-from jaxpar.work import Amount
+from jaxpar.trace.counts import Amount
 
 FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated
 LEAST_BYTES = 1000  # of a collective that is counted: sums of the loss and norms are not

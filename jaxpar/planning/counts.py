@@ -20,8 +20,8 @@ from jaxpar.model import KIND
 from jaxpar.pipeline.split import Layer, SplitLayer
 from jaxpar.sharding import Axes, Rules, check_split, dims_of, is_variable, named_leaves
 from jaxpar.task import Task
+from jaxpar.trace.counts import Amount, amount
 from jaxpar.trees import add, shape_of
-from jaxpar.work import Amount, amount
 
 
 class Array(NamedTuple):

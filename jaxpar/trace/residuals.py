@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Var
 
-from jaxpar.jaxprs import equations_for, function_of, least_kept, reads_of
+from jaxpar.trace.jaxprs import equations_for, function_of, least_kept, reads_of
 
 
 class Source(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jaxpar.jaxprs import CHEAP, inlined, programs_in, reads_of
+from jaxpar.trace.jaxprs import CHEAP, inlined, programs_in, reads_of
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
