@@ -266,6 +266,17 @@ def test_no_weight_gradient_is_communicated_in_the_loop():
     assert products_that_communicate(slow) != of_state
 
 
+def test_what_a_step_prints_is_printed(capsys):
+    def step(w, h, x):
+        jax.debug.print("largest {}", jnp.max(x))
+        return h * w + x, h
+
+    xs = jnp.arange(3.0)[:, None]
+    jax.jit(jax.grad(lambda w: hoisted_scan(step, w, jnp.ones(1), xs)[0].sum()))(jnp.float32(0.5))
+    jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.split()[1::2]) == ["0.0", "1.0", "2.0"]
+
+
 def test_a_carry_that_changes_its_kind_is_refused():
     with pytest.raises(ValueError, match=r"a step returns is bfloat16\[3, 8\], .* float32\[3, 8\]"):
         hoisted_scan(

@@ -1,12 +1,8 @@
-"""Parts of traced programs: which equations a result needs, what is computed of what, a part by itself.
+"""Parts of traced programs: which equations a result needs, what is computed of what, a part by itself."""
 
-What a forward pass keeps for its backward pass is chosen here, too. JAX keeps what its rules of
-differentiation name, such as both factors of every product. Where they follow by simple arithmetic from fewer
-arrays, those are kept, and the arithmetic is done again: of a GRU or a GELU less than half as many.
-"""
-
+import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
@@ -117,55 +113,21 @@ def is_cheap(eqn: Any) -> bool:
     return eqn.primitive.name in CHEAP and len(outs) == 1 and outs[0] >= largest
 
 
-def least_kept(
-    jaxpr: Jaxpr,
-    wanted: Iterable[Any],
-    there: Container[Var],
-    by: Callable[[Any], bool] = is_cheap,
-) -> list[Var]:
-    """Variables to keep, of few bytes, so that what is wanted can be made of them and of what is there.
-
-    Those that are wanted, or what they are made of by such equations: whichever is less, for each group of
-    them that have what they are made of in common.
-    """
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def sources_of(name):
-        seen, rest = set[Var](), [name]
-        while rest:
-            v = rest.pop()
-            if not isinstance(v, Var) or v in seen or v in there:
-                continue
-            seen.add(v)
-            eqn = made_by.get(v)
-            if eqn is None or not by(eqn):
-                yield v
-            else:
-                rest += eqn.invars
-
-    def num_bytes(names):
-        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in names)
-
-    groups = list[list[dict[Var, None]]]()  # wanted, and their sources
-    for v in dict.fromkeys(v for v in wanted if isinstance(v, Var) and v not in there):
-        joined = [{v: None}, dict.fromkeys(sources_of(v))]
-        others = list[list[dict[Var, None]]]()
-        for group in groups:
-            if group[1].keys() & joined[1].keys():
-                joined = [{**old, **new} for old, new in zip(group, joined, strict=True)]
-            else:
-                others.append(group)
-        groups = [*others, joined]
-    return [v for group in groups for v in min(group, key=num_bytes)]
-
-
 def equations_for(
-    eqns: Sequence[Any], outs: Sequence[Any], there: Set[Var] = frozenset()
+    eqns: Sequence[Any],
+    outs: Sequence[Any],
+    there: Set[Var] = frozenset(),
+    *,
+    effects: bool = False,
 ) -> list[Any]:
-    """Those of the equations that outputs need, in order, but for those whose results are there."""
+    """Those of the equations that outputs need, in order, but for those whose results are there.
+
+    Args:
+      effects: with those that have an effect, such as printing.
+    """
     want, found = {v for v in outs if isinstance(v, Var)} - there, []
     for eqn in reversed(eqns):
-        if any(v in want for v in eqn.outvars):
+        if any(v in want for v in eqn.outvars) or (effects and eqn.effects):
             found.append(eqn)
             want |= {v for v in eqn.invars if isinstance(v, Var)} - there
     return found[::-1]
@@ -205,3 +167,9 @@ def function_of(
     if not consts:
         program = program.replace(constvars=[])
     return jaxpr_as_fun(ClosedJaxpr(program, consts))
+
+
+def cut(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
+    """Values in parts of these sizes, and a last one of what is left."""
+    ends = 0, *itertools.accumulate(sizes), len(values)
+    return [[*values[start:end]] for start, end in itertools.pairwise(ends)]

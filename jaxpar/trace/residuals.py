@@ -1,101 +1,167 @@
-"""A function and its backward pass as two programs; as little as possible goes from the one to the other."""
+"""A forward pass and its backward pass as two programs; as little as possible goes from the one to the other.
 
-from collections.abc import Callable, Iterable, Sequence
+JAX keeps what its rules of differentiation name, such as both factors of every product. Where they follow by
+simple arithmetic from fewer arrays, those are kept, and the arithmetic is done again: of a GRU or a GELU less
+than half as many. What follows from weights alone (a cast kernel) or from nothing (the zeros of a relu) is
+always made again.
+"""
+
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 
-from jaxpar.trace.jaxprs import equations_for, function_of, least_kept, reads_of
+from jaxpar.trace.jaxprs import (
+    cut,
+    equations_for,
+    function_of,
+    inlined,
+    is_cheap,
+    made_with,
+    reads_of,
+    varying_of,
+)
 
 
 class Source(NamedTuple):
-    """Where a value is: among arguments, results, what is fixed or kept; and its number there."""
+    """Where a value is: among weights, arguments, results or what is kept; and its number there."""
 
     of: str
     number: int
 
 
 @jax.tree_util.register_static
-class Tape:
-    """A function of arrays, and its backward pass.
+class Residuals:
+    """A forward pass, traced once, and how the residuals of its backward pass are made again.
 
     Attributes:
-      sources: where the values are that the backward pass takes.
-      used: where those are that it or what follows takes, apart from what is fixed.
+      kept: the variables that are kept.
       kept_for_vjp: numbers of those that are kept for the backward pass alone.
+      sources: where the values are that the backward pass takes, apart from weights.
+      used: where those are that it takes, or what follows.
     """
 
     def __init__(
         self,
-        function: Callable[..., tuple[list[Any], Any, Any]],
-        arguments: Sequence[Any],
-        fixed: Sequence[Any],
-        *,
-        free: Iterable[int],
-        busy: Iterable[int] = (),
+        forward: Callable[..., tuple[Any, Any, Any]],
+        weights: Any,
+        *arguments: Any,
+        free: Iterable[int] = (),
+        results: Iterable[int] = (),
     ):
-        """Traces the function.
+        """Traces it; nothing is computed.
 
         Args:
-          function: gives results, the function of its backward pass as `jax.vjp` does, and a tree of values
-            that are wanted afterwards, too.
-          fixed: values that it closes over, and that will be there.
-          free: numbers of the arguments that will be there.
-          busy: those of the results that will not.
+          forward: gives of (weights, *arguments) the results, the function of its backward pass as `jax.vjp`
+            does, and a tree of values that are wanted afterwards, too.
+          weights: what will be there for the backward pass, with all that follows from it.
+          free: numbers of the arguments' arrays that will be there as well.
+          results: numbers of the results' arrays that will.
         """
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        jaxpr, (outs, self._vjp, self._wanted) = closed.jaxpr, map(jax.tree.structure, shapes)
-        ends = outs.num_leaves, outs.num_leaves + self._vjp.num_leaves
-        self._outs, leaves = jaxpr.outvars[: ends[0]], jaxpr.outvars[ends[0] : ends[1]]
-        self._extra = jaxpr.outvars[ends[1] :]
-        where = {id(value): number for number, value in enumerate(fixed)}
-        assert all(id(const) in where for const in closed.consts), "what is closed over is fixed"
-        self._fixed = [where[id(const)] for const in closed.consts]
-        self._jaxpr = jaxpr
-        there = {v: Source("fixed", n) for v, n in zip(jaxpr.constvars, self._fixed, strict=True)}
-        there |= {jaxpr.invars[n]: Source("argument", n) for n in free}
-        results = [n for n in range(ends[0]) if n not in {*busy}]
+        closed, shapes = jax.make_jaxpr(forward, return_shape=True)(weights, *arguments)
+        whole = inlined(closed)
+        self._jaxpr, self._consts = jaxpr, _ = whole.jaxpr, whole.consts
+        self._structures = structures = tuple(map(jax.tree.structure, shapes))
+        sizes = [structure.num_leaves for structure in structures[:2]]
+        self._outs, leaves, self._wanted = cut(jaxpr.outvars, *sizes)
+        own, given = cut(jaxpr.invars, len(jax.tree.leaves(weights)))
+        there = {v: Source("weight", n) for n, v in enumerate(own)}
+        there |= {given[n]: Source("argument", n) for n in free}
         for n in results:
             if isinstance(v := self._outs[n], Var):
                 there.setdefault(v, Source("result", n))
-        must = [v for v in dict.fromkeys(self._extra) if v not in there]
-        self.kept = must + least_kept(jaxpr, leaves, {*there, *must})
-        there |= {v: Source("kept", n) for n, v in enumerate(self.kept)}
-        self.kept_for_vjp = {n for n, v in enumerate(self.kept) if v not in {*self._extra}}
-        self._there = there
-        needed = equations_for(jaxpr.eqns, leaves, {*there})
-        reads = [v for v in reads_of(needed, leaves) if v in there]
-        self._remake = function_of(jaxpr, reads, needed, leaves)
-        self.sources = [there[v] for v in reads]
-        used = dict.fromkeys([*self.sources, *(there[v] for v in self._extra)])
-        self.used = [source for source in used if source.of != "fixed"]
+        must = [v for v in dict.fromkeys(self._wanted) if v not in there]
+        others = made_with(jaxpr, (*given, *jaxpr.constvars))
+        alone = {v for eqn in jaxpr.eqns for v in eqn.outvars if v not in others}
+        varying = {varying_of(v) for v in self._outs if isinstance(v, Var)}
 
-    def run(self, arguments: Sequence[Any], fixed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The results, and what is to be kept."""
+        def again(eqn):  # among values of one type, that of what is kept
+            names = "pcast", "pvary"
+            is_plain = is_cheap(eqn) and eqn.primitive.name not in names
+            return is_plain and varying == {varying_of(v) for v in eqn.outvars}
+
+        self.kept = must + _least_kept(jaxpr, leaves, {*there, *must, *alone}, again)
+        there |= {v: Source("kept", n) for n, v in enumerate(self.kept)}
+        self.kept_for_vjp = {n for n, v in enumerate(self.kept) if v not in {*self._wanted}}
+        self._there = there
+        eqns = equations_for(jaxpr.eqns, leaves, {*there})
+        reads = [v for v in reads_of(eqns, leaves) if v in there]
+        self._remake = function_of(jaxpr, reads, eqns, leaves)
+        self._reads = [there[v] for v in reads]
+        self.sources = [source for source in self._reads if source.of != "weight"]
+        wanted = (there[v] for v in self._wanted)
+        used = dict.fromkeys((*self.sources, *wanted))
+        self.used = [source for source in used if source.of != "weight"]
+
+    def run(self, weights: Any, *arguments: Any) -> tuple[Any, list[Any]]:
+        """The results, and what is kept."""
         jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
-        invars, eqns = [*jaxpr.constvars, *jaxpr.invars], equations_for(jaxpr.eqns, outs)
-        consts = [fixed[n] for n in self._fixed]
-        found = function_of(jaxpr, invars, eqns, outs)(*consts, *arguments)
-        return found[: len(self._outs)], found[len(self._outs) :]
+        eqns = equations_for(jaxpr.eqns, outs, effects=True)
+        run = function_of(jaxpr, jaxpr.invars, eqns, outs, self._consts)
+        out, kept = cut(run(*jax.tree.leaves((weights, arguments))), len(self._outs))
+        return jax.tree.unflatten(self._structures[0], out), kept
 
     def values(
         self, arguments: Sequence[Any], results: Sequence[Any], kept: Sequence[Any]
     ) -> list[Any]:
-        """Those that are used, in their order."""
+        """Those that are used, in their order; of arrays."""
         groups = {"argument": arguments, "result": results, "kept": kept}
         return [groups[source.of][source.number] for source in self.used]
 
-    def by_source(self, values: Sequence[Any], fixed: Sequence[Any]) -> dict[Source, Any]:
-        """All that is there for the backward pass; `values` as `values` gives them."""
-        there = {Source("fixed", n): value for n, value in enumerate(fixed)}
-        return there | dict(zip(self.used, values, strict=True))
-
-    def vjp(self, values: dict[Source, Any]) -> Any:
+    def vjp(self, weights: Any, values: dict[Source, Any]) -> Any:
         """The function of the backward pass."""
-        leaves = self._remake(*(values[source] for source in self.sources))
-        return jax.tree.unflatten(self._vjp, leaves)
+        values = _weights(weights) | values
+        leaves = self._remake(*(values[source] for source in self._reads))
+        return jax.tree.unflatten(self._structures[1], leaves)
 
-    def wanted(self, values: dict[Source, Any]) -> Any:
+    def wanted(self, weights: Any, values: dict[Source, Any]) -> Any:
         """The tree of values that are wanted."""
-        return jax.tree.unflatten(self._wanted, [values[self._there[v]] for v in self._extra])
+        values = _weights(weights) | values
+        return jax.tree.unflatten(
+            self._structures[2], [values[self._there[v]] for v in self._wanted]
+        )
+
+
+def _weights(weights: Any) -> dict[Source, Any]:
+    return {Source("weight", n): leaf for n, leaf in enumerate(jax.tree.leaves(weights))}
+
+
+def _least_kept(
+    jaxpr: Jaxpr, wanted: Iterable[Any], there: Container[Var], by: Callable[[Any], bool]
+) -> list[Var]:
+    """Variables to keep, of few bytes, so that what is wanted can be made of them and of what is there.
+
+    Those that are wanted, or what they are made of by such equations: whichever is less, for each group of
+    them that have what they are made of in common.
+    """
+    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def sources_of(name):
+        seen, rest = set[Var](), [name]
+        while rest:
+            v = rest.pop()
+            if not isinstance(v, Var) or v in seen or v in there:
+                continue
+            seen.add(v)
+            eqn = made_by.get(v)
+            if eqn is None or not by(eqn):
+                yield v
+            else:
+                rest += eqn.invars
+
+    def num_bytes(names):
+        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in names)
+
+    groups = list[list[dict[Var, None]]]()  # wanted, and their sources
+    for v in dict.fromkeys(v for v in wanted if isinstance(v, Var) and v not in there):
+        joined = [{v: None}, dict.fromkeys(sources_of(v))]
+        others = list[list[dict[Var, None]]]()
+        for group in groups:
+            if group[1].keys() & joined[1].keys():
+                joined = [{**old, **new} for old, new in zip(group, joined, strict=True)]
+            else:
+                others.append(group)
+        groups = [*others, joined]
+    return [v for group in groups for v in min(group, key=num_bytes)]
