@@ -20,7 +20,7 @@ from jaxpar.fields import check_takes
 from jaxpar.model import Stack, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
-from jaxpar.trace.counts import count_flops
+from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import handed_on
 from jaxpar.trees import check_floats, check_same, shape_of
 
@@ -128,7 +128,7 @@ class ModelFacts:
     @functools.cached_property
     def layer_costs(self) -> tuple[float, ...]:
         """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
-        by_kind = [count_flops(trace, *args) for trace, args in self.traces.layers]
+        by_kind = [amount(trace, *args).flops for trace, args in self.traces.layers]
         if not any(by_kind):
             return (1.0,) * len(self.kind_of)
         return tuple(by_kind[kind] for kind in self.kind_of)
@@ -141,7 +141,7 @@ class ModelFacts:
         def last(state, x, batch):
             return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
 
-        flops = count_flops(last, state, self.traces.x, self.block)
+        flops = amount(last, state, self.traces.x, self.block).flops
         return flops / float(np.mean(self.layer_costs))
 
     @functools.cached_property
