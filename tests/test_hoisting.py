@@ -14,8 +14,8 @@ from jaxpar import nn
 from jaxpar.analysis import inspect_function
 from jaxpar.at import At
 from jaxpar.nn import Recurrent, hoisted_scan
+from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
-from jaxpar.nn.rooms import scan_in_place
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import RULES, shardings
 
@@ -216,10 +216,10 @@ def test_a_loop_writes_over_what_it_has_read(reverse):
         late = h @ jnp.eye(W) + xs[0][:, 1]  # what was read is read once more, after a product
         return late, [jnp.sin(h), h * xs[1], h[:, :4], xs[1] - h]
 
-    def run(spent, *seeds):
+    def run(donated, *seeds):
         xs = [jnp.sin(a) for a in seeds]
         scan = functools.partial(scan_in_place, divisible={0, 1}, reverse=reverse)
-        return scan(step, jnp.zeros((B, W)), xs, spent=spent)
+        return scan(step, jnp.zeros((B, W)), xs, donated=donated)
 
     rng = np.random.default_rng(0)
     seeds = [

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
-from jaxpar.nn.rooms import scan_in_place
 from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
 from jaxpar.trace.jaxprs import cut
 from jaxpar.trace.residuals import Residuals, Source
@@ -230,14 +230,14 @@ def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[
         return outs[:n], [*outs[n:], *kept]
 
     # What crosses into the loop is read by nothing else, but for backward passes that take it.
-    spent = {*range(num_xs, num_xs + num_crossing)}
-    spent -= {source.number - n for source in of_late.used if source.of == "argument"}
-    spent -= {num_xs + source.number for source in of_early.used if source.of == "result"}
+    donated = {*range(num_xs, num_xs + num_crossing)}
+    donated -= {source.number - n for source in of_late.used if source.of == "argument"}
+    donated -= {num_xs + source.number for source in of_early.used if source.of == "result"}
     after, ys, parts = scan_in_place(
         step,
         carry,
         [*xs, *crossing],
-        spent=spent,
+        donated=donated,
         divisible={num_outs + number for number in of_late.kept_for_vjp},
     )
     ys, kept = ys[:num_outs], ys[num_outs:]
@@ -264,7 +264,7 @@ def _backward(program: StepProgram, saved: Any, cotangents: Any):
     early_operands = of_early.wanted(fixed, early_values)
     late_operands = of_late.wanted(fixed, values)
     afterwards = {id(a) for a in (*early_values.values(), *jax.tree.leaves(late_operands))}
-    spent = {len(d_ys) + n for n, number in enumerate(arrays) if number not in afterwards}
+    donated = {len(d_ys) + n for n, number in enumerate(arrays) if number not in afterwards}
     numbers: list[int] = []
 
     def step(carry, inputs):
@@ -281,7 +281,7 @@ def _backward(program: StepProgram, saved: Any, cotangents: Any):
 
     start = (d_after, [jnp.zeros_like(env[v]) for v in program.live])
     inputs = [*d_ys, *arrays.values()]
-    (d_carry, d_live), found, _ = scan_in_place(step, start, inputs, spent=spent, reverse=True)
+    (d_carry, d_live), found, _ = scan_in_place(step, start, inputs, donated=donated, reverse=True)
     found = [found[number] for number in numbers]
     d_late, late_dz = cut(found, len(program.late_floats))
     d_env = _env(program.late_floats, d_late)

@@ -80,16 +80,16 @@ def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: 
     zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_IGH.astype(dtype))
 
     def step(carry, inputs):
-        (h_BH, c_before_BH, room_TB4H), (t, is_new_B) = carry, inputs
+        (h_BH, c_before_BH, buffer_TB4H), (t, is_new_B) = carry, inputs
         h_BH, c_BH = begin_anew(is_new_B, initial, LSTMCarry(h_BH, c_before_BH))
-        z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_GH[None]
+        z_B4H = buffer_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_GH[None]
         gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         c_next = f * c_BH + i * g
         h_next = (o * jnp.tanh(c_next)).astype(dtype)
-        # The gates take the room of what they are made of: memory that is at hand, and in the cache.
-        room_TB4H = lax.dynamic_update_index_in_dim(room_TB4H, gates_B4H, t, 0)
-        return (h_next, c_next, room_TB4H), (h_next, h_BH, c_before_BH)
+        # The gates take the place of what they are made of: memory that is at hand, and in the cache.
+        buffer_TB4H = lax.dynamic_update_index_in_dim(buffer_TB4H, gates_B4H, t, 0)
+        return (h_next, c_next, buffer_TB4H), (h_next, h_BH, c_before_BH)
 
     start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
     steps = jnp.arange(len(x_TBI)), resets_TB
