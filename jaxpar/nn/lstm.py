@@ -20,11 +20,10 @@ from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, HIDDEN
-from jaxpar.nn.dropout import dropout
 from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import named_param
-from jaxpar.nn.resets import begin_anew, initial_of
+from jaxpar.nn.resets import begin_anew
 from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
@@ -193,12 +192,13 @@ class LSTM(ForgetGate):
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return LSTMCarry(zeros, zeros)
 
-    @jax.named_scope("lstm")
-    def __call__(self, carry: LSTMCarry, x_TBH: jax.Array, at: At) -> tuple[LSTMCarry, jax.Array]:
-        """Dropout, then the layer over a window of time; see `lstm_layer`."""
-        params, x_TBH = self.params, dropout(x_TBH, self.dropout, at)
-        initial = initial_of(self, x_TBH, at) if self.learn_initial else at.initial
-        return lstm_layer(params, carry, x_TBH, at.resets, initial)
+    def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+        """As learned; None is zeros."""
+        return super().begins_with(x_TBH, at) if self.learn_initial else at.initial
+
+    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+        """See `lstm_layer`."""
+        return lstm_layer(self.params, carry, x_TBH, at.resets, initial)
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:
