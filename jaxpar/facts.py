@@ -21,7 +21,7 @@ from jaxpar.model import Stack, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount
-from jaxpar.trace.jaxprs import handed_on
+from jaxpar.trace.jaxprs import inlined, is_call
 from jaxpar.trees import check_floats, check_same, shape_of
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
@@ -318,11 +318,11 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
     program, (out, after) = named(
         what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
     )
-    jaxpr = program.jaxpr
+    jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
     given = jaxpr.outvars[len(jaxpr.outvars) - len(names_after) :]
-    left = {name: handed_on(jaxpr, v) for name, v in zip(names_after, given, strict=True)}
+    left = dict(zip(names_after, given, strict=True))
     changed = [name for name in [*before, *left] if before.get(name) is not left.get(name)]
     if changed:
         name = changed[0].removesuffix("/value").replace("/", ".")

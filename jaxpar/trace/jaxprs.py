@@ -14,8 +14,6 @@ CHEAP = {
     "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
 
-HAND_ON = {"jit", "pjit", "checkpoint", "remat2"}  # calls of a program, with its own arguments
-
 
 def programs_in(eqn: Any) -> list[Jaxpr]:
     """The programs of a loop, a conditional or a call."""
@@ -55,23 +53,20 @@ def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
     return found
 
 
-def handed_on(jaxpr: Jaxpr, out: Any) -> Any:
-    """What an output is: the variable itself, or that which calls inside only hand on."""
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while isinstance(out, Var) and out in made_by:
-        eqn = made_by[out]
-        if eqn.primitive.name not in HAND_ON:
-            return out
-        [called] = programs_in(eqn)
-        inner = handed_on(called, called.outvars[eqn.outvars.index(out)])
-        if inner not in called.invars:
-            return out
-        out = eqn.invars[called.invars.index(inner)]
-    return out
+def is_call(eqn: Any) -> bool:
+    """Whether an equation calls a program with its own arguments."""
+    return eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2")
 
 
-def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with functions that were jitted without shardings written out."""
+def is_plain_call(eqn: Any) -> bool:
+    """Whether it is a function that was jitted without shardings."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    unspecified = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
+    return eqn.primitive.name in ("jit", "pjit") and unspecified
+
+
+def inlined(closed: ClosedJaxpr, calls: Callable[[Any], bool] = is_plain_call) -> ClosedJaxpr:
+    """The same program with the programs of such equations written out."""
     jaxpr, eqns = closed.jaxpr, list[Any]()
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
 
@@ -84,26 +79,23 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             if scope is not None:
                 info = info.replace(name_stack=scope + info.name_stack)
             reads = named(eqn.invars)
-            called = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-            if called is None or not _is_plain(eqn):
+            if not calls(eqn):
                 # What is called twice makes other variables each time.
                 makes = eqn.outvars if scope is None else [type(v)(v.aval) for v in eqn.outvars]
                 eqns.append(eqn.replace(invars=reads, outvars=makes, source_info=info))
             else:
-                own = dict(zip(called.jaxpr.invars, reads, strict=True))
-                consts.update(zip(called.jaxpr.constvars, called.consts, strict=True))
-                makes = add(called.jaxpr, own, info.name_stack)
+                [called] = programs_in(eqn)
+                consts.update(
+                    zip(called.constvars, getattr(eqn.params["jaxpr"], "consts", ()), strict=True)
+                )
+                own = dict(zip(called.invars, reads, strict=True))
+                makes = add(called, own, info.name_stack)
             names.update(zip(eqn.outvars, makes, strict=True))
         return named(part.outvars)
 
     outvars = add(jaxpr, {}, None)
     program = program_of(jaxpr, jaxpr.invars, eqns, outvars).replace(constvars=[*consts])
     return ClosedJaxpr(program, [*consts.values()])
-
-
-def _is_plain(eqn: Any) -> bool:
-    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
 
 
 def is_cheap(eqn: Any) -> bool:
