@@ -63,14 +63,14 @@ class _Trial:
 
     Attributes:
       x: shapes of what goes through the layers.
-      in_batch, in_x: the dim of rows in each of their arrays.
+      in_batch, in_x: trees of the dim of rows in each of their arrays.
     """
 
     def __init__(self, layout: Layout, batch: Any, num_rows: int):
         """Looks at `first`, which tells the shapes of x."""
         self.layout, self.batch, self.num_rows = layout, batch, num_rows
         self.outer, self.rng = Outer(layout, layout.abstract_model()), np.random.default_rng(0)
-        self.in_batch = [0 if np.ndim(leaf) else _NOWHERE for leaf in jax.tree.leaves(batch)]
+        self.in_batch = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else _NOWHERE, batch)
 
         @_quick_jit
         def first(variables, batch):
@@ -81,10 +81,9 @@ class _Trial:
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
         sizes = (jax.eval_shape(first, variables, rows) for rows in (batch, twice))
         self.x, x_of_twice = named("first", lambda: tuple(sizes))
-        self.in_x = list(map(_dim_of_rows, *map(jax.tree.leaves, (self.x, x_of_twice))))
+        self.in_x = jax.tree.map(_dim_of_rows, self.x, x_of_twice)
         run = functools.partial(first, variables)
-        outputs = [("output", dim) for dim in self.in_x]
-        self.check_alone("first", run, (batch,), self.in_batch, outputs)
+        self.check_alone("first", run, (batch,), (self.in_batch,), {"output": self.in_x})
 
     def check_layer(self, kind: int) -> None:
         """By what a layer of a kind returns, and the state that it leaves."""
@@ -104,9 +103,9 @@ class _Trial:
         variables, start = draw()
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
-        in_carry = [0] * len(jax.tree.leaves(carry))
-        inputs, dims = (carry, self.random_x(), self.batch), in_carry + self.in_x + self.in_batch
-        outputs = [("carry", dim) for dim in in_carry] + [("output", dim) for dim in self.in_x]
+        in_carry = jax.tree.map(lambda _: 0, carry)
+        inputs, dims = (carry, self.random_x(), self.batch), (in_carry, self.in_x, self.in_batch)
+        outputs = {"carry": in_carry, "output": self.in_x}
         run = functools.partial(layer, variables)
         self.check_alone(f"layer {name}", run, inputs, dims, outputs)
 
@@ -123,8 +122,10 @@ class _Trial:
                 return sums.loss, sums
 
             found, sums = jax.grad(loss, has_aux=True)(y)
-            pairs = zip(jax.tree.leaves(found), self.in_x, strict=True)
-            return [d_y for d_y, dim in pairs if dim != _NOWHERE], sums
+            # What has no rows is used by all: its gradient is a sum.
+            return jax.tree.map(
+                lambda d, dim: 0.0 if dim == _NOWHERE else d, found, self.in_x
+            ), sums
 
         variables = self.draw_outer(self.outer.last)
         of_whole = functools.partial(_quick_jit(gradients_and_sums), variables)
@@ -147,38 +148,36 @@ class _Trial:
                     f"from one row alone: no means, and times the weight what counts once, such as a penalty "
                     f"on parameters"
                 )
-            outputs = [("gradient", dim) for dim in self.in_x if dim != _NOWHERE]
-            run, dims = (lambda *inputs: of_whole(*inputs)[0]), self.in_x + self.in_batch
-            self.check_alone("last", run, (y, self.batch), dims, outputs)
+            run, dims = (lambda *inputs: of_whole(*inputs)[0]), (self.in_x, self.in_batch)
+            self.check_alone("last", run, (y, self.batch), dims, {"gradient": self.in_x})
 
     def check_alone(
         self,
         what: str,
         run: Callable[..., Any],
         inputs: tuple[Any, ...],
-        dims: Sequence[int],
-        outputs: Sequence[tuple[str, int]],
+        dims: Any,
+        outputs: dict[str, Any],
     ) -> None:
         """Runs something with a row of its inputs replaced, by another one or NaN, and looks at the others.
 
         Args:
-          dims: of rows, in the arrays of the inputs.
-          outputs: what each array that it returns is, and its dim of rows.
+          dims: of rows, a tree as the inputs.
+          outputs: the dims of rows of what it returns, by the names of its parts.
         Raises:
           ValueError: they change.
         """
 
         def results(row: int | None = None, *, by_nan: bool = False) -> list[np.ndarray]:
-            leaves, structure = jax.tree.flatten(inputs)
-            if row is not None:
-                leaves = [_replace(a, d, row, by_nan) for a, d in zip(leaves, dims, strict=True)]
-            return jax.tree.leaves(jax.device_get(run(*structure.unflatten(leaves))))
+            replace = functools.partial(_replace, row=row, by_nan=by_nan)
+            return jax.tree.leaves(jax.device_get(run(*jax.tree.map(replace, inputs, dims))))
 
         whole, last = named(what, results), self.num_rows - 1
+        parts = [(name, dim) for name, own in outputs.items() for dim in jax.tree.leaves(own)]
         repeats = all(map(_same, whole, results()))  # else NaN alone tells what depends on what
         for row, by_nan in [(0, False), (last, False), (0, True), (last, True)]:
             found = results(row, by_nan=by_nan)
-            for (name, dim), *both in zip(outputs, whole, found, strict=True):
+            for (name, dim), *both in zip(parts, whole, found, strict=True):
                 others = [np.delete(a, row, dim) if dim != _NOWHERE else a for a in both]
                 if not _same(*(others if repeats else map(np.isnan, others))):
                     raise ValueError(
@@ -196,14 +195,13 @@ class _Trial:
 
     def random_x(self) -> Any:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
-        leaves, structure = jax.tree.flatten(self.x)
 
         def draw(shape: Any, dim: int) -> np.ndarray:
             kept = {dim, len(shape.shape) - 1}
             means = [size if number in kept else 1 for number, size in enumerate(shape.shape)]
             return self.random(shape) + self.rng.standard_normal(means).astype(shape.dtype)
 
-        return structure.unflatten(map(draw, leaves, self.in_x))
+        return jax.tree.map(draw, self.x, self.in_x)
 
     def random(self, shape: Any) -> np.ndarray:
         """Normal numbers."""
@@ -227,9 +225,9 @@ def _quick_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=quick if jax.default_backend() == "cpu" else None)
 
 
-def _replace(array: Any, dim: int, row: int, by_nan: bool) -> Any:
-    """With another row in place of one, or NaN if it is of floating-point numbers."""
-    if dim == _NOWHERE:
+def _replace(array: Any, dim: int, row: int | None, by_nan: bool) -> Any:
+    """With another row in place of one, if there is one; or NaN if it is of floating-point numbers."""
+    if row is None or dim == _NOWHERE:
         return array
     rows = np.moveaxis(np.array(array), dim, 0)
     is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.floating)
@@ -248,14 +246,13 @@ def _dim_of_rows(shape: Any, of_twice: Any) -> int:
     return next((dim for dim, (a, b) in sizes if a != b), _NOWHERE)
 
 
-def _cut(tree: Any, dims: Sequence[int], start: int, stop: int) -> Any:
+def _cut(tree: Any, dims: Any, start: int, stop: int) -> Any:
     """Some rows of a tree of arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    rows = range(start, stop)
-    return structure.unflatten(
-        leaf if dim == _NOWHERE else np.take(leaf, rows, dim)
-        for leaf, dim in zip(leaves, dims, strict=True)
-    )
+
+    def cut(leaf: Any, dim: int) -> Any:
+        return leaf if dim == _NOWHERE else np.take(leaf, range(start, stop), dim)
+
+    return jax.tree.map(cut, tree, dims)
 
 
 def _not_added(whole: Sums, *halves: Sums) -> str | None:
