@@ -21,8 +21,8 @@ from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
 from jaxpar.task import Task
+from jaxpar.trace.counts import reductions
 from jaxpar.trees import device_bytes
-from jaxpar.work import reductions
 
 
 @jax.tree_util.register_dataclass

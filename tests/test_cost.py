@@ -26,8 +26,8 @@ from jaxpar.state import abstract_state
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
+from jaxpar.trace.counts import amount
 from jaxpar.trees import device_bytes
-from jaxpar.work import amount
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("lm", "gru", "transformer", "mixed", "images")

@@ -22,8 +22,8 @@ from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Axes, Rules, check_split, dims_of, is_variable, named_leaves
 from jaxpar.task import Task
+from jaxpar.trace.counts import Amount, amount
 from jaxpar.trees import add, shape_of
-from jaxpar.work import Amount, amount
 
 
 class Array(NamedTuple):

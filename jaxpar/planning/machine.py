@@ -12,7 +12,7 @@ import jax
 
 from jaxpar.memory import host_memory
 from jaxpar.mesh import find_devices
-from jaxpar.work import Amount
+from jaxpar.trace.counts import Amount
 
 
 @dataclasses.dataclass(frozen=True)
