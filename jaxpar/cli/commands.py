@@ -250,17 +250,13 @@ class Inspect(RunOptions):
         """The exit code, 0."""
         from jaxpar import planning
         from jaxpar.analysis import inspect_step
-        from jaxpar.mesh import described_devices
-        from jaxpar.setup import Setup
+        from jaxpar.planning.compiled import setup_on
 
         _compile_only(self.machine)
         if self.compare:
             _show(planning.compare(planning.estimate_step(*self.settings, self.machine)))
             return 0
-        mesh = None
-        if self.machine is not None:
-            mesh = self.settings.parallel.mesh.build(described_devices(self.machine))
-        report = inspect_step(Setup.of(*self.settings, mesh))
+        report = inspect_step(setup_on(self.settings, planning.find_machine(self.machine)))
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
