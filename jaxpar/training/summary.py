@@ -18,7 +18,7 @@ from jaxpar.sharding import annotated, dims_of
 TOLERATED_IMBALANCE = 1.1
 
 
-def describe_plan(setup: Setup) -> list[tuple[str, str]]:
+def summarize(setup: Setup) -> list[tuple[str, str]]:
     """Devices, mesh, layers, what the task tells, optimizer: (what, in words)."""
     task, parallel, train = setup.settings
     optimizer = getattr(task, "optimizer", None)
