@@ -123,6 +123,20 @@ def make_folder(path: Path, what: str, remedy: str) -> None:
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
 
 
+def check_place(path: Path) -> None:
+    """Nothing, if the folder of a file that is to be written is there.
+
+    Raises:
+      OSError: it is not.
+    """
+    if not path.parent.is_dir():
+        known = "is no folder" if path.parent.exists() else "does not exist"
+        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
+        raise kind(
+            f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
+        )
+
+
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A file to write instead of `path`, in the same folder; it takes that name when all went well.
@@ -131,12 +145,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
       OSError: it cannot be written; the message names `path`, and what stood there is as it was.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        known = "is no folder" if path.parent.exists() else "does not exist"
-        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
-        raise kind(
-            f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
-        )
+    check_place(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with in_words(f"write {path}", WRITABLE):
         try:

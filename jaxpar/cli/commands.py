@@ -442,10 +442,7 @@ def _num_bytes(size: str | None) -> float | None:
 
 
 def _show(picture: Any) -> None:
-    """As wide as the terminal, in letters that it has; no line ends with spaces."""
-    from jaxpar.tables import make_console
+    """As wide as the terminal, in letters that it has."""
+    from jaxpar.tables import make_console, rendered
 
-    console = make_console()
-    with console.capture() as capture:
-        console.print(picture, highlight=False)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    print(rendered(picture, make_console()))

@@ -25,9 +25,8 @@ from typing import IO
 from jaxpar.hosts import parent_watchdog
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.hosts.parent_watchdog import GRACE_SECONDS
-from jaxpar.hosts.scripts import check_command, how_to_go_on, options_of
+from jaxpar.hosts.scripts import OUT_DIR, check_command, how_to_go_on, options_of
 
-_OUT_DIR = "--train.out-dir"
 _SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
@@ -99,16 +98,16 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
         minimum is out of range.
     """
     options = options_of(command)
-    if not command or command[0] != "train" or not options.get(_OUT_DIR):
+    if not command or command[0] != "train" or not options.get(OUT_DIR):
         raise ValueError(
-            f"--elastic continues a run in its folder; write train and {_OUT_DIR} FOLDER after --"
+            f"--elastic continues a run in its folder; write train and {OUT_DIR} FOLDER after --"
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
             f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
         )
     more = ["--elastic"] * ("--elastic" not in options)
-    return [*command, *more, *how_to_go_on(command, options[_OUT_DIR])]
+    return [*command, *more, *how_to_go_on(command, options[OUT_DIR])]
 
 
 @dataclasses.dataclass(frozen=True)
