@@ -337,6 +337,11 @@ def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:
     return rules.spec(dims_of(variable), tuple(variable.shape), sizes)
 
 
+def array_of(leaf: Any) -> Any:
+    """The array of a variable, or the array itself."""
+    return leaf.get_value() if is_variable(leaf) else leaf
+
+
 def is_variable(leaf: Any) -> bool:
     """Where `jax.tree` is to stop: at a variable, which knows the names of its dims."""
     return isinstance(leaf, nnx.Variable)

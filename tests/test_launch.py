@@ -23,7 +23,7 @@ from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
 END_SECONDS = 600  # which only a process that hangs takes
-LEASH_SECONDS = 10  # in which the children of a launcher that was killed end
+WATCHDOG_SECONDS = 10  # in which the children of a launcher that was killed end
 BY_HAND = {
     "JAX_COORDINATOR_ADDRESS": "a.b:1", "JAXPAR_NUM_PROCESSES": "4", "JAXPAR_PROCESS_ID": "3",
 }  # fmt: skip
@@ -330,7 +330,7 @@ def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
     os.kill(children[1], signal.SIGSTOP)
     process.kill()
     process.wait()
-    assert_gone(children, LEASH_SECONDS)
+    assert_gone(children, WATCHDOG_SECONDS)
     process.stdout.close()
     process.stderr.close()
 

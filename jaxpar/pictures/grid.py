@@ -20,6 +20,7 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.picture import Picture, table_html
 from jaxpar.pictures.style import HEAD, color_of, style_on
 from jaxpar.sharding import axes_of_spec, dims_of
+from jaxpar.trees import device_bytes
 
 HTML_WIDTH = 150  # letters of a table in a notebook
 MAX_CHIPS = 8  # more devices in one place are written as ranges
@@ -140,7 +141,7 @@ def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     held += f", each on {copies} devices" * (copies > 1)
     if not split:
         held = f"whole on {format_count(copies, 'device')}"
-    size = format_bytes(math.prod(shard) * array.dtype.itemsize)
+    size = format_bytes(device_bytes(array))
     layout = "" if spec is None or not shape else f", {spec}".replace("PartitionSpec", "P")
     return Grid(f"{array.dtype} {format_shape(shape)}{layout}: {held}; {size} a device", devices)
 

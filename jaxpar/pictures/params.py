@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jaxpar.display import format_bytes, format_shape, show
 from jaxpar.pictures.picture import Picture
-from jaxpar.sharding import axes_of_spec, dims_of, is_variable, named_leaves
+from jaxpar.sharding import array_of, axes_of_spec, dims_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.tables import FittingTable
 from jaxpar.trees import device_bytes, whole_bytes
@@ -53,8 +53,7 @@ def _table(params: Any, heading: str = "parameter") -> Table:
     """
     table = FittingTable(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
     for name, leaf in named_leaves(params):
-        is_named = is_variable(leaf)
-        array = leaf.get_value() if is_named else leaf
+        array = array_of(leaf)
         layout = array.sharding
         if layout is None:
             raise ValueError(
@@ -63,9 +62,8 @@ def _table(params: Any, heading: str = "parameter") -> Table:
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
         split = axes_of_spec(layout.spec if sizes else (), array.ndim)
-        dims = dims_of(leaf) if is_named else [None] * array.ndim
         text = Text()
-        for dim, axes in zip(dims, split, strict=True):
+        for dim, axes in zip(dims_of(leaf), split, strict=True):
             text.append(f"{dim or '-'}")
             text.append("".join(f"/{axis}" for axis in axes if sizes[axis] > 1), style="bold cyan")
             text.append(", ")

@@ -18,15 +18,7 @@ from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
 from jaxpar.pipeline.split import Layer, SplitLayer
-from jaxpar.sharding import (
-    Axes,
-    Rules,
-    axes_of_spec,
-    check_split,
-    dims_of,
-    is_variable,
-    named_leaves,
-)
+from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trees import add, shape_of, whole_bytes
 from jaxpar.work import Amount, amount
@@ -51,7 +43,7 @@ class Array(NamedTuple):
 class Part(NamedTuple):
     """A device's part of an array: the mesh axes that split each dim, and the number of elements left."""
 
-    axes: tuple[Axes, ...]
+    axes: tuple[tuple[str, ...], ...]
     elements: int
 
 
@@ -147,10 +139,9 @@ class Counts:
 
     def _arrays(self, tree: Any) -> Iterator[Array]:
         for name, leaf in named_leaves(tree):
-            kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
-            value = leaf.get_value() if is_variable(leaf) else leaf
-            dims = dims_of(leaf) if is_variable(leaf) else (None,) * len(value.shape)
-            number = self.facts.kinds.index(kind) if dims[:1] == (LAYERS,) else None
+            dims, value, number = dims_of(leaf), array_of(leaf), None
+            if dims[:1] == (LAYERS,):
+                number = self.facts.kinds.index(leaf.get_metadata(KIND))
             yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.memory import host_memory
+from jaxpar.memory import device_memory
 from jaxpar.mesh import find_devices, split_machine
 from jaxpar.work import Amount
 
@@ -134,14 +134,5 @@ def _find_here() -> Machine:
     devices = find_devices()
     name, sheet = f"{len(devices)} x {devices[0].device_kind}", SHEETS[sheet_of(devices[0])]
     machine = Machine(name, len(devices), len(jax.local_devices()), **sheet, is_here=True)
-    room = _memory_bytes(devices) or machine.memory_bytes
-    return dataclasses.replace(machine, memory_bytes=room)
-
-
-def _memory_bytes(devices: list[Any]) -> float | None:
-    """Memory of one device; simulated ones share the machine's. None if it is unknown."""
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    if limit := (local[0].memory_stats() or {}).get("bytes_limit"):
-        return float(limit)
-    memory = host_memory()
-    return memory[1] / len(local) if memory and local[0].platform == "cpu" else None
+    room = device_memory(jax.local_devices()) or machine.memory_bytes
+    return dataclasses.replace(machine, memory_bytes=float(room))

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.axes import LAYERS
 from jaxpar.layout import Layout
-from jaxpar.sharding import axes_of_spec, dims_of, is_variable, named_leaves, to_spec
+from jaxpar.sharding import array_of, axes_of_spec, dims_of, is_variable, named_leaves, to_spec
 from jaxpar.state import TrainState
 
 Tree = TypeVar("Tree")
@@ -87,11 +87,6 @@ def with_parameters(
         assert arrays[name].shape == wanted.shape, (name, arrays[name].shape, wanted.shape)
         placed[name] = jax.device_put(arrays[name], wanted.sharding)
     return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
-
-
-def array_of(leaf: Any) -> Any:
-    """The array of a variable, or the array itself."""
-    return leaf.get_value() if is_variable(leaf) else leaf
 
 
 def kind_of(leaf: Any) -> str | None:

@@ -24,10 +24,10 @@ from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.parts import RATE, part_of
 from jaxpar.pipeline.ticks import Plan
 from jaxpar.setup import Setup
-from jaxpar.sharding import named_leaves
+from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad
-from jaxpar.training.by_layer import array_of, kind_of
+from jaxpar.training.by_layer import kind_of
 
 _LAST = "last"  # all that is computed after the layers
 _ROWS_NAMED = 8
