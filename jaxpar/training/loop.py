@@ -177,7 +177,7 @@ class Run:
 
     def _begin_elsewhere(self, folder: RunFolder, step: int) -> None:
         folder.start(self.texts)
-        folder.take_metrics(self.folder, step)
+        folder.rewind_metrics(step, self.folder)
 
     def _save(self) -> None:
         """Begins to write a checkpoint; data.json says how the other files are with it."""

@@ -170,7 +170,9 @@ class RunFolder:
         """Warns of files that people may change and that are not as they were written."""
         if jax.process_index() != 0:
             return
-        written, file = self._data()["written"], _file_of(self._task_name())
+        # Settings and numbers alone can be looked at; without the rest no run goes on.
+        written = self._data()["written"] if self.data_path.exists() else {}
+        file = _file_of(self._task_name())
         for path in (self.config_path, self.task_path, self.metrics_path):
             if (known := written.get(path.name)) is None:
                 continue
@@ -386,7 +388,7 @@ class RunFolder:
           OSError: it cannot be written.
         """
         self.check_lock()
-        text = json.dumps(line) + "\n"
+        text = f"{json.dumps(line)}\n"
         self._append(text)
         self._written.extend(self.metrics_path.name, text.encode())
 
@@ -417,28 +419,24 @@ class RunFolder:
             )
         return [line for line in lines if line is not None]
 
-    def rewind_metrics(self, step: int) -> None:
-        """Takes the lines after `step` out of `metrics.jsonl`: a resumed run writes them anew.
+    def rewind_metrics(self, step: int, other: "RunFolder | None" = None) -> None:
+        """Leaves in `metrics.jsonl` the lines up to `step`: what continues from there writes the others anew.
 
-        If there are any, the file as it was stays beside it, as metrics.before-1.jsonl.
+        If there are others, the file as it was stays beside it, as metrics.before-1.jsonl.
+
+        Args:
+          other: whose lines they are; None are its own.
         """
-        kept = self._metrics_until(step)
+        lines = (line for line in (other or self).metrics() if line["step"] <= step)
+        kept = "".join(f"{json.dumps(line)}\n" for line in lines)
         content = self.metrics_path.read_bytes()
         if content == kept.encode():
             return
-        with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
-            shutil.copyfile(self.metrics_path, file)
+        if content:
+            with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
+                shutil.copyfile(self.metrics_path, file)
         self._write(self.metrics_path, kept)
         self.write_checksums()
-
-    def take_metrics(self, other: "RunFolder", step: int) -> None:
-        """Writes the lines of another run up to a step."""
-        self._write(self.metrics_path, other._metrics_until(step))
-        self.write_checksums()
-
-    def _metrics_until(self, step: int) -> str:
-        kept = (line for line in self.metrics() if line["step"] <= step)
-        return "".join(json.dumps(line) + "\n" for line in kept)
 
 
 def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
