@@ -337,30 +337,6 @@ class TrainConfig:
         return self.max_skipped if self.nonfinite == "skip" else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Adaptation:
-    """Dynamic evaluation (Krause et al. 2017, arXiv:1709.07432): a model learns from what it was tested on.
-
-    After each window, when its loss is counted, p goes to p - rate * gradient + decay * (trained p - p).
-
-    Attributes:
-      rate: of gradient descent on the mean loss of a window; 0 evaluates the model as it is.
-      decay: towards the parameters as they were trained.
-    """
-
-    rate: float = 0.0
-    decay: float = 0.0
-
-    def __post_init__(self):
-        check_fields(self)
-        require_not_negative(self, "rate")
-        require(0 <= self.decay <= 1, f"decay={self.decay}: must be from 0 to 1")
-        require(
-            self.rate > 0 or self.decay == 0,
-            f"decay={self.decay} has no effect with rate=0; use decay=0, or a rate",
-        )
-
-
 def num_segments(num_chunks: int) -> int:
     """The divisor of a number of chunks nearest to its square root, other than the number itself."""
     divisors = [n for n in range(1, num_chunks) if num_chunks % n == 0] or [1]

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.at import At, anywhere
 from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
-from jaxpar.config import Adaptation, Parallel, TrainConfig
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import require_instance
 from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig, release_freed_memory
@@ -424,31 +424,6 @@ def _make_eval_step(setup: Setup) -> CompiledStep:
         return unroll(state.params, state.frozen, state.carry, batch, None, plan)
 
     return CompiledStep(step, setup.layout, backward=False)
-
-
-def make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
-    """The sums of a batch without dropout, and then a step of gradient descent on it, compiled for the mesh.
-
-    Returns:
-      (state, batch) -> (state, sums); `opt_state` holds the parameters as they were trained.
-    """
-    return setup.keep(_make_adapting_step, adaptation)
-
-
-def _make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
-    value_and_grad = make_loss_and_grad(setup, seed=None)
-
-    def step(state: TrainState, batch: Any, plan: Plan | None):
-        (_, (carry, sums)), grads = value_and_grad(state, batch, plan)
-
-        def move(param, grad, trained):
-            return param - adaptation.rate * grad + adaptation.decay * (trained - param)
-
-        params = jax.tree.map(move, state.params, grads, state.opt_state)
-        params = constrain(params, setup.mesh, state.param_rules)
-        return dataclasses.replace(state, params=params, carry=carry), sums
-
-    return CompiledStep(step, setup.layout, backward=True)
 
 
 def batch_sharding(setup: Setup) -> NamedSharding:

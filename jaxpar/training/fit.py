@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
+from jaxpar.config import Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
 from jaxpar.files import make_folder
 from jaxpar.hosts.agree import SharedError, agree, in_process_0, together
@@ -23,7 +23,7 @@ from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.checksums import checksum
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import AS_IT_IS, evaluate, in_batches
+from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, format_number
@@ -242,14 +242,12 @@ def evaluate_run(
     mesh: MeshConfig = ONE_DEVICE,
     *,
     best: bool = False,
-    adaptation: Adaptation = AS_IT_IS,
     **sizes: int,
 ) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
     Args:
       best: the state with the lowest validation loss, not the newest.
-      adaptation: for dynamic evaluation; each split begins with the parameters of the run.
       sizes: fields of the task that shall differ from training, such as batch_size=1.
     Raises:
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
@@ -259,7 +257,7 @@ def evaluate_run(
     folder.check_data(describe_data(setup))
     if sizes:
         setup, state = in_batches(setup, state, **sizes)
-    return [evaluate(setup, state, split, adaptation=adaptation) for split in ("valid", "test")]
+    return [evaluate(setup, state, split) for split in ("valid", "test")]
 
 
 def _check_holds_no_run(folder: RunFolder) -> None:
