@@ -18,6 +18,7 @@ from jaxpar.cli.main import main
 from jaxpar.data.windows import Windows
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.options import Regularization
+from recipes.awd import AWD
 
 
 def write_wheel(path, splits):
@@ -57,7 +58,7 @@ from jaxpar.tasks.lm.options import Regularization
 how = Regularization(None, 0.2, True, 0.1, 0.5, 2.0, 1.0)
 task = LM(
     3, 16, 8, dropout=0.25, batch_size=8, seq_len=8, corpus=text, regularization=how, windows=Windows(6),
-    optimizer=OptimizerConfig("sgd", 10.0, "constant", warmup_steps=0, weight_decay=1e-6, average_after=5),
+    optimizer=OptimizerConfig("sgd", 10.0, "constant", warmup_steps=0, weight_decay=1e-6),
 )
 losses = []
 for mesh in (MeshConfig(devices=(0,)), MeshConfig(2, 2, 2)):
@@ -106,7 +107,8 @@ def test_a_recipe_fits_its_text(recipe):
     plain = {name: value for name, value in tables.items() if not isinstance(value, dict)}
     how = Regularization(**tables.get("regularization", {}))
     windows = Windows(**tables.get("windows", {}))
-    task = LM(**plain, optimizer=optimizer, regularization=how, windows=windows)
+    task_class = AWD if recipe.stem == "awd" else LM
+    task = task_class(**plain, optimizer=optimizer, regularization=how, windows=windows)
     tokens = np.broadcast_to(np.int32(0), penn_treebank.NUM_TOKENS["train"])
     epoch = task.batches_of(tokens, separator=0, seed=0).num_windows
     assert train.eval_every == epoch
@@ -117,7 +119,7 @@ def test_a_recipe_fits_its_text(recipe):
 def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
     """As the page has it: epochs of its text, and a folder of its files, whose empty lines count."""
     page = (penn_treebank.RECIPES / "README.md").read_text().replace("\\\n", "")
-    command = re.search(r"python -m jaxpar (train lm .*awd\.toml --corpus wikitext-2 .*)", page)[1]
+    command = re.search(r"python -m jaxpar (train .*awd\.toml --corpus wikitext-2 .*)", page)[1]
     words = command.split()
     sizes = {words[n]: words[n + 1] for n in range(2, len(words), 2)}
     batch_size, num_steps, every = (
@@ -137,4 +139,5 @@ def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
     assert len(LM(corpus="wiki").read_text().test) == 60 * 16
     tiny = "--hidden-size 8 --embed-size 8 --train.num-steps 2 --devices 0 --train.out-dir run --corpus wiki"
     recipe = ["--config", str(penn_treebank.RECIPES / "awd.toml")]
-    assert main([*words[:2], *recipe, *words[4:], *tiny.split()]) == 0
+    task = str(penn_treebank.RECIPES.parents[1] / words[1])
+    assert main(["train", task, *recipe, *words[4:], *tiny.split()]) == 0

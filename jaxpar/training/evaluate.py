@@ -12,7 +12,7 @@ from jaxpar.batches import Batches, place_batch
 from jaxpar.model import Sums
 from jaxpar.parts import starts_of
 from jaxpar.setup import Setup
-from jaxpar.state import TrainState, abstract_state, averaged
+from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import batch_sharding, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
@@ -33,7 +33,7 @@ def evaluate(
 
     Args:
       setup: that the state was made with.
-      state: its parameters, or their mean if the optimizer keeps one, are evaluated; it is not changed.
+      state: its parameters are evaluated; it is not changed.
       split: "valid" or "test", or another one that the task knows.
       before_batch: called before each batch; it may raise.
       step: how a batch is counted, for an evaluation of your own; None counts it as `make_eval_step` does,
@@ -41,7 +41,7 @@ def evaluate(
     Raises:
       ValueError: its batches differ in size from those of training, or nothing in it counts.
     """
-    task, state = setup.task, averaged(state, setup.mesh)
+    task = setup.task
     sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
     if not sums.weight > 0:
         raise ValueError(

@@ -136,10 +136,10 @@ def fit(
     setup = Setup.of(task, given, train)
     task, target = setup.task, abstract_state(setup)
     check_room(target, setup.mesh)
-    if task.average_after and not train.eval_every:
+    if type(task).after_validation is not Task.after_validation and not train.eval_every:
         raise ValueError(
-            f"average_after={task.average_after} depends on validations, and eval_every=0 has none before "
-            f"the end; set eval_every to an epoch's steps, or average_after=0"
+            f"task {task.name} goes by validations (after_validation), and eval_every=0 has none before the "
+            f"end; set eval_every, such as to an epoch's steps"
         )
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
