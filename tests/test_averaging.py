@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from test_equivalence import MODEL, by_layer, make_batch, make_settings
+from test_equivalence import awd, by_layer, make_batch, make_settings
 
 from jaxpar import OptimizerConfig, TrainConfig, load_run
 from jaxpar.config import Parallel
@@ -14,10 +14,11 @@ from jaxpar.optimizer import make_optimizer
 from jaxpar.setup import Setup
 from jaxpar.state import audit, evaluated, init_state
 from jaxpar.step import make_train_step
+from jaxpar.tasks.lm import LM
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
-from recipes.awd import AWD, begin_average, is_worse
+from recipes.awd import begin_average, is_worse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -39,7 +40,7 @@ OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant
 @pytest.mark.parametrize("weight_decay", [0.01])
 def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay):
     optimizer = dataclasses.replace(OPTIMIZER, weight_decay=weight_decay)
-    task = AWD(**{**vars(MODEL), "num_layers": 2, "optimizer": optimizer})
+    task = awd(num_layers=2, optimizer=optimizer)
     settings = make_settings(mesh, (2, 2), task, layout=layout)
     devices = settings.parallel.mesh.build()
     state, history = init_state(task, settings.parallel, mesh=devices), []
@@ -115,8 +116,8 @@ def text(tmp_path_factory):
 
 
 def run(text, folder, num_steps=16, parallel=None, **options):
-    task = AWD(
-        2, 8, 8, dropout=0.2, corpus=text, batch_size=4, seq_len=4, average_after=1,
+    task = LM(
+        2, 8, 8, dropout=0.2, corpus=text, batch_size=4, seq_len=4,
         optimizer=dataclasses.replace(OPTIMIZER, learning_rate=3.0),
     )  # fmt: skip
     train = TrainConfig(
@@ -124,7 +125,7 @@ def run(text, folder, num_steps=16, parallel=None, **options):
     )
     report = Began()
     parallel = parallel or Parallel(MeshConfig(devices=(0,)))
-    return fit(task, parallel, train, report=report, **options), report.steps
+    return fit(awd(task, average_after=1), parallel, train, report=report, **options), report.steps
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
 
 
 def test_a_run_without_validations_is_refused(text, tmp_path):
-    task = AWD(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=OPTIMIZER)
+    task = awd(LM(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=OPTIMIZER))
     with pytest.raises(ValueError, match=r"AWD goes by validations .*, and eval_every=0"):
         fit(task, "dp2pp2tp2", TrainConfig(num_steps=4, out_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,6 @@ from flax import nnx
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.options import Regularization
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.loaded import load_run
 from jaxpar.training.run_folder import RunFolder
@@ -35,7 +34,6 @@ def run(tmp_path_factory):
     task = LM(
         2, 8, 8, dropout=0.3, corpus=str(folder), batch_size=4, seq_len=8,
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=0),
-        regularization=Regularization(activations=2.0),
     )  # fmt: skip
     train = TrainConfig(num_steps=6, out_dir=str(folder / "run"))
     parallel = Parallel(MeshConfig(devices=(0,)), PipelineConfig(num_chunks=4))

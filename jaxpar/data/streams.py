@@ -1,7 +1,7 @@
 """One long series of steps in windows, for models that carry their state from window to window.
 
 The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
-stream. Dims: B batch rows, T time steps, W windows of an epoch.
+stream. Dims: B batch rows, T time steps.
 """
 
 import math
@@ -11,9 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from jaxpar.data.order import ArrayReader, Order, Places, check_at_least, common_length
-from jaxpar.data.windows import PADDING, Windows
 from jaxpar.fields import require_instance
-from jaxpar.parts import RATE, STARTS
+from jaxpar.parts import STARTS
 
 
 class Streams(Order):
@@ -21,9 +20,8 @@ class Streams(Order):
 
     With a seed, for training: every epoch begins at another step, drawn from (seed, epoch), and reads the
     series round from there, so that the windows fall differently each time. All windows are full; what does
-    not fill one at the end of a stream is left to other epochs. Where their lengths are drawn, from (seed,
-    epoch), an epoch has as many as read the series once in the mean. Without a seed: plain order, and every
-    step counts once; the ends of streams are padded.
+    not fill one at the end of a stream is left to other epochs. Without a seed: plain order, and every step
+    counts once; the ends of streams are padded.
 
     Attributes:
       lookahead: steps at the end of the series that nothing but the step before them reads, 0 or 1.
@@ -41,7 +39,6 @@ class Streams(Order):
         seed: int | None,
         *,
         warmup: int = 0,
-        windows: Windows = Windows(),
     ):
         """Finds where streams begin.
 
@@ -49,7 +46,6 @@ class Streams(Order):
           length: of the series, in steps.
           seq_len: T, the steps of a window.
           warmup: steps that each stream of an evaluation reads first, with weight 0.
-          windows: how long they are in training, T at most.
         Raises:
           ValueError: a number is out of range, or the series is too short.
         """
@@ -68,37 +64,27 @@ class Streams(Order):
                 f"{told.format(length)} for batch_size={batch_size}, seq_len={seq_len}{more}, which need "
                 f"{warmup + batch_size * least + self.lookahead}; use {', '.join([*ways, remedy])}"
             )
-        self.seq_len, self.length, self.warmup, self.windows = seq_len, length, warmup, windows
+        self.seq_len, self.length, self.warmup = seq_len, length, warmup
         # Stream b has the steps from bounds[b] to bounds[b + 1]; lengths differ by one at most.
         self._bounds = warmup + np.arange(batch_size + 1) * (num_steps - warmup) // batch_size
         if seed is None:
             longest = math.ceil((num_steps - warmup) / batch_size)
             self.num_windows = math.ceil((warmup + longest) / seq_len)
         else:
-            self.num_windows = max(int(num_steps // batch_size / windows.expected(seq_len)), 1)
+            self.num_windows = num_steps // batch_size // seq_len
 
-    def draw(self, epoch: int) -> tuple[int, np.ndarray]:
-        """The place of its first step, and where each of its windows ends in a stream."""
-        if self.seed is None:
-            return 0, self.seq_len * np.arange(1, self.num_windows + 1)
-        first = int(self.rng(epoch).integers(self.length))
-        lengths_W = self.windows.draw(self.rng(epoch, 1), self.num_windows, self.seq_len)
-        return first, np.cumsum(lengths_W)
+    def draw(self, epoch: int) -> int:
+        """The place of its first step."""
+        return 0 if self.seed is None else int(self.rng(epoch).integers(self.length))
 
-    def window(self, drawn: tuple[int, np.ndarray], window: int, rows: slice) -> Places:
+    def window(self, drawn: int, window: int, rows: slice) -> Places:
         """The same steps of every stream."""
-        first, ends_W = drawn
-        length = int(ends_W[window] - (ends_W[window - 1] if window else 0))
-        steps_T = np.arange(self.seq_len) - self.seq_len
-        times_T = ends_W[window] + steps_T - self.warmup
+        times_T = window * self.seq_len + np.arange(self.seq_len) - self.warmup
         at_BT = self._bounds[:-1][rows, None] + times_T
-        inside_BT = np.broadcast_to(steps_T >= -length, at_BT.shape)
+        inside_BT = np.ones(at_BT.shape, bool)
         if self.seed is None:
             inside_BT = (times_T >= 0) & (at_BT < self._bounds[1:][rows, None])
-        marks = {STARTS: window == 0}
-        if self.windows.mean:
-            marks |= {PADDING: self.seq_len - length, RATE: length / self.windows.mean}
-        return Places((at_BT + first) % self.length, inside_BT, marks)
+        return Places((at_BT + drawn) % self.length, inside_BT, {STARTS: window == 0})
 
 
 class SeriesBatches(ArrayReader, Streams):

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import Dropout
 from jaxpar.nn.param import Initializer, kernel_param, named_param
 
 
@@ -42,14 +41,14 @@ class Recurrence(nnx.Module):
         *,
         rngs: nnx.Rngs,
         init: Initializer | None = None,
-        dropout: float | Dropout = 0.0,
+        dropout: float = 0.0,
     ):
         """Draws the kernels; biases are 0.
 
         Args:
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
-          dropout: of the inputs; see `nn.dropout`.
+          dropout: rate on the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
         for name in self.kernels:

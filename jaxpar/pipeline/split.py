@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
@@ -139,7 +140,9 @@ class _Forward:
 
             return jax.vjp(run, params, carry, x)
 
-        self.arguments = params, frozen, carry, x, at.layer, at.time, at.row, at.batch
+        # Python's whole numbers would be int64 with JAX_ENABLE_X64, those of a loop are int32.
+        place = (jnp.asarray(number, jnp.int32) for number in (at.layer, at.time, at.row))
+        self.arguments = params, frozen, carry, x, *place, at.batch
         traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*self.arguments)
         whole = inlined(traced)
         self._jaxpr, self._consts = jaxpr, _ = whole.jaxpr, whole.consts

@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxpar.data.order import Order
 from jaxpar.data.streams import Streams
-from jaxpar.data.windows import Windows
 
 IGNORE = -1  # a target that counts in no loss
 
@@ -35,16 +34,12 @@ class Batch(NamedTuple):
       targets_BT: int32, the tokens that follow the inputs; `IGNORE` where there is none.
       starts: this is the first window of an epoch, and carried state must be reset.
       resets: bool [B, T], where a line begins, from the initial state; None if none does within the text.
-      padding: steps before the text of a window that begins late; None if none does.
-      rate: what the learning rate is multiplied by; None is 1.
     """
 
     inputs_BT: np.ndarray | jax.Array
     targets_BT: np.ndarray | jax.Array
     starts: bool
     resets: np.ndarray | jax.Array | None = None
-    padding: int | None = None
-    rate: float | None = None
 
 
 class TextReader(Order):
@@ -83,8 +78,6 @@ class TokenStreams(TextReader, Streams):
       batch_size: B, the number of streams, over all processes.
       seq_len: T, the steps of a window.
       seed: None for evaluation.
-      windows: how long they are, T at most; in evaluation all have T steps.
-
     Raises:
       ValueError: a number is out of range, or the text is too short for them.
     """
@@ -98,20 +91,19 @@ class TokenStreams(TextReader, Streams):
         batch_size: int,
         seq_len: int,
         seed: int | None = None,
-        windows: Windows = Windows(),
     ) -> None:
         self.tokens = np.asarray(tokens)
         check_text(self.tokens)
         if seed is None and len(self.tokens) < 2:
             raise ValueError(f"{len(self.tokens)} tokens have no target; give a text of 2 or more")
-        super().__init__(len(self.tokens), batch_size, seq_len, seed, windows=windows)
+        super().__init__(len(self.tokens), batch_size, seq_len, seed)
 
     @property
     def num_targets(self) -> int:
-        """Targets in an epoch that are not `IGNORE`; in the mean of them, where lengths are drawn."""
+        """Targets in an epoch that are not `IGNORE`."""
         if self.seed is None:
             return len(self.tokens) - 1
-        return int(self.num_windows * self.batch_size * self.windows.expected(self.seq_len))
+        return self.num_windows * self.batch_size * self.seq_len
 
 
 def check_text(tokens: np.ndarray) -> None:
