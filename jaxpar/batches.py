@@ -5,14 +5,13 @@ process reads only its own rows. Those of arrays in memory are in `data`. Dims: 
 """
 
 import functools
-import math
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.fields import nearest_multiples
+from jaxpar.fields import check_divides
 
 
 class Batches(Protocol):
@@ -44,7 +43,9 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
       ValueError: the sharding does not divide the rows.
     """
     B = batches.batch_size
-    check_rows(B, sharding)
+    axes = (*sharding.spec, None)[0] or ()
+    axes = (axes,) if isinstance(axes, str) else axes
+    check_divides("batch_size", B, {axis: sharding.mesh.shape[axis] for axis in axes})
     read = functools.cache(lambda start, stop: batches.batch(step, slice(start, stop)))
     # Devices that differ on other axes share rows; those of other processes are not read.
     mine = [
@@ -71,20 +72,3 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
 def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """A batch that is whole on the host, on a mesh."""
     return jax.tree.map(lambda a: jax.device_put(a, sharding) if np.ndim(a) else a, batch)
-
-
-def check_rows(batch_size: int, sharding: NamedSharding) -> None:
-    """Checks that the sharding divides the rows of a batch.
-
-    Raises:
-      ValueError: it does not; the message names sizes that work.
-    """
-    spec = (*sharding.spec, None)[0]
-    axes = spec if isinstance(spec, tuple) else () if spec is None else (spec,)
-    parts = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    if batch_size % parts:
-        split = " x ".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in axes)
-        raise ValueError(
-            f"batch_size={batch_size} does not split over {split}; use "
-            f"batch_size={nearest_multiples(batch_size, parts)}"
-        )

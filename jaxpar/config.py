@@ -4,14 +4,12 @@ Plain data: nothing here, nor in what this imports, needs JAX.
 """
 
 import dataclasses
-import math
-from collections.abc import Mapping
 from typing import Literal, Self
 
 from jaxpar.axes import DATA, STAGE
 from jaxpar.fields import (
+    check_divides,
     check_fields,
-    nearest_multiples,
     require,
     require_instance,
     require_int32,
@@ -22,8 +20,6 @@ from jaxpar.fields import (
 from jaxpar.files import refuse_address
 from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
 
-ZeroBubble = Literal["off", "unit", "microbatch"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
@@ -32,16 +28,14 @@ class PipelineConfig:
     Without stages only `num_microbatches` matters, and with remat `num_chunks`.
 
     Attributes:
-      schedule: what runs when; see `schedule.make_schedule`.
+      schedule: what runs when; see `orders.make_schedule`.
       num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`), which run one after
         the other on every data-parallel group, with their gradients added up: gradient accumulation,
         where there are no stages.
       num_chunks: K, slices of the time dim; the state of layers stays on their stage between chunks.
-      num_groups: groups of layers on each stage, for "interleaved".
-      zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them:
-        unit by unit ("unit"), or once for all chunks of a microbatch ("microbatch"); see
-        `schedule.make_schedule`. With remat they stay, since W needs more than remat keeps. "auto" is
-        "unit", which takes no more memory, where the schedule allows it.
+      num_groups: groups of layers on each stage, for "interleaved"; "v" has 2, the others 1.
+      zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them, in no
+        more memory. With remat they stay, since W needs more than remat keeps; and with "gpipe".
       placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
         ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
@@ -57,11 +51,11 @@ class PipelineConfig:
         segment at a time.
     """
 
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "interleaved", "v"] = "1f1b"
     num_microbatches: int = 1
     num_chunks: int = 1
     num_groups: int = 1
-    zero_bubble: Literal["auto"] | ZeroBubble = "auto"
+    zero_bubble: bool = True
     placement: str | tuple[int, ...] = "balanced"
     head: Literal["auto", "last", "sharded"] = "auto"
     unroll: bool = False
@@ -80,11 +74,6 @@ class PipelineConfig:
             self.remat_keeps != "carries" or num_segments(self.num_chunks) > 1,
             f"num_chunks={self.num_chunks} with remat_keeps='carries' cannot be cut into segments of two or "
             f"more chunks; use a num_chunks such as 4, 16, 64 or 256",
-        )
-        require(
-            self.zero_bubble in ("auto", "off") or self.schedule != "gpipe",
-            f"zero_bubble={self.zero_bubble!r} with schedule='gpipe', which keeps all residuals; use "
-            f"'1f1b' or 'interleaved'",
         )
         require(
             (self.num_groups > 1) == (self.schedule == "interleaved"),
@@ -175,15 +164,16 @@ class Parallel:
     @property
     def num_groups(self) -> int:
         """Groups of layers on each stage; 1 without stages."""
-        return self.pipeline.num_groups if self.mesh.stage > 1 else 1
+        if self.mesh.stage == 1:
+            return 1
+        return 2 if self.pipeline.schedule == "v" else self.pipeline.num_groups
 
     @property
-    def zero_bubble(self) -> ZeroBubble:
-        """How the weight gradients are scheduled; "off" without stages, and with remat."""
+    def zero_bubble(self) -> bool:
+        """Whether the weight gradients are apart: not without stages, and not with remat."""
         pipeline = self.pipeline
-        if self.mesh.stage == 1 or pipeline.remat or pipeline.schedule == "gpipe":
-            return "off"
-        return "unit" if pipeline.zero_bubble == "auto" else pipeline.zero_bubble
+        is_able = self.mesh.stage > 1 and not pipeline.remat and pipeline.schedule != "gpipe"
+        return pipeline.zero_bubble and is_able
 
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, given those of a batch."""
@@ -344,20 +334,3 @@ def short_name(mesh: MeshConfig) -> str:
     short = {axis: name for name, axis in SHORT_NAMES.items()}
     sizes = (f"{short[axis]}{size}" for axis, size in mesh.sizes.items() if size != 1)
     return "".join(sizes) or "dp1"
-
-
-def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
-    """Checks that the product of the divisors divides `size`.
-
-    Raises:
-      ValueError: names all of them, and the nearest sizes that work.
-    """
-    divisor = math.prod(divisors.values())
-    parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
-    require(
-        size % divisor == 0,
-        f"{name}={size} does not divide by {parts}"
-        + (f" = {divisor}" if len(divisors) > 1 else "")
-        + f"; use {name} {nearest_multiples(size, divisor)}, or other sizes of "
-        + " and ".join(divisors),
-    )

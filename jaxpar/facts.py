@@ -18,10 +18,10 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.fields import check_takes
 from jaxpar.jaxprs import handed_on
-from jaxpar.model import Stack, check_variables, checked_sums, in_words, made
+from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
-from jaxpar.trees import check_floats, check_same, shape_of
+from jaxpar.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.work import count_flops
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
@@ -34,13 +34,15 @@ class _Traces(NamedTuple):
 
     Attributes:
       x: shapes of what goes through the layers, of a whole batch.
-      layers: of each kind, (state, carry, x, batch) -> (carry, y), and these arguments.
-      num_sums: how many numbers `last` gives.
+      layers: of each kind, (state, carry, x, batch) -> (carry, y) or (carry, y, sums), and these arguments.
+      sums: shapes of those of a batch: of `last`, and what layers add to them.
+      adds_sums: whether layers do.
     """
 
     x: Any
     layers: list[tuple[Callable[..., Any], tuple[Any, ...]]]
-    num_sums: int
+    sums: Sums
+    adds_sums: bool
 
 
 class ModelFacts:
@@ -169,15 +171,58 @@ class ModelFacts:
 
         x = _traced("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
-        layers = [self._trace_layer(kind, x) for kind in range(len(self.kinds))]
+        traced = [self._trace_layer(kind, x) for kind in range(len(self.kinds))]
+        layers, of_layers = [each[:2] for each in traced], [each[2] for each in traced]
 
         def last(model, x, batch):
-            return checked_sums(model.last(x, batch, self.at(batch)), model)
+            sums = model.last(x, batch, self.at(batch))
+            return checked_sums(sums, f"`last` of {type(model).__name__}")
 
         sums = _traced("last", last, self.model, x, self.block)
-        return _Traces(x, layers, len(jax.tree.leaves(sums)))
+        for own in filter(None, of_layers):
+            new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
+            sums = sums._replace(metrics={**sums.metrics, **new})
+        return _Traces(x, layers, sums, any(of_layers))
 
-    def _trace_layer(self, kind: int, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    @property
+    def adds_sums(self) -> bool:
+        """Whether layers add to the sums of `last`."""
+        return self.traces.adds_sums
+
+    @property
+    def no_sums(self) -> Any:
+        """What layers have added before the first of them; () if none does."""
+        return zeros(self.traces.sums) if self.adds_sums else ()
+
+    def total(self, sums: Any, of_layers: Any = ()) -> Sums:
+        """What `last` returned, with what layers have added.
+
+        Raises:
+          ValueError: it is not a `Sums`.
+        """
+        own = checked_sums(sums, f"`last` of {type(self.model).__name__}")
+        if not self.adds_sums:
+            return own
+        own = own.with_names(self.traces.sums.metrics)
+        return add(own, of_layers) if of_layers else own
+
+    def of_layer(self, kind: str, out: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a layer returned; where any kind adds sums, all do.
+
+        Raises:
+          ValueError: it returned sums, which it did not when it was traced.
+        """
+        carry, y, *sums = out
+        if not self.adds_sums and sums:
+            raise ValueError(
+                f"layer {kind} returns sums for some of its calls only; return (carry, y, sums) always"
+            )
+        if not self.adds_sums:
+            return carry, y
+        names = self.traces.sums.metrics
+        return carry, y, sums[0].with_names(names) if sums else self.no_sums
+
+    def _trace_layer(self, kind: int, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
         layer, name, carry = self._layers[kind], self.kinds[kind], ()
         if hasattr(layer, "initial_carry"):
 
@@ -190,7 +235,7 @@ class ModelFacts:
         def call(layer, carry, x, batch):
             return called(name, layer, carry, x, self.at(batch))
 
-        after, y = _traced(f"layer {name}", call, layer, carry, x, self.block)
+        after, y, *sums = _traced(f"layer {name}", call, layer, carry, x, self.block)
         check_same(f"layer {name}: its output", y, "its input", x, WHY_SAME)
         what = f"layer {name}: the carry that it returns"
         check_same(what, after, "the one it takes", carry, WHY_SAME)
@@ -199,7 +244,7 @@ class ModelFacts:
         def run(state, *args):
             return call(nnx.merge(graphdef, state), *args)
 
-        return run, (state, carry, x, self.block)
+        return run, (state, carry, x, self.block), sums[0] if sums else ()
 
 
 @functools.lru_cache(maxsize=8)
@@ -214,15 +259,15 @@ def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
     return paths, [leaf for _, leaf in pairs], structure
 
 
-def called(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
-    """What a layer returns, if it is two things."""
+def called(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+    """What a layer returns, if it is two things, or three of which the last are sums."""
     out = layer(carry, x, at)
-    if not isinstance(out, tuple) or len(out) != 2:
+    if not isinstance(out, tuple) or len(out) not in (2, 3):
         raise ValueError(
-            f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or wrap a module "
-            f"that returns y alone: jaxpar.nn.Stateless(module)"
+            f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or (carry, y, sums) "
+            f"if it adds to the loss, or wrap a module that returns y alone: jaxpar.nn.Stateless(module)"
         )
-    return out
+    return (*out[:2], *(checked_sums(sums, f"layer {name}") for sums in out[2:]))
 
 
 def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:

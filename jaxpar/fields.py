@@ -193,6 +193,23 @@ def require_rate(config: Any, *names: str) -> None:
         require(0 <= value < 1, f"{name}={value}: must be at least 0 and less than 1")
 
 
+def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:
+    """Checks that the product of the divisors divides `size`.
+
+    Raises:
+      ValueError: names all of them, and the nearest sizes that work.
+    """
+    divisor = math.prod(divisors.values())
+    parts = " x ".join(f"{part}={value}" for part, value in divisors.items())
+    require(
+        size % divisor == 0,
+        f"{name}={size} does not divide by {parts}"
+        + (f" = {divisor}" if len(divisors) > 1 else "")
+        + f"; use {name} {nearest_multiples(size, divisor)}, or other sizes of "
+        + " and ".join(divisors),
+    )
+
+
 def nearest_multiples(size: int, divisor: int) -> str:
     """The nearest positive sizes that `divisor` divides: "96 or 128" for 100 and 32."""
     below = size // divisor * divisor

@@ -17,9 +17,10 @@ from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA
 from jaxpar.config import Parallel
 from jaxpar.facts import LAYERS_OF_MODEL, ModelFacts, called, flatten
-from jaxpar.model import NO_SLOTS, checked_sums
-from jaxpar.pipeline.placement import Slots, make_slots, resolve_placement
+from jaxpar.model import NO_SLOTS
+from jaxpar.pipeline.placement import Route, Slots, make_slots, resolve_placement, route_of
 from jaxpar.pipeline.split import SplitLayer
+from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
 from jaxpar.trees import shape_of, zeros
@@ -103,12 +104,18 @@ class Layout:
             None if len(set(costs)) == 1 else costs,
         )
 
+    @property
+    def route(self) -> Route:
+        """The groups of layers, in the order in which a unit passes them."""
+        parallel = self.parallel
+        return route_of(parallel.pipeline.schedule, parallel.mesh.stage, parallel.num_groups)
+
     @functools.cached_property
     def slots(self) -> Slots:
         """Where each layer lies."""
         if not self.facts.kind_of:
             return NO_SLOTS
-        return make_slots(self.placement, self.parallel.num_groups, self.facts.kind_of)
+        return make_slots(self.placement, self.route.stages, self.facts.kind_of)
 
     @property
     def last_cost(self) -> float:
@@ -191,9 +198,11 @@ class Layout:
         return tuple(nnx.State(stack.get(kind, {})) for kind in self.facts.kinds)
 
     def layer_functions(self) -> tuple[Callable[..., Any], ...]:
-        """For each kind (params, frozen, carry, x, at) -> (carry, y)."""
-        kinds = self.facts.kinds
-        return tuple(functools.partial(_run_layer, kind, self._graphdef_of(kind)) for kind in kinds)
+        """For each kind (params, frozen, carry, x, at) -> (carry, y), or with sums if layers add any."""
+        return tuple(
+            functools.partial(self._run_layer, kind, self._graphdef_of(kind))
+            for kind in self.facts.kinds
+        )
 
     @functools.cached_property
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
@@ -238,6 +247,13 @@ class Layout:
         """The state of the layers at the start, as variables."""
         return self.merge(params, frozen).layers.initial_carry(self.facts.batch_size)
 
+    def _run_layer(
+        self, kind: str, graphdef: Any, params: Any, frozen: Any, carry: Any, x: Any, at: At
+    ) -> tuple[Any, ...]:
+        """A kind of layer as a function of its variables; mistakes inside are told with its name."""
+        out = called(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
+        return self.facts.of_layer(kind, out)
+
     @functools.cached_property
     def whole_kinds(self) -> tuple[str, ...]:
         """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
@@ -248,7 +264,8 @@ class Layout:
         ):
             _, carry, x, batch = args
             at = facts.at(batch)
-            if not SplitLayer(function, params, frozen, carry, x, at, splits=True).has_weights:
+            own = params, frozen, carry, (x, facts.no_sums)
+            if not SplitLayer(with_sums(function), *own, at, splits=True).has_weights:
                 whole.append(name)
         return tuple(whole)
 
@@ -285,7 +302,7 @@ class Outer:
 
         def last(leaves):
             model, batch = self.merge(leaves), zeros(facts.block)
-            return checked_sums(model.last(zeros(facts.traces.x), batch, facts.at(batch)), model)
+            return facts.total(model.last(zeros(facts.traces.x), batch, facts.at(batch)))
 
         self.first, self.last = uses(first), uses(last)
 
@@ -310,18 +327,12 @@ class Outer:
         """`last` of the model with the leaves that it uses; or `last_part`."""
         at = at._replace(layer=len(self.layout.facts.kind_of))
         model = self._with(self.last, leaves, frozen)
-        return checked_sums((model.last_part if is_part else model.last)(y, at.batch, at), model)
+        sums = (model.last_part if is_part else model.last)(y, at.batch, at)
+        return self.layout.facts.total(sums)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:
         """The model with leaves of these numbers; of the others it has shapes."""
         return self.merge([*map(_replaced, self.leaves, numbers, given)])
-
-
-def _run_layer(
-    name: str, graphdef: Any, params: Any, frozen: Any, carry: Any, x: Any, at: At
-) -> tuple[Any, Any]:
-    """A kind of layer as a function of its variables; mistakes inside are told with its name."""
-    return called(name, nnx.merge(graphdef, params, frozen), carry, x, at)
 
 
 def _is_layer(path: str) -> bool:

@@ -3,15 +3,16 @@
     batch --first--> x --layer 0--> x --layer 1--> ... --last--> sums of loss, weight and metrics
 
 A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). y is as x,
-any tree of floating-point arrays. A layer with state says how it begins: `initial_carry(rows)`, arrays
-[rows, ...]; their dims may have names, `carry_dims`. One that needs the whole window at once, as attention
-does, says `whole_window = True`: chunks of time are refused. A *model* is a module with methods
-`first(batch, at)` and `last(y, batch, at)`, and a `Stack` called `layers`. See `Model` for what it may have
-besides.
+any tree of floating-point arrays. One that adds to the loss, such as a penalty on its outputs, returns
+`(carry, y, Sums(loss, weight=0, metrics))`: sums over its rows, which are added to those of `last`. A layer
+with state says how it begins: `initial_carry(rows)`, arrays [rows, ...]; their dims may have names,
+`carry_dims`. One that needs the whole window at once, as attention does, says `whole_window = True`: chunks
+of time are refused. A *model* is a module with methods `first(batch, at)` and `last(y, batch, at)`, and a
+`Stack` called `layers`. See `Model` for what it may have besides.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -50,24 +51,28 @@ class Sums(NamedTuple):
         """All of them."""
         return {"loss": self.loss, "weight": self.weight, **self.metrics}
 
+    def with_names(self, names: Iterable[str]) -> "Sums":
+        """With metrics of these names, 0 where there was none."""
+        nothing = {name: jnp.zeros((), jnp.float32) for name in names}
+        return self._replace(metrics={**nothing, **self.metrics})
 
-def checked_sums(sums: Any, model: Any) -> Sums:
-    """What `last` of a model returned; counts and plain numbers as float32.
+
+def checked_sums(sums: Any, what: str) -> Sums:
+    """What `last` of a model, or a layer, returned as sums; counts and plain numbers as float32.
 
     Raises:
       ValueError: it is not a `Sums`, or has something that is not a single number.
     """
-    name = type(model).__name__
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
         raise ValueError(
-            f"`last` of {name} returns {in_words(sums)}; return jaxpar.Sums(loss, weight, metrics): sums "
+            f"{what} returns {in_words(sums)}; return jaxpar.Sums(loss, weight, metrics): sums "
             f"over the block, not means, and metrics as a dict; those of all blocks are added up, and then "
             f"divided by the weight"
         )
     for key, number in sums.by_name.items():
         if not isinstance(number, float | int | np.generic | jax.Array) or jnp.ndim(number):
             raise ValueError(
-                f"`last` of {name} returns {in_words(number)} as {key!r} of its Sums; use a single number, "
+                f"{what} returns {in_words(number)} as {key!r} of its Sums; use a single number, "
                 f"such as jnp.sum({key})"
             )
 
@@ -243,24 +248,27 @@ class Stack(nnx.Module):
         row = self.slots.rows[kind].index(number)
         return nnx.merge(graphdef, jax.tree.map(lambda a: a[row], state))
 
-    def __call__(self, carry: dict[str, Any], x: Any, at: At) -> tuple[dict[str, Any], Any]:
+    def __call__(self, carry: dict[str, Any], x: Any, at: At) -> tuple[Any, ...]:
         """All layers, one after the other, in plain Python: what a step must be equal to.
 
         Args:
           carry: as `initial_carry` gives it.
+        Returns:
+          as a layer: the carry, y, and a `Sums` if any of the layers adds to the loss.
         """
-        carry = dict(carry)
+        carry, total = dict(carry), []
         for number, kind in enumerate(self.kind_of):
             name, row = self.kinds[kind], self.slots.rows[kind].index(number)
             before = jax.tree.map(lambda a, row=row: a[row], values(carry[name]))
-            after, x = self.layer(number)(before, x, at._replace(layer=number))
+            after, x, *sums = self.layer(number)(before, x, at._replace(layer=number))
+            total += [checked_sums(own, f"layer {name}") for own in sums]
             carry[name] = jax.tree.map(
                 lambda v, a, row=row: v.replace(v[...].at[row].set(a)),
                 carry[name],
                 after,
                 is_leaf=is_variable,
             )
-        return carry, x
+        return carry, x, *([functools.reduce(_both, total)] if total else [])
 
     def _draw(self) -> None:
         for kind, name in enumerate(self.kinds):
@@ -297,6 +305,12 @@ class Stack(nnx.Module):
 
 
 NO_SLOTS = Slots((), (), (), (), ())
+
+
+def _both(sums: Sums, others: Sums) -> Sums:
+    """Sums that are added up, by name."""
+    names = {**sums.metrics, **others.metrics}
+    return jax.tree.map(jnp.add, sums.with_names(names), others.with_names(names))
 
 
 def values(tree: Any) -> Any:

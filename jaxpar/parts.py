@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+SPLITS = ("train", "valid", "test")  # of the data
 STARTS = "starts"  # the part that says whether carried state begins anew
 RESETS = "resets"  # in which rows and at which time steps it does within a window
 RATE = "rate"  # what the learning rate of its step is multiplied by

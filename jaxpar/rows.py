@@ -19,7 +19,7 @@ from flax import nnx
 from jaxpar.at import At
 from jaxpar.facts import named
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import Sums, made
+from jaxpar.model import Sums, checked_sums, made
 from jaxpar.trees import shape_of
 
 ROWS = 4  # two in each half
@@ -87,7 +87,7 @@ class _Trial:
         self.check_alone("first", run, (batch,), self.in_batch, outputs)
 
     def check_layer(self, kind: int) -> None:
-        """By what a layer of a kind returns, and the state that it leaves."""
+        """By what a layer of a kind returns, the state that it leaves, and the sums that it adds."""
         name, number = self.layout.facts.kinds[kind], self.layout.facts.kind_of.index(kind)
         maker = self.layout.facts.model.layers.maker(number)
 
@@ -98,17 +98,31 @@ class _Trial:
             return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
 
         @_quick_jit
-        def layer(variables, carry, x, batch):
-            return nnx.merge(*variables)(carry, x, self.at(batch, layer=number))
+        def layer(variables, carry, x, batch, row=0):
+            after, y, *sums = nnx.merge(*variables)(carry, x, self.at(batch, row, layer=number))
+            return (after, y), [checked_sums(own, f"layer {name}") for own in sums]
 
         variables, start = draw()
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
         in_carry = [0] * len(jax.tree.leaves(carry))
-        inputs, dims = (carry, self.random_x(), self.batch), in_carry + self.in_x + self.in_batch
+        dims = in_carry, self.in_x, self.in_batch
         outputs = [("carry", dim) for dim in in_carry] + [("output", dim) for dim in self.in_x]
-        run = functools.partial(layer, variables)
-        self.check_alone(f"layer {name}", run, inputs, dims, outputs)
+
+        def run(*inputs: Any) -> Any:
+            return layer(variables, *inputs)[0]
+
+        def sums(row: int, *inputs: Any) -> Any:
+            return layer(variables, *inputs, row)[1]
+
+        inputs = carry, self.random_x(), self.batch
+        self.check_alone(
+            f"layer {name}", run, inputs, [*in_carry, *self.in_x, *self.in_batch], outputs
+        )
+        if sums(0, *inputs):
+            self.check_added(
+                f"layer {name}", sums, lambda: (carry, self.random_x(), self.batch), dims
+            )
 
     def check_last(self) -> None:
         """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
@@ -117,39 +131,55 @@ class _Trial:
             leaves, frozen = variables
             return self.outer.run_last(leaves, frozen, y, self.at(batch, row), is_part=False)
 
-        def gradients_and_sums(variables, y, batch):
-            def loss(y):
-                sums = last(variables, y, batch, 0)
-                return sums.loss, sums
-
-            found, sums = jax.grad(loss, has_aux=True)(y)
+        @_quick_jit
+        def gradients(variables, y, batch):
+            found = jax.grad(lambda y: last(variables, y, batch, 0).loss)(y)
             pairs = zip(jax.tree.leaves(found), self.in_x, strict=True)
-            return [d_y for d_y, dim in pairs if dim != _NOWHERE], sums
+            return [d_y for d_y, dim in pairs if dim != _NOWHERE]
 
-        variables = self.draw_outer(self.outer.last)
-        of_whole = functools.partial(_quick_jit(gradients_and_sums), variables)
-        of_half, half, wrong = _quick_jit(last), self.num_rows // 2, None
+        variables, sums = self.draw_outer(self.outer.last), _quick_jit(last)
         with jax.default_matmul_precision("float32"):  # whatever the size of a block
-            for _ in range(TRIES):
-                y = self.random_x()
-                sums = [named("last", lambda y=y: of_whole(y, self.batch))[1]]
-                for row in (0, half):
-                    ends = row, row + half
-                    part = _cut(y, self.in_x, *ends), _cut(self.batch, self.in_batch, *ends)
-                    sums.append(of_half(variables, *part, row))
-                wrong = _not_added(*jax.device_get(sums))
-                if wrong is None:
-                    break
-            else:
-                raise ValueError(
-                    f"the sums of `last` do not add up: its {wrong}, and a step adds up what it gives for "
-                    f"the rows of each device and microbatch; let it return sums over rows, each computed "
-                    f"from one row alone: no means, and times the weight what counts once, such as a penalty "
-                    f"on parameters"
-                )
+            self.check_added(
+                "`last`",
+                lambda row, *inputs: [sums(variables, *inputs, row)],
+                lambda: (self.random_x(), self.batch),
+                (self.in_x, self.in_batch),
+            )
             outputs = [("gradient", dim) for dim in self.in_x if dim != _NOWHERE]
-            run, dims = (lambda *inputs: of_whole(*inputs)[0]), self.in_x + self.in_batch
-            self.check_alone("last", run, (y, self.batch), dims, outputs)
+            run, dims = functools.partial(gradients, variables), self.in_x + self.in_batch
+            self.check_alone("last", run, (self.random_x(), self.batch), dims, outputs)
+
+    def check_added(
+        self,
+        what: str,
+        sums_of: Callable[..., Sequence[Sums]],
+        draw: Callable[[], tuple[Any, ...]],
+        dims: Sequence[Sequence[int]],
+    ) -> None:
+        """Compares sums of some rows with those of two halves of them, on inputs that are drawn.
+
+        Args:
+          sums_of: (number of the first row, inputs) -> the sums.
+          dims: of rows, in the arrays of each input.
+        Raises:
+          ValueError: the halves' do not add up to the whole's.
+        """
+        half, wrong = self.num_rows // 2, None
+        for _ in range(TRIES):
+            inputs = draw()
+            found = [named(what, lambda inputs=inputs: sums_of(0, *inputs))]
+            for row in (0, half):
+                parts = zip(inputs, dims, strict=True)
+                found.append(sums_of(row, *(_cut(a, d, row, row + half) for a, d in parts)))
+            wrong = _not_added(*(own[0] for own in jax.device_get(found)))
+            if wrong is None:
+                return
+        raise ValueError(
+            f"the sums of {what} do not add up: its {wrong}, and a step adds up what it gives for "
+            f"the rows of each device and microbatch; let it return sums over rows, each computed "
+            f"from one row alone: no means, and times the weight what counts once, such as a penalty "
+            f"on parameters"
+        )
 
     def check_alone(
         self,

@@ -1,12 +1,6 @@
-"""Training and evaluation steps: the one place where a model and the pipeline meet.
-
-There is one way through a model: `first`, then the layers, then `last`. A step takes it at once, or, on
-stages or in microbatches, unit by unit on a schedule.
-"""
+"""Training and evaluation steps: compiled programs of a model's losses, gradients and updates."""
 
 import dataclasses
-import functools
-import itertools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,39 +9,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.at import At, anywhere
-from jaxpar.axes import BATCH, DATA, STAGE, TENSOR
+from jaxpar.axes import BATCH, TENSOR
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import require_instance
-from jaxpar.layout import Layout, Outer
+from jaxpar.forward import full_table, make_forward, table_of
+from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums, checked_sums, values, wrap_like
+from jaxpar.model import Sums
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
-from jaxpar.parts import RATE, part_of, starts_of
-from jaxpar.pipeline.engine import Pipeline, PipelineParams
-from jaxpar.pipeline.layers import SlotArrays, run_layers
-from jaxpar.pipeline.schedule import Schedule, make_schedule
-from jaxpar.pipeline.ticks import Plan, largest, make_plan
+from jaxpar.parts import RATE, part_of
+from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
-from jaxpar.sharding import constrain, dims_of, is_variable, shardings
+from jaxpar.sharding import constrain, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task
-from jaxpar.trees import vary_like
 
 # A collective-permute in a branch of the loop over ticks, and where in the model it comes from.
 _PERMUTE_OF_A_UNIT = re.compile(
     r' collective-permute(?:-start)?\(.*op_name="[^"]*/while/body/[^"]*?cond/branch_\d+_fun/([^"]*)"'
 )
 _STRUCTURE = re.compile(r"(while|body|closed_call|(transpose\()?jvp\(\)\)?)/")
-
-NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
-
-_make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
 
 class Metrics(NamedTuple):
@@ -93,7 +78,7 @@ class CompiledStep:
 
     def run(self, state: TrainState, batch: Any) -> Any:
         """The same, without checking the values of the batch."""
-        arguments = (state, *self._planned(batch))
+        arguments = (state, *self._with_table(batch))
         if not self.num_programs:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
@@ -118,24 +103,24 @@ class CompiledStep:
 
     def lower(self, state: Any, batch: Any) -> Any:
         """`jax.jit(...).lower` of the program, for arrays or their shapes."""
-        return self._jitted.lower(state, *self._planned(batch))
+        return self._jitted.lower(state, *self._with_table(batch))
 
     @property
-    def full_plan(self) -> Plan | None:
+    def full_table(self) -> TickTable | None:
         """The schedules of a batch of the full length; None if a step is one whole."""
-        return _full_plan(self._layout.parallel, backward=self._backward)
+        return full_table(self._layout.parallel, backward=self._backward)
 
     @property
     def num_programs(self) -> int:
         """How many programs have been compiled."""
         return self._jitted._cache_size()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _planned(self, batch: Any) -> tuple[Any, Plan | None]:
+    def _with_table(self, batch: Any) -> tuple[Any, TickTable | None]:
         layout, parallel = self._layout, self._layout.parallel
         length = check_batch_shape(layout, batch)
         is_whole = parallel.mesh.stage == 1 and parallel.num_chunks == 1
         if is_whole or layout.facts.num_steps is None or parallel.num_segments > 1:
-            return batch, self.full_plan
+            return batch, self.full_table
         whole, K = layout.facts.num_steps, parallel.num_chunks
         chunk_len = whole // K
         if length % chunk_len:
@@ -152,7 +137,7 @@ class CompiledStep:
                 return jnp.pad(leaf, ((0, 0), (0, whole - length), *[(0, 0)] * (leaf.ndim - 2)))
 
             batch = jax.tree.map(pad, batch)
-        return batch, _plan(parallel, length // chunk_len, self._backward)
+        return batch, table_of(parallel, length // chunk_len, self._backward)
 
 
 def check_batch_shape(layout: Layout, batch: Any) -> int:
@@ -276,8 +261,8 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
     value_and_grad = make_loss_and_grad(setup, seed=train.seed)
     is_safe, on_host = isinstance(optimizer, Safe), setup.parallel.update == "host"
 
-    def gradients(state: TrainState, batch: Any, plan: Plan | None):
-        (loss, (carry, sums)), grads = value_and_grad(state, batch, plan)
+    def gradients(state: TrainState, batch: Any, table: TickTable | None):
+        (loss, (carry, sums)), grads = value_and_grad(state, batch, table)
         initial = layout.initial_carry(state.params, state.frozen)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         with jax.named_scope("update"):
@@ -298,8 +283,8 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
         state, _ = _count(state, state.carry, initial, jnp.bool_(False), train.allowed_skips)
         return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
-    def step(state: TrainState, batch: Any, plan: Plan | None) -> tuple[TrainState, Metrics]:
-        state, grads, scale, rate, applies, metrics = gradients(state, batch, plan)
+    def step(state: TrainState, batch: Any, table: TickTable | None) -> tuple[TrainState, Metrics]:
+        state, grads, scale, rate, applies, metrics = gradients(state, batch, table)
         with jax.named_scope("update"):
             params, opt_state = update(
                 optimizer, state.params, grads, state.opt_state, applies, scale, rate
@@ -359,44 +344,42 @@ def check_program(program: jax.stages.Compiled) -> None:
         )
 
 
-def make_loss_and_grad(
-    setup: Setup, *, seed: int | None = 0, watch: bool = False
-) -> Callable[..., Any]:
-    """(state, batch, plan=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
+def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., Any]:
+    """(state, batch, table=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
-    The state's step numbers the dropout masks; without a plan the batch has the full length. On a mesh with
+    The state's step numbers the dropout masks; without a table the batch has the full length. On a mesh with
     stages and tensor parallelism, use `check_program` on the program of your own layers: would it terminate?
 
     Args:
       seed: of the dropout masks; None for no dropout, as in evaluation.
-      watch: instead of the carry, by kind, float32 [rows of the stack, B, 2], in which time step t inputs and
-        outputs of layers were not finite for the first time: `NEVER` - t, or 0. The gradients are then
-        (gradients, marks). Marks, [rows of the stack, 2, T, B], are not 0 where the
-        gradients of these inputs and outputs are not finite.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
     layout = setup.layout
-    unroll = _make_unroll(layout, setup.mesh, watch)
+    forward = make_forward(layout, setup.mesh)
 
-    def loss(params, state, batch, plan):
-        params, probes = params if watch else (params, ())
-        key = None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
-        plan = _full_plan(layout.parallel, backward=True) if plan is None else plan
-        carry, sums = unroll(params, state.frozen, state.carry, batch, key, plan, probes)
-        mean = sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
-        return mean, (carry, sums)
+    def loss(params, state, batch, table):
+        table = full_table(layout.parallel, backward=True) if table is None else table
+        key = dropout_key(seed, state)
+        carry, sums = forward(params, state.frozen, state.carry, batch, key, table)
+        return mean_loss(sums), (carry, sums)
 
     value_and_grad = jax.value_and_grad(loss, has_aux=True)
 
-    def run(state, batch, plan=None):
-        params = state.params
-        if watch:
-            T, B = layout.facts.num_steps or 1, layout.facts.batch_size
-            params = params, tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
-        return value_and_grad(params, state, batch, plan)
+    def run(state, batch, table=None):
+        return value_and_grad(state.params, state, batch, table)
 
     return run
+
+
+def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
+    """Of a step's dropout masks; None for none."""
+    return None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
+
+
+def mean_loss(sums: Sums) -> jax.Array:
+    """The loss of a step; where nothing counts, the sum."""
+    return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
 
 
 def make_eval_step(
@@ -418,10 +401,10 @@ def make_eval_step(
 
 
 def _make_eval_step(setup: Setup) -> CompiledStep:
-    unroll = _make_unroll(setup.layout, setup.mesh)
+    forward = make_forward(setup.layout, setup.mesh)
 
-    def step(state: TrainState, batch: Any, plan: Plan | None):
-        return unroll(state.params, state.frozen, state.carry, batch, None, plan)
+    def step(state: TrainState, batch: Any, table: TickTable | None):
+        return forward(state.params, state.frozen, state.carry, batch, None, table)
 
     return CompiledStep(step, setup.layout, backward=False)
 
@@ -443,319 +426,3 @@ def abstract_batch(setup: Setup) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(place, setup.layout.facts.batch)
-
-
-def step_schedule(
-    parallel: Parallel, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
-) -> Schedule:
-    """The schedule that a step follows.
-
-    Args:
-      share: of the data-parallel group; it has so many times `num_microbatches`.
-      num_chunks: of the batch, or of one of its segments; None if it has the full length.
-      backward: False in an evaluation.
-    """
-    return _make_schedule(
-        parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
-        parallel.mesh.stage,
-        share * parallel.pipeline.num_microbatches,
-        parallel.num_chunks // parallel.num_segments if num_chunks is None else num_chunks,
-        parallel.num_groups,
-        backward=backward,
-        zero_bubble=parallel.zero_bubble,
-    )
-
-
-# ---- one way through a model ----
-
-
-def _make_unroll(
-    layout: Layout, mesh: Mesh, watch: bool = False
-) -> Callable[..., tuple[Any, Sums]]:
-    """(params, frozen, carry, batch, dropout key, plan, probes) -> (carry, sums) over one window."""
-    layers = layout.layer_functions()
-    if layout.parallel.runs_in_units:
-        # The engine does not differentiate the carry that it is given.
-        layers = tuple(
-            layer if start is None else _from_learned_start(layer, start)
-            for layer, start in zip(layers, layout.learned_starts, strict=True)
-        )
-    if watch:
-        layers = tuple(_watched(layer, layout) for layer in layers)
-    run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
-
-    def unroll(params, frozen, carry, batch, key, plan, probes=()):
-        # Parameters stored split over `data` are gathered here, and their gradients scattered.
-        params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
-        if key is not None:
-            params = layout.drawn(params, frozen, key)
-        starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
-        before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
-        flat = tuple(values(before[kind]) for kind in layout.facts.kinds)
-        if watch:
-            B = layout.facts.batch_size
-            flags = (jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
-            flat = tuple(zip(flat, flags, strict=True))
-        after, sums = run(layout, mesh, layers, params, probes, frozen, flat, batch, key, plan)
-        by_kind = zip(layout.facts.kinds, after, strict=True)
-        if watch:
-            return {kind: flags for kind, (_, flags) in by_kind}, sums
-        return {kind: wrap_like(own, carry[kind]) for kind, own in by_kind}, sums
-
-    return unroll
-
-
-def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
-    """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
-
-    def run(params, frozen, carry, x, at):
-        is_first = (at.time == 0) & jnp.asarray(starts_of(at.batch)).astype(bool)
-        initial = start(params, frozen, jax.tree.leaves(carry)[0].shape[0])
-        carry = jax.tree.map(lambda a, b: jnp.where(is_first, b, a), carry, initial)
-        return layer(params, frozen, carry, x, at)
-
-    return run
-
-
-def _with_probes(params: tuple[Any, ...], probes: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    """Parameters of the layers by kind, as layers that are watched take them."""
-    return tuple(zip(params, probes, strict=True)) if probes else params
-
-
-def _watched(layer: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    """A layer that tells where its inputs and outputs, and the gradients of both, are not finite.
-
-    Its parameters are (parameters, probe), its carry (carry, marks); see `make_loss_and_grad`.
-    """
-
-    def bad(tree):
-        parts = []
-        for leaf in jax.tree.leaves(tree):
-            leaf_TB = leaf if layout.facts.time_major else leaf[None]
-            parts.append(~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim))))
-        return functools.reduce(jnp.logical_or, parts)
-
-    def first_bad(tree, at):
-        bad_TB = bad(lax.stop_gradient(tree))
-        step_B = at.time + bad_TB.argmax(0)
-        return jnp.where(bad_TB.any(0), (NEVER - step_B).astype(jnp.float32), 0.0)
-
-    @jax.custom_vjp
-    def tap(tree, probe_TB, place):
-        return tree
-
-    def pull_back(place, d_tree):
-        marks_TB = bad(d_tree).astype(jnp.float32)
-        room_TB = vary_like(
-            jnp.zeros((layout.facts.num_steps or 1, layout.facts.batch_size)), marks_TB
-        )
-        return d_tree, lax.dynamic_update_slice(room_TB, marks_TB, place), None
-
-    tap.defvjp(lambda tree, probe_TB, place: (tree, place), pull_back)
-
-    def run(params, frozen, carry, x, at):
-        (params, probe_2TB), (carry, marks_B2) = params, carry
-        x = tap(x, probe_2TB[0], (at.time, at.row))
-        after, y = layer(params, frozen, carry, x, at)
-        y = tap(y, probe_2TB[1], (at.time, at.row))
-        now_B2 = jnp.stack([first_bad(x, at), first_bad(y, at)], axis=1)
-        return (after, jnp.maximum(lax.stop_gradient(marks_B2), now_B2)), y
-
-    return run
-
-
-def _run_at_once(layout: Layout, mesh, layers, params, probes, frozen, carry, batch, key, plan):
-    """The whole batch and window as one block on every data-parallel group."""
-
-    def run(params, probes, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
-        at = At(
-            layer=jnp.int32(0),
-            time=jnp.int32(0),
-            row=jnp.int32(first_row),
-            key=key,
-            batch=layout.facts.to_block(batch),
-            layout=at_layout,
-            time_major=layout.facts.time_major,
-            platform=layout.facts.platform,
-        )
-        return run_block(layout, layers, params, probes, frozen, carry, at)
-
-    if mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand:
-        return run(params, probes, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
-
-    # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
-    # are summed where the parameters came in, all at once.
-    def run_shard(params, probes, frozen, carry, batch, key):
-        group = lax.axis_index(DATA)
-        with jax.named_scope("gradients"):
-            params, probes = vary_like((params, probes), group)
-        first_row = group * (layout.facts.batch_size // mesh.shape[DATA])
-        at_layout = layout.constraint(mesh, DATA)
-        carry, sums = run(params, probes, frozen, carry, batch, key, first_row, at_layout)
-        with jax.named_scope("loss"):
-            return carry, lax.psum(vary_like(sums, group), DATA)
-
-    rows = jax.tree.map(lambda a: P(DATA) if jnp.ndim(a) else P(), batch)
-    return jax.shard_map(
-        run_shard,
-        mesh=mesh,
-        axis_names={DATA},
-        in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
-        out_specs=(P(None, DATA), P()),
-    )(params, probes, frozen, carry, batch, key)
-
-
-def run_block(layout: Layout, layers, params, probes, frozen, carry, at: At):
-    """All of a model on a block of rows and time steps: the carry, and the sums."""
-    model = layout.merge(params, frozen)
-    with jax.named_scope("first"):
-        x = model.first(at.batch, at._replace(layer=len(layout.facts.kind_of) + 1))
-    own = _with_probes(layout.of_layers(params), probes), layout.of_layers(frozen)
-    carry, y = _run_stack(layout, layers, *own, carry, x, at)
-    with jax.named_scope("head"):
-        sums = model.last(y, at.batch, at._replace(layer=len(layout.facts.kind_of)))
-        return carry, checked_sums(sums, model)
-
-
-def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
-    """All layers on one stage: neighbours of one kind in a loop, or written out if they are few."""
-    carry, first = list(carry), 0
-    for kind, run in itertools.groupby(layout.facts.kind_of):
-        numbers = range(first, first + len(list(run)))
-        first, row = numbers.stop, layout.slots.places[numbers.start]
-        rows = slice(row, row + len(numbers))
-        own = tuple(
-            jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
-            for tree in (params, frozen, carry)
-        )
-        after, x = run_kind(layout.facts.unroll, layers[kind], own, x, at, numbers)
-        carry[kind] = jax.tree.map(
-            lambda a, part, rows=rows: part if len(part) == len(a) else a.at[rows].set(part),
-            carry[kind],
-            after,
-        )
-    return tuple(carry), x
-
-
-def run_kind(unroll: int, layer, stacked: tuple[Any, Any, Any], x, at: At, numbers: range):
-    """Neighbours of one kind; `stacked` are parameters, frozen ones and carry."""
-    if len(numbers) <= unroll:
-        afters = []
-        for row, number in enumerate(numbers):
-            own = jax.tree.map(lambda a, row=row: a[row], stacked)
-            after, x = layer(*own, x, at._replace(layer=jnp.int32(number)))
-            afters.append(after)
-        return jax.tree.map(lambda *parts: jnp.stack(parts), *afters), x
-    slots = SlotArrays(*(jnp.asarray(part, jnp.int32) for part in (numbers, numbers, numbers)))
-    (after,), y = run_layers(
-        (layer,), *((tree,) for tree in stacked), x=x, at=at, slots=slots, has_empty_slots=False
-    )
-    return after, y
-
-
-def _run_in_units(layout: Layout, mesh, layers, params, probes, frozen, carry, batch, key, plan):
-    """The model's three parts, handed to the pipeline engine."""
-    parallel, model = layout.parallel, layout.merge(params, frozen)
-    if hasattr(model, "prepare"):
-        model = model.prepare(mesh.shape)
-    outer = Outer(layout, model)
-    sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
-    # If all of `first` is frozen there is no gradient to add to.
-    adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]
-    deal, gather = _deal(layout, mesh)
-    b = parallel.microbatch_rows(layout.facts.batch_size)
-    pipeline = Pipeline(
-        layers=layers,
-        first=outer.run_first,
-        last=functools.partial(outer.run_last, is_part=sharded),
-        mesh=mesh,
-        slots=layout.slots,
-        chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
-        microbatch_rows=b,
-        head="sharded" if sharded else "last",
-        last_specs=_last_specs(layout, outer),
-        remat=parallel.pipeline.remat and parallel.num_segments == 1,
-        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
-        num_segments=parallel.num_segments,
-        unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
-        first_gradient=outer.add_first_gradient if adds_gradient else None,
-        first_rows=tuple(
-            np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
-        ),
-        layout=layout.constraint(mesh, DATA, STAGE),
-    )
-
-    def parts(number, probes=()):
-        leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
-        return PipelineParams(
-            tuple(leaves[n] for n in first),
-            _with_probes(layout.of_layers(outer.states[number]), probes),
-            tuple(leaves[n] for n in last),
-        )
-
-    block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
-    carry = jax.tree.map(lambda a: deal(a, 1), carry)
-    sums, carry, _ = pipeline.sums(parts(0, probes), carry, block, plan, frozen=parts(1), key=key)
-    return jax.tree.map(lambda a: gather(a, 1), carry), sums
-
-
-def _have_own_memory(mesh: Mesh) -> bool:
-    """Whether devices have another memory than the host; that of CPUs is the host's."""
-    return mesh.devices.flat[0].platform != "cpu"
-
-
-def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:
-    """Over `stage`, of what `last_part` uses: trained, and frozen."""
-
-    def specs(state, numbers):
-        variables = jax.tree.leaves(state, is_leaf=is_variable)
-        dims = [dims_of(variables[n]) for n in numbers]
-        split = [[STAGE in layout.rules.axes_of(d) if d else False for d in each] for each in dims]
-        return tuple(P(*(STAGE if is_split else None for is_split in each)) for each in split)
-
-    return tuple(map(specs, outer.states, outer.last))
-
-
-def _deal(layout: Layout, mesh: Mesh):
-    """Two functions of (array, its dim of the batch): to the groups' own rows, and back to the user's order.
-
-    Every group has room for the largest share; what a smaller one leaves empty is not computed.
-    """
-    parallel = layout.parallel
-    if parallel.has_equal_shares:
-        return (lambda a, dim: a), (lambda a, dim: a)
-    shares = np.asarray(parallel.group_shares)
-    size_G1 = shares[:, None] * (layout.facts.batch_size // shares.sum())
-    row_R = np.arange(size_G1.max())
-    is_there_GR = row_R < size_G1
-    dealt_GR = np.where(is_there_GR, np.cumsum(size_G1)[:, None] - size_G1 + row_R, 0)
-    places = np.flatnonzero(is_there_GR)
-
-    def deal(a, dim: int):
-        spec = P(*[None] * dim, DATA) if dim == 0 else P(STAGE, DATA)
-        return lax.with_sharding_constraint(
-            jnp.take(a, dealt_GR.ravel(), axis=dim), NamedSharding(mesh, spec)
-        )
-
-    return deal, lambda a, dim: jnp.take(a, places, axis=dim)
-
-
-def _full_plan(parallel: Parallel, *, backward: bool) -> Plan | None:
-    if not parallel.runs_in_units:
-        return None
-    return _plan(parallel, parallel.num_chunks // parallel.num_segments, backward)
-
-
-@functools.lru_cache
-def _plan(parallel: Parallel, num_chunks: int, backward: bool) -> Plan:
-    """The schedules of a batch of so many chunks, in a program that holds `parallel.num_chunks`."""
-
-    def schedule(share: int, K: int) -> Schedule:
-        return step_schedule(parallel, share, K, backward=backward)
-
-    full_length = parallel.num_chunks // parallel.num_segments
-    any_length = range(1, full_length + 1) if parallel.num_segments == 1 else [full_length]
-    shares = parallel.group_shares
-    capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
-    schedules = [schedule(share, num_chunks) for share in shares]
-    return make_plan(schedules, capacity)

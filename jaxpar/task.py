@@ -161,11 +161,11 @@ class Task:
         return {}
 
     def describe(self) -> list[tuple[str, str]]:
-        """Lines for the table before a run: (what, in words); by default those of packed batches."""
-        from jaxpar.data.packed import PackedBatches
+        """Lines for the table before a run: (what, in words); by default those of sequences."""
+        from jaxpar.data.sequences import SequenceBatches
 
         batches = self.make_batches("train", 0)
-        return [("batches", batches.to_text())] if isinstance(batches, PackedBatches) else []
+        return [("batches", batches.to_text())] if isinstance(batches, SequenceBatches) else []
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the data, as JSON has it: a resumed run must have the same."""

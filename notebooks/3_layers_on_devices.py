@@ -17,7 +17,7 @@
 # %%
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, lm
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.orders import make_schedule
 
 jaxpar.simulate_devices(2)
 
@@ -80,10 +80,10 @@ make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 
 # %%
 for kind, groups in (("1f1b", 1), ("interleaved", 2)):
-    for apart in ("off", "unit"):
+    for apart in (False, True):
         schedule = make_schedule(kind, 4, 8, 4, groups, zero_bubble=apart)
         print(f"{schedule.title:<16} bubble {schedule.bubble:.1%}, {schedule.num_slots} slots")
-make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubble="unit")
+make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubble=True)
 
 # %% [markdown]
 # ## And in reality?

@@ -26,7 +26,6 @@ from jax import lax
 
 from jaxpar import At, OptimizerConfig, Sums, TrainConfig, lm
 from jaxpar.fields import require, require_not_negative, require_rate
-from jaxpar.trees import vary_like
 
 LEAST = 5  # steps of a window
 NLL = "nll"  # a metric: the loss without penalties
@@ -127,7 +126,7 @@ class AWD(lm.LM):
     @property
     def layer_class(self) -> Any:
         """That of the language model, with masks, late windows and the penalty on changes."""
-        return awd_layer(super().layer_class, self.input_dropout)
+        return awd_layer(super().layer_class, self.input_dropout, self.tar, self.num_layers - 1)
 
     def batches_of(self, tokens: np.ndarray, separator: int, seed: int | None = None) -> Any:
         """Windows of random lengths of any text."""
@@ -250,7 +249,7 @@ class AWDModel(lm.LanguageModel):
         super().__init__(**task.model_options(), rngs=rngs)
         self.dropout = 0.0  # before the head: its mask is held, and drawn here
         self.output_dropout, self.word_dropout = task.output_dropout, task.word_dropout
-        self.drop_connect, self.ar, self.tar = task.drop_connect, task.ar, task.tar
+        self.drop_connect, self.ar = task.drop_connect, task.ar
 
     def draw(self, key: jax.Array) -> "AWDModel":
         """The model with some weights of its recurrent kernels dropped; a mask is that of its layer."""
@@ -263,32 +262,26 @@ class AWDModel(lm.LanguageModel):
             w_h[...] = jax.vmap(drop)(w_h[...], jnp.asarray(layers, jnp.int32))
         return model
 
-    def first(self, batch: Any, at: At) -> Any:
+    def first(self, batch: Any, at: At) -> jax.Array:
         """Embedded inputs, without the words that are dropped."""
-        x_TBH = self._drop_words(super().first(batch, at), batch, at)
-        if self.tar == 0.0:
-            return x_TBH
-        return Outputs(x_TBH, vary_like(jnp.zeros(x_TBH.shape[:2], jnp.float32), x_TBH))
+        return self._drop_words(super().first(batch, at), batch, at)
 
-    def add_first_gradient(self, grads: Any, dx_TBH: Any, batch: Any, at: At) -> nnx.State:
+    def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Any, at: At) -> nnx.State:
         """Likewise."""
-        dx_TBH = self._drop_words(_outputs(dx_TBH), batch, at)
+        dx_TBH = self._drop_words(dx_TBH, batch, at)
         return super().add_first_gradient(grads, dx_TBH, batch, at)
 
-    def last(self, y_TBH: Any, batch: Any, at: At) -> Sums:
-        """With the penalties in training; the metric `nll` is without them."""
-        y_TBH, cost = self._held(y_TBH, batch, at)
-        return _with_cost(super().last(y_TBH, batch, at), cost)
+    def last(self, y_TBH: jax.Array, batch: Any, at: At) -> Sums:
+        """With the penalty in training; the metric `nll` is without it, and without that of layers."""
+        y_TBH = held_dropout(y_TBH, self.output_dropout, at)
+        return _with_cost(super().last(y_TBH, batch, at), self._cost(y_TBH, batch, at))
 
-    def last_part(self, y_TBH: Any, batch: Any, at: At) -> Sums:
+    def last_part(self, y_TBH: jax.Array, batch: Any, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary; all of them have all of y."""
-        y_TBH, cost = self._held(y_TBH, batch, at)
+        y_TBH = held_dropout(y_TBH, self.output_dropout, at)
+        cost = self._cost(y_TBH, batch, at)
         cost = None if cost is None else lax.pmean(cost, "stage")
         return _with_cost(super().last_part(y_TBH, batch, at), cost)
-
-    def logits(self, y: Any) -> jax.Array:
-        """[..., H] -> float32 [..., V]."""
-        return super().logits(_outputs(y))
 
     def _drop_words(self, x_TBH: jax.Array, batch: Any, at: At) -> jax.Array:
         """Embeddings, or their gradients, without those of the words that are dropped."""
@@ -299,40 +292,21 @@ class AWDModel(lm.LanguageModel):
         scale_V = jnp.where(is_kept_V, 1.0 / (1.0 - rate), 0.0).astype(x_TBH.dtype)
         return x_TBH * scale_V[batch.inputs_BT][..., None]
 
-    def _held(self, y: Any, batch: Any, at: At) -> tuple[jax.Array, jax.Array | None]:
-        """What goes into the head, and what it and the changes before it cost; None in evaluation."""
-        change_TB = y.change_TB if isinstance(y, Outputs) else jnp.float32(0)
-        y_TBH = held_dropout(_outputs(y), self.output_dropout, at)
-        if at.key is None:
-            return y_TBH, None
-        cost_TB = self.ar * square_of(y_TBH) + self.tar * change_TB
-        return y_TBH, jnp.sum(jnp.where(batch.targets_BT != lm.IGNORE, cost_TB, 0.0))
-
-
-class Outputs(NamedTuple):
-    """What goes from layer to layer where changes cost something.
-
-    Attributes:
-      y_TBH: outputs of a layer.
-      change_TB: the mean square over H of how much they changed since the step before in the window; float32.
-    """
-
-    y_TBH: jax.Array
-    change_TB: jax.Array
-
-
-def _outputs(x: Any) -> jax.Array:
-    return x.y_TBH if isinstance(x, Outputs) else x
+    def _cost(self, y_TBH: jax.Array, batch: Any, at: At) -> jax.Array | None:
+        """Of what goes into the head; None in evaluation."""
+        return None if at.key is None else self.ar * over_targets(square_of(y_TBH), batch)
 
 
 @functools.cache
-def awd_layer(layer: Any, input_dropout: float) -> Any:
-    """A class of layers with held masks that begins late where the batch says so, and reports its change.
+def awd_layer(layer: Any, input_dropout: float, tar: float, last: int) -> Any:
+    """A class of layers with held masks that begins late where the batch says so.
 
     Args:
       layer: a class of `jaxpar.nn`; the first array of its carry is its last output, and it begins from
         `at.initial`.
       input_dropout: rate of the first layer.
+      tar: what the last layer adds to the loss, for the mean square of how much its outputs change.
+      last: its number.
     """
 
     class AWDLayer(layer):
@@ -342,34 +316,36 @@ def awd_layer(layer: Any, input_dropout: float) -> Any:
             super().__init__(width, **options)
             self.held = dropout
 
-        def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, Any]:
-            x_TBH, padding = _outputs(x), getattr(at.batch, "padding", None)
-            T, B, _ = x_TBH.shape
-            # As the state, whatever stage the block is on: one value for all that reads it.
-            time = vary_like(jnp.asarray(at.time), x_TBH)
-            begins_T = time + jnp.arange(T) == (0 if padding is None else padding)
+        def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, ...]:
+            (T, B, _), padding, inner = x_TBH.shape, getattr(at.batch, "padding", None), at
+            begins_T = at.time + jnp.arange(T) == (0 if padding is None else padding)
             begins_TB = jnp.broadcast_to(begins_T[:, None], (T, B))
-            inner = at
             if padding is not None:
-                batch = at.batch._replace(resets=begins_TB)
-                inner = at._replace(batch=batch, initial=carry)
+                inner = at._replace(batch=at.batch._replace(resets=begins_TB), initial=carry)
             rate = jnp.where(at.layer == 0, input_dropout, self.held)
             after, y_TBH = super().__call__(carry, held_dropout(x_TBH, rate, at), inner)
             if padding is not None:
-                is_padding = time + T <= padding
+                is_padding = at.time + T <= padding
                 after = jax.tree.map(lambda a, b: jnp.where(is_padding, a, b), carry, after)
-            if not isinstance(x, Outputs):
+            if tar == 0.0:
                 return after, y_TBH
+            nothing = jnp.float32(0)
             if at.key is None:  # in evaluation
-                return after, Outputs(y_TBH, x.change_TB)
+                return after, y_TBH, Sums(nothing, nothing)
             h_BH = jax.tree.leaves(carry)[0].astype(y_TBH.dtype)
-            change_TBH = y_TBH - jnp.concatenate([h_BH[None], y_TBH[:-1]])
+            change_TB = square_of(y_TBH - jnp.concatenate([h_BH[None], y_TBH[:-1]]))
             if at.resets is not None:
                 begins_TB |= at.resets
-            return after, Outputs(y_TBH, jnp.where(begins_TB, 0.0, square_of(change_TBH)))
+            cost = tar * over_targets(jnp.where(begins_TB, 0.0, change_TB), at.batch)
+            return after, y_TBH, Sums(jnp.where(at.layer == last, cost, nothing), nothing)
 
     AWDLayer.__name__ = AWDLayer.__qualname__ = layer.__name__
     return AWDLayer
+
+
+def over_targets(cost_TB: jax.Array, batch: Any) -> jax.Array:
+    """The sum over the steps that count."""
+    return jnp.sum(jnp.where(batch.targets_BT != lm.IGNORE, cost_TB, 0.0))
 
 
 def held_dropout(x_TBH: jax.Array, rate: float | jax.Array, at: At) -> jax.Array:

@@ -97,13 +97,13 @@ def layouts(draw):
     microbatches = pick(1, 2)
     parts = sum(shares or (1,) * data) * microbatches
     task = Regress(tuple(kinds), batch_size=parts * pick(1, 2))
-    schedule = "interleaved" if has_groups else pick("1f1b", "gpipe")
+    schedule = pick("interleaved", "v") if has_groups else pick("1f1b", "gpipe")
     pipeline = PipelineConfig(
         schedule=schedule,
         num_microbatches=microbatches,
         num_chunks=chunks,
-        num_groups=2 if has_groups else 1,
-        zero_bubble=pick("off", "unit") if schedule != "gpipe" else "off",
+        num_groups=2 if schedule == "interleaved" else 1,
+        zero_bubble=pick(False, True),
         remat=pick(False, True),
     )
     mesh = on_devices((data, stages, tensor))
@@ -126,14 +126,14 @@ class Calm(Regress):
         return batches
 
 
-UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": "unit"}
+UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": True}
 
 
 @pytest.mark.parametrize(
     ("kinds", "mesh", "units"),
     [
         (("own gru", "own gru"), (1, 2, 2), UNITS),
-        full(("slstm", "rglru"), (2, 2, 2), {**UNITS, "zero_bubble": "microbatch"}),
+        full(("slstm", "rglru"), (2, 2, 2), {**UNITS, "schedule": "v"}),
         full(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
         slow(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
         slow(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),

@@ -51,7 +51,7 @@ def test_nothing_is_sent_over_data_in_a_loop(compiled):
 
 def test_transfers_over_stage_are_counted_once_a_tick(compiled):
     _, setup, report = compiled
-    plan_of_ticks = make_train_step(setup).full_plan
+    plan_of_ticks = make_train_step(setup).full_table
     permutes = [c for c in report.along(STAGE) if c.op == "collective-permute"]
     assert [c.count for c in permutes] == [int(plan_of_ticks.num_ticks)] * 2
     one = 32 // 4 * 128 // 2 // 2 * 512 * 4 // 2  # t b H floats, split over tensor

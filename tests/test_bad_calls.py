@@ -146,9 +146,9 @@ CALLS = {
     "a text for the rows of a batch": (
         lambda m: ArrayBatches({"x": np.zeros(3)}, "2"), r"batch_size='2' \(str\): use a whole number",
     ),
-    "a series too short": (lambda m: SeriesBatches({"x": np.zeros(3)}, 2, 4, 0), "too short for batch"),
+    "a series too short": (lambda m: SeriesBatches({"x": np.zeros(3)}, 2, 4, 0), "3 steps are too few"),
     "a series of warming up": (
-        lambda m: SeriesBatches({"x": np.zeros(5)}, 2, 4, warmup=4), "seq_len=4, warmup=4, which need 6",
+        lambda m: SeriesBatches({"x": np.zeros(4)}, 2, 4, warmup=4), "seq_len=4, warmup=4, which need 5",
     ),
     "warming up in training": (
         lambda m: SeriesBatches({"x": np.zeros(9)}, 1, 4, 3, warmup=2), "warmup=2 with seed=3: it is 0 in tr",

@@ -10,31 +10,36 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from models import Regress
 
 import jaxpar
 from jaxpar.batches import place_batch
+from jaxpar.data.bucketed import BucketedBatches, choose_edges
+from jaxpar.mesh import ONE_DEVICE
 from jaxpar.setup import Setup
 from jaxpar.step import batch_sharding
-from jaxpar.tasks.lm.buckets import BucketedSentences, Sentences, choose_edges
 from jaxpar.tasks.lm.corpus import EOS, load_corpus
-from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.tasks.lm.streams import IGNORE, TOKENS, BucketedText, line_places
 
-PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of sentences up to 64 steps, in batches of 16
+SAME_LOSS = 1e-5  # relative, after 12 steps in float32
+PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of lines up to 64 steps, in batches of 16
 
 
-def numbered(sizes) -> Sentences:
-    """Sentences of these numbers of tokens; a token is its own position, so that it tells its place."""
-    starts = np.cumsum(sizes) - sizes
-    return Sentences(np.arange(sum(sizes)), starts, np.maximum(np.array(sizes) - 1, 0))
+def bucketed_lines(sizes, batch_size, edges, seed=None) -> BucketedText:
+    """Lines of these numbers of tokens; a token is its own position, so that it tells its place."""
+    text, lengths = {TOKENS: np.arange(sum(sizes))}, np.maximum(np.array(sizes, int) - 1, 0)
+    return BucketedText(
+        text, lengths, batch_size, edges, seed, starts=np.cumsum(sizes) - np.array(sizes, int)
+    )
 
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=60).filter(lambda sizes: max(sizes) > 1)
 EDGES = st.sets(st.integers(1, 35), min_size=1, max_size=5).map(lambda edges: tuple(sorted(edges)))
 SEEDS = st.none() | st.integers(0, 2**40)
-BUCKETED = st.builds(BucketedSentences, SIZES.map(numbered), st.integers(1, 7), EDGES, SEEDS)
+BUCKETED = st.builds(bucketed_lines, SIZES, st.integers(1, 7), EDGES, SEEDS)
 
 
-def epoch_of(bucketed: BucketedSentences, epoch: int = 0):
+def epoch_of(bucketed: BucketedBatches, epoch: int = 0):
     first = epoch * bucketed.num_windows
     return [bucketed.batch(step) for step in range(first, first + bucketed.num_windows)]
 
@@ -45,9 +50,9 @@ def rows_of(batches) -> list[list[int]]:
     return sorted(row for row in rows if row)
 
 
-def targets_of(sentences: Sentences) -> list[int]:
-    """What must be read once an epoch, of `numbered` sentences."""
-    spans = zip(sentences.starts_S.tolist(), sentences.lengths_S.tolist(), strict=True)
+def targets_of(bucketed: BucketedText) -> list[int]:
+    """What must be read once an epoch, of `bucketed_lines`."""
+    spans = zip(bucketed.starts_S.tolist(), bucketed.lengths_S.tolist(), strict=True)
     return [start + 1 + t for start, length in spans for t in range(length)]
 
 
@@ -62,14 +67,12 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 def test_every_target_is_read_exactly_once_in_every_epoch(bucketed, epoch):
     targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(bucketed, epoch)])
     counted = targets[targets != IGNORE]
-    assert sorted(counted.tolist()) == targets_of(bucketed.sentences)
-    assert bucketed.num_targets == len(counted)
+    assert sorted(counted.tolist()) == targets_of(bucketed)
 
 
 @hypothesis.given(SIZES, st.integers(1, 7), SEEDS, st.integers(0, 2))
-def test_every_sentence_is_one_row(sizes, batch_size, seed, epoch):
-    sentences = numbered(sizes)
-    bucketed = BucketedSentences(sentences, batch_size, (5, 10, 29), seed)
+def test_every_line_is_one_row(sizes, batch_size, seed, epoch):
+    bucketed = bucketed_lines(sizes, batch_size, (5, 10, 29), seed)
     stops = np.cumsum(sizes).tolist()
     wanted = [
         list(range(stop - size + 1, stop))
@@ -88,7 +91,7 @@ def test_targets_are_the_next_tokens_and_padding_is_ignored(bucketed, epoch):
         assert np.all(batch.inputs_BT[~inside_BT] == 0)
         assert batch.inputs_BT.dtype == batch.targets_BT.dtype == np.int32
         assert batch.starts is True
-        # A row is a stretch of the text, then padding; rows without a sentence are the last ones.
+        # A row is a stretch of the text, then padding; rows without a line are the last ones.
         lengths_B = inside_BT.sum(axis=1)
         np.testing.assert_array_equal(inside_BT, np.arange(inside_BT.shape[1]) < lengths_B[:, None])
         assert np.all(np.diff(batch.targets_BT, axis=1)[inside_BT[:, 1:]] == 1)
@@ -97,7 +100,7 @@ def test_targets_are_the_next_tokens_and_padding_is_ignored(bucketed, epoch):
 
 
 @hypothesis.given(BUCKETED)
-def test_a_sentence_is_in_the_shortest_bucket_that_holds_it(bucketed):
+def test_a_line_is_in_the_shortest_bucket_that_holds_it(bucketed):
     for batch in epoch_of(bucketed):
         i = bucketed.edges.index(batch.inputs_BT.shape[1])
         lengths_B = (batch.targets_BT != IGNORE).sum(axis=1)
@@ -107,7 +110,7 @@ def test_a_sentence_is_in_the_shortest_bucket_that_holds_it(bucketed):
 
 
 @hypothesis.given(BUCKETED)
-def test_rows_without_a_sentence_are_spread_over_the_batches_of_a_bucket(bucketed):
+def test_rows_without_a_line_are_spread_over_the_batches_of_a_bucket(bucketed):
     rows_of_bucket = {edge: [] for edge in bucketed.edges}
     for batch in epoch_of(bucketed):
         filled_B = (batch.targets_BT != IGNORE).any(axis=1)
@@ -115,12 +118,12 @@ def test_rows_without_a_sentence_are_spread_over_the_batches_of_a_bucket(buckete
     for bucket in bucketed.buckets:
         rows = rows_of_bucket[bucket.length]
         assert len(rows) == bucket.num_batches == math.ceil(sum(rows) / bucketed.batch_size)
-        assert sum(rows) == bucket.num_sentences
+        assert sum(rows) == bucket.num_sequences
         assert not rows or max(rows) - min(rows) <= 1
 
 
-def test_a_long_sentence_is_cut_and_an_empty_one_left_out():
-    bucketed = BucketedSentences(numbered([12, 0, 1, 5, 6]), batch_size=2, edges=(4,))
+def test_a_long_line_is_cut_and_an_empty_one_left_out():
+    bucketed = bucketed_lines([12, 0, 1, 5, 6], batch_size=2, edges=(4,))
     # 11 steps in pieces of 4, 4 and 3; 4 steps; 5 steps in pieces of 4 and 1.
     assert rows_of(epoch_of(bucketed)) == [
         [1, 2, 3, 4],
@@ -133,9 +136,10 @@ def test_a_long_sentence_is_cut_and_an_empty_one_left_out():
     assert (bucketed.num_cut, bucketed.num_left_out) == (2, 2)
 
 
-def test_the_picture_of_the_module():
+def test_the_picture_of_a_text_in_buckets():
     text = np.array([".abcdefghijkl".index(token) for token in "ab.cdef.g.hi.jkl."])
-    bucketed = BucketedSentences(Sentences.split(text, separator=0), batch_size=2, edges=(3, 5))
+    starts, lengths = line_places(text, separator=0)
+    bucketed = BucketedText({TOKENS: text}, lengths, batch_size=2, edges=(3, 5), starts=starts)
     batches = [
         [
             "".join("_" if target == IGNORE else ".abcdefghijkl"[token] for token, target in row)
@@ -150,11 +154,22 @@ def test_the_picture_of_the_module():
 
 
 def test_evaluation_reads_short_buckets_first_in_the_order_of_the_text():
-    bucketed = BucketedSentences(numbered([3, 9, 2, 8, 3]), batch_size=2, edges=(2, 8))
+    bucketed = bucketed_lines([3, 9, 2, 8, 3], batch_size=2, edges=(2, 8))
     firsts = [batch.inputs_BT[:, 0].tolist() for batch in epoch_of(bucketed)]
     assert firsts == [[0, 0], [12, 22], [3, 14]]
     for before, after in zip(epoch_of(bucketed), epoch_of(bucketed, 1), strict=True):
         np.testing.assert_array_equal(before.inputs_BT, after.inputs_BT)
+
+
+def test_the_picture_of_the_module():
+    letters, lengths = np.array([*"abcdefghijklmnop"]), [2, 5, 2, 3, 4]
+    bucketed = BucketedBatches({"x": letters}, lengths, batch_size=2, edges=(3, 5))
+    batches = [
+        ["".join(row) for row in np.where(batch["weight"] == 1, batch["x"], "_")]
+        for batch in epoch_of(bucketed)
+    ]
+    assert batches == [["ab_", "___"], ["hi_", "jkl"], ["cdefg", "mnop_"]]
+    assert all(batch["starts"] is True for batch in epoch_of(bucketed))
 
 
 # Determinism.
@@ -165,21 +180,19 @@ def test_batch_is_a_function_of_seed_and_step(bucketed, data):
     step = data.draw(st.integers(0, 3 * bucketed.num_windows))
     for earlier in range(step):  # what was asked before does not matter
         bucketed.batch(earlier)
-    resumed = BucketedSentences(
-        bucketed.sentences, bucketed.batch_size, bucketed.edges, bucketed.seed
-    )
+    like = bucketed.batch_size, bucketed.edges, bucketed.seed
+    resumed = BucketedText(bucketed.arrays, bucketed.lengths_S, *like, starts=bucketed.starts_S)
     np.testing.assert_array_equal(bucketed.batch(step).inputs_BT, resumed.batch(step).inputs_BT)
     np.testing.assert_array_equal(bucketed.batch(step).targets_BT, resumed.batch(step).targets_BT)
 
 
-def test_every_epoch_and_every_seed_shuffles_sentences_and_buckets():
-    sentences = numbered([2, 6] * 200)
+def test_every_epoch_and_every_seed_shuffles_lines_and_buckets():
     orders, bucket_orders = set(), set()
     for seed, epoch in itertools.product((0, 1), range(5)):
-        batches = epoch_of(BucketedSentences(sentences, 4, (1, 5), seed), epoch)
+        batches = epoch_of(bucketed_lines([2, 6] * 200, 4, (1, 5), seed), epoch)
         orders.add(tuple(int(batch.inputs_BT[0, 0]) for batch in batches))
         bucket_orders.add(tuple(batch.inputs_BT.shape[1] for batch in batches))
-        # Sentences that are neighbours in the text do not stay together in a batch.
+        # Lines that are neighbours in the text do not stay together in a batch.
         assert not any(np.all(np.diff(batch.inputs_BT[:, 0]) == 8) for batch in batches)
     assert len(orders) == len(bucket_orders) == 10
 
@@ -206,7 +219,7 @@ def test_rows_equal_those_of_the_full_batch(bucketed, data):
     ],
 )
 def test_placed_batch_equals_the_host_batch(axes, spec, row_parts, seed):
-    bucketed = BucketedSentences(numbered(range(60)), batch_size=8, edges=(4, 12, 40), seed=seed)
+    bucketed = bucketed_lines(range(60), batch_size=8, edges=(4, 12, 40), seed=seed)
     sharding = NamedSharding(mesh_of(**axes), spec)
     for step in range(bucketed.num_windows + 2):
         placed, host = place_batch(bucketed, step, sharding), bucketed.batch(step)
@@ -220,19 +233,19 @@ def test_placed_batch_equals_the_host_batch(axes, spec, row_parts, seed):
         assert placed.starts is True
 
 
-# Sentences.
+# Lines.
 
 
 @hypothesis.given(st.lists(st.integers(0, 3), min_size=2, max_size=60).filter(lambda t: 0 in t))
 def test_splitting_a_text_loses_no_target(tokens):
-    sentences = Sentences.split(np.array(tokens), separator=0)
+    starts, lengths = line_places(np.array(tokens), separator=0)
     targets = [
         tokens[start + 1 : start + 1 + length]
-        for start, length in zip(sentences.starts_S, sentences.lengths_S, strict=True)
+        for start, length in zip(starts, lengths, strict=True)
     ]
     assert list(itertools.chain.from_iterable(targets)) == tokens[1:]
     assert all(0 not in line[:-1] for line in targets)  # a separator ends its line
-    assert all(tokens[start] == 0 for start in sentences.starts_S[1:])  # and begins the next
+    assert all(tokens[start] == 0 for start in starts[1:])  # and begins the next
 
 
 # Edges and padding.
@@ -268,7 +281,7 @@ def test_edges_are_optimal(lengths, num_buckets, multiple, max_chunks, batch_siz
     assert list(edges) == sorted(set(edges))
     longest = min(max(lengths), max_len)
     assert longest <= edges[-1] < longest + multiple
-    bucketed = BucketedSentences(numbered([n + 1 for n in lengths]), batch_size, edges)
+    bucketed = bucketed_lines([n + 1 for n in lengths], batch_size, edges)
     fewest = brute_force_steps(lengths, *arguments)
     assert bucketed.padding == pytest.approx(1 - sum(lengths) / fewest, abs=1e-12)
 
@@ -284,7 +297,7 @@ def test_edges_are_optimal(lengths, num_buckets, multiple, max_chunks, batch_siz
         ([20], (3, 4, 12), (8, 12)),  # in pieces of 12 and 8
     ],
 )
-def test_edges_of_a_few_sentences(lengths, arguments, edges):
+def test_edges_of_a_few_sequences(lengths, arguments, edges):
     assert choose_edges(np.array(lengths), *arguments) == edges
 
 
@@ -302,29 +315,29 @@ def test_padding_is_the_share_of_ignored_targets_in_an_epoch(bucketed):
 
 
 def test_table_of_the_buckets():
-    bucketed = BucketedSentences(numbered([12, 0, 1, 4, 3]), batch_size=2, edges=(2, 4))
+    bucketed = bucketed_lines([12, 0, 1, 4, 3], batch_size=2, edges=(2, 4))
     assert bucketed.to_text().splitlines() == [
-        "length  sentences  batches  padding",
+        "length  sequences  batches  padding",
         "     2          1        1    50.0%",
         "     4          4        2    12.5%",
         " total          5        3    20.0%",
         "cut into pieces, longer than 4: 1",
-        "left out, without a target: 2",
+        "left out, without a step: 2",
     ]
-    whole = BucketedSentences(numbered([3]), batch_size=1, edges=(2,))
+    whole = bucketed_lines([3], batch_size=1, edges=(2,))
     assert whole.to_text().splitlines()[-1] == " total          1        1     0.0%"
 
 
 def test_python_docs_have_little_padding():
     corpus = load_corpus("python-docs")
-    sentences = Sentences.split(corpus.train, corpus.vocabulary.words.index(EOS))
-    edges = choose_edges(sentences.lengths_S, 5, multiple=4, max_len=64, batch_size=16)
-    bucketed = BucketedSentences(sentences, 16, edges, seed=0)
+    starts, lengths = line_places(corpus.train, corpus.vocabulary.words.index(EOS))
+    edges = choose_edges(lengths, 5, multiple=4, max_len=64, batch_size=16)
+    bucketed = BucketedText({TOKENS: corpus.train}, lengths, 16, edges, seed=0, starts=starts)
     ignored = sum((batch.targets_BT == IGNORE).sum() for batch in epoch_of(bucketed))
     steps = sum(batch.targets_BT.size for batch in epoch_of(bucketed))
     assert bucketed.padding == pytest.approx(ignored / steps)
     assert bucketed.padding < PYTHON_DOCS_PADDING
-    assert bucketed.num_targets == len(corpus.train) - 1
+    assert steps - ignored == len(corpus.train) - 1
 
 
 # Errors.
@@ -337,10 +350,11 @@ def test_python_docs_have_little_padding():
         ({"multiple": 0}, "multiple=0 is too small; use 1"),
         ({"max_len": 0}, "max_len=0 is too small; use 1"),
         ({"batch_size": -3}, "batch_size=-3 is too small; use 1"),
-        ({"max_len": 35}, "max_len=35 is not a multiple of 4; use max_len=32 or 36"),
-        ({"max_len": 3}, "max_len=3 is not a multiple of 4; use max_len=4$"),
-        ({"lengths_S": np.array([0, 0])}, "none of 2 sentences has a target; give one of 2"),
-        ({"lengths_S": np.array([])}, "none of 0 sentences has a target"),
+        ({"max_len": 35}, "max_len=35 does not divide by multiple=4; use max_len 32 or 36, or"),
+        ({"max_len": 3}, "max_len=3 does not divide by multiple=4; use max_len 4, or"),
+        ({"lengths_S": np.array([0, 0])}, "none of 2 sequences has a step; give one of 1"),
+        ({"lengths_S": np.array([], int)}, "none of 0 sequences has a step"),
+        ({"lengths_S": np.array([])}, "type float64; give one whole number"),
     ],
 )
 def test_edges_that_cannot_be_chosen(changes, message):
@@ -357,13 +371,13 @@ def test_edges_that_cannot_be_chosen(changes, message):
         ({"edges": ()}, r"edges=\(\) do not increase"),
         ({"edges": (4, 4)}, r"edges=\(4, 4\) do not increase from 1 or more; use edges such as"),
         ({"edges": (0, 4)}, r"edges=\(0, 4\) do not increase"),
-        ({"sentences": numbered([1, 0])}, "none of 2 sentences has a target; give one of 2"),
+        ({"sizes": [1, 0]}, "none of 2 sequences has a step; give one of 1"),
     ],
 )
 def test_arguments_out_of_range(changes, message):
-    arguments = {"sentences": numbered([5, 9]), "batch_size": 2, "edges": (4, 8), "seed": 0}
+    arguments = {"sizes": [5, 9], "batch_size": 2, "edges": (4, 8), "seed": 0}
     with pytest.raises(ValueError, match=message):
-        BucketedSentences(**{**arguments, **changes})
+        bucketed_lines(**{**arguments, **changes})
 
 
 @pytest.mark.parametrize(
@@ -378,15 +392,15 @@ def test_arguments_out_of_range(changes, message):
 )
 def test_texts_that_do_not_split(tokens, message):
     with pytest.raises(ValueError, match=message):
-        Sentences.split(tokens, separator=0)
+        line_places(tokens, separator=0)
 
 
 def test_steps_and_shardings_that_do_not_fit():
-    bucketed = BucketedSentences(numbered([6, 6, 6]), batch_size=6, edges=(5,), seed=0)
+    bucketed = bucketed_lines([6, 6, 6], batch_size=6, edges=(5,), seed=0)
     mesh = mesh_of(data=4, stage=2)
     with pytest.raises(ValueError, match="step=-1 is negative"):
         bucketed.batch(-1)
-    with pytest.raises(ValueError, match="batch_size=6 does not split over data=4"):
+    with pytest.raises(ValueError, match="batch_size=6 does not divide by data=4"):
         place_batch(bucketed, 0, NamedSharding(mesh, PartitionSpec("data")))
 
 
@@ -416,6 +430,39 @@ def test_python_docs_in_five_buckets_are_one_program_of_a_pipeline():
             assert np.isfinite(metrics.loss)
     assert lengths == set(batches.edges)
     assert step.num_programs == 1
+
+
+class Walks(Regress):
+    """Random walks of 1 to 16 steps."""
+
+    variable_length = True
+
+    def make_batches(self, split, seed=None):
+        rng = np.random.default_rng(3)
+        lengths = rng.integers(1, 17, 60)
+        walks = rng.normal(size=(lengths.sum(), 3)).astype(np.float32)
+        arrays = {"x": walks, "y": np.tanh(walks), "level": np.ones(len(walks), np.float32)}
+        edges = choose_edges(lengths, 3, multiple=4, max_len=16, batch_size=self.batch_size)
+        return BucketedBatches(arrays, lengths, self.batch_size, edges, seed)
+
+    def example_batch(self):
+        batches = self.make_batches("train")
+        return batches.batch(batches.num_windows - 1)
+
+
+def test_sequences_of_any_task_in_buckets_are_exact_in_a_pipeline(tmp_path):
+    task = Walks(kinds=("own gru", "flax gru"), batch_size=8)
+    assert "sequences" in dict(task.describe())["batches"]
+    assert {task.make_batches("train", 0).batch(n)["x"].shape[1] for n in range(12)} == {4, 8, 16}
+    stages = jaxpar.Parallel(
+        jaxpar.MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)),
+        jaxpar.PipelineConfig(num_chunks=4),
+    )
+    losses = []
+    for folder, parallel in (("plain", jaxpar.Parallel(ONE_DEVICE)), ("piped", stages)):
+        train = jaxpar.TrainConfig(num_steps=12, out_dir=str(tmp_path / folder))
+        losses.append(jaxpar.fit(task, parallel, train, quiet=True).losses)
+    np.testing.assert_allclose(*losses, rtol=SAME_LOSS)
 
 
 def test_buckets_that_are_no_whole_chunks_are_refused():

@@ -26,7 +26,7 @@ from jaxpar.analysis.hlo import Module, groups
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.display import format_bytes
 from jaxpar.mesh import MeshConfig
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.orders import make_schedule
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state

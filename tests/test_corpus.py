@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from jaxpar.parts import SPLITS
 from jaxpar.tasks.lm import corpus as corpora
 from jaxpar.tasks.lm.corpus import (
     EOS,
-    SPLITS,
     UNK,
     Corpus,
     Vocabulary,

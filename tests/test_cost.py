@@ -16,7 +16,7 @@ from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.orders import make_schedule
 from jaxpar.planning import Machine, estimate_step, find_machine
 from jaxpar.planning.cost import Step
 from jaxpar.planning.counts import Counts, counts_of
@@ -204,7 +204,7 @@ def test_stages_wait_as_the_table_of_ticks_says():
     for M, K in ((2, 1), (2, 4)):
         parallel = Parallel("pp4", PipelineConfig(num_microbatches=M, num_chunks=K))
         parts = estimate_step(task, parallel, machine=machine).parts
-        schedule = make_schedule("1f1b", 4, M, K, zero_bubble="unit")
+        schedule = make_schedule("1f1b", 4, M, K, zero_bubble=True)
         busy = parts["layers"] + parts["head"]
         assert parts["bubble"] / (busy + parts["bubble"]) == pytest.approx(
             schedule.bubble, abs=0.02

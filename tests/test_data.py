@@ -6,12 +6,23 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxpar.batches import place_batch
+from jaxpar.data.array import ArrayBatches
+from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
-from jaxpar.tasks.lm.streams import IGNORE, TokenStreams
+from jaxpar.tasks.lm.streams import (
+    IGNORE,
+    TOKENS,
+    BucketedText,
+    PackedText,
+    TokenStreams,
+    line_places,
+)
+from recipes.awd import AWD, RandomWindows
 
 
 @st.composite
@@ -40,6 +51,55 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
+# What is drawn stays: numbers that were published can be had again.
+
+TEXT = np.arange(1, 4002, dtype=np.int32) ** 2 % 977
+LENGTHS = np.arange(190) * 37 % 41  # as many steps as TEXT has, but for its end
+STEPS = {"x": TEXT[: LENGTHS.sum()]}
+STARTS_OF_LINES, LENGTHS_OF_LINES = line_places(TEXT, separator=1)
+LINES, EDGES = ({TOKENS: TEXT}, LENGTHS_OF_LINES, 4), (32, 64, 128)
+
+
+def hash_of_ten_batches(batches) -> str:
+    """Of names, dtypes, shapes and values of the first ten."""
+    hashed = xxhash.xxh3_64()
+    for step in range(10):
+        batch = batches.batch(step)
+        for name, value in sorted((batch if isinstance(batch, dict) else batch._asdict()).items()):
+            if value is not None:
+                array = np.asarray(value)
+                hashed.update(f"{name} {array.dtype} {array.shape}".encode())
+                hashed.update(np.ascontiguousarray(array).tobytes())
+    return hashed.hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("batches", "hashed"),
+    [
+        (lambda: TokenStreams(TEXT, 20, 35), "3e292925fc60455e"),
+        (lambda: TokenStreams(TEXT, 20, 35, 0), "cb23acf8b2cb9983"),
+        (lambda: TokenStreams(TEXT, 20, 35, 7), "371cefbf9fbd6618"),
+        (lambda: TokenStreams(TEXT, 4, 8, 0), "b1f18a59385996b7"),
+        (
+            lambda: RandomWindows(AWD(batch_size=3, seq_len=30, window_mean=20), TEXT, 0),
+            "d6252ea3bc7682cf",
+        ),
+        (lambda: SeriesBatches({"x": TEXT}, 4, 8, 0), "d255924d4acca8f9"),
+        (lambda: SeriesBatches({"x": TEXT}, 4, 8, warmup=5), "334e9493b2004d38"),
+        (lambda: PackedBatches(STEPS, LENGTHS, 4, 16), "a37b20157d4d6022"),
+        (lambda: PackedBatches(STEPS, LENGTHS, 4, 16, 0), "76b3e282bdfc146c"),
+        (lambda: PackedText(*LINES, 64, starts=STARTS_OF_LINES), "a63d901ca8ad369f"),
+        (lambda: PackedText(*LINES, 64, 7, starts=STARTS_OF_LINES), "e07da27c2c321a60"),
+        (lambda: BucketedText(*LINES, EDGES, starts=STARTS_OF_LINES), "049feaaf9718d78c"),
+        (lambda: BucketedText(*LINES, EDGES, 7, starts=STARTS_OF_LINES), "486369274d17a074"),
+        (lambda: ArrayBatches({"x": TEXT}, 64, 0), "c21970fcfcc5709f"),
+        (lambda: ArrayBatches({"x": TEXT}, 64), "00d739be62361514"),
+    ],
+)
+def test_the_first_ten_batches_are_those_of_the_published_numbers(batches, hashed):
+    assert hash_of_ten_batches(batches()) == hashed
+
+
 # Evaluation.
 
 
@@ -47,8 +107,7 @@ def mesh_of(**axes: int) -> jax.sharding.Mesh:
 def test_evaluation_counts_every_target_exactly_once(text):
     targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(text)])
     counted = targets[targets != IGNORE]
-    np.testing.assert_array_equal(np.sort(counted), np.arange(1, len(text.tokens)))
-    assert text.num_targets == len(counted)
+    np.testing.assert_array_equal(np.sort(counted), np.arange(1, text.length))
 
 
 @hypothesis.given(EVALUATION)
@@ -57,8 +116,8 @@ def test_evaluation_reads_streams_in_plain_order(text):
     inputs_BN = np.concatenate([batch.inputs_BT for batch in epoch], axis=1)
     targets_BN = np.concatenate([batch.targets_BT for batch in epoch], axis=1)
     inside_BN = targets_BN != IGNORE
-    np.testing.assert_array_equal(inputs_BN[inside_BN], np.arange(len(text.tokens) - 1))
-    np.testing.assert_array_equal(targets_BN[inside_BN], np.arange(1, len(text.tokens)))
+    np.testing.assert_array_equal(inputs_BN[inside_BN], np.arange(text.length - 1))
+    np.testing.assert_array_equal(targets_BN[inside_BN], np.arange(1, text.length))
     assert np.all(inputs_BN[~inside_BN] == 0)
     lengths_B = inside_BN.sum(axis=1)
     assert lengths_B.max() - lengths_B.min() <= 1
@@ -88,7 +147,7 @@ def test_the_picture_of_the_module():
 
 @hypothesis.given(TRAINING, st.integers(0, 3))
 def test_training_windows_are_full_and_continue_their_stream(text, epoch):
-    batches, num_tokens = epoch_of(text, epoch), len(text.tokens)
+    batches, num_tokens = epoch_of(text, epoch), text.length
     for batch in batches:
         assert batch.inputs_BT.shape == (text.batch_size, text.seq_len)
         np.testing.assert_array_equal(batch.targets_BT, (batch.inputs_BT + 1) % num_tokens)
@@ -100,15 +159,15 @@ def test_training_windows_are_full_and_continue_their_stream(text, epoch):
 @hypothesis.given(TRAINING)
 def test_training_reads_no_target_twice_in_an_epoch(text):
     targets = np.concatenate([batch.targets_BT.ravel() for batch in epoch_of(text)])
-    assert len(targets) == len(set(targets.tolist())) == text.num_targets
+    assert len(targets) == len(set(targets.tolist()))
     # What is left out is less than a window of every stream.
-    assert len(text.tokens) - 1 - len(targets) < text.batch_size * (text.seq_len + 1)
+    assert text.length - 1 - len(targets) < text.batch_size * (text.seq_len + 1)
 
 
 @hypothesis.given(BOTH, st.data())
 def test_batch_is_a_function_of_seed_and_step(text, data):
     step = data.draw(st.integers(0, 3 * text.num_windows))
-    again = TokenStreams(text.tokens, text.batch_size, text.seq_len, text.seed)
+    again = TokenStreams(text.arrays[TOKENS], text.batch_size, text.seq_len, text.seed)
     again.batch(data.draw(st.integers(0, 20)))  # what was asked before does not matter
     np.testing.assert_array_equal(text.batch(step).inputs_BT, again.batch(step).inputs_BT)
     np.testing.assert_array_equal(text.batch(step).targets_BT, again.batch(step).targets_BT)
@@ -142,12 +201,12 @@ def test_training_reaches_the_whole_text_over_the_epochs():
 
 
 @hypothesis.given(
-    st.integers(0, 60), st.integers(1, 7), st.integers(1, 9), st.integers(0, 12), st.data()
+    st.integers(1, 60), st.integers(1, 7), st.integers(1, 9), st.integers(0, 12), st.data()
 )
 def test_evaluation_of_a_series_counts_every_step_once_after_those_before_it(
     more, batch_size, seq_len, warmup, data
 ):
-    num_steps = warmup + batch_size + more
+    num_steps = warmup + more  # also fewer than rows
     series = SeriesBatches({"x": np.arange(num_steps)}, batch_size, seq_len, warmup=warmup)
     epoch = [series.batch(window) for window in range(series.num_windows)]
     assert [batch["starts"] for batch in epoch] == [True] + [False] * (len(epoch) - 1)
@@ -155,7 +214,7 @@ def test_evaluation_of_a_series_counts_every_step_once_after_those_before_it(
     np.testing.assert_array_equal(x_BN[weight_BN > 0], np.arange(warmup, num_steps))
     assert {*weight_BN.ravel()} <= {0.0, 1.0}
     for x_N, weight_N in zip(x_BN, weight_BN, strict=True):
-        end = np.flatnonzero(weight_N)[-1] + 1
+        end = np.flatnonzero(weight_N).max(initial=warmup - 1) + 1
         np.testing.assert_array_equal(np.diff(x_N[:end]), 1)
         assert not weight_N[:warmup].any()
         assert weight_N[warmup:end].all()
@@ -218,8 +277,14 @@ def test_each_part_of_the_rows_is_read_once(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (PartitionSpec("data"), "batch_size=6 does not split over data=4; use batch_size=4 or 8"),
-        (PartitionSpec(("data", "stage")), "over data=4 x stage=2; use batch_size=8$"),
+        (
+            PartitionSpec("data"),
+            "batch_size=6 does not divide by data=4; use batch_size 4 or 8, or",
+        ),
+        (
+            PartitionSpec(("data", "stage")),
+            "by data=4 x stage=2 = 8; use batch_size 8, or other",
+        ),
     ],
 )
 def test_sharding_that_does_not_divide(spec, message):
@@ -231,10 +296,10 @@ def test_sharding_that_does_not_divide(spec, message):
 @pytest.mark.parametrize(
     ("num_tokens", "seed", "message"),
     [
-        (40, 0, "40 tokens .* need 41; use batch_size=7 or less, seq_len=4 or less, a longer"),
-        (6, 0, "6 tokens .* batch_size=8, seq_len=5, which need 41; use batch_size=1 or less, a"),
-        (1, None, "1 tokens have no target; give a text of 2 or more"),
-        (0, 0, "0 tokens .* need 41; use a longer text"),
+        (40, 0, "40 tokens .* need 41; use batch_size=7 or less, seq_len=4 or less, more"),
+        (6, 0, "6 tokens .* batch_size=8, seq_len=5, which need 41; use batch_size=1 or less, m"),
+        (1, None, "1 tokens .* batch_size=8, seq_len=5, which need 2; use more tokens"),
+        (0, 0, "0 tokens .* need 41; use more tokens"),
     ],
 )
 def test_text_that_is_too_short(num_tokens, seed, message):

@@ -28,7 +28,7 @@ from jaxpar.pictures.animation import make_animation, make_strategies
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.orders import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
@@ -134,7 +134,7 @@ def test_a_long_schedule_says_what_it_leaves_out():
 
 
 def test_a_legend_has_a_sample_of_every_kind_of_block():
-    schedule = make_schedule("interleaved", 2, 4, 2, 2, zero_bubble="unit")
+    schedule = make_schedule("interleaved", 2, 4, 2, 2, zero_bubble=True)
     words = {key.text: key for key in show(schedule).chart.legend}
     for text, foot in {
         "F3.1/1: forward of microbatch 3, chunk 1, through group 1 of the stage's layers": 0.0,
@@ -226,7 +226,7 @@ def test_the_colours_of_a_text_are_those_of_the_picture(args):
 
 
 def test_no_tick_is_cut_wherever_a_text_is_broken():
-    schedule = make_schedule("1f1b", 2, 3, 2, zero_bubble="unit")
+    schedule = make_schedule("1f1b", 2, 3, 2, zero_bubble=True)
     labels = sorted(b.label for b in schedule.blocks(schedule.unit_costs))
     for width in range(30, 80):
         console = Console(width=width, file=io.StringIO())

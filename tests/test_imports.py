@@ -26,7 +26,7 @@ LAYERS = (
     "facts config_file command",  # what a task's model is; options as files, and of every command
     "layout",  # how it lies on devices
     "setup rows",  # all that a run is made from; whether rows stand apart
-    "state",  # what a run changes
+    "state forward",  # what a run changes; through a model
     "step",  # one step
     "training",  # many
     "tasks",  # those that come with jaxpar

@@ -153,7 +153,7 @@ def test_resolving_reads_the_text_only_if_it_must(text, monkeypatch):
     # What has been read is at hand, and what says its size is not read.
     monkeypatch.setattr("jaxpar.tasks.lm.corpus.load_corpus", lambda *_: pytest.fail("was read"))
     assert len(task.read_text().vocabulary) == 11
-    assert task.make_batches("valid").num_targets == 69
+    assert task.make_batches("valid").length == 70
     sized = dataclasses.replace(TASK, corpus="nowhere")
     assert sized.resolve() == sized
     assert sized.example_batch().inputs_BT.max() < NUM_WORDS
@@ -203,7 +203,7 @@ def test_the_table_before_a_run(text):
     told = dict(LM(corpus=str(text), num_buckets=3).describe())
     assert told["vocabulary"] == "11"
     assert told["batch"] == "16 rows x 32 steps or less, in buckets"
-    assert told["buckets"].splitlines()[0] == "length  sentences  batches  padding"
+    assert told["buckets"].splitlines()[0] == "length  sequences  batches  padding"
 
 
 def test_evaluations_stand_beside_word_frequencies(text):
@@ -230,7 +230,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
     ).resolve()
     state = init_state(task, parallel, mesh=devices)
     batches = task.make_batches("valid")
-    assert (batches.num_windows, batches.num_targets) == (1, 2)
+    assert (batches.num_windows, batches.length) == (1, 3)
     batch = place_batch(batches, 0, batch_sharding(Setup.of(task, parallel, mesh=devices)))
     assert batch.inputs_BT.shape == (8, 4)
     assert int(np.sum(np.asarray(batch.targets_BT) != IGNORE)) == 2

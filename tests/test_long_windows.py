@@ -19,7 +19,7 @@ from test_equivalence import (
     on_devices,
 )
 
-import jaxpar.step
+import jaxpar.forward
 from jaxpar import Parallel, PipelineConfig, Stack, Sums
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
@@ -52,8 +52,8 @@ KEPT = [
 @pytest.mark.parametrize(("mesh", "units", "options"), KEPT)
 def test_what_is_kept_and_where_changes_no_number(mesh, units, options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
-    monkeypatch.setattr(jaxpar.step, "Pipeline", poisoned)
-    monkeypatch.setattr(jaxpar.step, "_have_own_memory", lambda mesh: True)
+    monkeypatch.setattr(jaxpar.forward, "Pipeline", poisoned)
+    monkeypatch.setattr(jaxpar.forward, "_have_own_memory", lambda mesh: True)
     assert_same_as_plain(make_settings(mesh, units, remat=True, **options))
 
 
@@ -195,7 +195,7 @@ def test_memory_grows_by_what_is_kept_alone():
 
 def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back(monkeypatch):
     """Read from the program for CUDA; CPUs have no other memory."""
-    monkeypatch.setattr(jaxpar.step, "_have_own_memory", lambda mesh: True)
+    monkeypatch.setattr(jaxpar.forward, "_have_own_memory", lambda mesh: True)
     task, parallel = long_window(256, (1, 2, 1), remat_keeps="host")
     mesh = parallel.mesh.build()
     run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))

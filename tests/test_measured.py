@@ -24,8 +24,8 @@ from jaxpar import (
 )
 from jaxpar.analysis.measured import MeasuredStep, Span
 from jaxpar.cli.main import main
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.orders import make_schedule
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
 
@@ -103,7 +103,7 @@ def test_an_interleaved_pipeline_with_a_split_head_is_measured():
 
 def test_w_runs_after_its_backward_on_every_stage():
     parallel = parallel_of(
-        MeshConfig(stage=2, devices=(0, 1)), num_microbatches=4, zero_bubble="unit"
+        MeshConfig(stage=2, devices=(0, 1)), num_microbatches=4, zero_bubble=True
     )
     measured = jaxpar.measure_step(TASK, parallel, num_steps=1)
     ends, found = {}, []
@@ -124,7 +124,7 @@ def test_w_runs_after_its_backward_on_every_stage():
 
 
 def test_layers_without_a_w_of_their_own_are_shown_as_they_run():
-    parallel = parallel_of(MeshConfig(stage=2, devices=(0, 1)), zero_bubble="unit")
+    parallel = parallel_of(MeshConfig(stage=2, devices=(0, 1)), zero_bubble=True)
     measured = jaxpar.measure_step(Regress(("gru", "gru")), parallel, num_steps=1)
     assert measured.schedule.title == "1f1b"
     assert not measured.schedule.weights

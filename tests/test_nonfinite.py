@@ -371,7 +371,7 @@ ADDED_UP = {
     "data": Parallel(MeshConfig(4, devices=(0, 1, 2, 3)), fsdp=True),
     "data, stages": Parallel(
         MeshConfig(2, 2, devices=(0, 1, 2, 3)),
-        dataclasses.replace(UNITS, zero_bubble="unit"),
+        dataclasses.replace(UNITS, zero_bubble=True),
         shares=(3, 1),
     ),
 }

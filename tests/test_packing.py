@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar.data.packed import PackedBatches, Packing
-from jaxpar.tasks.lm.buckets import PackedSentences, Sentences
-from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.data.packed import PackedBatches
+from jaxpar.tasks.lm.streams import IGNORE, TOKENS, PackedText
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 SEEDS = st.none() | st.integers(0, 2**40)
@@ -98,10 +97,10 @@ def test_epochs_and_seeds_differ_and_lines_of_one_length_change_places():
     assert order(None, 0) == order(None, 1)
 
 
-def test_sentences_are_packed_with_their_targets():
+def test_lines_are_packed_with_their_targets():
     tokens = np.arange(1, 30)
-    sentences = Sentences(tokens, np.array([0, 4, 6, 17, 18]), np.array([3, 1, 10, 0, 10]))
-    lines = PackedSentences(sentences, 2, 5, seed=3)
+    starts, lengths = np.array([0, 4, 6, 17, 18]), np.array([3, 1, 10, 0, 10])
+    lines = PackedText({TOKENS: tokens}, lengths, 2, 5, seed=3, starts=starts)
     batches = [lines.batch(step) for step in range(lines.num_windows)]
     targets = np.concatenate([batch.targets_BT.ravel() for batch in batches])
     inputs = np.concatenate([batch.inputs_BT.ravel() for batch in batches])
@@ -150,9 +149,22 @@ def test_what_cannot_be_packed_is_refused(arguments, message):
 
 
 def test_other_mistakes_are_told():
-    with pytest.raises(ValueError, match=r"arrays of {'x': 4} steps for sequences of 3 steps"):
+    with pytest.raises(ValueError, match=r"arrays of 4 steps for sequences of 3 steps"):
         PackedBatches({"x": np.zeros(4)}, [1, 2], 1, 4)
+    with pytest.raises(ValueError, match="2 starts for 1 lengths"):
+        PackedBatches({"x": np.zeros(4)}, [3], 1, 4, starts=[0, 1])
+    for starts in ([0, 3], [-1, 0]):
+        with pytest.raises(
+            ValueError, match=rf"sequence .* of 2 steps begins at step {max(starts, key=abs)} of 4"
+        ):
+            PackedBatches({"x": np.zeros(4)}, [2, 2], 1, 4, starts=starts)
+    with pytest.raises(
+        ValueError, match="sequence 0 of 4 steps begins at step 0 of 4; it must lie"
+    ):
+        PackedText(
+            {TOKENS: np.zeros(4, int)}, [4], 1, 4, starts=[0]
+        )  # its last token has none after it
     with pytest.raises(ValueError, match="step=-1 is negative"):
-        Packing(np.array([0]), np.array([3]), 1, 4).places(-1)
+        PackedBatches({"x": np.zeros(3)}, [3], 1, 4).batch(-1)
     with pytest.raises(ValueError, match="packed and num_buckets=3 are two ways"):
         dataclasses.replace(jaxpar.lm.LM(packed=True), num_buckets=3)

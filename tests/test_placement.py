@@ -14,6 +14,7 @@ from jaxpar.pipeline.placement import (
     balance_ticks,
     make_slots,
     resolve_placement,
+    route_of,
     tick_cost,
 )
 from jaxpar.setup import Setup
@@ -197,11 +198,29 @@ def test_even_shares_are_the_balanced_ones_where_the_layers_divide(sizes):
             resolve_placement("even", num_layers, num_stages, num_groups)
 
 
+def interleaved(placement, num_groups):
+    """Where groups lie: group v of stage s comes at place v S + s."""
+    return route_of("interleaved", len(placement) // num_groups, num_groups).stages
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_groups_that_go_up_and_down_lie_side_by_side_on_their_stage(num_stages):
+    route, S = route_of("v", num_stages, 2), num_stages
+    assert route.stages == (*range(S), *reversed(range(S)))
+    assert route.groups == (0,) * S + (1,) * S
+    up, stays, down = [1] * (S - 1), [0], [-1] * (S - 1)
+    assert route.steps(1)[1:] == up + stays + down
+    assert route.steps(-1)[1:] == up + stays + down
+    slots = make_slots((1,) * 2 * S, route.stages)
+    assert slots.layers == tuple(n for s in range(S) for n in (s, 2 * S - 1 - s))
+
+
 @hypothesis.given(case=placements())
 def test_every_layer_stands_in_one_slot_and_every_stage_has_as_many(case):
     placement, num_groups = case
-    slots = make_slots(placement, num_groups)
-    layer_ids, num_stages = slots.layers, len(placement) // num_groups
+    num_stages = len(placement) // num_groups
+    slots = make_slots(placement, interleaved(placement, num_groups))
+    layer_ids = slots.layers
     assert slots.has_empty_slots == (-1 in layer_ids)
     assert len(layer_ids) == len(placement) * max(placement)
     assert sorted(layer for layer in layer_ids if layer >= 0) == list(range(sum(placement)))
@@ -226,7 +245,7 @@ def test_every_layer_stands_in_one_slot_and_every_stage_has_as_many(case):
     ],
 )
 def test_slots_by_example(placement, num_groups, layer_ids):
-    slots = make_slots(placement, num_groups)
+    slots = make_slots(placement, interleaved(placement, num_groups))
     assert slots.layers == layer_ids
     # With one kind of layer its stack is the slots themselves.
     assert slots.rows == (layer_ids,)
@@ -238,7 +257,7 @@ def test_every_kind_has_as_many_rows_in_every_group_and_slots_point_at_their_lay
     num_layers = sum(placement)
     kind_of = data.draw(st.lists(st.integers(0, 2), min_size=num_layers, max_size=num_layers))
     kind_of[:] = [sorted({*kind_of}).index(kind) for kind in kind_of]  # numbered without gaps
-    slots = make_slots(placement, num_groups, kind_of)
+    slots = make_slots(placement, interleaved(placement, num_groups), kind_of)
     assert len(slots.rows) == max(kind_of) + 1
     for kind, rows in enumerate(slots.rows):
         assert len(rows) % len(placement) == 0

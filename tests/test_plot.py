@@ -19,7 +19,7 @@ from jaxpar.analysis import inspect_function
 from jaxpar.cli.main import main
 from jaxpar.config_file import to_toml
 from jaxpar.pictures import figures
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.orders import make_schedule
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
@@ -61,8 +61,8 @@ def test_a_figure_of_bubbles_is_of_schedules():
         expected = [100 * make_schedule("interleaved", 4, M, K, 2).bubble for M in (1, 2, 4, 8)]
         np.testing.assert_allclose(line.get_ydata(), expected)
     assert {"M, microbatches", "bubble (% of stage-time)"} <= set(texts(figure))
-    figure = figures.draw_bubble("1f1b", 4, microbatches=(4,), chunks=(2,), zero_bubble="unit")
-    expected = 100 * make_schedule("1f1b", 4, 4, 2, zero_bubble="unit").bubble
+    figure = figures.draw_bubble("1f1b", 4, microbatches=(4,), chunks=(2,), zero_bubble=True)
+    expected = 100 * make_schedule("1f1b", 4, 4, 2, zero_bubble=True).bubble
     np.testing.assert_allclose(figure.axes[0].get_lines()[0].get_ydata(), [expected])
     assert "1f1b, zero-bubble, 4 stages" in texts(figure)
 

@@ -26,9 +26,10 @@ from jaxpar.data.packed import PackedBatches
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
-from jaxpar.step import NEVER, batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.task import Settings
 from jaxpar.training.evaluate import sum_batches
+from jaxpar.training.nonfinite import NEVER, watched_loss_and_grad
 
 # ---- the layer ----
 
@@ -298,7 +299,7 @@ ROWS = [
     slow((2, 1, 2), {}),
     full((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
     full((4, 2, 1), {"num_chunks": 4, "schedule": "gpipe", "num_microbatches": 2}),
-    slow((1, 4, 2), {"num_chunks": 2, "zero_bubble": "off", "num_microbatches": 2}),
+    slow((1, 4, 2), {"num_chunks": 2, "zero_bubble": False, "num_microbatches": 2}),
 ]
 
 
@@ -402,16 +403,16 @@ def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
 @pytest.mark.full
 def test_what_is_not_finite_is_traced_to_its_own_sequence():
     task = Packed(kinds=("learned", "leaky"))
-    parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, zero_bubble="off"))
+    parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, zero_bubble=False))
     mesh = parallel.mesh.build()
     batch = task.make_batches("train", 0).batch(1)
     row, first = next(map(tuple, np.argwhere(batch["resets"] & (np.arange(8) > 1))))
     later = np.flatnonzero(batch["resets"][row, first + 1 :])
     end = first + 1 + later[0] if later.size else task.seq_len
     batch["x"][row, first] = np.nan
-    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh), watch=True))
+    run = jax.jit(watched_loss_and_grad(Setup.of(task, parallel, mesh=mesh), 0))
     state = init_state(task, parallel, mesh=mesh)
-    (_, (watched, _)), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
+    (_, watched), (_, marks) = run(state, jax.tree.map(jnp.asarray, batch))
     rows = {int(b) for flags in watched.values() for b in np.flatnonzero(flags[0, :, 0])}
     assert rows == {row}
     assert NEVER - float(watched["lstm"][0, row, 0]) == first

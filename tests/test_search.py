@@ -60,9 +60,10 @@ def configs(draw):
     tensor = tensor if stages * tensor <= 8 else 1
     num_data = pick(*(n for n in (1, 2, 3, 4, 8) if n * stages * tensor <= 8))
     microbatches, chunks = pick(1, 2, 3, 4), pick(1, 2, 3) if stages > 1 else 1
-    schedule = pick("gpipe", "1f1b", "interleaved") if stages > 1 else "1f1b"
+    schedule = pick("gpipe", "1f1b", "interleaved", "v") if stages > 1 else "1f1b"
     groups = pick(2, 3) if schedule == "interleaved" else 1
-    layers = draw(st.lists(st.integers(1, 3), min_size=stages * groups, max_size=stages * groups))
+    places = stages * (2 if schedule == "v" else groups)
+    layers = draw(st.lists(st.integers(1, 3), min_size=places, max_size=places))
     placement = pick(tuple(layers), "balanced") if stages > 1 else "balanced"
     shares = draw(st.lists(st.integers(1, 3), min_size=num_data, max_size=num_data))
     shares = pick(None, tuple(shares))
@@ -93,7 +94,7 @@ def configs(draw):
             num_microbatches=microbatches,
             num_chunks=chunks,
             num_groups=groups,
-            zero_bubble="off" if schedule == "gpipe" else pick("off", "unit", "microbatch"),
+            zero_bubble=pick(False, True),
             placement=placement,
             head=pick("last", "sharded"),
             unroll=groups == 1 and pick(False, True),

@@ -20,9 +20,10 @@ from test_equivalence import make_settings as make_any_settings
 
 import jaxpar.planning.running
 from jaxpar.config import OptimizerConfig, TrainConfig
+from jaxpar.forward import full_table
 from jaxpar.planning.running import make_stepper, measure_groups, propose_shares
 from jaxpar.state import audit, init_state
-from jaxpar.step import _full_plan, make_train_step
+from jaxpar.step import make_train_step
 from jaxpar.tasks.images import Images
 
 MODEL_4 = dataclasses.replace(MODEL, num_layers=4)
@@ -112,8 +113,8 @@ def test_20_clipped_steps_give_the_losses_of_one_device():
 
 
 def test_a_smaller_share_runs_fewer_units():
-    plan = _full_plan(make_settings((2, 2, 1), (2, 2), shares=(3, 1)).parallel, backward=True)
-    units = [(np.asarray(plan.forward.unit[group]) >= 0).sum(0).tolist() for group in (0, 1)]
+    table = full_table(make_settings((2, 2, 1), (2, 2), shares=(3, 1)).parallel, backward=True)
+    units = [(np.asarray(table.forward.unit[group]) >= 0).sum(0).tolist() for group in (0, 1)]
     assert units == [[12, 12], [4, 4]]  # share x microbatches x chunks, on both stages
 
 

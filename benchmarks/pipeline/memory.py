@@ -13,11 +13,12 @@ import jax
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.forward import step_schedule
 from jaxpar.pipeline.engine import Pipeline
-from jaxpar.pipeline.ticks import make_plan
+from jaxpar.pipeline.tables import make_table
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
-from jaxpar.step import abstract_batch, make_loss_and_grad, step_schedule
+from jaxpar.step import abstract_batch, make_loss_and_grad
 from jaxpar.tasks.lm import LM
 
 
@@ -44,13 +45,13 @@ def lower_autodiff(task: LM, parallel: Parallel):
 
 def _lower(task: LM, parallel: Parallel, *, backward: bool):
     mesh = parallel.mesh.build()
-    plan = make_plan([step_schedule(parallel, backward=backward)])
+    table = make_table([step_schedule(parallel, backward=backward)])
     run = make_loss_and_grad(Setup.of(task, parallel, mesh=mesh))
     arguments = (
         abstract_state(Setup.of(task, parallel, mesh=mesh)),
         abstract_batch(Setup.of(task, parallel, mesh=mesh)),
     )
-    return jax.jit(lambda state, batch: run(state, batch, plan)).lower(*arguments)
+    return jax.jit(lambda state, batch: run(state, batch, table)).lower(*arguments)
 
 
 def temporary_mib(lowered) -> float:
@@ -65,12 +66,13 @@ def main() -> None:
     print("temporary memory per device, MiB: 8 layers of 256, T=64, K=4, 8 rows a microbatch")
     interleaved = {"schedule": "interleaved", "num_groups": 2}
     columns = {
-        "1f1b": {},
-        "1f1b+zb": {"zero_bubble": "unit"},
-        "1f1b+zb(microbatch)": {"zero_bubble": "microbatch"},
-        "1f1b+zb(microbatch), unroll": {"zero_bubble": "microbatch", "unroll": True},
-        "interleaved": interleaved,
-        "interleaved+zb": {**interleaved, "zero_bubble": "unit"},
+        "1f1b": {"zero_bubble": False},
+        "1f1b+zb": {},
+        "1f1b+zb, unroll": {"zero_bubble": True, "unroll": True},
+        "interleaved": {**interleaved, "zero_bubble": False},
+        "interleaved+zb": interleaved,
+        "v": {"schedule": "v", "zero_bubble": False},
+        "v+zb": {"schedule": "v"},
         "1f1b, remat": {"remat": True},
     }
     print("| M | " + " | ".join([*columns, "autodiff"]) + " |")
@@ -82,7 +84,7 @@ def main() -> None:
         row.append(temporary_mib(lower_autodiff(*make_settings(num_microbatches, 4, 8))))
         print(f"| {num_microbatches} | " + " | ".join(f"{mib:.1f}" for mib in row) + " |")
     print("\ntime to lower and compile, seconds (median of 3)")
-    zero_bubble = {"zero_bubble": "unit"}
+    zero_bubble = {"zero_bubble": True}
     for num_layers, num_microbatches, num_chunks, options in (
         (8, 4, 4, {}),
         (64, 32, 16, {}),

@@ -14,7 +14,7 @@ import jax
 from benchmarks.sides import Measured, Side, measure, table
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.step import step_schedule
+from jaxpar.forward import step_schedule
 
 BOTH = ((0, 1),)
 # Microbatches and chunks that are tried,
@@ -25,9 +25,8 @@ CUTS = {
 }
 # and what becomes of the gradients of weights.
 WAYS = {
-    "1f1b": {},
-    "zb": {"zero_bubble": "unit", "unroll": True},
-    "zb(microbatch)": {"zero_bubble": "microbatch", "unroll": True},
+    "1f1b": {"zero_bubble": False},
+    "zb": {"unroll": True},
 }
 
 

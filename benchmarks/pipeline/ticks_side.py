@@ -18,33 +18,39 @@ from benchmarks.jaxpar_side import initial_state, make_batch, make_task
 from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.forward import step_schedule
 from jaxpar.pipeline.schedule import Lane
-from jaxpar.pipeline.ticks import Plan, make_plan
+from jaxpar.pipeline.tables import SharedLane, TickTable, make_table
 from jaxpar.setup import Setup
-from jaxpar.step import make_loss_and_grad, step_schedule
+from jaxpar.step import make_loss_and_grad
 
 
-def make_idle(plan: Plan, num_ticks: int) -> Plan:
-    """A plan for the same program: `num_ticks` ticks (as far as it has rows) in which no stage has a unit."""
+def make_idle(table: TickTable, num_ticks: int) -> TickTable:
+    """A table for the same program: `num_ticks` ticks, as far as it has rows, without a unit on any stage."""
 
     def idle(lane: Lane) -> Lane:
-        return Lane(*(np.full_like(a, -1) for a in lane))._replace(group=lane.group)
+        return lane.map(lambda a: np.full_like(a, -1))._replace(group=lane.group)
+
+    def nothing(lane: SharedLane) -> SharedLane:
+        return SharedLane(*(np.full_like(a, -1) for a in lane))
 
     return dataclasses.replace(
-        plan,
-        forward=idle(plan.forward),
-        backward=idle(plan.backward),
-        weights=tuple(map(idle, plan.weights)),
-        head=np.full_like(plan.head, -1),
+        table,
+        forward=idle(table.forward),
+        backward=idle(table.backward),
+        weights=tuple(map(idle, table.weights)),
+        enter=nothing(table.enter),
+        head=nothing(table.head),
+        leave=nothing(table.leave),
         num_ticks=np.asarray(num_ticks, np.int32),
     )
 
 
-def emptied(plan: Plan, ticks: str) -> Plan:
-    """The plan with all of its ticks, with as many idle ones, or with none."""
+def emptied(table: TickTable, ticks: str) -> TickTable:
+    """The table with all of its ticks, with as many idle ones, or with none."""
     if ticks == "all":
-        return plan
-    return make_idle(plan, 0 if ticks == "none" else int(plan.num_ticks))
+        return table
+    return make_idle(table, 0 if ticks == "none" else int(table.num_ticks))
 
 
 def main() -> None:
@@ -56,10 +62,10 @@ def main() -> None:
     state = initial_state(work, setup)
     run = jax.jit(make_loss_and_grad(setup))
     batch = make_batch(work, setup)
-    plan = emptied(make_plan([step_schedule(parallel)]), ticks)
+    table = emptied(make_table([step_schedule(parallel)]), ticks)
 
     def step() -> float:
-        (loss, _), grads = run(state, batch, plan)
+        (loss, _), grads = run(state, batch, table)
         jax.block_until_ready(grads)
         return float(loss)
 

@@ -10,6 +10,7 @@ import json
 
 import jax
 from jax import lax
+from jaxpar.pipeline.layers import SplitLayers
 
 import jaxpar
 import jaxpar.pipeline.engine
@@ -18,7 +19,6 @@ from benchmarks.work import LEARNING_RATE, WORKS
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.axes import DATA
 from jaxpar.config import TrainConfig
-from jaxpar.pipeline.layers import SplitLayers
 from jaxpar.planning.running import make_stepper
 from jaxpar.tasks.lm import LM
 

@@ -21,11 +21,12 @@ from jaxpar.axes import STAGE
 from jaxpar.batches import put_batch
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import Printed
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.forward import step_schedule
+from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_train_step, step_schedule
+from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
 from jaxpar.timing import seconds_of
 from jaxpar.training.profiler import Operation, read_trace, trace
@@ -89,7 +90,7 @@ class MeasuredStep(Printed):
             return max(sum(median(self.seconds_of(s, x) or [0.0]) for x in parts) for s in stages)
 
         # The last is 0 where backward units are whole.
-        weights = slowest(WEIGHTS) / self.schedule.lanes[-1].num_units
+        weights = slowest(WEIGHTS)
         return slowest(FORWARD), slowest(BACKWARD, HEAD), weights
 
     @property
@@ -135,12 +136,12 @@ def measure_step(
     _check(parallel, mesh, num_steps)
     step, state = make_train_step(setup), init_state(setup)
     batch = put_batch(setup.task.example_batch(), batch_sharding(setup))
-    compiled, plan = step.lower(state, batch).compile(), step.full_plan
-    assert plan is not None
+    compiled, table = step.lower(state, batch).compile(), step.full_table
+    assert table is not None
 
     def run() -> Any:
         nonlocal state
-        state, metrics = compiled(state, batch, plan)
+        state, metrics = compiled(state, batch, table)
         return state, metrics
 
     seconds_of(run)
@@ -149,10 +150,10 @@ def measure_step(
         with trace(folder):
             traced = median(seconds_of(run) for _ in range(num_steps))
         operations = read_trace(folder)
-    ticks, num_stages = slice(int(plan.num_ticks)), mesh.shape[STAGE]
+    ticks, num_stages = slice(int(table.num_ticks)), mesh.shape[STAGE]
     # Every stage has its part of a sharded head; otherwise the last stage has all of it.
     has_head_S = np.arange(num_stages) >= (0 if setup.layout.head == "sharded" else num_stages - 1)
-    busy = {part: busy[0, ticks] for part, busy in busy_of(plan).items()}
+    busy = {part: busy[0, ticks] for part, busy in busy_of(table).items()}
     busy[HEAD] = busy[HEAD] & has_head_S
     branches = _find_branches(compiled.as_text())
     by_stage = np.moveaxis(mesh.devices, mesh.axis_names.index(STAGE), 0).reshape(num_stages, -1)
@@ -166,7 +167,7 @@ def measure_step(
     schedule = step_schedule(parallel, parallel.group_shares[0])
     if not any(part.startswith(WEIGHTS) for _, part in branches.values()):
         # No layer has its W apart from B: then there is nothing in their lanes.
-        schedule = dataclasses.replace(schedule, weights=(), zero_bubble="off")
+        schedule = dataclasses.replace(schedule, weights=())
     return MeasuredStep(schedule, *middle, traced, plain)
 
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import Printed, format_bytes
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD, scope_of_weights
-from jaxpar.pipeline.ticks import Plan
+from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD, scope_of_weights
+from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import abstract_batch, make_train_step
@@ -168,11 +168,11 @@ def inspect_lowered(setup: Setup, lowered: jax.stages.Lowered) -> ProgramReport:
     report = inspect_compiled(lowered.compile(), setup.mesh)
     memory = report.memory and _with_purposes(report.memory, abstract_state(setup))
     report = dataclasses.replace(report, memory=memory)
-    plan = make_train_step(setup).full_plan
-    if plan is None:
+    table = make_train_step(setup).full_table
+    if table is None:
         return report
-    collectives = tuple(_planned(each, plan) for each in report.collectives)
-    whole = ", ".join(setup.layout.whole_kinds) if setup.parallel.zero_bubble != "off" else ""
+    collectives = tuple(_with_units(each, table) for each in report.collectives)
+    whole = ", ".join(setup.layout.whole_kinds) if setup.parallel.zero_bubble else ""
     note = (
         f"\nzero_bubble: gradients of the weights of {whole} come out of the backward pass of the inputs, "
         f"and stay in backward units"
@@ -253,23 +253,23 @@ def _mesh_of(compiled: jax.stages.Compiled) -> Mesh | None:
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def busy_of(plan: Plan) -> dict[str, np.ndarray]:
+def busy_of(table: TickTable) -> dict[str, np.ndarray]:
     """For every part of a tick, whether it has work: bool [data, ticks, stage]; the head [data, ticks, 1]."""
     return {
-        FORWARD: np.asarray(plan.forward.unit) >= 0,
-        HEAD: np.asarray(plan.head)[..., :1] >= 0,
-        BACKWARD: np.asarray(plan.backward.unit) >= 0,
-        **{scope_of_weights(n): unit >= 0 for n, unit in enumerate(plan.weight_units)},
+        FORWARD: np.asarray(table.forward.unit) >= 0,
+        HEAD: np.asarray(table.head.unit)[..., None] >= 0,
+        BACKWARD: np.asarray(table.backward.unit) >= 0,
+        **{scope_of_weights(n): unit >= 0 for n, unit in enumerate(table.weight_units)},
     }
 
 
-def _planned(collective: Collective, plan: Plan) -> Collective:
+def _with_units(collective: Collective, table: TickTable) -> Collective:
     """A collective of the loop over ticks with the loop's length, by the part of a tick that it is in."""
-    units = busy_of(plan)
+    units = busy_of(table)
     parts = [x for x in re.findall(r"[^/, ]+", collective.module) if x in units]
     if not parts or collective.trip_counts[:1] != (None,):
         return collective
-    runs_T = np.arange(plan.forward.unit.shape[1]) < plan.num_ticks
+    runs_T = np.arange(table.forward.unit.shape[1]) < table.num_ticks
     # For one device, since W takes other lanes on each stage: the last of the group with the most units.
     group = units[FORWARD].sum((1, 2)).argmax()
     busy_T = units[parts[0]][group, :, -1] if collective.conditional else np.bool_(True)

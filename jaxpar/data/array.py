@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxpar.data.order import ArrayReader, Places, common_length
+from jaxpar.data.order import DrawnBatches, Places
 
 
-class ArrayBatches(ArrayReader):
+class ArrayBatches(DrawnBatches):
     """Rows of arrays in memory, in batches.
 
     With a seed, for training: every epoch has a different order, drawn from (seed, epoch), and all batches
@@ -23,24 +23,22 @@ class ArrayBatches(ArrayReader):
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
-        self.num_rows = common_length(arrays)
-        super().__init__(batch_size, seed)
-        if seed is not None and batch_size > self.num_rows:
+        super().__init__(arrays, batch_size, seed)
+        if seed is not None and batch_size > self.length:
             raise ValueError(
-                f"batch_size={batch_size} is more than the {self.num_rows} rows there are; use "
-                f"{self.num_rows} or less"
+                f"batch_size={batch_size} is more than the {self.length} rows there are; use "
+                f"{self.length} or less"
             )
-        self.arrays = dict(arrays)
-        whole, rest = divmod(self.num_rows, batch_size)
+        whole, rest = divmod(self.length, batch_size)
         self.num_windows = whole + (seed is None and rest > 0)
 
     def draw(self, epoch: int) -> np.ndarray:
         """The rows in their order."""
-        rows_N = np.arange(self.num_rows)
+        rows_N = np.arange(self.length)
         return rows_N if self.seed is None else self.rng(epoch).permutation(rows_N)
 
     def window(self, drawn: np.ndarray, window: int, rows: slice) -> Places:
         """The next B of them."""
         at_B = np.arange(window * self.batch_size, (window + 1) * self.batch_size)[rows]
-        there_B = at_B < self.num_rows
+        there_B = at_B < self.length
         return Places(drawn[np.where(there_B, at_B, 0)], there_B, {})

@@ -1,12 +1,12 @@
 """Which part of the data lies where in a batch: drawn from the seed and the epoch, the same in every process.
 
-An `Order` says what lies where, a reader such as `ArrayReader` makes batches of it. Nothing else is kept
-between batches. Dims: B batch rows, T time steps.
+Nothing is kept between batches: a resumed run continues with the batch that it would have had, and every
+process reads only its own rows. Dims: B batch rows, T time steps.
 """
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -28,27 +28,37 @@ class Places(NamedTuple):
     marks: dict[str, Any]
 
 
-class Order:
-    """What lies in the batches of an epoch.
+class DrawnBatches:
+    """Batches of arrays in memory.
 
     Attributes:
+      arrays: [length, ...] each, rows or steps; may be memory maps, batches read what they need.
       batch_size: B, over all processes.
       seed: of what is drawn; None for evaluation, in plain order.
       num_windows: batches in an epoch.
+      lookahead: steps after its own that a step reads, 0 or 1: so many at the end are read by others alone.
     """
 
+    lookahead: ClassVar[int] = 0
     num_windows: int
 
-    def __init__(self, batch_size: int, seed: int | None):
+    def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None):
         """Takes them.
 
         Raises:
-          ValueError: one is out of range.
+          ValueError: a number is out of range, or arrays differ in their length.
         """
+        self.length = common_length(arrays)
         check_at_least(1, batch_size=batch_size)
         check_at_least(0, seed=0 if seed is None else seed)
-        self.batch_size, self.seed = batch_size, seed
+        self.arrays, self.batch_size, self.seed = dict(arrays), batch_size, seed
         self._drawn = functools.lru_cache(maxsize=2)(self.draw)
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Any:
+        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or 0 for padding."""
+        at, inside, marks = self.places(step, rows)
+        batch = {name: array[at] for name, array in self.arrays.items()}
+        return {**batch, WEIGHT: inside.astype(np.float32), **marks}
 
     def places(self, step: int, rows: slice = slice(None)) -> Places:
         """What lies in the batch of a step, counted from 0 over all epochs; in some of its rows, if asked.
@@ -75,24 +85,8 @@ class Order:
         return np.random.default_rng([self.seed, epoch, *more])
 
 
-class ArrayReader(Order):
-    """Batches of arrays.
-
-    Attributes:
-      arrays: [rows or steps, ...] each, by name.
-    """
-
-    arrays: dict[str, np.ndarray]
-
-    def batch(self, step: int, rows: slice = slice(None)) -> dict[str, Any]:
-        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or 0 for padding."""
-        at, inside, marks = self.places(step, rows)
-        batch = {name: array[at] for name, array in self.arrays.items()}
-        return {**batch, WEIGHT: inside.astype(np.float32), **marks}
-
-
 def common_length(arrays: Mapping[str, np.ndarray]) -> int:
-    """The rows that arrays have.
+    """The rows or steps that arrays have.
 
     Raises:
       ValueError: these are no arrays by name, or they differ in their rows.

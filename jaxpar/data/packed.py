@@ -18,49 +18,50 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.data.order import ArrayReader, Order, Places, check_at_least
+from jaxpar.data.order import Places, check_at_least
+from jaxpar.data.sequences import SequenceBatches
 from jaxpar.parts import RESETS, STARTS
 
 
-class Packing(Order):
-    """Where sequences lie in the windows of an epoch. Every epoch has each of them once.
+class PackedBatches(SequenceBatches):
+    """Sequences of any length, packed into rows, for models that start afresh where `at.resets` says so.
 
+    With a seed, for training, which sequences lie together, where and when is drawn from (seed, epoch);
+    without one, for evaluation, the order is plain as far as lengths allow. Every epoch has every sequence
+    once.
+
+    Args:
+      arrays: [steps, ...] each, such as inputs and targets of every step.
+      lengths: the steps of each sequence; empty ones are left out.
+      batch_size: B, over all processes.
+      seq_len: T, the steps of a window.
+      seed: None for evaluation.
+      starts: the step of the arrays with which each sequence begins; by default they lie one after the other.
     Attributes:
-      num_sequences: in an epoch; empty ones are left out.
+      num_sequences: in an epoch.
       num_long: sequences that continue in further windows.
       padding: the share of an epoch's positions that is padding.
+    Raises:
+      ValueError: a number is out of range, no sequence has a step, or the arrays do not have the steps of the
+        sequences.
     """
 
     def __init__(
         self,
-        starts_S: np.ndarray,
-        lengths_S: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        lengths: Sequence[int] | np.ndarray,
         batch_size: int,
         seq_len: int,
         seed: int | None = None,
+        *,
+        starts: Sequence[int] | np.ndarray | None = None,
     ):
-        """Finds what fits where; nothing is drawn yet.
-
-        Args:
-          starts_S: the place of each sequence's first step among all steps.
-          lengths_S: its steps.
-          batch_size: B, over all processes.
-          seq_len: T, the steps of a window.
-          seed: of what is drawn; None for evaluation, in the order of the sequences as far as lengths allow.
-        Raises:
-          ValueError: a number is out of range, or no sequence has a step.
-        """
-        super().__init__(batch_size, seed)
+        super().__init__(arrays, lengths, batch_size, seed, starts)
         check_at_least(1, seq_len=seq_len)
-        lengths_S = np.asarray(lengths_S)
-        if not (lengths_S > 0).any():
-            raise ValueError(
-                f"none of {len(lengths_S)} sequences has a step; give one of 1 step or more"
-            )
         self.seq_len = seq_len
-        self._ids_S = np.flatnonzero(lengths_S > 0)
-        self._ids_S = self._ids_S[np.argsort(-lengths_S[self._ids_S], kind="stable")]
-        self._starts_S, self._lengths_S = np.asarray(starts_S), lengths_S[self._ids_S]
+        by_length = np.argsort(-self.lengths_S, kind="stable")
+        self._ids_S = by_length[: np.count_nonzero(self.lengths_S)]
+        self._lengths_S = self.lengths_S[self._ids_S]
         self._strip_S, self._first_S, self._windows_Q = _first_fit(self._lengths_S, seq_len)
         self._rows_Q, self.num_windows = _spread(self._windows_Q, batch_size)
         self.num_sequences = len(self._ids_S)
@@ -77,7 +78,7 @@ class Packing(Order):
         which_BT = np.maximum(np.searchsorted(begins_S, at_BT, side="right") - 1, 0)
         step_BT = at_BT - begins_S[which_BT]  # of the sequence
         inside_BT = (step_BT >= 0) & (step_BT < lengths_S[which_BT])
-        place_BT = np.where(inside_BT, self._starts_S[ids_S[which_BT]] + step_BT, 0)
+        place_BT = np.where(inside_BT, self.starts_S[ids_S[which_BT]] + step_BT, 0)
         marks = {RESETS: inside_BT & (step_BT == 0), STARTS: window == 0}
         return Places(place_BT, inside_BT, marks)
 
@@ -111,52 +112,6 @@ class Packing(Order):
         begins_S = window_Q[self._strip_S] * self.seq_len + self._first_S
         by_place = np.argsort(begins_S)
         return begins_S[by_place], ids_S[by_place], self._lengths_S[by_place]
-
-
-class PackedBatches(ArrayReader, Packing):
-    """Sequences of any length, packed into rows, for models that start afresh where `at.resets` says so.
-
-    With a seed, for training, which sequences lie together, where and when is drawn from (seed, epoch);
-    without one, for evaluation, the order is plain. Every epoch has every sequence once; see `Packing`.
-    """
-
-    def __init__(
-        self,
-        arrays: Mapping[str, np.ndarray],
-        lengths: Sequence[int] | np.ndarray,
-        batch_size: int,
-        seq_len: int,
-        seed: int | None = None,
-    ):
-        """Packs.
-
-        Args:
-          arrays: [steps, ...] each, such as inputs and targets of every step, of all sequences one after the
-            other.
-          lengths: the steps of each sequence.
-          batch_size: B.
-          seq_len: T, the steps of a window.
-          seed: None for evaluation.
-        Raises:
-          ValueError: a number is out of range, or the arrays do not have as many steps as the sequences.
-        """
-        lengths_S = np.asarray(lengths)
-        if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer):
-            raise ValueError(
-                f"lengths of shape {lengths_S.shape} and type {lengths_S.dtype}; give one whole number for "
-                f"each sequence"
-            )
-        if (lengths_S < 0).any():
-            raise ValueError(f"a length of {lengths_S.min()}; lengths must not be negative")
-        total = int(lengths_S.sum())
-        found = {name: len(array) for name, array in arrays.items()}
-        if set(found.values()) != {total}:
-            raise ValueError(
-                f"arrays of {found} steps for sequences of {total} steps in all; give as many in each array"
-            )
-        starts_S = np.cumsum(lengths_S) - lengths_S
-        super().__init__(starts_S, lengths_S, batch_size, seq_len, seed)
-        self.arrays = dict(arrays)
 
 
 def _first_fit(lengths_S: np.ndarray, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -10,61 +10,70 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxpar.data.order import ArrayReader, Order, Places, check_at_least, common_length
+from jaxpar.data.order import DrawnBatches, Places, check_at_least
 from jaxpar.fields import require_instance
 from jaxpar.parts import STARTS
 
 
-class Streams(Order):
-    """Where the steps of a series lie.
+class SeriesBatches(DrawnBatches):
+    """One long series in windows, for models that carry their state from window to window.
 
-    With a seed, for training: every epoch begins at another step, drawn from (seed, epoch), and reads the
-    series round from there, so that the windows fall differently each time. All windows are full; what does
-    not fill one at the end of a stream is left to other epochs. Without a seed: plain order, and every step
-    counts once; the ends of streams are padded.
+    The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
+    stream. With a seed, for training: every epoch begins at another step, drawn from (seed, epoch), and reads
+    the series round from there, so that the windows fall differently each time. All windows are full; what
+    does not fill one at the end of a stream is left to other epochs. Without a seed, for evaluation: every
+    step counts once, in plain order; the ends of streams are padded with places whose weight is 0, and so are
+    rows for which no step is left. There a stream may first read what comes before it, so that its state is
+    not an initial one:
 
-    Attributes:
-      lookahead: steps at the end of the series that nothing but the step before them reads, 0 or 1.
-      too_short: what to say of a series that is, and what else helps.
+        warmup=2, batch_size=2     a b c d e f g h
+        row 0                      - - c d e
+        row 1                            - - f g h      -: its weight is 0
+
+    Args:
+      arrays: [steps, ...] each, such as inputs and targets of every step.
+      batch_size: B, the number of streams.
+      seq_len: T, the steps of a window.
+      seed: None for evaluation.
+      warmup: steps that each stream of an evaluation reads first; the first so many of the series are for
+        that alone.
+    Raises:
+      ValueError: a number is out of range, arrays differ in their steps, or the series is too short.
     """
 
-    lookahead: ClassVar[int] = 0
-    too_short: ClassVar[tuple[str, str]] = "a series of {} steps is too short", "a longer series"
+    unit: ClassVar[str] = "steps"
 
     def __init__(
         self,
-        length: int,
+        arrays: Mapping[str, np.ndarray],
         batch_size: int,
         seq_len: int,
-        seed: int | None,
+        seed: int | None = None,
         *,
         warmup: int = 0,
     ):
-        """Finds where streams begin.
-
-        Args:
-          length: of the series, in steps.
-          seq_len: T, the steps of a window.
-          warmup: steps that each stream of an evaluation reads first, with weight 0.
-        Raises:
-          ValueError: a number is out of range, or the series is too short.
-        """
-        super().__init__(batch_size, seed)
+        super().__init__(arrays, batch_size, seed)
         check_at_least(1, seq_len=seq_len)
-        num_steps, least = length - self.lookahead, 1 - self.lookahead
-        most = {"batch_size": (num_steps - warmup) // max(least, 1)}
-        if seed is not None:
-            least = seq_len
-            most = {"batch_size": num_steps // seq_len, "seq_len": num_steps // batch_size}
-        if num_steps < warmup + batch_size * least:
-            ways = [f"{name}={size} or less" for name, size in most.items() if size > 0]
-            more = f", warmup={warmup}" * bool(warmup)
-            told, remedy = self.too_short
+        require_instance("warmup", warmup, int | np.integer, "a whole number")
+        if warmup < 0 or (warmup and seed is not None):
             raise ValueError(
-                f"{told.format(length)} for batch_size={batch_size}, seq_len={seq_len}{more}, which need "
-                f"{warmup + batch_size * least + self.lookahead}; use {', '.join([*ways, remedy])}"
+                f"warmup={warmup} with seed={seed}: it is 0 in training, whose streams go on from window to "
+                f"window, and 0 or more without a seed"
             )
-        self.seq_len, self.length, self.warmup = seq_len, length, warmup
+        num_steps = self.length - self.lookahead
+        needed, ways = warmup + 1, {}
+        if seed is not None:
+            needed = batch_size * seq_len
+            ways = {"batch_size": num_steps // seq_len, "seq_len": num_steps // batch_size}
+        if num_steps < needed:
+            remedies = [f"{name}={size} or less" for name, size in ways.items() if size > 0]
+            more = f", warmup={warmup}" * bool(warmup)
+            raise ValueError(
+                f"{self.length} {self.unit} are too few for batch_size={batch_size}, seq_len={seq_len}"
+                f"{more}, which need {needed + self.lookahead}; use "
+                f"{', '.join([*remedies, f'more {self.unit}'])}"
+            )
+        self.seq_len, self.warmup = seq_len, warmup
         # Stream b has the steps from bounds[b] to bounds[b + 1]; lengths differ by one at most.
         self._bounds = warmup + np.arange(batch_size + 1) * (num_steps - warmup) // batch_size
         if seed is None:
@@ -85,46 +94,3 @@ class Streams(Order):
         if self.seed is None:
             inside_BT = (times_T >= 0) & (at_BT < self._bounds[1:][rows, None])
         return Places((at_BT + drawn) % self.length, inside_BT, {STARTS: window == 0})
-
-
-class SeriesBatches(ArrayReader, Streams):
-    """One long series in windows, for models that carry their state from window to window.
-
-    The series is cut into one contiguous stream for each row of the batch; batch i holds window i of every
-    stream. With a seed, for training: every epoch begins at a different place, drawn from (seed, epoch),
-    wraps around at the end of the series, and all windows are full. Without one, for evaluation: every step
-    counts once, in plain order; the ends of streams are padded with places whose weight is 0. There a stream
-    may first read what comes before it, so that its state is not an initial one:
-
-        warmup=2, batch_size=2     a b c d e f g h
-        row 0                      - - c d e
-        row 1                            - - f g h      -: its weight is 0
-
-    Args:
-      arrays: [steps, ...] each, such as inputs and targets of every step.
-      batch_size: B, the number of streams.
-      seq_len: T, the steps of a window.
-      seed: None for evaluation.
-      warmup: steps that each stream of an evaluation reads first; the first so many of the series are for
-        that alone.
-    Raises:
-      ValueError: a number is out of range, arrays differ in their steps, or the series is too short.
-    """
-
-    def __init__(
-        self,
-        arrays: Mapping[str, np.ndarray],
-        batch_size: int,
-        seq_len: int,
-        seed: int | None = None,
-        *,
-        warmup: int = 0,
-    ):
-        require_instance("warmup", warmup, int | np.integer, "a whole number")
-        if warmup < 0 or (warmup and seed is not None):
-            raise ValueError(
-                f"warmup={warmup} with seed={seed}: it is 0 in training, whose streams go on from window to "
-                f"window, and 0 or more without a seed"
-            )
-        super().__init__(common_length(arrays), batch_size, seq_len, seed, warmup=warmup)
-        self.arrays = dict(arrays)

@@ -11,11 +11,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.config import ZeroBubble
 from jaxpar.display import format_count
 from jaxpar.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
-from jaxpar.pipeline.schedule import make_schedule
+from jaxpar.pipeline.orders import make_schedule
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -40,7 +39,7 @@ def draw_bubble(
     num_groups: int = 1,
     microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32),
     chunks: Sequence[int] = (1, 2, 4, 8),
-    zero_bubble: ZeroBubble = "off",
+    zero_bubble: bool = False,
 ) -> Figure:
     """The bubble of schedules against the number of microbatches, a line for each number of chunks."""
     figure, [axes] = _figure()
@@ -59,8 +58,8 @@ def draw_bubble(
     axes.set_xlabel("M, microbatches")
     axes.set_ylabel("bubble (% of stage-time)")
     groups = f", {num_groups} groups of layers" * (num_groups > 1)
-    apart = {"off": "", "unit": ", zero-bubble", "microbatch": ", zero-bubble by microbatch"}
-    axes.set_title(f"{kind}{apart[zero_bubble]}, {num_stages} stages{groups}", fontsize=10)
+    apart = ", zero-bubble" * zero_bubble
+    axes.set_title(f"{kind}{apart}, {num_stages} stages{groups}", fontsize=10)
     axes.legend(frameon=False)
     return figure
 

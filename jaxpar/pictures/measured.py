@@ -7,7 +7,7 @@ from jaxpar.display import show
 from jaxpar.pictures.chart import Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import legend_of, unit_colors
-from jaxpar.pipeline.engine import BACKWARD, FORWARD, HEAD
+from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Block, Schedule
 from jaxpar.tables import FittingTable
 

@@ -10,6 +10,7 @@ from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import inspect_step
 from jaxpar.facts import ModelFacts
 from jaxpar.files import whole_file
+from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.animation import make_animation
@@ -17,7 +18,6 @@ from jaxpar.pictures.measured import show_measured
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.schedule import Schedule
-from jaxpar.step import step_schedule
 from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
 

@@ -92,7 +92,7 @@ class _Text:
 
 def _columns(s: Schedule) -> list[list[Text]]:
     """Names of the rows, then a column per tick, whose cells are as wide."""
-    costs = (1.0, 1.0, 1.0 / s.lanes[-1].num_units)  # one label of any kind takes 1
+    costs = (1.0, 1.0, 1.0)  # one label of any kind takes 1
     bounds = s.half_times(costs)[::2].round().astype(int).tolist()
     blocks = s.blocks(costs)
     width = max(len(block.label) for block in blocks)

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Where a unit goes from one virtual stage to the next: to the stage above, which after the last is the first
+# in a ring; to the one below; nowhere.
+UP, DOWN, STAYS = 1, -1, 0
+
 # Of a layer, forward and backward, where a forward pass costs 1.
 LAYER_COST = 3.0
 
@@ -215,13 +219,61 @@ def resolve_placement(
 
 
 @dataclasses.dataclass(frozen=True)
+class Route:
+    """Virtual stages, groups of layers on stages, in the order in which a unit passes them.
+
+    Attributes:
+      stages: where each of them lies.
+      is_ring: whether the last stage sends to the first.
+    """
+
+    stages: tuple[int, ...]
+    is_ring: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return max(self.stages) + 1
+
+    @property
+    def num_groups(self) -> int:
+        """V, of layers on each stage."""
+        return len(self.stages) // self.num_stages
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Which group of its stage each virtual stage is."""
+        return tuple(self.stages[:p].count(stage) for p, stage in enumerate(self.stages))
+
+    def steps(self, way: int) -> list[int]:
+        """In which direction a unit comes to each virtual stage on its way, `UP` and so on.
+
+        Args:
+          way: +1 from the first to the last, -1 back. The first of the steps means nothing.
+        """
+        stages = self.stages[::way]
+        step = [now - before for before, now in zip((stages[0], *stages), stages, strict=False)]
+        if self.is_ring and self.num_stages > 1:
+            return [way * UP] * len(step)
+        return step
+
+
+def route_of(kind: str, num_stages: int, num_groups: int) -> Route:
+    """The virtual stages of a kind of schedule; see `orders.make_schedule`."""
+    up = tuple(range(num_stages))
+    if kind == "v":
+        return Route(up + up[::-1])
+    return Route(up * num_groups, is_ring=num_groups > 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Slots:
     """Where the layers of a stack lie: a list of slots for every stage, and a stack for every kind.
 
     Every group of layers on a stage has as many slots as the fullest needs, and as many rows of each kind's
-    stack, so that both split evenly over the `stage` axis: (1, 2) layers have slots (0, -1, 1, 2). With
-    several groups on a stage, group v of stage s comes at place v S + s in the order of the layers, and the
-    groups of a stage lie side by side: four layers on two stages in two groups have slots (0, 2, 1, 3).
+    stack, so that both split evenly over the `stage` axis: (1, 2) layers have slots (0, -1, 1, 2). The groups
+    of a stage lie side by side: four layers on two stages in two groups have slots (0, 2, 1, 3) if they are
+    interleaved, and (0, 3, 1, 2) if they go up and down.
 
     Attributes:
       placement: layers of each group, in the order of the layers.
@@ -244,23 +296,24 @@ class Slots:
 
 
 def make_slots(
-    placement: Sequence[int], num_groups: int = 1, kind_of: Sequence[int] | None = None
+    placement: Sequence[int],
+    stages: Sequence[int] | None = None,
+    kind_of: Sequence[int] | None = None,
 ) -> Slots:
     """The slots of a placement.
 
     Args:
       placement: layers of each group, in the order of the layers.
-      num_groups: on each stage.
+      stages: where each group lies (`Route.stages`); None if each stage has one.
       kind_of: the kind of each layer, numbered from 0; None if all are of one.
     """
-    num_stages = len(placement) // num_groups
+    stages = range(len(placement)) if stages is None else stages
     kind_of = [0] * sum(placement) if kind_of is None else list(kind_of)
     num_kinds = max(kind_of, default=0) + 1
     firsts = [sum(placement[:place]) for place in range(len(placement))]
     groups = [
         range(firsts[place], firsts[place] + placement[place])
-        for stage in range(num_stages)
-        for place in range(stage, len(placement), num_stages)
+        for place in sorted(range(len(placement)), key=lambda place: (stages[place], place))
     ]
     layers_of = [
         [[layer for layer in group if kind_of[layer] == kind] for kind in range(num_kinds)]

@@ -25,12 +25,13 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import Printed, format_bytes, format_seconds
+from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
+from jaxpar.pipeline.placement import UP
 from jaxpar.planning.counts import Array, Counts, Kind, Part, counts_of, part_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, split_over_data
-from jaxpar.step import step_schedule
 from jaxpar.task import Settings, Task
 from jaxpar.work import Amount
 
@@ -218,7 +219,9 @@ class Step:
             np.bincount(kind_of[start:end], minlength=len(facts.kinds))
             for start, end in itertools.pairwise(ends)
         ]
-        self.layers_GSK = np.reshape(placed, (parallel.num_groups, self.sizes[STAGE], -1))
+        route = self.schedule.route
+        self.layers_GSK = np.zeros((route.num_groups, route.num_stages, len(facts.kinds)), int)
+        self.layers_GSK[list(route.groups), list(route.stages)] = placed
         self.kinds = [self._kind(number) for number in range(len(self.rows))]
         for array in (*counts.params, *counts.frozen):
             self.part(array, self.layout.param_rules)  # raises if it does not split
@@ -274,11 +277,6 @@ class Step:
         unit = self.unit
         return unit.first, unit.first_gradient, unit.last.scaled(self._share_of(self.last))
 
-    @property
-    def _first_of_head(self) -> int:
-        """The first stage with a part of what follows the layers."""
-        return 0 if self.shares_head else self.sizes[STAGE] - 1
-
     def seconds(self, machine: Machine) -> dict[str, float]:
         """`StepCost.parts`, without what is sent."""
 
@@ -294,8 +292,10 @@ class Step:
         costs[0][0, 0] += first
         costs[1][0, 0] += gradient
         halves_T2S, lane = self.schedule.work_at(*costs), self.schedule.forward
-        leaves_T = (lane.unit[:, -1] >= 0) & (lane.group[:, -1] == self.schedule.num_groups - 1)
-        halves_T2S[:, 0, self._first_of_head :] += leaves_T[:, None] * last
+        route = self.schedule.route
+        group, stage = route.groups[-1], route.stages[-1]
+        leaves_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
+        halves_T2S[:, 0, slice(None) if self.shares_head else [stage]] += leaves_T[:, None] * last
         halves_T2S *= self.parallel.num_segments
         busy_S = halves_T2S.sum((0, 1))
         busiest = int(busy_S.argmax())
@@ -384,8 +384,13 @@ class Step:
 
     def _over_stages(self) -> Iterator[Sent]:
         x, ticks = self.x_bytes, self.num_ticks
-        yield Sent("activations, one stage up", "collective-permute", (STAGE,), x, ticks)
-        yield Sent("cotangents, one stage down", "collective-permute", (STAGE,), x, ticks)
+        for what, lane in (
+            ("activations", self.schedule.forward),
+            ("cotangents", self.schedule.backward),
+        ):
+            for step in filter(None, sorted(lane.arrival, reverse=True)):
+                name = f"{what}, one stage {'up' if step == UP else 'down'}"
+                yield Sent(name, "collective-permute", (STAGE,), x, ticks)
         if self.shares_head:
             as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
             yield Sent("inputs of the shared head", "all-reduce", (STAGE,), as_float, ticks)

@@ -17,7 +17,9 @@ from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import KIND
-from jaxpar.pipeline.split import Layer, SplitLayer
+from jaxpar.pipeline.spec import Layer
+from jaxpar.pipeline.split import SplitLayer
+from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Axes, Rules, check_split, dims_of, is_variable, named_leaves
 from jaxpar.task import Task
 from jaxpar.trees import add, shape_of
@@ -205,7 +207,8 @@ class Counts:
             functions, facts.traces.layers, *self._layout.of_row, strict=True
         ):
             carry = jax.tree.map(lambda a: jax.ShapeDtypeStruct((b, *a.shape[1:]), a.dtype), carry)
-            kinds.append(_count_layer(function, params, frozen, carry, x, facts.at(batch)))
+            x_and_sums = x, facts.no_sums
+            kinds.append(_count_layer(function, params, frozen, carry, x_and_sums, facts.at(batch)))
         gradient = Amount()
         if of_first[0]:
             gradient = amount(first_gradient, of_first[0], *of_first, batch, x)
@@ -221,7 +224,7 @@ class Counts:
 
 def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At) -> Kind:
     """What a layer does in parts, as the engine has them."""
-    split = SplitLayer(function, params, frozen, carry, x, at, splits=True)
+    split = SplitLayer(with_sums(function), params, frozen, carry, x, at, splits=True)
 
     def forward(params, frozen, carry, x, batch):
         return split.forward(params, frozen, carry, x, at._replace(batch=batch))

@@ -18,13 +18,13 @@ import xxhash
 from jaxpar.batches import Batches
 from jaxpar.fields import check_takes, require
 from jaxpar.hosts.agree import DifferentError, Together
+from jaxpar.parts import SPLITS
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
 from jaxpar.task import Task
 from jaxpar.training.checksums import checksum, digest
 from jaxpar.training.evaluate import CheckedBatches
 
-SPLITS = ("train", "valid", "test")
 REMEMBERED = 4  # batches before a checkpoint whose checksums it holds
 _MODULUS = 2**64
 

@@ -9,25 +9,32 @@ pays nothing for this. Dims: S rows of stacked layers, B batch.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.forward import full_table, make_forward
 from jaxpar.layout import Layout, Outer
 from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.parts import RATE, part_of
-from jaxpar.pipeline.ticks import Plan
+from jaxpar.pipeline.spec import Layer
+from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState
-from jaxpar.step import NEVER, CompiledStep, make_loss_and_grad
+from jaxpar.step import CompiledStep, dropout_key, mean_loss
 from jaxpar.training.by_layer import array_of, kind_of
+from jaxpar.trees import vary_like
+
+NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
 
 _LAST = "last"  # all that is computed after the layers
 _ROWS_NAMED = 8
@@ -68,7 +75,7 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
       batch: of the step.
     """
     parallel = setup.parallel  # the gradients of weights would be cut from what is looked at
-    pipeline = dataclasses.replace(parallel.pipeline, zero_bubble="off")
+    pipeline = dataclasses.replace(parallel.pipeline, zero_bubble=False)
     parallel = dataclasses.replace(parallel, pipeline=pipeline)
     layout = Layout(setup.layout.facts, parallel)
     train = setup.train
@@ -105,10 +112,10 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
 def _make_look(setup: Setup, *_: Any) -> CompiledStep:
     """(state, batch) -> the loss, what is not finite (activations, gradients, arrays), the norm."""
     train, optimizer = setup.train, setup.optimizer
-    value_and_grad = make_loss_and_grad(setup, seed=train.seed, watch=True)
+    value_and_grad = watched_loss_and_grad(setup, train.seed)
 
-    def look(state: TrainState, batch: Any, plan: Plan | None):
-        (loss, (watched, _)), (grads, marks) = value_and_grad(state, batch, plan)
+    def look(state: TrainState, batch: Any, table: TickTable | None):
+        (loss, watched), (grads, marks) = value_and_grad(state, batch, table)
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
         bad = (_bad_arrays(state.params), _bad_arrays(squares))
@@ -124,6 +131,78 @@ def _make_look(setup: Setup, *_: Any) -> CompiledStep:
     return CompiledStep(look, setup.layout, backward=True, out_shardings=replicated)
 
 
+def watched_loss_and_grad(setup: Setup, seed: int) -> Callable[..., Any]:
+    """(state, batch, table=None) -> ((mean loss, watched), (gradients, marks)); not compiled.
+
+    `watched` is by kind float32 [rows of the stack, B, 2], in which time step t inputs and outputs of layers
+    were not finite for the first time: `NEVER` - t, or 0. Marks, for every kind [rows of the stack, 2, T, B],
+    are not 0 where the gradients of these inputs and outputs are not finite.
+    """
+    layout = setup.layout
+    forward = make_forward(layout, setup.mesh, functools.partial(_watched, layout))
+    T, B = layout.facts.num_steps or 1, layout.facts.batch_size
+
+    def loss(params, state, batch, table):
+        params, probes = params
+        flags = tuple(jnp.zeros((len(rows), B, 2)) for rows in layout.slots.rows)
+        key = dropout_key(seed, state)
+        watched, sums = forward(
+            *(params, state.frozen, state.carry, batch, key, table), beside=(probes, flags)
+        )
+        return mean_loss(sums), watched
+
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def run(state, batch, table=None):
+        table = full_table(layout.parallel, backward=True) if table is None else table
+        probes = tuple(jnp.zeros((len(rows), 2, T, B)) for rows in layout.slots.rows)
+        return value_and_grad((state.params, probes), state, batch, table)
+
+    return run
+
+
+def _watched(layout: Layout, layer: Layer) -> Layer:
+    """A layer that tells where its inputs and outputs, and the gradients of both, are not finite.
+
+    Its parameters are (parameters, probe), its carry (carry, marks); see `watched_loss_and_grad`.
+    """
+
+    def bad(tree):
+        parts = []
+        for leaf in jax.tree.leaves(tree):
+            leaf_TB = leaf if layout.facts.time_major else leaf[None]
+            parts.append(~jnp.isfinite(leaf_TB).all(tuple(range(2, leaf_TB.ndim))))
+        return functools.reduce(jnp.logical_or, parts)
+
+    def first_bad(tree, at):
+        bad_TB = bad(lax.stop_gradient(tree))
+        step_B = at.time + bad_TB.argmax(0)
+        return jnp.where(bad_TB.any(0), (NEVER - step_B).astype(jnp.float32), 0.0)
+
+    @jax.custom_vjp
+    def tap(tree, probe_TB, place):
+        return tree
+
+    def pull_back(place, d_tree):
+        marks_TB = bad(d_tree).astype(jnp.float32)
+        room_TB = vary_like(
+            jnp.zeros((layout.facts.num_steps or 1, layout.facts.batch_size)), marks_TB
+        )
+        return d_tree, lax.dynamic_update_slice(room_TB, marks_TB, place), None
+
+    tap.defvjp(lambda tree, probe_TB, place: (tree, place), pull_back)
+
+    def run(params, frozen, carry, x, at):
+        (params, probe_2TB), (carry, marks_B2) = params, carry
+        x = tap(x, probe_2TB[0], (at.time, at.row))
+        after, y, *sums = layer(params, frozen, carry, x, at)
+        y = tap(y, probe_2TB[1], (at.time, at.row))
+        now_B2 = jnp.stack([first_bad(x, at), first_bad(y, at)], axis=1)
+        return (after, jnp.maximum(lax.stop_gradient(marks_B2), now_B2)), y, *sums
+
+    return run
+
+
 def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
     """By the name of each array whether its sum is not finite: [], or [S] of stacked layers."""
     sums = {}
@@ -134,7 +213,7 @@ def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
 
 
 def _outputs(layout: Layout, watched: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
-    """The marks of the rows of the batch (see `make_loss_and_grad`), in the order of the layers."""
+    """The marks of the rows of the batch (see `watched_loss_and_grad`), in the order of the layers."""
     for number, kind in enumerate(layout.facts.kind_of):
         name, row = layout.facts.kinds[kind], layout.slots.rows[kind].index(number)
         into_B, out_B = watched[name][row].T
@@ -144,7 +223,7 @@ def _outputs(layout: Layout, watched: Mapping[str, np.ndarray]) -> Iterable[tupl
 
 
 def _inputs(layout: Layout, marks: Sequence[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
-    """What takes inputs, and the marks [T, B] of their gradients (see `make_loss_and_grad`)."""
+    """What takes inputs, and the marks [T, B] of their gradients (see `watched_loss_and_grad`)."""
     for number, kind in enumerate(layout.facts.kind_of):
         into_TB, out_TB = marks[kind][layout.slots.rows[kind].index(number)]
         yield _layer(number, layout.facts.kinds[kind]), into_TB

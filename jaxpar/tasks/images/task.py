@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxpar.axes import DATA, TENSOR
-from jaxpar.config import OptimizerConfig, Parallel, TrainConfig, check_divides
-from jaxpar.fields import MOST, require, require_rate, require_sizes
+from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
+from jaxpar.fields import MOST, check_divides, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Task
 from jaxpar.tasks.images.sizes import num_features
@@ -175,7 +175,8 @@ class Images(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Layers, strategy, images."""
-        from jaxpar.tasks.images.digits import SPLITS, load_digits
+        from jaxpar.parts import SPLITS
+        from jaxpar.tasks.images.digits import load_digits
         from jaxpar.tasks.images.model import LABEL
 
         channels, dense = (", ".join(map(str, s)) for s in (self.channels, self.hidden_sizes))

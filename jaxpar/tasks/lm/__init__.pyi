@@ -3,10 +3,6 @@ from jaxpar.tasks.lm.model import LanguageModel as LanguageModel
 from jaxpar.tasks.lm.streams import Batch as Batch
 from jaxpar.tasks.lm.streams import IGNORE as IGNORE
 from jaxpar.tasks.lm.streams import TokenStreams as TokenStreams
-from jaxpar.tasks.lm.buckets import Sentences as Sentences
-from jaxpar.tasks.lm.buckets import BucketedSentences as BucketedSentences
-from jaxpar.tasks.lm.buckets import PackedSentences as PackedSentences
-from jaxpar.tasks.lm.buckets import choose_edges as choose_edges
 from jaxpar.tasks.lm.corpus import Corpus as Corpus
 from jaxpar.tasks.lm.corpus import Vocabulary as Vocabulary
 from jaxpar.tasks.lm.corpus import load_corpus as load_corpus

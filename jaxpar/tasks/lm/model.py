@@ -134,7 +134,7 @@ class LanguageModel(nnx.Module):
         resets_TB = None if resets_BT is None else resets_BT.T
         batch = Batch(tokens_BT.T, tokens_BT.T, starts=False, resets=resets_TB)
         at = At(layer=0, time=0, row=0, batch=batch)
-        carry, y = self.layers(carry, self.first(batch, at), at)
+        carry, y, *_ = self.layers(carry, self.first(batch, at), at)
         return carry, self.logits(y)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:

@@ -1,16 +1,21 @@
-"""Batches of a text, for language models that carry their state from window to window.
+"""Batches of a text: what `data` says of any arrays, with the next token as the target of each.
 
-The text is cut into one contiguous stream for each row of the batch; batch i holds window i of
-every stream. With 13 tokens a..m, batch_size=2, seq_len=3 (evaluation):
+As one stream, with 13 tokens a..m, batch_size=2, seq_len=3 (evaluation):
 
     tokens   a b c d e f g h i j k l m
     row 0    a b c|d e f             inputs; the targets are b c d|e f g
     row 1                g h i|j k l         the targets are h i j|k l m
 
-Nothing is kept between batches: `batch(step)` is a function of the seed and the step, so a resumed
-run continues with the batch that it would have had, and every process reads only its own rows.
+By lines, a line begins with the separator before it, from which its first word is predicted, and ends with
+its own. In buckets of 3 and 5 steps (`_` is padding):
 
-Dims: B batch rows, T time steps.
+    text               a b . c d e f . g . h i . j k l .
+    bucket of 3 steps  a b _ | . g _            inputs; the targets are b . _ | g . _
+                       _ _ _ | . h i                                    _ _ _ | h i .
+    bucket of 5 steps  . c d e f                                        c d e f .
+                       . j k l _                                        j k l . _
+
+Dims: S lines, B batch rows, T time steps.
 """
 
 from __future__ import annotations
@@ -20,9 +25,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.data.order import Order
-from jaxpar.data.streams import Streams
+from jaxpar.data.bucketed import BucketedBatches
+from jaxpar.data.order import DrawnBatches
+from jaxpar.data.packed import PackedBatches
+from jaxpar.data.streams import SeriesBatches
 
+TOKENS = "tokens"
 IGNORE = -1  # a target that counts in no loss
 
 
@@ -42,14 +50,10 @@ class Batch(NamedTuple):
     resets: np.ndarray | jax.Array | None = None
 
 
-class TextReader(Order):
-    """Batches of a text.
+class TextBatches(DrawnBatches):
+    """Batches of a text: `arrays` are its tokens."""
 
-    Attributes:
-      tokens: integers [tokens].
-    """
-
-    tokens: np.ndarray
+    lookahead = 1
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
@@ -58,7 +62,8 @@ class TextReader(Order):
           ValueError: step is negative.
         """
         at_BT, inside_BT, marks = self.places(step, rows)
-        inputs_BT, after_BT = self.tokens[at_BT], self.tokens[(at_BT + 1) % len(self.tokens)]
+        tokens = self.arrays[TOKENS]
+        inputs_BT, after_BT = tokens[at_BT], tokens[(at_BT + 1) % self.length]
         return Batch(
             inputs_BT=np.where(inside_BT, inputs_BT, 0).astype(np.int32),
             targets_BT=np.where(inside_BT, after_BT, IGNORE).astype(np.int32),
@@ -66,15 +71,15 @@ class TextReader(Order):
         )
 
 
-class TokenStreams(TextReader, Streams):
+class TokenStreams(TextBatches, SeriesBatches):
     """The batches of a text as one long stream.
 
-    It is read as a series of all tokens but the last, which is only a target; see `data.streams.Streams`. In
+    It is read as a series of all tokens but the last, which is only a target; see `SeriesBatches`. In
     evaluation every token but the first of the text is a target exactly once, whatever the batch size; ends
     are padded with `IGNORE`, and so are rows for which the text has no token left.
 
     Args:
-      tokens: integers [tokens], 0 or more; may be a memory map, batches read what they need.
+      tokens: integers [tokens], 0 or more; may be a memory map.
       batch_size: B, the number of streams, over all processes.
       seq_len: T, the steps of a window.
       seed: None for evaluation.
@@ -82,8 +87,7 @@ class TokenStreams(TextReader, Streams):
       ValueError: a number is out of range, or the text is too short for them.
     """
 
-    lookahead = 1
-    too_short = "{} tokens are too few", "a longer text"
+    unit = "tokens"
 
     def __init__(
         self,
@@ -92,26 +96,53 @@ class TokenStreams(TextReader, Streams):
         seq_len: int,
         seed: int | None = None,
     ) -> None:
-        self.tokens = np.asarray(tokens)
-        check_text(self.tokens)
-        if seed is None and len(self.tokens) < 2:
-            raise ValueError(f"{len(self.tokens)} tokens have no target; give a text of 2 or more")
-        super().__init__(len(self.tokens), batch_size, seq_len, seed)
-
-    @property
-    def num_targets(self) -> int:
-        """Targets in an epoch that are not `IGNORE`."""
-        if self.seed is None:
-            return len(self.tokens) - 1
-        return self.num_windows * self.batch_size * self.seq_len
+        tokens = check_text(tokens)
+        super().__init__({TOKENS: tokens}, batch_size, seq_len, seed)
 
 
-def check_text(tokens: np.ndarray) -> None:
-    """Nothing, if the tokens are integers in one dim, all of them 0 or more.
+class PackedText(TextBatches, PackedBatches):
+    """The lines of a text, each read from the initial state, packed into rows; see `line_places`."""
+
+
+class BucketedText(TextBatches, BucketedBatches):
+    """The lines of a text in buckets of similar lengths; see `line_places`.
+
+    A piece of a line that is cut begins with the last token of the one before: no target is lost.
+    """
+
+
+def line_places(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the lines of a text begin, and their steps. Every token but the first is a target exactly once.
+
+    A line begins with the separator before it and ends with its own; neighbours share it. It has one step
+    fewer than tokens, since the last is only a target.
+
+    Args:
+      tokens: integers [tokens], 0 or more; may be a memory map.
+      separator: the token that ends a line, e.g. the id of `<eos>`.
+    Returns:
+      integers [S] and [S].
+    Raises:
+      ValueError: the tokens are not token ids, or the separator is not among them.
+    """
+    tokens = check_text(tokens)
+    separators = np.flatnonzero(tokens == separator)
+    if not separators.size:
+        raise ValueError(
+            f"separator={separator} is none of the {len(tokens)} tokens; give the token that "
+            f"ends a line, such as the id of <eos>"
+        )
+    bounds = np.unique(np.concatenate([[0], separators, [len(tokens) - 1]]))
+    return bounds[:-1], np.diff(bounds)
+
+
+def check_text(tokens: np.ndarray) -> np.ndarray:
+    """The tokens, if they are integers in one dim, all of them 0 or more.
 
     Raises:
       ValueError: says what they are, or names the first that is negative.
     """
+    tokens = np.asarray(tokens)
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(
             f"tokens of shape {tokens.shape} and type {tokens.dtype} are not text; "
@@ -123,3 +154,4 @@ def check_text(tokens: np.ndarray) -> None:
             f"token {tokens[position]} at position {position} is negative and would be ignored "
             f"as a target; encode the text with a vocabulary"
         )
+    return tokens

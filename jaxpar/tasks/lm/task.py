@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jaxpar.axes import TENSOR
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, check_divides
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.fields import (
+    check_divides,
     nearest_multiples,
     require,
     require_not_negative,
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
     import numpy as np
     from flax import nnx
 
-    from jaxpar.tasks.lm.buckets import BucketedSentences, PackedSentences
     from jaxpar.tasks.lm.corpus import Corpus
     from jaxpar.tasks.lm.model import LanguageModel
-    from jaxpar.tasks.lm.streams import Batch, TokenStreams
+    from jaxpar.tasks.lm.streams import Batch, BucketedText, PackedText, TokenStreams
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
@@ -80,10 +80,10 @@ class LM(Task):
       seq_len: time steps of a window; gradients flow through one window, the state through all.
       num_buckets: 0 reads the text as one long stream. A larger number reads its lines, each from the zero
         state, in at most that many buckets of similar lengths up to seq_len; see
-        `buckets.BucketedSentences`.
+        `data.bucketed.BucketedBatches`.
       bucket_multiple: of which the lengths of buckets are multiples. A pipeline needs whole chunks.
       packed: read the lines of the text, each from the zero state, packed into rows of seq_len steps; long
-        ones continue in the next window. See `data.packed.Packing`.
+        ones continue in the next window. See `PackedBatches`.
       optimizer: and its learning rate.
     """
 
@@ -222,7 +222,7 @@ class LM(Task):
 
     def make_batches(
         self, split: str, seed: int | None = None
-    ) -> "TokenStreams | BucketedSentences | PackedSentences":
+    ) -> "TokenStreams | BucketedText | PackedText":
         """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
@@ -234,7 +234,7 @@ class LM(Task):
 
     def batches_of(
         self, tokens: "np.ndarray", separator: int, seed: int | None = None
-    ) -> "TokenStreams | BucketedSentences | PackedSentences":
+    ) -> "TokenStreams | BucketedText | PackedText":
         """The batches of any text.
 
         Args:
@@ -244,17 +244,18 @@ class LM(Task):
         Raises:
           ValueError: the text is too short, or has no lines.
         """
-        from jaxpar.tasks.lm import buckets
-        from jaxpar.tasks.lm.streams import TokenStreams
+        from jaxpar.data.bucketed import choose_edges
+        from jaxpar.tasks.lm import streams
 
+        B, T = self.batch_size, self.seq_len
         if not self.reads_lines:
-            return TokenStreams(tokens, self.batch_size, self.seq_len, seed)
-        sentences = buckets.Sentences.split(tokens, separator)
+            return streams.TokenStreams(tokens, B, T, seed)
+        starts, lengths = streams.line_places(tokens, separator)
+        text = {streams.TOKENS: tokens}
         if self.packed:
-            return buckets.PackedSentences(sentences, self.batch_size, self.seq_len, seed)
-        sizes = self.num_buckets, self.bucket_multiple, self.seq_len, self.batch_size
-        edges = buckets.choose_edges(sentences.lengths_S, *sizes)
-        return buckets.BucketedSentences(sentences, self.batch_size, edges, seed)
+            return streams.PackedText(text, lengths, B, T, seed, starts=starts)
+        edges = choose_edges(lengths, self.num_buckets, self.bucket_multiple, T, B)
+        return streams.BucketedText(text, lengths, B, edges, seed, starts=starts)
 
     def example_batch(self) -> "Batch":
         """Random tokens: no text is read for it."""
@@ -351,7 +352,7 @@ class LM(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Text, vocabulary and batches."""
-        from jaxpar.tasks.lm.corpus import SPLITS
+        from jaxpar.parts import SPLITS
         from jaxpar.tasks.lm.streams import TokenStreams
 
         corpus = self.read_text()
@@ -378,7 +379,7 @@ class LM(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Tokens and checksum of each split."""
-        from jaxpar.tasks.lm.corpus import SPLITS
+        from jaxpar.parts import SPLITS
         from jaxpar.training.fingerprint import describe_array
 
         corpus = self.read_text()

@@ -2,44 +2,81 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.pipeline.schedule import Lane, Schedule, ZeroBubble, idle_lane
+from jaxpar.axes import DATA, STAGE
+from jaxpar.pipeline.placement import Route
+from jaxpar.pipeline.schedule import Lane, Schedule, idle_lane
+
+
+class SharedLane(NamedTuple):
+    """Units that all stages look up alike, whatever they do at that tick.
+
+    Attributes:
+      unit: int32 [data, ticks]; -1 for none.
+      slot: its residual slot, likewise.
+    """
+
+    unit: Any
+    slot: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TickTable:
     """A schedule for every data-parallel group, as data for one compiled program.
 
     Attributes:
       forward, backward: lanes of arrays [data, ticks, stage].
       weights: W beside forwards, and after backwards: lanes of arrays [data, ticks, stage, places], whose
         first places are taken first; () if backward units are whole.
-      slot_of: int32 [data, stage, groups, units], the residual slot of each, for W of whole microbatches.
-      head: what leaves the last layer: unit and residual slot, [data, ticks, 2]; -1 for nothing.
-      num_ticks: int32 scalar, the loop's length; rows beyond it are not looked at.
+      enter: the unit that comes to the first layer.
+      head: the unit that leaves the last layer.
+      leave: the unit whose cotangent leaves the first layer.
+      num_ticks: int32 scalar, the loop's length; rows beyond it are not looked at. After the first
+        `num_forward_ticks` no stage has a forward unit.
       num_chunks: int32 scalar, K.
       max_microbatches, max_chunks: M and K of the largest batch that the program holds.
+      route: the virtual stages: the first layer lies on the stage of the first, the last on that of the last.
     The other attributes are sizes of buffers; programs of equal sizes are one program.
     """
 
     forward: Lane
     backward: Lane
     weights: tuple[Lane, ...]
-    slot_of: np.ndarray | jax.Array | None
-    head: np.ndarray | jax.Array
+    enter: SharedLane
+    head: SharedLane
+    leave: SharedLane
     num_ticks: np.ndarray | jax.Array
+    num_forward_ticks: np.ndarray | jax.Array
     num_chunks: np.ndarray | jax.Array
     max_microbatches: int = dataclasses.field(metadata={"static": True})
     max_chunks: int = dataclasses.field(metadata={"static": True})
-    zero_bubble: ZeroBubble = dataclasses.field(metadata={"static": True})
-    num_groups: int = dataclasses.field(metadata={"static": True})
+    route: Route = dataclasses.field(metadata={"static": True})
     num_slots: int = dataclasses.field(metadata={"static": True})
     num_forward_buffers: int = dataclasses.field(metadata={"static": True})
     num_backward_buffers: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def specs(self) -> Self:
+        """Its partition specs over the mesh."""
+        lanes = P(DATA, None, STAGE)
+        whole: Any = dict.fromkeys(("num_ticks", "num_forward_ticks", "num_chunks"), P())
+        shared: Any = dict.fromkeys(("enter", "head", "leave"), P(DATA))
+        weights: Any = (lanes,) * len(self.weights)
+        return dataclasses.replace(
+            self, forward=lanes, backward=lanes, weights=weights, **shared, **whole
+        )
+
+    def with_remat(self) -> Self:
+        """The table of a step that runs forward passes again: the head runs where the last layer's does."""
+        comes = jnp.asarray(self.backward.source) < 0
+        return dataclasses.replace(self, head=_shared(self.backward, comes, jnp))
 
     @property
     def weight_units(self) -> list[np.ndarray]:
@@ -48,7 +85,7 @@ class Plan:
         return [unit[..., place] for unit in units for place in range(unit.shape[-1])]
 
 
-def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -> Plan:
+def make_table(schedules: Sequence[Schedule], capacity: Schedule | None = None) -> TickTable:
     """Schedules as data.
 
     Args:
@@ -84,32 +121,33 @@ def make_plan(schedules: Sequence[Schedule], capacity: Schedule | None = None) -
     ]
 
     def stack(lanes: Sequence[Lane], axis: int = 0) -> Lane:
-        return Lane(*(np.stack(arrays, axis) for arrays in zip(*lanes, strict=True)))
+        return lanes[0].map(lambda *arrays: np.stack(arrays, axis), *lanes[1:])
 
     forward = stack([s.forward for s in padded])
     backward = stack([s.backward for s in padded])
     places = [stack(lanes) for lanes in zip(*(s.weights for s in padded), strict=True)]
     weights = (stack(places[:1], -1), stack(places[1:], -1)) if places else ()
-    done = forward.group[..., -1] == capacity.num_groups - 1
-    head = np.stack([forward.unit[..., -1], forward.slot[..., -1]], axis=-1)
+    route, stages = capacity.route, np.arange(capacity.num_stages)
+
+    def shared(lane: Lane, p: int) -> SharedLane:
+        is_there = (stages == route.stages[p]) & (lane.group == route.groups[p])
+        return _shared(lane, is_there, np)
+
     max_microbatches = max(capacity.num_microbatches, *(s.num_microbatches for s in schedules))
     max_chunks = max(capacity.num_chunks, schedules[0].num_chunks)
-    return Plan(
+    return TickTable(
         forward=forward,
         backward=backward,
         weights=weights,
-        slot_of=(
-            _slots_of(forward, capacity.num_groups, max_microbatches * max_chunks)
-            if capacity.zero_bubble == "microbatch"
-            else None
-        ),
-        head=np.where(done[..., None], head, -1),
+        enter=shared(forward, 0),
+        head=shared(forward, -1),
+        leave=shared(backward, 0),
         num_ticks=np.asarray(max(schedule.num_ticks for schedule in schedules), np.int32),
+        num_forward_ticks=np.asarray(_last_tick_of(forward) + 1, np.int32),
         num_chunks=np.asarray(schedules[0].num_chunks, np.int32),
         max_microbatches=max_microbatches,
         max_chunks=max_chunks,
-        zero_bubble=capacity.zero_bubble,
-        num_groups=capacity.num_groups,
+        route=route,
         num_slots=capacity.num_slots,
         num_forward_buffers=capacity.num_forward_buffers,
         num_backward_buffers=capacity.num_backward_buffers,
@@ -135,15 +173,20 @@ def _with_lanes(schedule: Schedule, num_lanes: int) -> Schedule:
             f"{len(schedule.weights)} lanes for W are more than the {num_lanes} of the compiled program; "
             f"compile it for more"
         )
-    idle = idle_lane(*schedule.forward.unit.shape)
+    idle = idle_lane(*schedule.forward.unit.shape, steps=())
     more = (idle,) * (num_lanes - len(schedule.weights))
     return dataclasses.replace(schedule, weights=(*schedule.weights, *more))
 
 
-def _slots_of(forward: Lane, num_groups: int, num_units: int) -> np.ndarray:
-    """The slot of each unit of each group, [data, stage, groups, units]; 0 for units that are not there."""
-    data, _, stages = forward.unit.shape
-    slots = np.zeros((data, stages, num_groups, num_units), np.int32)
-    at = group, _, stage = np.nonzero(forward.unit >= 0)
-    slots[group, stage, forward.group[at], forward.unit[at]] = forward.slot[at]
-    return slots
+def _shared(lane: Lane, is_there: Any, np: Any) -> SharedLane:
+    """The unit of a lane on the one stage where it is there, for all stages."""
+
+    def found(a: Any) -> Any:
+        return np.where(is_there & (lane.unit >= 0), a, -1).max(axis=-1)
+
+    return SharedLane(found(lane.unit), found(lane.slot))
+
+
+def _last_tick_of(lane: Lane) -> int:
+    """In which a stage has a unit."""
+    return int(np.flatnonzero((lane.unit >= 0).any(axis=(0, 2)))[-1])

@@ -1,0 +1,301 @@
+"""Through a model: `first`, the layers, `last`; all of a batch at once, or unit by unit on a schedule.
+
+The one place where a model and the pipeline meet.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.at import At, anywhere
+from jaxpar.axes import DATA, STAGE
+from jaxpar.config import Parallel
+from jaxpar.layout import Layout, Outer
+from jaxpar.model import Sums, values, wrap_like
+from jaxpar.parts import starts_of
+from jaxpar.pipeline.engine import Pipeline
+from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.spec import Layer, PipelineParams
+from jaxpar.pipeline.tables import TickTable, largest, make_table
+from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
+from jaxpar.sharding import constrain, dims_of, is_variable
+from jaxpar.trees import vary_like
+
+_make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
+
+
+def make_forward(
+    layout: Layout, mesh: Mesh, wrap: Callable[[Layer], Layer] | None = None
+) -> Callable[..., tuple[Any, Sums]]:
+    """(params, frozen, carry, batch, dropout key, table, beside) -> (carry, sums), over one window.
+
+    Args:
+      wrap: makes layers that are looked into: their parameters are (parameters, others), their carry
+        (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
+        the carry those of the carry come back, by kind.
+    """
+    layers = layout.layer_functions()
+    if layout.parallel.runs_in_units:
+        # The engine does not differentiate the carry that it is given.
+        layers = tuple(
+            layer if start is None else _from_learned_start(layer, start)
+            for layer, start in zip(layers, layout.learned_starts, strict=True)
+        )
+    layers = layers if wrap is None else tuple(map(wrap, layers))
+    run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
+
+    def forward(params, frozen, carry, batch, key, table, beside=None):
+        # Parameters stored split over `data` are gathered here, and their gradients scattered.
+        params, frozen = (constrain(tree, mesh, layout.rules) for tree in (params, frozen))
+        if key is not None:
+            params = layout.drawn(params, frozen, key)
+        starts, initial = starts_of(batch), layout.initial_carry(params, frozen)
+        before = jax.tree.map(lambda a, b: jnp.where(starts, b, a), carry, initial)
+        flat = tuple(values(before[kind]) for kind in layout.facts.kinds)
+        others = ()
+        if beside is not None:
+            others, of_carry = beside
+            flat = tuple(zip(flat, of_carry, strict=True))
+        after, sums = run(layout, mesh, layers, params, others, frozen, flat, batch, key, table)
+        by_kind = zip(layout.facts.kinds, after, strict=True)
+        if beside is not None:
+            return {kind: others for kind, (_, others) in by_kind}, sums
+        return {kind: wrap_like(own, carry[kind]) for kind, own in by_kind}, sums
+
+    return forward
+
+
+def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
+    """A layer that begins the first window by itself, so that its gradient reaches the parameters."""
+
+    def run(params, frozen, carry, x, at):
+        is_first = (at.time == 0) & jnp.asarray(starts_of(at.batch)).astype(bool)
+        initial = start(params, frozen, jax.tree.leaves(carry)[0].shape[0])
+        carry = jax.tree.map(lambda a, b: jnp.where(is_first, b, a), carry, initial)
+        return layer(params, frozen, carry, x, at)
+
+    return run
+
+
+def _with_others(params: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Parameters of the layers by kind, as layers that are looked into take them; see `make_forward`."""
+    return tuple(zip(params, others, strict=True)) if others else params
+
+
+def _run_at_once(layout: Layout, mesh, layers, params, others, frozen, carry, batch, key, table):
+    """The whole batch and window as one block on every data-parallel group."""
+
+    def run(params, others, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
+        at = At(
+            layer=jnp.int32(0),
+            time=jnp.int32(0),
+            row=jnp.int32(first_row),
+            key=key,
+            batch=layout.facts.to_block(batch),
+            layout=at_layout,
+            time_major=layout.facts.time_major,
+            platform=layout.facts.platform,
+        )
+        return run_block(layout, layers, params, others, frozen, carry, at)
+
+    if mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand:
+        return run(params, others, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
+
+    # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
+    # are summed where the parameters came in, all at once.
+    def run_shard(params, others, frozen, carry, batch, key):
+        group = lax.axis_index(DATA)
+        with jax.named_scope("gradients"):
+            params, others = vary_like((params, others), group)
+        first_row = group * (layout.facts.batch_size // mesh.shape[DATA])
+        at_layout = layout.constraint(mesh, DATA)
+        carry, sums = run(params, others, frozen, carry, batch, key, first_row, at_layout)
+        with jax.named_scope("loss"):
+            return carry, lax.psum(vary_like(sums, group), DATA)
+
+    rows = jax.tree.map(lambda a: P(DATA) if jnp.ndim(a) else P(), batch)
+    return jax.shard_map(
+        run_shard,
+        mesh=mesh,
+        axis_names={DATA},
+        in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
+        out_specs=(P(None, DATA), P()),
+    )(params, others, frozen, carry, batch, key)
+
+
+def run_block(layout: Layout, layers, params, others, frozen, carry, at: At):
+    """All of a model on a block of rows and time steps: the carry, and the sums."""
+    model, facts = layout.merge(params, frozen), layout.facts
+    with jax.named_scope("first"):
+        x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
+    own = _with_others(layout.of_layers(params), others), layout.of_layers(frozen)
+    start = x, vary_like(facts.no_sums, (carry, x))  # in a loop over layers all is of one type
+    carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
+    with jax.named_scope("head"):
+        sums = model.last(y, at.batch, at._replace(layer=len(facts.kind_of)))
+        return carry, facts.total(sums, of_layers)
+
+
+def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
+    """All layers on one stage: neighbours of one kind in a loop, or written out if they are few."""
+    carry, first = list(carry), 0
+    for kind, run in itertools.groupby(layout.facts.kind_of):
+        numbers = range(first, first + len(list(run)))
+        first, row = numbers.stop, layout.slots.places[numbers.start]
+        rows = slice(row, row + len(numbers))
+        *weights, before = (
+            jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
+            for tree in (params, frozen, carry)
+        )
+        unroll = len(numbers) <= layout.facts.unroll
+        if unroll:
+            weights = [unstack(own, len(numbers)) for own in weights]
+        walk = make_walk(1, has_empty_slots=False, unroll=unroll)
+        slots = SlotArrays(*(jnp.asarray(part, jnp.int32) for part in (numbers, numbers, numbers)))
+        layer = (with_sums(layers[kind]),)
+        (after,), x = run_layers(walk, layer, *((own,) for own in (*weights, before)), x, at, slots)
+        carry[kind] = jax.tree.map(
+            lambda a, part, rows=rows: part if len(part) == len(a) else a.at[rows].set(part),
+            carry[kind],
+            after,
+        )
+    return tuple(carry), x
+
+
+def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, batch, key, table):
+    """The model's three parts, handed to the pipeline engine."""
+    parallel, model = layout.parallel, layout.merge(params, frozen)
+    if hasattr(model, "prepare"):
+        model = model.prepare(mesh.shape)
+    outer = Outer(layout, model)
+    sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
+    # If all of `first` is frozen there is no gradient to add to.
+    adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]
+    deal, gather = _deal(layout, mesh)
+    b = parallel.microbatch_rows(layout.facts.batch_size)
+    pipeline = Pipeline(
+        layers=layers,
+        first=outer.run_first,
+        last=functools.partial(outer.run_last, is_part=sharded),
+        mesh=mesh,
+        slots=layout.slots,
+        chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
+        microbatch_rows=b,
+        adds_sums=layout.facts.adds_sums,
+        head="sharded" if sharded else "last",
+        last_specs=_last_specs(layout, outer),
+        remat=parallel.pipeline.remat and parallel.num_segments == 1,
+        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
+        num_segments=parallel.num_segments,
+        unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
+        first_gradient=outer.add_first_gradient if adds_gradient else None,
+        first_rows=tuple(
+            np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
+        ),
+        layout=layout.constraint(mesh, DATA, STAGE),
+    )
+
+    def parts(number, others=()):
+        leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
+        return PipelineParams(
+            tuple(leaves[n] for n in first),
+            _with_others(layout.of_layers(outer.states[number]), others),
+            tuple(leaves[n] for n in last),
+        )
+
+    block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
+    carry = jax.tree.map(lambda a: deal(a, 1), carry)
+    sums, carry, _ = pipeline.sums(parts(0, others), carry, block, table, frozen=parts(1), key=key)
+    return jax.tree.map(lambda a: gather(a, 1), carry), sums
+
+
+def _have_own_memory(mesh: Mesh) -> bool:
+    """Whether devices have another memory than the host; that of CPUs is the host's."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
+def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:
+    """Over `stage`, of what `last_part` uses: trained, and frozen."""
+
+    def specs(state, numbers):
+        variables = jax.tree.leaves(state, is_leaf=is_variable)
+        dims = [dims_of(variables[n]) for n in numbers]
+        split = [[STAGE in layout.rules.axes_of(d) if d else False for d in each] for each in dims]
+        return tuple(P(*(STAGE if is_split else None for is_split in each)) for each in split)
+
+    return tuple(map(specs, outer.states, outer.last))
+
+
+def _deal(layout: Layout, mesh: Mesh):
+    """Two functions of (array, its dim of the batch): to the groups' own rows, and back to the user's order.
+
+    Every group has room for the largest share; what a smaller one leaves empty is not computed.
+    """
+    parallel = layout.parallel
+    if parallel.has_equal_shares:
+        return (lambda a, dim: a), (lambda a, dim: a)
+    shares = np.asarray(parallel.group_shares)
+    size_G1 = shares[:, None] * (layout.facts.batch_size // shares.sum())
+    row_R = np.arange(size_G1.max())
+    is_there_GR = row_R < size_G1
+    dealt_GR = np.where(is_there_GR, np.cumsum(size_G1)[:, None] - size_G1 + row_R, 0)
+    places = np.flatnonzero(is_there_GR)
+
+    def deal(a, dim: int):
+        spec = P(*[None] * dim, DATA) if dim == 0 else P(STAGE, DATA)
+        return lax.with_sharding_constraint(
+            jnp.take(a, dealt_GR.ravel(), axis=dim), NamedSharding(mesh, spec)
+        )
+
+    return deal, lambda a, dim: jnp.take(a, places, axis=dim)
+
+
+def step_schedule(
+    parallel: Parallel, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
+) -> Schedule:
+    """The schedule that a step follows.
+
+    Args:
+      share: of the data-parallel group; it has so many times `num_microbatches`.
+      num_chunks: of the batch, or of one of its segments; None if it has the full length.
+      backward: False in an evaluation.
+    """
+    return _make_schedule(
+        parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
+        parallel.mesh.stage,
+        share * parallel.pipeline.num_microbatches,
+        parallel.num_chunks // parallel.num_segments if num_chunks is None else num_chunks,
+        parallel.num_groups,
+        backward=backward,
+        zero_bubble=parallel.zero_bubble,
+    )
+
+
+def full_table(parallel: Parallel, *, backward: bool) -> TickTable | None:
+    """The schedules of a batch of the full length; None if a step is one whole."""
+    if not parallel.runs_in_units:
+        return None
+    return table_of(parallel, parallel.num_chunks // parallel.num_segments, backward)
+
+
+@functools.lru_cache
+def table_of(parallel: Parallel, num_chunks: int, backward: bool) -> TickTable:
+    """The schedules of a batch of so many chunks, in a program that holds `parallel.num_chunks`."""
+
+    def schedule(share: int, K: int) -> Schedule:
+        return step_schedule(parallel, share, K, backward=backward)
+
+    full_length = parallel.num_chunks // parallel.num_segments
+    any_length = range(1, full_length + 1) if parallel.num_segments == 1 else [full_length]
+    shares = parallel.group_shares
+    capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
+    return make_table([schedule(share, num_chunks) for share in shares], capacity)

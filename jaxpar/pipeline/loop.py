@@ -1,0 +1,427 @@
+"""The loop over ticks: it looks up what a stage does when, in which order, and what stages exchange.
+
+    tick            one turn of the loop, the same program on every stage
+      forward       x from another stage (at first: from the batch) -> layers -> y, what is kept
+      head          y of the last layer -> sums, dy
+      backward      dy from another stage (at last: from the head), what was kept -> layers -> dx
+      weights       W, what is left of backward units where the schedule splits it off; also before the head
+      exchange      y and dx go to the stage above, to the one below, or stay
+
+With `remat` the head waits for the forward pass that runs again before its backward pass.
+
+A long window can be cut into segments, each a loop over ticks of its own. They run forward, for the carries
+between them alone, and once more, the last first, forward and backward: residuals are those of one segment.
+
+A worked example: two stages, one microbatch in two chunks of time, units 0 and 1, zero-bubble 1F1B, a head on
+the last stage. c0 is the carry before the window, c1 after unit 0, c2 after unit 1; d1 and d0 are the
+cotangents of c1 and c0. `x[0]` is a buffer of `State.arrived_x`, `dy[0]` one of `arrived_dy`, `slot 0` a
+residual slot.
+
+    tick  stage 0                                       stage 1
+    0     enter 0, F0: first(unit 0) -> y               idle: nothing is computed, its y goes nowhere
+          carry c0 -> c1, slot 0 <- residuals
+          y goes up                                     x[0] <- y of unit 0
+    1     enter 1, F1: first(unit 1) -> y               F0: x[0] -> y, carry c0 -> c1, slot 0 <- residuals
+          carry c1 -> c2, slot 1 <- residuals           head 0: sums += last(y), head_dy[slot 0] <- dy
+          y goes up                                     x[0] <- y of unit 1
+    2     idle                                          F1: x[0] -> y, carry c1 -> c2, slot 1 <- residuals
+                                                        head 1: sums += last(y), head_dy[slot 1] <- dy
+                                                        B1: head_dy[slot 1], d_carry 0 -> d1, slot 1 <- for W
+          dy[0] <- dx of unit 1                         dx goes down
+    3     B1: dy[0], d_carry 0 -> d1, slot 1 <- for W   B0: head_dy[slot 0], d_carry d1 -> d0, slot 0 <- for W
+          leave 1: gradient of first += of dx
+          W1: gradients += of slot 1, which is free     W1: gradients += of slot 1, which is free
+          dy[0] <- dx of unit 0                         dx goes down
+    4     B0: dy[0], d_carry d1 -> d0, slot 0 <- for W  W0: gradients += of slot 0, which is free
+          leave 0: gradient of first += of dx
+          W0: gradients += of slot 0, which is free
+    then  gradients of layers are summed over `data`; those of first and last, and sums, over both axes
+
+A carry lies in one array for all rows of the device, which each unit reads and writes in the rows of its
+microbatch; its cotangent needs room for one microbatch, since a sequence goes back without a pause.
+
+Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxpar.axes import DATA, STAGE
+from jaxpar.pipeline.kept import Residuals, buffers_of, read, write
+from jaxpar.pipeline.schedule import Lane
+from jaxpar.pipeline.spec import Spec
+from jaxpar.pipeline.stage import Stage, Unit
+from jaxpar.pipeline.tables import SharedLane, TickTable
+from jaxpar.trees import add, vary_like, zeros
+
+# The parts of a tick, as named scopes of the program.
+FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+
+
+def scope_of_weights(number: int) -> str:
+    """Of the W in a lane: number 0 is beside forwards, others are after backwards."""
+    return f"weights{number}"
+
+
+class State(NamedTuple):
+    """What the loop carries from tick to tick; the backward half is None in evaluation.
+
+    Where a slot or buffer is numbered -1, one that nobody reads is written: there is one more than needed.
+    """
+
+    carry: Any  # for every kind, [rows, B, ...]
+    arrived_x: Any  # activations that wait for their tick, [buffers + 1, t, b, ...]
+    ran_T4: Any  # units that this stage did in each part of a tick
+    sums: Any  # of `last`
+    layer_sums: Any  # of the layers; () if they add none
+    kept: Any = None  # for the backward of a unit, leaves [residual slots + 1, ...]
+    head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
+    arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
+    d_carry: Any = None  # of the sequence on its way back, [rows, b, ...]; of all between segments
+    grads: Any = None  # PipelineParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Ticks of one stage.
+
+    Attributes:
+      kept: of units between forward and backward; None in evaluation.
+    """
+
+    stage: Stage
+    kept: Residuals | None
+    table: TickTable
+
+    @property
+    def spec(self) -> Spec:
+        """What is run."""
+        return self.stage.spec
+
+    @property
+    def meets_once(self) -> bool:
+        """Whether the exchanges of a tick wait for all its work: on CPU each is a meeting of all devices."""
+        return self.spec.platform == "cpu"
+
+    def start(self, carry: Any) -> State:
+        """The state before the first tick, with nothing kept and all sums 0."""
+        stage, table, fill = self.stage, self.table, self.spec.buffer_fill
+        here, x = stage.here, stage.x_shape
+        state = State(
+            carry=carry,
+            arrived_x=buffers_of(table.num_forward_buffers, x, fill),
+            ran_T4=jnp.zeros((table.forward.unit.shape[1], 4), jnp.int32),
+            sums=(),
+            layer_sums=(),
+        )
+        if self.kept is not None:
+            rows = self.spec.microbatch_rows if self.spec.num_segments == 1 else None
+            kept = buffers_of(table.num_slots, self.kept.shapes, fill)
+            state = state._replace(
+                kept=self.kept.placed(kept),
+                head_dy=buffers_of(0 if self.spec.remat else table.num_slots, x, fill),
+                arrived_dy=buffers_of(table.num_backward_buffers, x, fill),
+                d_carry=jax.tree.map(lambda a: jnp.full_like(a[:, :rows], fill), carry),
+            )
+        state = vary_like(state, here)
+        # A sharded head's sums are the same on all stages, and so differ over `data` alone.
+        head_like = lax.axis_index(DATA) if self.spec.head == "sharded" else here
+        sums = vary_like(zeros(stage.sums_shape), head_like)
+        state = state._replace(sums=sums, layer_sums=stage.no_sums)
+        if self.kept is not None:
+            grads = jax.tree.map(
+                lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
+            )
+            state = state._replace(grads=grads)
+        return state
+
+    def run(
+        self, state: State, num_ticks: Any, segment: ArrayLike = 0, *, has_head: bool = True
+    ) -> State:
+        """So many ticks.
+
+        Args:
+          has_head: False where the carry alone is wanted.
+        """
+        tick = functools.partial(self._tick, segment=segment, has_head=has_head)
+        return lax.fori_loop(0, num_ticks, tick, state)
+
+    def _tick(self, number: Any, state: State, *, segment: ArrayLike, has_head: bool) -> State:
+        table, here = self.table, self.stage.here
+        forward, backward, *weights = (
+            vary_like(jax.tree.map(lambda a: a[0, number, 0], lane), here)
+            for lane in (table.forward, table.backward, *table.weights)
+        )
+        enter, head, leave = (
+            jax.tree.map(lambda a: a[0, number], lane)
+            for lane in (table.enter, table.head, table.leave)
+        )
+        state, y = self._forward(forward, enter, segment, state)
+        if self.kept and weights:
+            # B writes over what is read here. XLA does not know the order, and would copy all that is kept.
+            state, done = self._weights(weights[0], state, 0)
+            backward = backward._replace(slot=backward.slot + done)
+        y_of_head, recalled = y, None
+        if self.kept:
+            with jax.named_scope(BACKWARD):
+                at = Unit(backward.unit, segment), backward.group, backward.slot
+                again, recalled = self.kept.recall(state.kept, *at)
+                y_of_head = y if again is None else again
+        if has_head:
+            state = self._head(Unit(head.unit, segment), head.slot, y_of_head, state)
+        dx = None
+        if self.kept:
+            state, dx = self._backward(backward, leave, segment, recalled, state)
+            if weights:
+                state, _ = self._weights(weights[1], state, 1)
+        if self.meets_once:
+            y, dx = lax.optimization_barrier((y, dx))
+        arrived_x = self._exchange(FORWARD, y, state.arrived_x, forward.arrival)
+        if self.kept:
+            arrived_dy = self._exchange(BACKWARD, dx, state.arrived_dy, backward.arrival)
+            state = state._replace(arrived_dy=arrived_dy)
+        beside, after = (jnp.sum(lane.unit >= 0) for lane in weights) if weights else (0, 0)
+        ran = (forward.unit >= 0, beside, backward.unit >= 0, after)
+        ran_4 = jnp.stack([jnp.asarray(n, jnp.int32) for n in vary_like(ran, here)])
+        ran_T4 = lax.dynamic_update_slice_in_dim(state.ran_T4, ran_4[None], number, 0)
+        return state._replace(arrived_x=arrived_x, ran_T4=ran_T4)
+
+    @jax.named_scope(FORWARD)
+    def _forward(
+        self, at: Lane, enter: SharedLane, segment: ArrayLike, state: State
+    ) -> tuple[State, Any]:
+        stage, kept_of = self.stage, self.kept
+        unit, m = Unit(jnp.maximum(at.unit, 0), segment), stage.microbatch(at.unit)
+        x = lax.cond(
+            (enter.unit >= 0) & (stage.number == self.table.route.stages[0]),
+            lambda: stage.first(unit),
+            lambda: read(state.arrived_x, at.source),
+        )
+        before = stage.read_carry(state.carry, at.group, m)
+
+        def run():
+            arguments = unit, at.group, before, (x, stage.no_sums)
+            return kept_of.forward(*arguments) if kept_of else (*stage.forward(*arguments), ())
+
+        kept = jax.eval_shape(run)[2]
+        after, (y, sums), kept = lax.cond(
+            at.unit >= 0,
+            lambda: vary_like(run(), stage.here),
+            lambda: vary_like((before, (x, stage.no_sums), zeros(kept)), stage.here),
+        )
+        carry = stage.write_carry(state.carry, after, at.group, m)
+        state = state._replace(carry=carry, layer_sums=add(state.layer_sums, sums))
+        if kept_of:
+            state = state._replace(kept=kept_of.write(state.kept, kept, at.slot))
+        return state, y
+
+    @jax.named_scope(HEAD)
+    def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
+        """Sums and cotangent of the unit that has just left the last layer, if there is one."""
+        stage = self.stage
+        on_stage, dtypes = (
+            stage.number == self.table.route.stages[-1],
+            jax.tree.map(lambda a: a.dtype, y),
+        )
+        if self.spec.head == "sharded":
+            active = unit.number >= 0
+            # The y of the stage that has it, on all of them.
+            is_there = on_stage & active
+            y = jax.tree.map(lambda a: jnp.where(is_there, a, jnp.zeros_like(a)), y)
+            y = stage.over_stages(y)
+        else:
+            number, slot = vary_like((unit.number, slot), stage.here)
+            unit = unit._replace(number=number)
+            active = (unit.number >= 0) & on_stage
+
+        if not self.kept:
+            sums = lax.cond(
+                active,
+                lambda: vary_like(add(state.sums, stage.last(stage.params.last, y, unit)), y),
+                lambda: state.sums,
+            )
+            return state._replace(sums=sums)
+
+        def loss(params, y):
+            sums = stage.last(params, y, unit)
+            return jax.tree.leaves(sums)[0], sums
+
+        def run():
+            (_, sums), (d_last, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+                stage.params.last, y
+            )
+            return vary_like((add(state.sums, sums), dy), y), add(state.grads.last, d_last)
+
+        (sums, dy), grads = lax.cond(
+            active,
+            run,
+            lambda: ((state.sums, jax.tree.map(jnp.zeros_like, y)), state.grads.last),
+        )
+        slot = 0 if self.spec.remat else jnp.where(on_stage & active, slot, -1)
+        dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, stage.here), dtypes)
+        return state._replace(
+            sums=sums,
+            grads=state.grads._replace(last=grads),
+            head_dy=write(state.head_dy, dy, slot),
+        )
+
+    @jax.named_scope(BACKWARD)
+    def _backward(
+        self, at: Lane, leave: SharedLane, segment: ArrayLike, recalled: Any, state: State
+    ) -> tuple[State, Any]:
+        """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs."""
+        stage, kept = self.stage, self.kept
+        assert kept is not None
+        number, in_segments = jnp.maximum(at.unit, 0), self.spec.num_segments > 1
+        is_last_chunk = number % self.table.num_chunks == self.table.num_chunks - 1
+        dy = jax.tree.map(
+            lambda head, arrived: jnp.where(at.source < 0, head, arrived),
+            read(state.head_dy, 0 if self.spec.remat else at.slot),
+            read(state.arrived_dy, at.source),
+        )
+
+        def run():
+            if in_segments:
+                d_carry = stage.read_carry(state.d_carry, at.group, stage.microbatch(number))
+            else:
+                d_carry = jax.tree.map(
+                    lambda a: jnp.where(is_last_chunk, jnp.zeros_like(a), a),
+                    stage.of_group(state.d_carry, at.group),
+                )
+            cotangents = d_carry, (dy, stage.d_sums)
+            own, d_carry, (dx, _), later = kept.backward(
+                state.kept, recalled, at.slot, at.group, *cotangents, grads
+            )
+            if in_segments:
+                m = stage.microbatch(number)
+                return own, stage.write_carry(state.d_carry, d_carry, at.group, m), dx, later
+            return own, stage.into_group(state.d_carry, d_carry, at.group), dx, later
+
+        # Of kinds whose W is apart there is no gradient here.
+        grads = tuple(
+            () if kind.has_weights else own
+            for kind, own in zip(kept.kinds, state.grads.layers, strict=True)
+        )
+        later = jax.eval_shape(run)[3]
+        grads, d_carry, dx, later = lax.cond(
+            at.unit >= 0,
+            lambda: vary_like(run(), stage.here),
+            lambda: vary_like((grads, state.d_carry, dy, zeros(later)), stage.here),
+        )
+        layer_grads = tuple(
+            before if kind.has_weights else own
+            for kind, own, before in zip(kept.kinds, grads, state.grads.layers, strict=True)
+        )
+        first_grads = lax.cond(
+            (leave.unit >= 0) & (stage.number == self.table.route.stages[0]),
+            lambda: vary_like(
+                stage.first_gradient(state.grads.first, Unit(number, segment), dx), stage.here
+            ),
+            lambda: state.grads.first,
+        )
+        grads = state.grads._replace(layers=layer_grads, first=first_grads)
+        buffers = kept.write_for_weights(state.kept, later, at.slot)
+        return state._replace(d_carry=d_carry, grads=grads, kept=buffers), dx
+
+    def _weights(self, at: Lane, state: State, first: int) -> tuple[State, jax.Array]:
+        """W of the units of this part of a tick; gradients are changed in place. And 0.
+
+        Args:
+          first: number of the first lane; of the lane 0, beside forwards, the 0 comes when it is done.
+        """
+        kept = self.kept
+        assert kept is not None
+        layers, done = state.grads.layers, vary_like(jnp.int32(0), self.stage.here)
+        if not kept.has_weights:
+            return state, done
+        for place in range(at.unit.shape[0]):
+            here = jax.tree.map(lambda a, place=place: a[place], at)
+
+            def run(here=here, layers=layers, done=done):
+                after = kept.weights(state.kept, here.slot, here.group, layers)
+                if first:  # nothing in this tick waits for it
+                    return after, done
+                # 0, whatever the sum is; the compiler cannot know it before. Over parts of an array it takes
+                # an exchange, of one number.
+                some = jnp.sum(min(jax.tree.leaves(after), key=jnp.size))
+                return after, (some * 0 == 1).astype(jnp.int32)
+
+            def skip(layers=layers, done=done):
+                return layers, done
+
+            # Not a loop over places: what is kept would be copied into it.
+            with jax.named_scope(scope_of_weights(first + place)):
+                layers, done = lax.cond(here.unit >= 0, run, skip)
+        return state._replace(grads=state.grads._replace(layers=layers)), done
+
+    def _exchange(self, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:
+        """Sends to other stages; puts what comes from them into buffers.
+
+        Args:
+          arrival: for every direction in which the schedule sends (`placement.UP`, ...) the buffer.
+        """
+        n, ring = self.spec.mesh.shape[STAGE], self.table.route.is_ring
+        with jax.named_scope(part), jax.named_scope("exchange"):
+            for step, buffer in arrival.items():
+                came = blocks
+                if step:
+                    pairs = [(s, (s + step) % n) for s in range(n) if ring or 0 <= s + step < n]
+                    came = lax.ppermute(blocks, STAGE, pairs)
+                arrived = write(arrived, came, buffer)
+        return arrived
+
+
+def run_segments(loop: Loop, carry: Any) -> State:
+    """All segments of a window: forward, and then once more with their gradients, the last first."""
+    numbers = jnp.arange(loop.spec.num_segments)
+    evaluation = dataclasses.replace(loop, kept=None)
+
+    def forward(carried, number, has_head):
+        carry, *sums = carried
+        state = evaluation.start(carry)._replace(sums=sums[0], layer_sums=sums[1])
+        state = evaluation.run(state, loop.table.num_forward_ticks, number, has_head=has_head)
+        return (state.carry, state.sums, state.layer_sums), (carry, state.ran_T4)
+
+    def joined(ran_GT4):
+        return ran_GT4.reshape(-1, 4)
+
+    start = loop.start(carry)
+    carried = carry, start.sums, start.layer_sums
+    if loop.kept is None:
+        run: Callable[..., Any] = functools.partial(forward, has_head=True)
+        (carry, sums, layer_sums), (_, ran) = lax.scan(run, carried, numbers)
+        return start._replace(carry=carry, sums=sums, layer_sums=layer_sums, ran_T4=joined(ran))
+
+    run = functools.partial(forward, has_head=False)
+    (last_carry, *_), (carry_G, _) = lax.scan(run, carried, numbers[:-1])
+    carry_G = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), carry_G, last_carry)
+
+    def backward(carried, inputs):
+        (sums, layer_sums, grads, d_carry, after), (segment, carry) = carried, inputs
+        state = loop.start(carry)._replace(
+            sums=sums, layer_sums=layer_sums, grads=grads, d_carry=d_carry
+        )
+        state = loop.run(state, loop.table.num_ticks, segment)
+        is_last = segment == numbers[-1]
+        after = jax.tree.map(lambda a, b: jnp.where(is_last, a, b), state.carry, after)
+        return (state.sums, state.layer_sums, state.grads, state.d_carry, after), state.ran_T4
+
+    d_carry = vary_like(jax.tree.map(jnp.zeros_like, start.d_carry), loop.stage.here)
+    carried = start.sums, start.layer_sums, start.grads, d_carry, carry
+    carried, ran = lax.scan(backward, carried, (numbers, carry_G), reverse=True)
+    sums, layer_sums, grads, d_carry, carry = carried
+    return start._replace(
+        sums=sums,
+        layer_sums=layer_sums,
+        grads=grads,
+        d_carry=d_carry,
+        carry=carry,
+        ran_T4=joined(ran),
+    )

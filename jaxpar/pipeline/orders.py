@@ -1,0 +1,318 @@
+"""When each unit runs where: the schedules, from two orders of units. NumPy only.
+
+Every schedule here is one picture and its mirror image. Forward units enter the first virtual stage in some
+order and move on by one per tick; backward units enter the last one in some order and move back:
+
+    stage 0   F0   F1   F2   F3   .    .             stage 0   .    .    B0   B1   B2   B3
+    stage 1   .    F0   F1   F2   F3   .             stage 1   .    B0   B1   B2   B3   .
+    stage 2   .    .    F0   F1   F2   F3            stage 2   B0   B1   B2   B3   .    .
+
+The second is laid over the first as early as the last virtual stage allows, where a backward unit
+may use the forward of its own tick. The kinds differ only in the two orders, and in where virtual stages lie.
+Virtual stage p runs the forward of unit u = mK + k at tick u + p, and its backward at tick
+
+    gpipe   (MK-1 - u)     + (MK-1) + 2(S-1) - p       arXiv:1811.06965
+    1f1b    mK + (K-1 - k) + (K-1)  + 2(S-1) - p       arXiv:2006.09503, arXiv:2406.03488
+
+interleaved (arXiv:2104.04473) sends units round the ring in rounds of S or a few more: a round passes group
+0, then group 1, and so on, and the next round follows without a gap. M need not be a multiple of S, K need
+not be 1.
+
+v sends units up through group 0 of each stage and down through group 1, so that the first and the last
+virtual stage share stage 0; one enters every second tick, and meets those on their way down in ticks of the
+other parity. So nothing waits, and all stages hold as many units, as in V-Half of arXiv:2405.15362. Its
+forward is at tick 2u + p, and its backward at
+
+    v       2 (mK + (K-1 - k)) + 2(K-1) + 2(2S-1) - p
+
+Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage; P = V S virtual stages.
+Unit u = m K + k is chunk k of microbatch m.
+"""
+
+import difflib
+
+import numpy as np
+
+from jaxpar.fields import require
+from jaxpar.pipeline.placement import Route, route_of
+from jaxpar.pipeline.schedule import Lane, Schedule, frozen, idle_lane
+
+KINDS = ("gpipe", "1f1b", "interleaved", "v")
+
+
+def make_schedule(
+    kind: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    num_groups: int | None = None,
+    *,
+    backward: bool = True,
+    zero_bubble: bool = False,
+) -> Schedule:
+    """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
+
+    Args:
+      kind: "gpipe" (all forwards, then all backwards in reverse), "1f1b" (each backward as early
+        as it can be), "interleaved" (1f1b with V groups of layers per stage and about 1/V of the
+        bubble), or "v" (1f1b with a group on the way up and one on the way down, and about half of the
+        memory).
+      num_stages: S.
+      num_microbatches: M.
+      num_chunks: K, chunks of time per sequence. State passes from chunk k to k + 1 on its stage,
+        and each group finishes a sequence before it starts the next: one state per group is enough.
+      num_groups: V; above 1 for "interleaved", 2 for "v", 1 for the others. None is the least.
+      backward: False leaves only the forward units, which then hold no residuals.
+      zero_bubble: takes W, the gradients of weights, out of the backward units, and puts each where stages
+        would wait (`_place_weights`), in no more slots than without. Not for gpipe.
+    Raises:
+      ValueError: unknown kind, a count below 1, a number of groups or a zero_bubble that the kind does not
+        have.
+    """
+    num_groups = least_groups(kind) if num_groups is None else num_groups
+    _check(kind, zero_bubble, (num_stages, num_microbatches, num_chunks, num_groups))
+    route = route_of(kind, num_stages, num_groups)
+    num_units = num_microbatches * num_chunks
+    forward_PU = _ticks_on_the_way(kind, route, num_units)
+    # The mirror image: virtual stages, chunks from last to first, and for gpipe microbatches too.
+    m, k = np.divmod(np.arange(num_units), num_chunks)
+    m = m[::-1] if kind == "gpipe" else m
+    mirror_PU = forward_PU[::-1][:, m * num_chunks + num_chunks - 1 - k]
+    backward_PU = mirror_PU + (forward_PU[-1] - mirror_PU[-1]).max()
+    if not backward:
+        backward_PU = backward_PU[:, :0]
+
+    num_ticks = int((backward_PU if backward else forward_PU).max()) + 1
+    slot_PU, num_slots, weights = np.full_like(forward_PU, -1), 0, ()
+    if backward:
+        # In quarters of a tick: forward, W beside others' forward, backward (and W after it), another W.
+        when_PU = 4 * backward_PU + 2
+        slot_PU, num_slots = _assign_slots(4 * forward_PU, when_PU, route)
+        if zero_bubble:
+            when_PU = _place_weights(forward_PU, backward_PU, route, num_slots)
+            slot_PU, num_slots = _assign_slots(4 * forward_PU, when_PU, route)
+            weights = _weight_lanes(when_PU, slot_PU, route, num_ticks)
+    forward, num_forward_buffers = _lane(forward_PU, slot_PU, route, num_ticks, +1)
+    back, num_backward_buffers = _lane(backward_PU, slot_PU, route, num_ticks, -1)
+    return Schedule(
+        kind=kind,
+        route=route,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        num_groups=num_groups,
+        num_slots=num_slots,
+        num_forward_buffers=num_forward_buffers,
+        num_backward_buffers=num_backward_buffers,
+        forward=forward,
+        backward=back,
+        weights=weights,
+    )
+
+
+def least_groups(kind: str) -> int:
+    """The least number of groups of layers on a stage that a kind of schedule has."""
+    return 2 if kind in ("interleaved", "v") else 1
+
+
+def _ticks_on_the_way(kind: str, route: Route, num_units: int) -> np.ndarray:
+    """The tick at which the u-th unit to enter is on each virtual stage, [P, MK]."""
+    if kind == "v":
+        return 2 * np.arange(num_units) + np.arange(len(route.stages))[:, None]
+    stage_P, group_P = np.array(route.stages), np.array(route.groups)
+    entry_VU = _entry_ticks(route.num_stages, route.num_groups, num_units)
+    return stage_P[:, None] + entry_VU[group_P]
+
+
+def _entry_ticks(num_stages: int, num_groups: int, num_units: int) -> np.ndarray:
+    """Returns the tick at which stage 0 runs the forward of each group and unit, [V, MK].
+
+    Even rounds of S units or a few more: a unit is back at stage 0, S ticks later, when the turn of
+    its next group comes. In a round of S + r units it waits r ticks, in up to r + 1 buffers. Fewer
+    than S units are one round, with gaps. With one group, unit u enters at tick u in any case.
+    """
+    num_rounds = max(1, num_units // num_stages)
+    bounds = np.arange(num_rounds + 1) * num_units // num_rounds
+    round_U = np.repeat(np.arange(num_rounds), np.diff(bounds))
+    start_U = bounds[round_U]
+    length_U = np.maximum(np.diff(bounds)[round_U], num_stages)
+    place_U = np.arange(num_units) - start_U
+    return num_groups * start_U + np.arange(num_groups)[:, None] * length_U + place_U
+
+
+def _assign_slots(
+    acquired_PU: np.ndarray, released_PU: np.ndarray, route: Route
+) -> tuple[np.ndarray, int]:
+    """Gives every interval a slot of its stage that no other has meanwhile, like registers.
+
+    Args:
+      acquired_PU, released_PU: first and last instant of each interval, [P, MK]; acquired < 0:
+        needs no slot. Within a stage all instants differ.
+    Returns:
+      Slots [P, MK], -1 where none is needed, and the number of slots on the fullest stage, which
+      is the most that are ever in use there.
+    """
+    slot_PU, num_slots = np.full_like(acquired_PU, -1), 0
+    for stage in range(route.num_stages):
+        mine = np.array(route.stages) == stage
+        needed = acquired_PU[mine] >= 0
+        acquired, released = acquired_PU[mine][needed], released_PU[mine][needed]
+        by_acquired, by_released = np.argsort(acquired), np.argsort(released)
+        freed_before = np.searchsorted(released[by_released], acquired[by_acquired])
+        order = np.arange(len(acquired))
+        width = int((order + 1 - freed_before).max(initial=0))
+        # The free list is a queue: the first `width` intervals take the slots in order, each later
+        # one inherits the slot that has been free for longest. Follow inheritance back, doubling.
+        inherits_from = order.copy()
+        inherits_from[by_acquired[width:]] = by_released[: len(order) - width]
+        while (inherits_from[inherits_from] != inherits_from).any():
+            inherits_from = inherits_from[inherits_from]
+        first_slot = np.empty_like(order)
+        first_slot[by_acquired] = order
+        slots = slot_PU[mine]
+        slots[needed] = first_slot[inherits_from]
+        slot_PU[mine] = slots
+        num_slots = max(num_slots, width)
+    return slot_PU, num_slots
+
+
+def _place_weights(
+    forward_PU: np.ndarray, backward_PU: np.ndarray, route: Route, num_slots: int
+) -> np.ndarray:
+    """When each unit's W runs, in quarters of a tick, [P, MK]; no schedule of these F and B is shorter.
+
+    A stage has room for a W, without making the tick longer, beside another stage's forward and beside
+    another's backward; what is asked of it is a free slot for its next forward, and that nothing is left at
+    the end. Where the room does not do, the second half of a tick is made longer by one W, for all stages:
+    as late as possible, for what comes late serves the demands of later ticks as well. (Demands are sums over
+    intervals of ticks: taking them in the order of their ends, with the latest ticks first, is optimal.)
+    Waiting units run in the order of their backward units.
+    """
+    num_ticks, num_stages = int(backward_PU.max()) + 1, route.num_stages
+    stage_P = np.array(route.stages)
+    f_TS, b_TS = (np.zeros((num_ticks, num_stages), np.int64) for _ in range(2))
+    f_TS[forward_PU, stage_P[:, None]] = 1
+    b_TS[backward_PU, stage_P[:, None]] = 1
+    # Room in both halves of a tick, what comes to wait before each, and what may wait at most after each.
+    room_HS = np.stack(
+        [f_TS.max(1, keepdims=True) - f_TS, b_TS.max(1, keepdims=True) - b_TS], axis=1
+    )
+    room_HS = room_HS.reshape(2 * num_ticks, num_stages)
+    comes_HS = np.stack([np.zeros_like(b_TS), b_TS], axis=1).reshape(room_HS.shape)
+    begun_TS = np.cumsum(f_TS, axis=0)
+    due_TS = np.maximum(np.vstack([begun_TS[1:], begun_TS[-1:]]) - num_slots, 0)
+    due_TS[-1] = begun_TS[-1]
+    most_TS = np.cumsum(b_TS, axis=0) - due_TS
+    waiting_HS = np.zeros_like(room_HS)
+    free = []  # ticks that could be longer
+    last_S = waiting_HS[0]
+    for half in range(2 * num_ticks):
+        last_S = np.maximum(last_S + comes_HS[half] - room_HS[half], 0)
+        waiting_HS[half] = last_S
+        if half % 2 == 0:
+            continue
+        if last_S.any():
+            free.append(half)
+        while (last_S > most_TS[half // 2]).any():
+            longer = free.pop()
+            room_HS[longer] += 1
+            # One less waits from there on, until nothing would have waited anyway.
+            waits_HS = np.logical_and.accumulate(waiting_HS[longer : half + 1] > 0, axis=0)
+            waiting_HS[longer : half + 1] -= waits_HS
+            last_S = waiting_HS[half]
+    before_HS = np.vstack([np.zeros_like(waiting_HS[:1]), waiting_HS[:-1]])
+    runs_HS = before_HS + comes_HS - waiting_HS
+    when_PU = np.empty_like(backward_PU)
+    for stage in range(num_stages):
+        mine = backward_PU[stage_P == stage]
+        when = np.empty(mine.size, np.int64)
+        # 4t + 1 beside a forward; after the backward 4t + 2, and 4t + 3 for another.
+        halves = np.repeat(np.arange(2 * num_ticks), runs_HS[:, stage])
+        again = np.concatenate([[0], halves[1:] == halves[:-1]])
+        when[np.argsort(mine, axis=None)] = 2 * halves + 1 - halves % 2 + again
+        when_PU[stage_P == stage] = when.reshape(mine.shape)
+    return when_PU
+
+
+def _weight_lanes(
+    when_PU: np.ndarray, slot_PU: np.ndarray, route: Route, num_ticks: int
+) -> tuple[Lane, ...]:
+    """W as lanes: beside forwards, after backwards, and as many more as are needed."""
+    lanes = []
+    for place in range(1, int((when_PU % 4).max()) + 1):
+        lane = idle_lane(num_ticks, route.num_stages)
+        p, u = np.nonzero(when_PU % 4 == place)
+        _write(lane, when_PU[p, u] // 4, p, u, slot_PU, route)
+        lanes.append(frozen(lane))
+    return tuple(lanes)
+
+
+def _lane(
+    tick_PU: np.ndarray, slot_PU: np.ndarray, route: Route, num_ticks: int, way: int
+) -> tuple[Lane, int]:
+    """Turns "when" into "what".
+
+    Args:
+      tick_PU: when each virtual stage runs each unit, [P, MK]; [P, 0] if nothing runs.
+      slot_PU: its residual slot.
+      way: +1 from the first virtual stage to the last, -1 back.
+    Returns:
+      The lane, and the number of buffers on the fullest stage.
+    """
+    num_units, steps = tick_PU.shape[1], route.steps(way)
+    lane = idle_lane(num_ticks, route.num_stages, sorted({*steps[1:]}) if num_units else ())
+    if not num_units:
+        return frozen(lane), 0
+    # From the virtual stage before it on its way; what enters comes from none.
+    before_P = np.arange(len(tick_PU)) - way
+    enters_P = (before_P < 0) | (before_P == len(tick_PU))
+    sent_PU = np.where(enters_P[:, None], -1, tick_PU[before_P % len(tick_PU)])
+    # In half ticks: an input lies in a buffer from the exchange that brought it until it is read.
+    acquired_PU = np.where(sent_PU < 0, -1, 2 * sent_PU + 1)
+    buffer_PU, num_buffers = _assign_slots(acquired_PU, 2 * tick_PU, route)
+    p, u = np.indices(tick_PU.shape).reshape(2, -1)
+    when = _write(lane, tick_PU[p, u], p, u, slot_PU, route)
+    lane.source[when] = buffer_PU[p, u]
+    for place, p in enumerate(range(len(tick_PU))[::way]):
+        if place:
+            lane.arrival[steps[place]][sent_PU[p], route.stages[p]] = buffer_PU[p]
+    return frozen(lane), num_buffers
+
+
+def _write(
+    lane: Lane, tick: np.ndarray, p: np.ndarray, u: np.ndarray, slot_PU: np.ndarray, route: Route
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts units of virtual stages into their ticks of a lane; returns where that is."""
+    when = tick, np.array(route.stages)[p]
+    lane.unit[when] = u
+    lane.group[when] = np.array(route.groups)[p]
+    lane.slot[when] = slot_PU[p, u]
+    return when
+
+
+def _check(kind: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
+    if kind not in KINDS:
+        nearest = difflib.get_close_matches(str(kind).lower(), KINDS, n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"kind={kind!r} is not a schedule; "
+            f"did you mean {nearest!r}? Use one of {', '.join(KINDS)}."
+        )
+    names = "num_stages", "num_microbatches", "num_chunks", "num_groups"
+    for name, count in zip(names, counts, strict=True):
+        if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
+            raise ValueError(f"{name}={count!r} is not a count; use an integer of 1 or more.")
+    require(
+        isinstance(zero_bubble, bool),
+        f"zero_bubble={zero_bubble!r} is not a bool; use True to take W out of backward units, or False.",
+    )
+    fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(kind, counts[-1] == 1)
+    require(
+        fits,
+        f"kind={kind!r} with num_groups={counts[-1]} groups of layers on a stage; use num_groups=2 or more "
+        f"with kind='interleaved', num_groups=2 with 'v', and num_groups=1 with the others.",
+    )
+    require(
+        not (zero_bubble and kind == "gpipe"),
+        "kind='gpipe' keeps all residuals, and has no zero_bubble; use kind='1f1b', 'interleaved' or 'v', "
+        "which hold fewer.",
+    )

@@ -1,0 +1,103 @@
+"""What a pipeline runs: functions, a mesh, and how the work is cut."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.at import At, anywhere
+from jaxpar.pipeline.placement import Slots
+from jaxpar.pipeline.walk import Scan, make_walk
+
+Head = Literal["last", "sharded"]
+
+# One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs),
+# or (carry, outputs, sums). Inputs and outputs are trees of floats of the same shapes and dtypes; so is the
+# carry before and after. Sums are of the structure of those of `last`, to which they are added.
+Layer = Callable[[Any, Any, Any, Any, At], tuple[Any, ...]]
+# Before the first layer: (its parameters, what of them is frozen, where the unit lies) -> x.
+First = Callable[[Any, Any, At], Any]
+# After the last layer: (its parameters, what of them is frozen, y, where the unit lies) -> sums, a tree of
+# float32 scalars whose first leaf is the loss. y is float32 if the head is sharded.
+Last = Callable[[Any, Any, Any, At], Any]
+# Adds what `first` contributes: (gradients so far, parameters, frozen, where the unit lies, dx) -> gradients.
+FirstGradient = Callable[[Any, Any, Any, At, Any], Any]
+
+
+class PipelineParams(NamedTuple):
+    """Parameters of what a pipeline runs; any pytrees of floating-point arrays.
+
+    Attributes:
+      first: of the function before the layers; replicated over `stage`.
+      layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`.
+      last: of the function after the layers.
+    """
+
+    first: Any
+    layers: Any
+    last: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Functions, a mesh, and how the work is cut.
+
+    Attributes:
+      layers: a function for every kind of layer, see `Layer`; none may use collectives of its own over
+        `stage` or `data`.
+      first, last: before the first and after the last layer; see `First` and `Last`.
+      slots: where each layer lies (`placement.make_slots`).
+      chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
+      microbatch_rows: b, rows of a microbatch on one data-parallel device.
+      adds_sums: whether layers return sums; all of them or none.
+      head: "last" runs `last` on one stage only, that of the last layer; with "sharded" every stage runs it
+        on its part of the parameters, and `last` combines the parts by collectives over `stage`.
+      last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
+      remat: keep a unit's input and state instead of its residuals, and recompute it before its backward.
+      keeps_on_host: keep them in the memory of the host.
+      num_segments: G, of a window, each of as many chunks as the table says.
+      unroll: unroll the layers of a stage, each with weights of its own that are laid out for the backward
+        pass once a step; otherwise they are a loop. For layers of one kind, in one group.
+      first_gradient: adds the gradient of `first` in place; None derives it from `first`.
+      first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
+        have as many.
+      layout: for `At`.
+      buffer_fill: initial value of all buffers; a test fills them with NaN.
+    """
+
+    layers: tuple[Layer, ...]
+    first: First
+    last: Last
+    mesh: Mesh
+    slots: Slots
+    chunk_len: int | None
+    microbatch_rows: int
+    adds_sums: bool = False
+    head: Head = "last"
+    last_specs: tuple[Any, Any] = (P(), P())
+    remat: bool = False
+    keeps_on_host: bool = False
+    num_segments: int = 1
+    unroll: bool = False
+    first_gradient: FirstGradient | None = None
+    first_rows: tuple[int, ...] | None = None
+    layout: Callable[..., Any] = anywhere
+    buffer_fill: float = 0.0
+
+    @property
+    def platform(self) -> str:
+        """Of the mesh's devices, as JAX calls it."""
+        return self.mesh.devices.flat[0].platform
+
+    @property
+    def rows_dim(self) -> int:
+        """Which dim of a batch's arrays are its rows."""
+        return 0 if self.chunk_len is None else 1
+
+    @property
+    def walk(self) -> Scan:
+        """The way through the layers of a stage."""
+        empty = self.slots.has_empty_slots
+        return make_walk(len(self.layers), has_empty_slots=empty, unroll=self.unroll)

@@ -1,0 +1,258 @@
+"""A stage: what one device has of a pipeline, and what it does with one unit. It knows no ticks.
+
+    first      part of the batch -> x
+    forward    x through the layers of one of its groups
+    last       y -> sums
+    pieces     of the batch, of the carry, of a group's rows
+
+Inside of the engine x is a pair: what layers pass on, and the sums that layers add, () if they add none. Sums
+ride along from layer to layer; from stage to stage x alone is sent.
+
+Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device's part of the batch.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike
+
+from jaxpar.at import At
+from jaxpar.axes import DATA, STAGE
+from jaxpar.pipeline.spec import PipelineParams, Spec
+from jaxpar.pipeline.tables import TickTable
+from jaxpar.pipeline.walk import SlotArrays, run_layers, unstack, with_sums
+from jaxpar.trees import add, vary_like, zeros
+
+
+class Unit(NamedTuple):
+    """A unit of work.
+
+    Attributes:
+      number: m K + k within its segment; -1 for none.
+      segment: of the window.
+    """
+
+    number: Any
+    segment: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One device's part of everything.
+
+    Attributes:
+      params, frozen: of this stage.
+      batch: of this data-parallel group.
+      slots: of this stage.
+      rows: for every kind the layer in each row of its stack.
+      key: of dropout.
+      number: of the stage, and `first_row` of the group in the batch.
+      here: a value that differs over both axes, as everything does that is cast to be like it.
+      num_chunks: K of the batch, at most `max_chunks`; `num_groups` V, of layers.
+      x_shape, sums_shape: of what layers pass on, and of what `last` gives.
+    """
+
+    spec: Spec
+    params: PipelineParams
+    frozen: PipelineParams
+    batch: Any
+    slots: SlotArrays
+    rows: tuple[jax.Array, ...]
+    key: jax.Array | None
+    number: jax.Array
+    first_row: jax.Array
+    here: jax.Array
+    num_chunks: Any
+    max_chunks: int
+    num_groups: int
+    x_shape: Any = None
+    sums_shape: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: Spec,
+        params: Any,
+        frozen: Any,
+        batch: Any,
+        slots: Any,
+        rows: Any,
+        table: TickTable,
+        key,
+    ) -> "Stage":
+        """The stage of this device, inside of the engine's `shard_map`."""
+        number = lax.axis_index(STAGE)
+        # Casting the parameters before the loop puts the sums of their gradients over `data` and `stage`
+        # after it.
+        here = number + lax.axis_index(DATA)
+        sharded_head = spec.head == "sharded"
+
+        def vary(parts):
+            head_like = lax.axis_index(DATA) if sharded_head else here
+            return PipelineParams(
+                *vary_like((parts.first, parts.layers), here),
+                last=vary_like(parts.last, head_like),
+            )
+
+        params, frozen = vary(params), vary(frozen)
+        if spec.unroll:
+            params, frozen = (
+                tree._replace(layers=tuple(unstack(own, len(rows[0])) for own in tree.layers))
+                for tree in (params, frozen)
+            )
+        # Likewise, for autodiff through `forward`; parts of a head combine what is the same on all stages.
+        batch = batch if sharded_head else vary_like(batch, here)
+        slots, rows = vary_like((slots, rows), here)
+        num_rows = table.max_microbatches * spec.microbatch_rows
+        first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * num_rows, num_rows)
+        first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
+        of_table = table.num_chunks, table.max_chunks, table.route.num_groups
+        stage = cls(
+            *(spec, params, frozen, batch, slots, rows, key, number, first_row, here, *of_table)
+        )
+        unit = Unit(jnp.int32(0))
+        x = jax.eval_shape(lambda: stage.first(unit))
+
+        def last():
+            y = vary_like(zeros(x), here)
+            return stage.last(stage.params.last, stage.over_stages(y) if sharded_head else y, unit)
+
+        return dataclasses.replace(stage, x_shape=x, sums_shape=jax.eval_shape(last))
+
+    # ---- what is done with a unit ----
+
+    def first(self, unit: Unit) -> Any:
+        """Before the layers."""
+        x = self.spec.first(self.params.first, self.frozen.first, self.at(unit))
+        return vary_like(x, self.here)
+
+    def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
+        """The gradients of what comes before the layers, with what a unit adds."""
+        params, at = self.params.first, self.at(unit)
+        if self.spec.first_gradient is not None:
+            return self.spec.first_gradient(grads, params, self.frozen.first, at, dx)
+        _, vjp = jax.vjp(
+            lambda params: vary_like(self.spec.first(params, self.frozen.first, at), dx), params
+        )
+        return add(grads, vjp(dx)[0])
+
+    def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        """The layers of a group: the carry, and y."""
+        params, frozen, slots = self.own(group)
+        walk, at = self.spec.walk, self.at(unit)
+        return run_layers(walk, self.layers, params, frozen, carry, x, at, slots)
+
+    def over_stages(self, y: Any) -> Any:
+        """The sum of all stages' y.
+
+        In float32, for the parts of dy are summed (the transpose of `vary_like`) before they are rounded; and
+        XLA's CPU compiler aborts on a sum of bfloat16.
+        """
+        return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
+
+    def last(self, params: Any, y: Any, unit: Unit) -> Any:
+        """The sums of a unit."""
+        return self.spec.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """The functions of the layers, which add sums to those that ride along."""
+        return tuple(map(with_sums, self.spec.layers))
+
+    @property
+    def no_sums(self) -> Any:
+        """What layers have added before the first of them."""
+        return vary_like(zeros(self.sums_shape), self.here) if self.spec.adds_sums else ()
+
+    @property
+    def d_sums(self) -> Any:
+        """The cotangent of what layers have added: 1 of the first, the loss."""
+        leaves, structure = jax.tree.flatten(self.no_sums)
+        ones = [a + 1 if n == 0 else a for n, a in enumerate(leaves)]
+        return jax.tree.unflatten(structure, ones)
+
+    # ---- pieces of a unit ----
+
+    def microbatch(self, number: Any) -> Any:
+        """Which one a unit is of."""
+        return jnp.maximum(number, 0) // self.num_chunks
+
+    def at(self, unit: Unit) -> At:
+        """Where a unit lies, and its part of the batch."""
+        number = jnp.maximum(unit.number, 0)
+        t, b = self.spec.chunk_len or 0, self.spec.microbatch_rows
+        k, row = number % self.num_chunks, self.microbatch(number) * b
+        K = self.max_chunks * self.spec.num_segments
+
+        def time():
+            in_segments = self.spec.num_segments > 1
+            return (unit.segment * self.max_chunks + k) * t if in_segments else k * t
+
+        def cut(a):
+            if not jnp.ndim(a):
+                return a
+            if self.spec.chunk_len is None or a.ndim == 1:
+                return lax.dynamic_slice_in_dim(a, row, b, 0)
+            # What has one step is the same for all chunks, and one chunk has all steps, however many.
+            is_cut = K > 1 and a.shape[0] > 1
+            steps = t if is_cut else a.shape[0]
+            start = time() if steps != a.shape[0] else 0
+            return lax.dynamic_slice(a, corner(a, start, row), (steps, b, *a.shape[2:]))
+
+        return At(
+            layer=0,
+            time=time(),
+            row=self.first_row + row,
+            key=self.key,
+            batch=jax.tree.map(cut, self.batch),
+            layout=self.spec.layout,
+            time_major=self.spec.chunk_len is not None,
+            platform=self.spec.platform,
+        )
+
+    def read_carry(self, carry: Any, group: Any, microbatch: Any) -> Any:
+        """A microbatch's rows of a carry [rows of the stack, B, ...], in a group's layers."""
+        b = self.spec.microbatch_rows
+        rows = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, microbatch * b, b, 1), carry)
+        return self.of_group(rows, group)
+
+    def write_carry(self, carry: Any, part: Any, group: Any, microbatch: Any) -> Any:
+        """The carry with these rows changed."""
+        row = microbatch * self.spec.microbatch_rows
+
+        def write(a, p):
+            start = group * (a.shape[0] // self.num_groups)
+            return lax.dynamic_update_slice(a, p, corner(a, start, row))
+
+        return jax.tree.map(write, carry, part)
+
+    # ---- groups of layers ----
+
+    def own(self, group: Any) -> tuple[Any, Any, SlotArrays]:
+        """Parameters, frozen ones and slots of a group."""
+        return self.of_group((self.params.layers, self.frozen.layers, self.slots), group)
+
+    def of_group(self, tree: Any, group: Any) -> Any:
+        """A group's rows of every stacked array."""
+        V = self.num_groups
+        if V == 1:
+            return tree
+        return jax.tree.map(
+            lambda a: lax.dynamic_slice_in_dim(a, group * (a.shape[0] // V), a.shape[0] // V), tree
+        )
+
+    def into_group(self, tree: Any, part: Any, group: Any) -> Any:
+        """Stacked arrays with a group's rows changed."""
+        if self.num_groups == 1:
+            return part
+        return jax.tree.map(
+            lambda a, p: lax.dynamic_update_slice_in_dim(a, p, group * p.shape[0], 0), tree, part
+        )
+
+
+def corner(a: jax.Array, *starts: ArrayLike) -> list[jax.Array]:
+    """Where a part of an array begins: so in its first dims, at 0 in others; of one type, as XLA asks."""
+    return [jnp.asarray(start, jnp.int32) for start in (*starts, *[0] * (a.ndim - len(starts)))]

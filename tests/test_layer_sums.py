@@ -1,0 +1,247 @@
+"""Layers that add to the loss: exact on every mesh and schedule."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import Regress, Regression
+from test_equivalence import (
+    RELATIVE_ERROR,
+    assert_close,
+    by_layer,
+    full,
+    make_settings,
+)
+
+import jaxpar
+from jaxpar import At, Stack, Sums
+from jaxpar.batches import put_batch
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+
+PENALTY = 0.3
+
+
+class Penalized(nnx.Module):
+    """A GRU of Flax that adds a penalty on its outputs, and counts how many are above 0."""
+
+    def __init__(self, *, rngs):
+        self.cell = nnx.GRUCell(16, 16, rngs=rngs)
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, 16))
+
+    def __call__(self, carry, x_TBW, at: At):
+        with jax.numpy_rank_promotion("allow"):
+            carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
+        loss = PENALTY * jnp.sum(jnp.square(y_TBW) * at.batch["weight"][..., None])
+        return carry, y_TBW, Sums(loss, 0, {"penalty": loss, "above": jnp.sum(y_TBW > 0)})
+
+
+class Silent(nnx.Module):
+    """A layer that adds nothing."""
+
+    def __init__(self, *, rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, 16)) / 4)
+
+    def __call__(self, carry, x, at: At):
+        return carry, jnp.tanh(x @ self.kernel[...])
+
+
+class Mean(Penalized):
+    def __call__(self, carry, x, at: At):
+        return carry, x, Sums(jnp.mean(jnp.square(x)), 0)
+
+
+class OfSeveral(Penalized):
+    def __call__(self, carry, x, at: At):
+        return carry, x, Sums(jnp.sum(x, -1), 0)
+
+
+class NoSums(Penalized):
+    def __call__(self, carry, x, at: At):
+        return carry, x, jnp.sum(x)
+
+
+class InTraining(Penalized):
+    def __call__(self, carry, x, at: At):
+        return (carry, x) if at.key is not None else (carry, x, Sums(jnp.sum(x), 0))
+
+
+KINDS = {
+    "penalized": Penalized,
+    "silent": Silent,
+    "mean": Mean,
+    "several": OfSeveral,
+    "none": NoSums,
+    "sometimes": InTraining,
+}
+
+
+class Model(Regression):
+    """That of `Regress`, with these layers."""
+
+    def __init__(self, kinds, *, rngs):
+        super().__init__(("dense",) * len(kinds), rngs=rngs)
+        makers = {kind: (lambda rngs, kind=kind: KINDS[kind](rngs=rngs)) for kind in KINDS}
+        self.layers = Stack([makers[kind] for kind in kinds], rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task(Regress):
+    kinds: tuple[str, ...] = ("penalized",) * 4
+
+    def make_model(self, rngs):
+        return Model(self.kinds, rngs=rngs)
+
+
+MIXED = Task(("penalized", "silent", "silent", "penalized"))
+
+
+def results(settings):
+    """Sums, gradients and the carry of a step, whose state is not zero."""
+    task, parallel, _ = settings
+    setup = Setup.of(task, parallel, mesh=parallel.mesh.build())
+    batch = put_batch(task.example_batch(), batch_sharding(setup))
+    run = jax.jit(make_loss_and_grad(setup))
+    (loss, (carry, sums)), grads = run(init_state(setup), batch)
+    numbers = {"loss of a step": loss, **sums.by_name}
+    return numbers, by_layer(grads, settings), by_layer(carry, settings)
+
+
+def in_plain_python(task):
+    """The same by the model's own methods and autodiff alone."""
+    setup = Setup.of(task, make_settings(task=task).parallel)
+    state, batch = init_state(setup), task.example_batch()
+    block = setup.layout.facts.to_block(batch)
+    at = At(0, 0, 0, key=None, batch=block)
+
+    def loss(params):
+        model = setup.layout.merge(params, state.frozen)
+        carry = model.layers.initial_carry(task.batch_size)
+        _, y, of_layers = model.layers(carry, model.first(block, at), at)
+        sums = model.last(y, block, at)
+        return (sums.loss + of_layers.loss) / sums.weight, of_layers
+
+    (value, of_layers), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    return value, of_layers, grads
+
+
+@pytest.mark.parametrize("task", [Task(), MIXED])
+def test_the_plain_model_adds_what_its_layers_add(task):
+    value, of_layers, expected = in_plain_python(task)
+    settings = make_settings(task=task)
+    numbers, grads, _ = results(settings)
+    np.testing.assert_allclose(numbers["loss of a step"], value, rtol=RELATIVE_ERROR)
+    np.testing.assert_allclose(numbers["penalty"], of_layers.loss, rtol=RELATIVE_ERROR)
+    assert numbers["above"] == of_layers.metrics["above"]
+    assert of_layers.loss > 0.1 * value  # else what follows would show little
+    assert_close(grads, by_layer(expected, settings))
+
+
+ZB, REMAT, SEGMENTS = {}, {"remat": True}, {"remat": True, "remat_keeps": "carries"}
+INTERLEAVED, V = {"schedule": "interleaved", "num_groups": 2}, {"schedule": "v"}
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("task", "mesh", "units", "options"),
+    [
+        (Task(), (2, 1, 1), (1, 1), {}),
+        (Task(), (1, 1, 1), (2, 4), SEGMENTS),
+        (Task(), (2, 2, 1), (2, 4), ZB),
+        (Task(), (1, 4, 1), (2, 2), {"unroll": True}),
+        (Task(), (1, 2, 1), (1, 4), SEGMENTS),
+        (MIXED, (1, 2, 2), (2, 2), V),
+        (MIXED, (2, 2, 1), (2, 2), REMAT),
+        full(Task(), (1, 2, 2), (2, 2), {"zero_bubble": False}),
+        full(Task(), (1, 2, 1), (2, 2), INTERLEAVED),
+        full(Task(), (1, 2, 1), (2, 2), {**V, **REMAT}),
+        full(MIXED, (1, 2, 1), (2, 2), {**INTERLEAVED, "zero_bubble": False}),
+        full(MIXED, (1, 4, 1), (4, 1), {"schedule": "gpipe"}),
+    ],
+)
+def test_sums_of_layers_equal_plain(task, mesh, units, options):
+    wanted, wanted_grads, wanted_carry = results(make_settings(task=task))
+    numbers, grads, carry = results(make_settings(mesh, units, task, **options))
+    assert numbers.keys() == wanted.keys() >= {"loss", "weight", "penalty", "above"}
+    for name, value in wanted.items():
+        np.testing.assert_allclose(numbers[name], value, rtol=RELATIVE_ERROR, err_msg=name)
+    assert_close(grads, wanted_grads)
+    assert_close(carry, wanted_carry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Text(jaxpar.lm.LM):
+    """A language model, whose head stages share, with penalties."""
+
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.layers = Stack([lambda rngs: Penalized2(rngs=rngs)] * self.num_layers, rngs=rngs)
+        return model
+
+
+class Penalized2(Penalized):
+    def __call__(self, carry, x_TBW, at: At):
+        with jax.numpy_rank_promotion("allow"):
+            carry, y_TBW = jax.lax.scan(self.cell, carry, x_TBW)
+        return carry, y_TBW, Sums(PENALTY * jnp.sum(jnp.square(y_TBW)), 0)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("options", [{}, full({"remat": True}), full({"schedule": "v"})])
+def test_sums_of_layers_beside_a_head_that_stages_share_equal_plain(options):
+    task = Text(4, 16, 16, vocab_size=96, batch_size=8, seq_len=8, dropout=0.0)
+    wanted, grads, _ = results(make_settings(task=task))
+    settings = make_settings((2, 2, 1), (2, 2), task, head="sharded", **options)
+    numbers, found, _ = results(settings)
+    for name, value in wanted.items():
+        np.testing.assert_allclose(numbers[name], value, rtol=RELATIVE_ERROR, err_msg=name)
+    assert_close(found, grads)
+
+
+def test_evaluation_reports_them():
+    settings = make_settings((1, 2, 1), (2, 2), MIXED)
+    setup = Setup.of(*settings)
+    batch = put_batch(MIXED.example_batch(), batch_sharding(setup))
+    _, sums = make_eval_step(setup)(init_state(setup), batch)
+    plain = Setup.of(*make_settings(task=MIXED))
+    state = init_state(plain)
+    _, expected = make_eval_step(plain)(
+        state, put_batch(MIXED.example_batch(), batch_sharding(plain))
+    )
+    for name, value in expected.by_name.items():
+        np.testing.assert_allclose(sums.by_name[name], value, rtol=RELATIVE_ERROR, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("mean", "the sums of layer mean do not add up: its loss is"),
+        ("several", r"layer ofseveral returns an array of shape \[8, 16\] as 'loss' of its Sums"),
+        ("none", r"layer nosums returns an array of shape \[\]; return jaxpar.Sums"),
+    ],
+)
+def test_what_would_be_another_loss_is_refused(kind, message):
+    task = Task((kind, "silent"))
+
+    def train():
+        setup = Setup.of(*make_settings((2, 1, 1), task=task))
+        batch = put_batch(task.example_batch(), batch_sharding(setup))
+        return make_train_step(setup)(init_state(setup), batch)
+
+    with pytest.raises(ValueError, match=message):
+        train()
+
+
+def test_sums_for_some_calls_only_are_refused():
+    task = Task(("sometimes", "silent"))
+    setup = Setup.of(*make_settings(task=task))
+    state, batch = init_state(setup), put_batch(task.example_batch(), batch_sharding(setup))
+    evaluate = make_eval_step(setup)
+    with pytest.raises(ValueError, match="returns sums for some of its calls only"):
+        evaluate(state, batch)
