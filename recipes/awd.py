@@ -105,9 +105,8 @@ class AWD(lm.LM):
         )
         mean = self.window_mean
         require(
-            mean == 0 or LEAST <= mean <= self.seq_len,
-            f"window_mean={mean}: windows have {LEAST} to seq_len={self.seq_len} steps; use a mean of these, "
-            f"or 0 for one length",
+            mean == 0 or mean >= LEAST,
+            f"window_mean={mean}: windows have {LEAST} steps or more; use {LEAST}, or 0 for one length",
         )
         require(
             not (mean and self.reads_lines),
@@ -129,7 +128,11 @@ class AWD(lm.LM):
         return awd_layer(super().layer_class, self.input_dropout, self.tar, self.num_layers - 1)
 
     def batches_of(self, tokens: np.ndarray, separator: int, seed: int | None = None) -> Any:
-        """Windows of random lengths of any text."""
+        """Windows of random lengths of any text.
+
+        Raises:
+          ValueError: it is too short, or windows of training are to be longer than seq_len in the mean.
+        """
         if not self.window_mean:
             return super().batches_of(tokens, separator, seed)
         return RandomWindows(self, tokens, seed)
@@ -206,6 +209,11 @@ class RandomWindows:
         self.whole = lm.TokenStreams(tokens, task.batch_size, task.seq_len, seed)
         self.num_windows = self.whole.num_windows
         if seed is not None:
+            require(
+                task.window_mean <= task.seq_len,
+                f"window_mean={task.window_mean} is more than seq_len={task.seq_len}, the longest; use "
+                f"seq_len={round(task.window_mean + 2 * task.window_spread)}",
+            )
             expected = task.window_mean * (1 - task.short_windows / 2)  # but for what is cut off
             self.num_windows = max(int((len(tokens) - 1) // task.batch_size / expected), 1)
 
