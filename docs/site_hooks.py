@@ -1,7 +1,8 @@
 """Hooks of mkdocs: pages of the site that do not lie in docs/, and the links between them.
 
-The README is the site's first page, those of examples and benchmarks are pages too, and the reference has a
-page for every public module. Links to files that are no pages, such as source, become their paths.
+The README is the site's first page, those of examples, recipes and benchmarks are pages too, and the
+reference has a page for every public module. Links to files that are no pages, such as source, become their
+paths.
 """
 
 import ast
@@ -16,6 +17,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "examples/README.md": "examples.md",
+    "recipes/README.md": "literature.md",
 }
 PAGES |= {
     f"benchmarks/{path.parent.name}/README.md": f"benchmarks/{path.parent.name}.md"

@@ -241,9 +241,6 @@ class OptimizerConfig:
       lr_decay, lr_decay_every: of "exponential".
       weight_decay: of adamw; of sgd it is added to the gradient (L2). 0 with others.
       momentum: of sgd; 0 with others.
-      average_after: 0, or n: when a validation loss is above the lowest of all but the last n before it,
-        parameters begin to be averaged over the steps that follow, and their mean is what is evaluated
-        (NT-ASGD of Merity et al. 2017, arXiv:1708.02182, which has n = 5 and sgd).
     """
 
     name: Literal["adam", "adamw", "sgd", "rmsprop"] = "adam"
@@ -255,15 +252,14 @@ class OptimizerConfig:
     lr_decay_every: int = 100
     weight_decay: float = 0.0
     momentum: float = 0.0
-    average_after: int = 0
 
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "learning_rate", "lr_decay_every")
         require(0 < self.lr_decay <= 1, f"lr_decay={self.lr_decay}: must be above 0, and 1 at most")
         require_rate(self, "momentum")
-        require_not_negative(self, "warmup_steps", "hold_steps", "weight_decay", "average_after")
-        require_int32(self, "warmup_steps", "hold_steps", "lr_decay_every", "average_after")
+        require_not_negative(self, "warmup_steps", "hold_steps", "weight_decay")
+        require_int32(self, "warmup_steps", "hold_steps", "lr_decay_every")
         for name, optimizers in (("weight_decay", ("adamw", "sgd")), ("momentum", ("sgd",))):
             require(
                 getattr(self, name) == 0 or self.name in optimizers,
@@ -325,30 +321,6 @@ class TrainConfig:
     def allowed_skips(self) -> int:
         """Steps that may be skipped."""
         return self.max_skipped if self.nonfinite == "skip" else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Adaptation:
-    """Dynamic evaluation (Krause et al. 2017, arXiv:1709.07432): a model learns from what it was tested on.
-
-    After each window, when its loss is counted, p goes to p - rate * gradient + decay * (trained p - p).
-
-    Attributes:
-      rate: of gradient descent on the mean loss of a window; 0 evaluates the model as it is.
-      decay: towards the parameters as they were trained.
-    """
-
-    rate: float = 0.0
-    decay: float = 0.0
-
-    def __post_init__(self):
-        check_fields(self)
-        require_not_negative(self, "rate")
-        require(0 <= self.decay <= 1, f"decay={self.decay}: must be from 0 to 1")
-        require(
-            self.rate > 0 or self.decay == 0,
-            f"decay={self.decay} has no effect with rate=0; use decay=0, or a rate",
-        )
 
 
 def num_segments(num_chunks: int) -> int:

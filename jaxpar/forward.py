@@ -138,7 +138,8 @@ def run_block(layout: Layout, layers, params, others, frozen, carry, at: At):
     with jax.named_scope("first"):
         x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
     own = _with_others(layout.of_layers(params), others), layout.of_layers(frozen)
-    carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, (x, facts.no_sums), at)
+    start = x, vary_like(facts.no_sums, (carry, x))  # in a loop over layers all is of one type
+    carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
     with jax.named_scope("head"):
         sums = model.last(y, at.batch, at._replace(layer=len(facts.kind_of)))
         return carry, facts.total(sums, of_layers)

@@ -12,7 +12,7 @@ programs: inside of one, JAX 0.10.1 cannot place them in host memory on CPU.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,20 +30,6 @@ HOST_MEMORY = "pinned_host"
 # Up to these nothing overflows that is finite: with a finite norm a gradient is below 2e19, and no optimizer
 # of `OptimizerConfig` makes more of it in any number of steps than 1e38 / MAX_SAFE_RATE.
 MAX_SAFE_RATE, MAX_SAFE_DECAY = 1e3, 1.0
-
-
-class Averaged(NamedTuple):
-    """The state of an optimizer, and the mean of the parameters after its steps.
-
-    Attributes:
-      steps: in the mean; -1: it has not begun, and the mean is the last parameters. int32.
-      mean: as the parameters.
-      inner: the optimizer's own.
-    """
-
-    steps: jax.Array
-    mean: Any
-    inner: optax.OptState
 
 
 class Safe(optax.GradientTransformation):
@@ -67,8 +53,6 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
     }[config.name]()
     if config.name == "sgd" and config.weight_decay:
         made = optax.chain(optax.add_decayed_weights(config.weight_decay), made)
-    if config.average_after:
-        made = with_average(made)
     peak = config.learning_rate
     is_safe = peak <= MAX_SAFE_RATE and peak * config.weight_decay <= MAX_SAFE_DECAY
     return Safe(*made) if is_safe else made
@@ -98,24 +82,6 @@ def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     warmup = optax.linear_schedule(peak / max(config.warmup_steps, 1), peak, config.warmup_steps)
     held = optax.constant_schedule(peak)
     return optax.join_schedules([warmup, held, falling], [config.warmup_steps, falls_at])
-
-
-def with_average(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer whose state has room for the mean of the parameters, which `next_state` takes."""
-
-    def init(params: Any) -> Averaged:
-        return Averaged(jnp.int32(-1), jax.tree.map(jnp.copy, params), optimizer.init(params))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, inner = optimizer.update(updates, state.inner, params)
-        return updates, state._replace(inner=inner)
-
-    return optax.GradientTransformation(init, update)
-
-
-def begin_average(opt_state: Any) -> Averaged:
-    """The state, its mean now one of the parameters after the steps to come."""
-    return opt_state._replace(steps=jax.device_put(np.int32(0), opt_state.steps.sharding))
 
 
 def clip_scale(norm: jax.Array, clip_norm: float) -> jax.Array | None:
@@ -183,20 +149,7 @@ def next_state(
         updates, opt_state = optimizer.update(grads, opt_state, params)
     if rate is not None:
         updates = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
-    params = optax.apply_updates(params, updates)
-    if isinstance(opt_state, Averaged):
-        opt_state = _average(opt_state, params)
-    return params, opt_state
-
-
-def _average(state: Averaged, params: Any) -> Averaged:
-    """With these parameters in the mean, if it has begun."""
-    steps = jnp.where(state.steps < 0, -1, state.steps + 1)
-
-    def mean_of(mean, new):
-        return jnp.where(steps <= 1, new, mean + (new - mean) / steps.astype(mean.dtype))
-
-    return state._replace(steps=steps, mean=jax.tree.map(mean_of, state.mean, params))
+    return optax.apply_updates(params, updates), opt_state
 
 
 class HostOptimizer:

@@ -17,7 +17,7 @@ from jaxpar.display import Shown, format_bytes, format_count
 from jaxpar.fields import require_instance
 from jaxpar.memory import device_memory
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import HOST_MEMORY, Averaged, HostOptimizer
+from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, array_of, check_sizes, misplaced, named_leaves, shardings
 from jaxpar.task import Task
@@ -171,14 +171,20 @@ def release(state: TrainState, allowed_skips: int) -> TrainState:
     return dataclasses.replace(state, skipped=skipped)
 
 
-def averaged(state: TrainState, mesh: Mesh) -> TrainState:
-    """The state with the mean of the parameters instead of them, if its optimizer keeps one."""
-    if not isinstance(state.opt_state, Averaged):
+def evaluated(setup: Setup, state: TrainState) -> TrainState:
+    """The state with the parameters that are evaluated instead of those trained; see the task's method."""
+    if type(setup.task).evaluated_params is Task.evaluated_params:
         return state
-    mean = state.opt_state.mean
-    for rules in (state.opt_rules, state.param_rules):  # into the devices' memory, then joined
-        mean = jax.device_put(mean, shardings(mean, mesh, rules))
-    return dataclasses.replace(state, params=mean)
+    # Into the devices' memory, if it lies on the host.
+    opt_state = jax.device_put(
+        state.opt_state, shardings(state.opt_state, setup.mesh, state.opt_rules)
+    )
+    return dataclasses.replace(state, params=setup.keep(_evaluated_params)(state.params, opt_state))
+
+
+def _evaluated_params(setup: Setup) -> Callable[..., nnx.State]:
+    where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup).params)
+    return jax.jit(setup.task.evaluated_params, out_shardings=where)
 
 
 def audit(state: TrainState) -> None:

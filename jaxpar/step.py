@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import BATCH, TENSOR
-from jaxpar.config import Adaptation, Parallel, TrainConfig
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.fields import require_instance
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
@@ -407,31 +407,6 @@ def _make_eval_step(setup: Setup) -> CompiledStep:
         return forward(state.params, state.frozen, state.carry, batch, None, table)
 
     return CompiledStep(step, setup.layout, backward=False)
-
-
-def make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
-    """The sums of a batch without dropout, and then a step of gradient descent on it, compiled for the mesh.
-
-    Returns:
-      (state, batch) -> (state, sums); `opt_state` holds the parameters as they were trained.
-    """
-    return setup.keep(_make_adapting_step, adaptation)
-
-
-def _make_adapting_step(setup: Setup, adaptation: Adaptation) -> CompiledStep:
-    value_and_grad = make_loss_and_grad(setup, seed=None)
-
-    def step(state: TrainState, batch: Any, table: TickTable | None):
-        (_, (carry, sums)), grads = value_and_grad(state, batch, table)
-
-        def move(param, grad, trained):
-            return param - adaptation.rate * grad + adaptation.decay * (trained - param)
-
-        params = jax.tree.map(move, state.params, grads, state.opt_state)
-        params = constrain(params, setup.mesh, state.param_rules)
-        return dataclasses.replace(state, params=params, carry=carry), sums
-
-    return CompiledStep(step, setup.layout, backward=True)
 
 
 def batch_sharding(setup: Setup) -> NamedSharding:

@@ -104,10 +104,27 @@ class Task:
         has_one = hasattr(self, "optimizer")
         return optimizer.learning_rate(self._optimizer(), num_steps) if has_one else None
 
-    @property
-    def average_after(self) -> int:
-        """As of `OptimizerConfig`."""
-        return getattr(getattr(self, "optimizer", None), "average_after", 0)
+    def after_validation(self, opt_state: Any, losses: Mapping[int, float]) -> Any:
+        """The optimizer's state to go on with after a validation; by default as it is.
+
+        A run that is resumed at a validation may ask once more, also with a state that was changed for it:
+        what is done for a loss must not be done twice. A task with this method needs validations
+        (`train.eval_every`).
+
+        Args:
+          opt_state: of the optimizer that `make_optimizer` makes, arrays where they lie; a new one must lie
+            as the old one does.
+          losses: of all validations so far, by the steps after which they were.
+        """
+        return opt_state
+
+    def evaluated_params(self, params: "nnx.State", opt_state: Any) -> "nnx.State":
+        """What is evaluated, sampled and exported: a tree as `params`, which it is by default.
+
+        It is traced, and asked for whenever a trained state is to be used; for an optimizer that keeps a mean
+        of the parameters, such as a moving average.
+        """
+        return params
 
     def example_batch(self) -> Any:
         """A batch of training on the host; all others have its shapes."""

@@ -5,28 +5,27 @@ import functools
 
 import numpy as np
 import pytest
-from test_equivalence import MODEL, by_layer, make_batch, make_settings
+from test_equivalence import awd, by_layer, make_batch, make_settings
 
-from jaxpar import OptimizerConfig, TrainConfig
+from jaxpar import OptimizerConfig, TrainConfig, load_run
 from jaxpar.config import Parallel
 from jaxpar.mesh import MeshConfig
-from jaxpar.optimizer import begin_average, make_optimizer
-from jaxpar.state import audit, averaged, init_state
+from jaxpar.optimizer import make_optimizer
+from jaxpar.setup import Setup
+from jaxpar.state import audit, evaluated, init_state
 from jaxpar.step import make_train_step
 from jaxpar.tasks.lm import LM
 from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.loop import is_worse
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
+from recipes.awd import begin_average, is_worse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
-AVERAGING = OptimizerConfig(
-    name="sgd", learning_rate=0.5, lr_schedule="constant", warmup_steps=0, average_after=1
-)
+OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
 
 
 @pytest.mark.parametrize(
@@ -40,8 +39,8 @@ AVERAGING = OptimizerConfig(
 )
 @pytest.mark.parametrize("weight_decay", [0.01])
 def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay):
-    optimizer = dataclasses.replace(AVERAGING, weight_decay=weight_decay)
-    task = dataclasses.replace(MODEL, num_layers=2, optimizer=optimizer)
+    optimizer = dataclasses.replace(OPTIMIZER, weight_decay=weight_decay)
+    task = awd(num_layers=2, optimizer=optimizer)
     settings = make_settings(mesh, (2, 2), task, layout=layout)
     devices = settings.parallel.mesh.build()
     state, history = init_state(task, settings.parallel, mesh=devices), []
@@ -52,7 +51,7 @@ def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay
             state = dataclasses.replace(state, opt_state=opt_state)
         state, _ = step(state, make_batch(settings, devices, number, number == 0))
         history.append(by_layer(state.params, settings))
-        found = averaged(state, devices)
+        found = evaluated(Setup.of(task, settings.parallel, mesh=devices), state)
         audit(found)
         means = by_layer(found.params, settings)
         begun = history[2:] or history[-1:]
@@ -67,7 +66,7 @@ def test_the_mean_is_that_of_the_steps_since_it_began(mesh, layout, weight_decay
 
 def test_decay_of_sgd_is_that_of_a_penalty():
     plain, decaying = (
-        make_optimizer(dataclasses.replace(AVERAGING, average_after=0, weight_decay=decay), 10)
+        make_optimizer(dataclasses.replace(OPTIMIZER, weight_decay=decay), 10)
         for decay in (0.0, 0.1)
     )
     params, grads = np.float32([1.0, -2.0]), np.float32([0.5, 0.25])
@@ -102,7 +101,7 @@ class Began(Report):
     def __init__(self):
         self.steps = []
 
-    def average(self, step):
+    def adjusted(self, step):
         self.steps.append(step)
 
 
@@ -119,14 +118,14 @@ def text(tmp_path_factory):
 def run(text, folder, num_steps=16, parallel=None, **options):
     task = LM(
         2, 8, 8, dropout=0.2, corpus=text, batch_size=4, seq_len=4,
-        optimizer=dataclasses.replace(AVERAGING, learning_rate=3.0),
+        optimizer=dataclasses.replace(OPTIMIZER, learning_rate=3.0),
     )  # fmt: skip
     train = TrainConfig(
         num_steps=num_steps, eval_every=2, checkpoint_every=0, log_every=4, out_dir=str(folder)
     )
     report = Began()
     parallel = parallel or Parallel(MeshConfig(devices=(0,)))
-    return fit(task, parallel, train, report=report, **options), report.steps
+    return fit(awd(task, average_after=1), parallel, train, report=report, **options), report.steps
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +138,11 @@ def test_a_run_evaluates_the_mean(whole):
     assert len(began) == 1
     assert 2 < began[0] < 10
     assert int(result.state.opt_state.steps) == 16 - began[0]
+    lines = load_run(result.out_dir).metrics()
+    losses = [(line["step"], line["loss"]) for line in lines if line["split"] == "valid"]
+    assert [
+        paper([loss for step, loss in losses if step <= n], 1) for n in (began[0] - 2, began[0])
+    ] == [False, True]
     again = {part.split: part.loss for part in evaluate_run(RunFolder(result.out_dir))}
     for split, found in result.evaluations.items():
         np.testing.assert_allclose(again[split], found.loss, rtol=1e-6)
@@ -159,9 +163,7 @@ def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
 
 
 def test_a_run_without_validations_is_refused(text, tmp_path):
-    task = LM(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=AVERAGING)
-    with pytest.raises(
-        ValueError, match="average_after=1 depends on validations, and eval_every=0"
-    ):
+    task = awd(LM(2, 8, 8, corpus=text, batch_size=4, seq_len=4, optimizer=OPTIMIZER))
+    with pytest.raises(ValueError, match=r"AWD goes by validations .*, and eval_every=0"):
         fit(task, "dp2pp2tp2", TrainConfig(num_steps=4, out_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

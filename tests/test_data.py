@@ -14,7 +14,6 @@ from jaxpar.batches import place_batch
 from jaxpar.data.array import ArrayBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
-from jaxpar.data.windows import Windows
 from jaxpar.tasks.lm.streams import (
     IGNORE,
     TOKENS,
@@ -23,6 +22,7 @@ from jaxpar.tasks.lm.streams import (
     TokenStreams,
     line_places,
 )
+from recipes.awd import AWD, RandomWindows
 
 
 @st.composite
@@ -80,7 +80,10 @@ def hash_of_ten_batches(batches) -> str:
         (lambda: TokenStreams(TEXT, 20, 35, 0), "cb23acf8b2cb9983"),
         (lambda: TokenStreams(TEXT, 20, 35, 7), "371cefbf9fbd6618"),
         (lambda: TokenStreams(TEXT, 4, 8, 0), "b1f18a59385996b7"),
-        (lambda: TokenStreams(TEXT, 3, 30, 0, Windows(20)), "d6252ea3bc7682cf"),
+        (
+            lambda: RandomWindows(AWD(batch_size=3, seq_len=30, window_mean=20), TEXT, 0),
+            "d6252ea3bc7682cf",
+        ),
         (lambda: SeriesBatches({"x": TEXT}, 4, 8, 0), "d255924d4acca8f9"),
         (lambda: SeriesBatches({"x": TEXT}, 4, 8, warmup=5), "334e9493b2004d38"),
         (lambda: PackedBatches(STEPS, LENGTHS, 4, 16), "a37b20157d4d6022"),

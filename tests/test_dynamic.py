@@ -9,19 +9,18 @@ import pytest
 from flax import nnx
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.config import Adaptation
 from jaxpar.mesh import MeshConfig
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.options import Regularization
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.loaded import load_run
 from jaxpar.training.run_folder import RunFolder
+from recipes.dynamic_evaluation import evaluate_dynamically
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-ADAPTATION = Adaptation(rate=0.5, decay=0.1)
+ADAPTATION = {"rate": 0.5, "decay": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,6 @@ def run(tmp_path_factory):
     task = LM(
         2, 8, 8, dropout=0.3, corpus=str(folder), batch_size=4, seq_len=8,
         optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=0),
-        regularization=Regularization(activations=2.0),
     )  # fmt: skip
     train = TrainConfig(num_steps=6, out_dir=str(folder / "run"))
     parallel = Parallel(MeshConfig(devices=(0,)), PipelineConfig(num_chunks=4))
@@ -43,7 +41,7 @@ def run(tmp_path_factory):
     return RunFolder(result.out_dir)
 
 
-def plain_loop(folder, split, batch_size, seq_len, adaptation):
+def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     """Perplexity, window by window: each is scored by what was learned of those before it."""
     loaded = load_run(folder.path)
     corpus = loaded.setup.task.read_text()
@@ -72,7 +70,7 @@ def plain_loop(folder, split, batch_size, seq_len, adaptation):
         (mean, carry), grads = score(params, carry, inputs, targets, counts.astype(np.float32))
         total, count = total + float(mean) * counts.sum(), count + counts.sum()
         params = jax.tree.map(
-            lambda p, g, p0: p - adaptation.rate * g + adaptation.decay * (p0 - p),
+            lambda p, g, p0: p - rate * g + decay * (p0 - p),
             params, grads, trained,
         )  # fmt: skip
     assert count == len(tokens) - 1
@@ -83,22 +81,26 @@ def plain_loop(folder, split, batch_size, seq_len, adaptation):
     ("sizes", "adaptation"),
     [
         ({"batch_size": 1, "seq_len": 5}, ADAPTATION),
-        full({"batch_size": 1}, Adaptation()),
-        full({}, Adaptation(rate=0.5)),
+        full({"batch_size": 1}, {}),
+        full({}, {"rate": 0.5}),
     ],
 )
 def test_evaluation_is_a_plain_loop(run, sizes, adaptation):
     of_run = {"batch_size": 4, "seq_len": 8}
-    for found in evaluate_run(run, adaptation=adaptation, **sizes):
-        expected = plain_loop(run, found.split, **{**of_run, **sizes}, adaptation=adaptation)
+    if adaptation:
+        evaluations = evaluate_dynamically(run.path, **adaptation, **sizes)
+    else:
+        evaluations = evaluate_run(run, **sizes)
+    for found in evaluations:
+        expected = plain_loop(run, found.split, **{**of_run, **sizes}, **adaptation)
         np.testing.assert_allclose(found.metrics["perplexity"], expected, rtol=1e-5)
 
 
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", ["dp2pp2tp2", slow("dp4tp2"), slow("pp2dp4")])
 def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
-    expected = evaluate_run(run, adaptation=ADAPTATION, batch_size=8)
-    found = evaluate_run(run, MeshConfig.parse(mesh), adaptation=ADAPTATION, batch_size=8)
+    expected = evaluate_dynamically(run.path, **ADAPTATION, batch_size=8)
+    found = evaluate_dynamically(run.path, mesh, **ADAPTATION, batch_size=8)
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own.loss, other.loss, rtol=1e-5)
 
@@ -106,8 +108,14 @@ def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda run: Adaptation(rate=-1.0), r"rate=-1\.0: must not be negative"),
-        (lambda run: Adaptation(decay=0.1), r"decay=0\.1 has no effect with rate=0"),
+        (
+            lambda run: evaluate_dynamically(run.path, rate=-1.0),
+            r"rate=-1\.0: must be above 0",
+        ),
+        (
+            lambda run: evaluate_dynamically(run.path, rate=0.1, decay=1.5),
+            r"decay=1\.5: must be from 0 to 1",
+        ),
         (lambda run: evaluate_run(run, rows=1), r"task LM has no rows; leave rows=1 out"),
     ],
 )

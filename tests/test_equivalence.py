@@ -9,7 +9,6 @@ import pytest
 
 from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.data.windows import Windows
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
@@ -18,6 +17,7 @@ from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
+from recipes.awd import AWD, late
 
 pytestmark = pytest.mark.law
 
@@ -46,6 +46,13 @@ MODEL = LM(
 )
 
 
+def awd(task=MODEL, **options):
+    """The recipe with the sizes of a task, and with this alone of what it adds, but for held masks."""
+    rates = dict.fromkeys(("input_dropout", "output_dropout"), task.dropout)
+    off = dict.fromkeys(("word_dropout", "drop_connect", "ar", "tar"), 0.0) | {"window_mean": 0}
+    return AWD(**vars(task) | rates | off | options)
+
+
 def on_devices(sizes):
     """A mesh of the first devices, as many as it needs."""
     return MeshConfig(*sizes, devices=tuple(range(int(np.prod(sizes)))))
@@ -65,9 +72,9 @@ def make_batch(settings, mesh, seed=0, starts=False, length=None):
     inputs, targets = rng.integers(0, task.vocab_size, (2, *shape), dtype=np.int32)
     targets[rng.random(shape) < 0.1] = -1
     batch = Batch(inputs, targets, starts)
-    if task.windows.mean:
+    if getattr(task, "window_mean", 0):
         targets[:, :3] = -1
-        batch = batch._replace(padding=3, rate=0.5)
+        batch = late(batch)._replace(padding=3, rate=0.5)
     return put_batch(batch, batch_sharding(Setup.of(task, settings.parallel, mesh=mesh)))
 
 
@@ -159,7 +166,7 @@ def test_model_variants_equal_plain(sizes):
 @pytest.mark.parametrize("zero_bubble", [True, slow(False)])
 def test_a_pipeline_equals_plain_with_numbers_of_64_bits(zero_bubble):
     """JAX_ENABLE_X64 makes Python's whole numbers int64, beside the int32 of ticks and units."""
-    task = dataclasses.replace(MODEL, num_layers=2, windows=Windows(mean=6))
+    task = awd(num_layers=2, window_mean=6)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # strict is of these tests
         assert_same_as_plain(make_settings((1, 2, 1), (2, 4), task, zero_bubble=zero_bubble))
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -135,10 +136,10 @@ def own_address():
         return probe.getsockname()[0]
 
 
-def flags(text, *more):
+def flags(text, *more, task="lm"):
     """A tiny run."""
     return [
-        "train", "lm", "--corpus", str(text), "--batch-size", "8", "--seq-len", "8", "--num-layers", "2",
+        "train", task, "--corpus", str(text), "--batch-size", "8", "--seq-len", "8", "--num-layers", "2",
         "--hidden-size", "16", "--embed-size", "16", "--optimizer.warmup-steps", "2", "--train.num-steps",
         "6", "--train.log-every", "1", *more,
     ]  # fmt: skip
@@ -228,9 +229,10 @@ def test_two_processes_have_the_losses_of_one_device(run, text, tmp_path):
 
 
 # What is drawn by seed and step, and every process has a part of: windows, masks of activations and weights.
+AWD = f"{Path(__file__).parents[1]}/recipes/awd.py:AWD"
 DRAWN = (
-    "--windows.mean", "6", "--dropout", "0.2", "--regularization.hold-masks", "--regularization.word-dropout",
-    "0.2", "--regularization.kernel-dropout", "0.2", "--regularization.slowness", "1",
+    "--window-mean", "6", "--dropout", "0.2", "--word-dropout", "0.2", "--drop-connect", "0.2", "--tar", "1",
+    "--optimizer.learning-rate", "0.1", "--train.eval-every", "100",
 )  # fmt: skip
 
 
@@ -240,7 +242,7 @@ def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_
 
     def arguments(name, num_steps, *more):
         out_dir = ("--train.out-dir", str(tmp_path / name), "--train.num-steps", str(num_steps))
-        return [*flags(text, *out_dir, *DRAWN, "--optimizer.lr-schedule", "constant"), *more]
+        return [*flags(text, *out_dir, *DRAWN, task=AWD), *more]
 
     assert main(arguments("run", 5, "--mesh", "dp2pp2tp2", "--train.checkpoint-every", "3")) == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "5"

@@ -15,9 +15,8 @@ from flax import nnx
 from benchmarks.published import penn_treebank
 from jaxpar import OptimizerConfig, TrainConfig
 from jaxpar.cli.main import main
-from jaxpar.data.windows import Windows
 from jaxpar.tasks.lm import LM
-from jaxpar.tasks.lm.options import Regularization
+from recipes.awd import AWD
 
 
 def write_wheel(path, splits):
@@ -48,16 +47,13 @@ PROGRAM = """
 import sys, jax, numpy as np
 text, folder = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 8)
-from benchmarks.published.in_float64 import LM
+from benchmarks.published.in_float64 import AWD
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig, fit
 from jaxpar.mesh import MeshConfig
-from jaxpar.data.windows import Windows
-from jaxpar.tasks.lm.options import Regularization
 
-how = Regularization(None, 0.2, True, 0.1, 0.5, 2.0, 1.0)
-task = LM(
-    3, 16, 8, dropout=0.25, batch_size=8, seq_len=8, corpus=text, regularization=how, windows=Windows(6),
-    optimizer=OptimizerConfig("sgd", 10.0, "constant", warmup_steps=0, weight_decay=1e-6, average_after=5),
+task = AWD(
+    3, 16, 8, forget_bias=1.0, init_range=0.0, batch_size=8, seq_len=8, corpus=text, window_mean=6,
+    optimizer=OptimizerConfig("sgd", 10.0, "constant", warmup_steps=0, weight_decay=1e-6),
 )
 losses = []
 for mesh in (MeshConfig(devices=(0,)), MeshConfig(2, 2, 2)):
@@ -104,29 +100,32 @@ def test_a_recipe_fits_its_text(recipe):
     tables = tomllib.loads(recipe.read_text())
     optimizer, train = OptimizerConfig(**tables["optimizer"]), TrainConfig(**tables["train"])
     plain = {name: value for name, value in tables.items() if not isinstance(value, dict)}
-    how = Regularization(**tables.get("regularization", {}))
-    windows = Windows(**tables.get("windows", {}))
-    task = LM(**plain, optimizer=optimizer, regularization=how, windows=windows)
-    tokens = np.broadcast_to(np.int32(0), penn_treebank.NUM_TOKENS["train"])
-    epoch = task.batches_of(tokens, separator=0, seed=0).num_windows
+    epoch = epoch_of(LM(**plain, optimizer=optimizer))
     assert train.eval_every == epoch
     assert train.num_steps % epoch == optimizer.hold_steps % epoch == 0
     assert optimizer.lr_schedule != "exponential" or optimizer.lr_decay_every == epoch
 
 
+def epoch_of(task, num_tokens=penn_treebank.NUM_TOKENS["train"]):
+    tokens = np.broadcast_to(np.int32(0), num_tokens)
+    return task.batches_of(tokens, separator=0, seed=0).num_windows
+
+
+def test_awd_fits_its_text():
+    train, epoch = AWD.train, epoch_of(AWD())
+    assert (train.eval_every, train.num_steps) == (epoch, 500 * epoch)
+
+
 def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
     """As the page has it: epochs of its text, and a folder of its files, whose empty lines count."""
     page = (penn_treebank.RECIPES / "README.md").read_text().replace("\\\n", "")
-    command = re.search(r"python -m jaxpar (train lm .*awd\.toml --corpus wikitext-2 .*)", page)[1]
+    command = re.search(r"python -m jaxpar (train \S*awd.py:AWD --corpus wikitext-2 .*)", page)[1]
     words = command.split()
     sizes = {words[n]: words[n + 1] for n in range(2, len(words), 2)}
     batch_size, num_steps, every = (
         int(sizes[f"--{name}"]) for name in ("batch-size", "train.num-steps", "train.eval-every")
     )
-    awd = tomllib.loads((penn_treebank.RECIPES / "awd.toml").read_text())
-    task = LM(batch_size=batch_size, seq_len=awd["seq_len"], windows=Windows(**awd["windows"]))
-    tokens = np.broadcast_to(np.int32(0), 2_088_628)
-    assert task.batches_of(tokens, separator=0, seed=0).num_windows == every
+    assert epoch_of(AWD(batch_size=batch_size), 2_088_628) == every
     assert num_steps == 750 * every
 
     monkeypatch.chdir(tmp_path)
@@ -136,5 +135,5 @@ def test_the_command_for_wikitext_fits_its_text(tmp_path, monkeypatch):
         Path(f"wiki/wiki.{split}.tokens").write_text(text)
     assert len(LM(corpus="wiki").read_text().test) == 60 * 16
     tiny = "--hidden-size 8 --embed-size 8 --train.num-steps 2 --devices 0 --train.out-dir run --corpus wiki"
-    recipe = ["--config", str(penn_treebank.RECIPES / "awd.toml")]
-    assert main([*words[:2], *recipe, *words[4:], *tiny.split()]) == 0
+    task = str(penn_treebank.RECIPES.parents[1] / words[1])
+    assert main(["train", task, *words[2:], *tiny.split()]) == 0

@@ -34,7 +34,7 @@ GUIDES = (
     "analysis",
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*GUIDES, "pytorch", "mxnet")))
-OTHERS = ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+OTHERS = ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "recipes/README.md")
 
 
 def blocks(language, page="README.md"):
@@ -186,7 +186,8 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
 
 def test_options_in_the_text_exist():
     """Also those that stand in a sentence, in which nothing runs them."""
-    known = set(re.findall(r"--[\w.-]+", "".join(map(help_of, HELPS))))
+    helps = [*map(help_of, HELPS), run("-m", "recipes.dynamic_evaluation", "--help", cwd=ROOT)]
+    known = set(re.findall(r"--[\w.-]+", "".join(helps)))
     known |= OF_OTHERS
     for page in (*PAGES, *OTHERS):
         text = (ROOT / page).read_text()
@@ -195,8 +196,8 @@ def test_options_in_the_text_exist():
 
 
 HELPS = (
-    ["train", "lm"], ["train", "images"], ["plan", "lm"], ["inspect", "lm"], ["plot", "bytes", "lm"],
-    ["evaluate"], ["sample"], ["export"], ["import"], ["launch"],
+    ["train", "lm"], ["train", "images"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
+    ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["sample"], ["export"], ["import"], ["launch"],
 )  # fmt: skip
 # Of pip, pytest, mkdocs, Slurm and Open MPI; and of a model of the reader's.
 OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--rows", "--help"}

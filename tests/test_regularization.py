@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from test_equivalence import MODEL, assert_same_as_plain, make_settings
+from test_equivalence import MODEL, assert_same_as_plain, awd, make_settings
 from test_float64 import forward
 
 from jaxpar.config import Parallel
@@ -15,32 +15,31 @@ from jaxpar.sharding import named_leaves
 from jaxpar.state import init_state
 from jaxpar.step import make_eval_step, make_loss_and_grad
 from jaxpar.tasks.lm import LM, Batch
-from jaxpar.tasks.lm.options import Regularization
-from jaxpar.tasks.lm.regularization import KERNELS, WORDS
 from jaxpar.training.by_layer import array_of
+from recipes.awd import AWD, KERNELS, WORDS
 
-ALL = Regularization(
-    input_dropout=0.4,
-    output_dropout=0.1,
-    hold_masks=True,
-    word_dropout=0.2,
-    kernel_dropout=0.5,
-    activations=2.0,
-    slowness=1.0,
-)
-SINGLE = {
-    "held": Regularization(hold_masks=True),
-    "inputs": Regularization(input_dropout=0.5),
-    "outputs": Regularization(output_dropout=0.0),
-    "words": Regularization(word_dropout=0.5),
-    "kernels": Regularization(kernel_dropout=0.5),
-    "activations": Regularization(activations=2.0),
-    "slowness": Regularization(slowness=3.0),
-    "all": ALL,
+ALL = {
+    "input_dropout": 0.4,
+    "output_dropout": 0.1,
+    "word_dropout": 0.2,
+    "drop_connect": 0.5,
+    "ar": 2.0,
+    "tar": 1.0,
 }
 B, T, H, V = 4, 5, 6, 11
 ONE = Parallel(MeshConfig(devices=(0,)))
 SMALL = LM(3, H, H, V, dropout=0.3, batch_size=B, seq_len=T)
+SINGLE = {
+    "plain": SMALL,
+    "held": awd(SMALL),
+    "inputs": awd(SMALL, input_dropout=0.5),
+    "outputs": awd(SMALL, output_dropout=0.0),
+    "words": awd(SMALL, word_dropout=0.5),
+    "kernels": awd(SMALL, drop_connect=0.5),
+    "ar": awd(SMALL, ar=2.0),
+    "tar": awd(SMALL, tar=3.0),
+    "all": awd(SMALL, **ALL),
+}
 
 
 # ---- NumPy ----
@@ -61,18 +60,18 @@ def mask_of_inputs(key, layer, rate, is_held):
     )
 
 
-def textbook_loss(params, batch, how, key):
+def textbook_loss(params, batch, task, key):
     """The sum of the negative log-likelihoods, and what large and quick activations cost."""
-    num_layers, fold = SMALL.num_layers, jax.random.fold_in
-    rates = [SMALL.dropout if r is None else r for r in (how.input_dropout, how.output_dropout)]
-    rates = [rates[0], *[SMALL.dropout] * (num_layers - 1), rates[1]]
-    masks = [mask_of_inputs(key, n, rate, how.hold_masks) for n, rate in enumerate(rates)]
+    num_layers, fold, is_held = SMALL.num_layers, jax.random.fold_in, isinstance(task, AWD)
+    how = task if is_held else awd(task)
+    rates = [how.input_dropout, *[how.dropout] * (num_layers - 1), how.output_dropout]
+    masks = [mask_of_inputs(key, n, rate, is_held) for n, rate in enumerate(rates)]
     inputs, targets = batch.inputs_BT.T, batch.targets_BT.T
     scale_V = kept(fold(key, WORDS), how.word_dropout, (V,))
     x = params["embedding/table"][inputs] * scale_V[inputs][..., None]
     for n in range(num_layers):
         w_x, w_h, b = (params[f"layers/lstm/{name}"][n] for name in ("w_x", "w_h", "b"))
-        w_h = w_h * kept(fold(fold(key, KERNELS), n), how.kernel_dropout, w_h.shape)
+        w_h = w_h * kept(fold(fold(key, KERNELS), n), how.drop_connect, w_h.shape)
         zeros = np.zeros((B, H))
         x = forward((w_x, w_h, b), (zeros, zeros), x * masks[n])[1]
     y = x * masks[-1]
@@ -81,16 +80,15 @@ def textbook_loss(params, batch, how, key):
     counts = targets >= 0
     picked = np.take_along_axis(logits, np.where(counts, targets, 0)[..., None], -1)[..., 0]
     nll = np.log(np.sum(np.exp(logits), -1)) - picked
-    cost = how.activations * np.mean(y**2, -1) + how.slowness * changes_TB
+    cost = how.ar * np.mean(y**2, -1) + how.tar * changes_TB
     return np.sum(np.where(counts, nll + cost, 0))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if n == "slowness" else n for n in SINGLE]
+    "name", [pytest.param(n, marks=pytest.mark.full) if n == "tar" else n for n in SINGLE]
 )
 def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
-    how = SINGLE[name]
-    task, parallel = dataclasses.replace(SMALL, regularization=how), ONE
+    task, parallel = SINGLE[name], ONE
     mesh = parallel.mesh.build()
     rng = np.random.default_rng(0)
     inputs, targets = rng.integers(0, V, (2, B, T), dtype=np.int32)
@@ -108,14 +106,14 @@ def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
         for tree in (state.params, grads)
     )
     num_targets = B * T - 1
-    expected = textbook_loss(params, batch, how, key) / num_targets
+    expected = textbook_loss(params, batch, task, key) / num_targets
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert float(sums.weight) == num_targets
     # Along a random direction, by a step into the complex plane.
     for moved in params:
         direction = rng.normal(size=params[moved].shape)
         there = {**params, moved: params[moved] + 1e-30j * direction}
-        slope = textbook_loss(there, batch, how, key).imag / 1e-30 / num_targets
+        slope = textbook_loss(there, batch, task, key).imag / 1e-30 / num_targets
         size = np.linalg.norm(slopes[moved]) * np.linalg.norm(direction)
         assert abs(np.sum(slopes[moved] * direction) - slope) <= 1e-6 * size, moved
 
@@ -123,19 +121,18 @@ def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
 def test_in_evaluation_nothing_is_dropped_and_nothing_is_added():
     mesh = MeshConfig(devices=(0,)).build()
 
-    def evaluated(how):
-        task = dataclasses.replace(SMALL, regularization=how)
+    def evaluated(task):
         state = init_state(task, ONE, mesh=mesh)
         sums = make_eval_step(task, ONE, mesh=mesh)(state, task.example_batch())[1]
         loss = float(sums.loss) / float(sums.weight)
         means = {k: float(v) / float(sums.weight) for k, v in sums.metrics.items()}
         return loss, task.metrics(loss, means)
 
-    assert evaluated(ALL) == evaluated(Regularization())
+    assert evaluated(SINGLE["all"]) == evaluated(SMALL)
 
 
 def test_perplexity_is_that_of_the_loss_without_the_penalty():
-    assert SMALL.metrics(9.0, {"nll": 2.0})["perplexity"] == pytest.approx(np.exp(2.0))
+    assert awd(SMALL).metrics(9.0, {"nll": 2.0})["perplexity"] == pytest.approx(np.exp(2.0))
 
 
 # ---- the law ----
@@ -152,14 +149,14 @@ def test_perplexity_is_that_of_the_loss_without_the_penalty():
     ],
 )
 def test_the_masks_are_the_same_on_every_mesh(mesh, units, options):
-    task = dataclasses.replace(MODEL, regularization=ALL)
+    task = awd(MODEL, **ALL)
     assert_same_as_plain(make_settings(mesh, units, task, **options))
 
 
 @pytest.mark.law
 @pytest.mark.parametrize("placement", [(1, 5, 1)])
 def test_the_masks_of_weights_are_those_of_their_layers(placement):
-    task = dataclasses.replace(MODEL, num_layers=7, regularization=ALL, tie_embedding=True)
+    task = awd(MODEL, num_layers=7, tie_embedding=True, **ALL)
     assert_same_as_plain(make_settings((1, 3, 1), (2, 2), task, placement=placement))
 
 
@@ -167,12 +164,13 @@ def test_the_masks_of_weights_are_those_of_their_layers(placement):
     ("options", "message"),
     [
         ({"word_dropout": 1.0}, r"word_dropout=1\.0"),
-        ({"kernel_dropout": -0.1}, r"kernel_dropout=-0\.1"),
+        ({"drop_connect": -0.1}, r"drop_connect=-0\.1"),
+        ({"layer": "mingru"}, r"drop_connect=0\.5: layer='mingru' has no recurrent kernel"),
         ({"input_dropout": 2.0}, r"input_dropout=2\.0"),
-        ({"activations": -1.0}, r"activations=-1\.0: must not be negative"),
-        ({"slowness": -1.0}, r"slowness=-1\.0: must not be negative"),
+        ({"ar": -1.0}, r"ar=-1\.0: must not be negative"),
+        ({"tar": -1.0}, r"tar=-1\.0: must not be negative"),
     ],
 )
 def test_impossible_rates_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Regularization(**options)
+        AWD(**{"forget_bias": 1.0, **options})

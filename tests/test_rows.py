@@ -15,15 +15,14 @@ from test_equivalence import full, on_devices
 from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
 from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
-from jaxpar.data.windows import Windows
 from jaxpar.nn import Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.tasks.images.task import Images
-from jaxpar.tasks.lm.options import Regularization
 from jaxpar.tasks.lm.task import LM
+from recipes.awd import AWD
 
 ONE = Parallel(on_devices((1, 1, 1))).resolve(8)
 
@@ -288,13 +287,12 @@ SMALL = {
     "batch_size": 6,
     "seq_len": 8,
 }
-PENALTIES = Regularization(0.1, 0.2, True, 0.1, 0.3, activations=1.0, slowness=2.0)
 
 
 @pytest.mark.parametrize(
     "task",
     [
-        LM(**SMALL, regularization=PENALTIES, windows=Windows(mean=6, spread=1)),
+        AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
         full(LM(**SMALL, dtype="bfloat16")),
         *(full(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm")),

@@ -6,24 +6,31 @@ import functools
 import jax
 import numpy as np
 import pytest
-from test_equivalence import MODEL, assert_same_as_plain, by_layer, make_settings, nonzero_carry
+from test_equivalence import (
+    MODEL,
+    assert_same_as_plain,
+    awd,
+    by_layer,
+    make_settings,
+    nonzero_carry,
+)
 
 from jaxpar.config import Parallel
-from jaxpar.data.windows import Windows
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
-from jaxpar.tasks.lm.options import Regularization
+from recipes.awd import AWD, RandomWindows, Window
 
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-PENALTIES = Regularization(activations=2.0, slowness=1.0)
+PENALTIES = {"ar": 2.0, "tar": 1.0}
 
 
-def stream(num_tokens, seed=0, rows=3, seq_len=20, mean=12, **windows):
-    return TokenStreams(np.arange(num_tokens), rows, seq_len, seed, Windows(mean, **windows))
+def stream(num_tokens, seed=0, rows=3, seq_len=20, mean=12):
+    task = AWD(batch_size=rows, seq_len=seq_len, window_mean=mean)
+    return RandomWindows(task, np.arange(num_tokens), seed)
 
 
 # ---- what is drawn ----
@@ -34,7 +41,7 @@ def test_windows_follow_each_other_and_nothing_counts_before_their_text():
     next_B = None
     for number in range(text.num_windows):
         batch = text.batch(number)
-        length = text.seq_len - batch.padding
+        length = 20 - batch.padding
         assert 5 <= length <= 20
         assert batch.rate == length / 12
         assert batch.starts == (number == 0)
@@ -51,13 +58,13 @@ def test_windows_follow_each_other_and_nothing_counts_before_their_text():
 
 
 def test_lengths_are_those_of_the_paper():
-    windows = Windows(70, spread=5.0, short=0.05)
-    drawn = windows.draw(np.random.default_rng(0), 20_000, 90)
+    windows = stream(2000, seq_len=90, mean=70)
+    drawn = windows.draw(np.random.default_rng(0), 20_000)
     is_short = drawn < 52
     np.testing.assert_allclose(is_short.mean(), 0.05, atol=0.006)
     np.testing.assert_allclose(drawn[~is_short].mean(), 69.5, atol=0.3)  # cut to whole numbers
     np.testing.assert_allclose(drawn[~is_short].std(), 5, atol=0.2)
-    np.testing.assert_allclose(drawn.mean(), windows.expected(90), rtol=0.01)
+    np.testing.assert_allclose(2000 // 3 / drawn.mean(), windows.num_windows, atol=1)
 
 
 def test_lengths_are_drawn_from_seed_and_epoch():
@@ -70,8 +77,9 @@ def test_lengths_are_drawn_from_seed_and_epoch():
 
 
 def test_evaluation_has_windows_of_one_length():
-    text, plain = (TokenStreams(np.arange(100), 3, 8, None, Windows(mean)) for mean in (6, 0))
+    text, plain = stream(100, None, 3, 8, 6), TokenStreams(np.arange(100), 3, 8)
     assert text.num_windows == plain.num_windows
+    assert stream(100, None, 3, 8, 70).num_windows == plain.num_windows
     for number in range(text.num_windows):
         batch, expected = text.batch(number), plain.batch(number)
         np.testing.assert_array_equal(batch.inputs_BT, expected.inputs_BT)
@@ -81,8 +89,8 @@ def test_evaluation_has_windows_of_one_length():
 
 # ---- a late window is a short one ----
 
-SHORT = LM(3, 6, 6, 11, dropout=0.0, batch_size=4, seq_len=5, regularization=PENALTIES)
-LATE = dataclasses.replace(SHORT, seq_len=9, windows=Windows(mean=7))
+SHORT = awd(LM(3, 6, 6, 11, dropout=0.0, batch_size=4, seq_len=5), **PENALTIES)
+LATE = dataclasses.replace(SHORT, seq_len=9, window_mean=7)
 
 
 def loss_and_grads(task, batch):
@@ -107,7 +115,7 @@ def test_a_late_window_is_a_short_one(layer, starts):
         np.pad(a, ((0, 0), (4, 0)), constant_values=fill)
         for a, fill in zip(short[:2], (3, -1), strict=True)
     )
-    late = Batch(inputs, targets, starts, padding=4, rate=1.0)
+    late = Window(inputs, targets, starts, padding=4, rate=1.0)
     expected = loss_and_grads(dataclasses.replace(SHORT, layer=layer), short)
     actual = loss_and_grads(dataclasses.replace(LATE, layer=layer), late)
     for own, others in zip(actual, expected, strict=True):
@@ -116,7 +124,7 @@ def test_a_late_window_is_a_short_one(layer, starts):
 
 
 # A chunk of padding, and one with some.
-DRAWN = dataclasses.replace(MODEL, windows=Windows(mean=6), regularization=PENALTIES)
+DRAWN = awd(window_mean=6, **PENALTIES)
 
 
 @pytest.mark.law
@@ -152,7 +160,7 @@ def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     def moved(padding, rate):
         state = init_state(task, parallel, mesh=mesh)
         before = jax.tree.map(np.asarray, state.params)
-        batch = Batch(tokens[:, :-1], tokens[:, 1:].copy(), True, None, padding, rate)
+        batch = Window(tokens[:, :-1], tokens[:, 1:].copy(), True, None, padding, rate)
         batch.targets_BT[:, :padding] = -1
         after = step(state, batch)[0].params
         return jax.tree.leaves(jax.tree.map(lambda a, b: np.asarray(a) - b, after, before))
@@ -166,11 +174,11 @@ def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Windows(mean=3), "mean=3: windows have 5 steps or more"),
-        (lambda: Windows(mean=9, spread=-1.0), r"spread=-1\.0"),
-        (lambda: Windows(mean=9, short=1.0), r"short=1\.0"),
-        (lambda: LM(seq_len=32, windows=Windows(33)), r"windows\.mean=33 is more than seq_len=32"),
-        (lambda: LM(packed=True, windows=Windows(30)), "its lines are read"),
+        (lambda: AWD(window_mean=3), "window_mean=3: windows have 5 steps or more"),
+        (lambda: AWD(window_spread=-1.0), r"window_spread=-1\.0"),
+        (lambda: AWD(short_windows=1.0), r"short_windows=1\.0"),
+        (lambda: stream(2000, seq_len=32, mean=33), "window_mean=33 is more than seq_len=32"),
+        (lambda: AWD(packed=True), "its lines are read"),
     ],
 )
 def test_impossible_windows_are_refused(make, message):

@@ -1,6 +1,7 @@
-"""The language model in float64 instead of float32, to tell rounding from mistakes.
+"""The language model and AWD-LSTM in float64 instead of float32, to tell rounding from mistakes.
 
     python -m jaxpar train benchmarks/published/in_float64.py:LM ...
+    python -m jaxpar train benchmarks/published/in_float64.py:AWD ...
 
 Two runs that drift apart because rounding grows stay together here; those that compute something else do not.
 It is for this alone: all of jaxpar computes in float64 once the file is loaded.
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.tasks import lm
+from recipes import awd
 
 NAMES: Any = jnp
 
@@ -27,6 +29,18 @@ class LM(lm.LM):
 
     def make_model(self, rngs: nnx.Rngs) -> Any:
         """The model, its activations in float64."""
-        model = super().make_model(rngs)
-        model.dtype = "float64"
-        return model
+        return _widened(super().make_model(rngs))
+
+
+@dataclasses.dataclass(frozen=True)
+class AWD(awd.AWD):
+    """As `train recipes/awd.py:AWD`."""
+
+    def make_model(self, rngs: nnx.Rngs) -> Any:
+        """The model, its activations in float64."""
+        return _widened(super().make_model(rngs))
+
+
+def _widened(model: Any) -> Any:
+    model.dtype = "float64"
+    return model

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Fixed, Positional, arg
 
 from jaxpar.command import Command, Options, Switch, TrainedOptions
-from jaxpar.config import Adaptation, Parallel, TrainConfig
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import Settings, Task
 
@@ -189,12 +189,10 @@ class Evaluate(TrainedOptions):
     Attributes:
       batch_size: rows of a batch, if not as in training: 1 reads a text as one stream.
       seq_len: time steps of a window, if not as in training.
-      adaptation: dynamic evaluation: after each window has been counted, a step of gradient descent on it.
     """
 
     batch_size: int | None = None
     seq_len: int | None = None
-    adaptation: Adaptation = Adaptation()
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -213,7 +211,7 @@ class Evaluate(TrainedOptions):
                 "evaluate runs in several processes, and without --mesh it takes one device; "
                 "give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
             )
-        names = ("run_dir", "best", "mesh", "batch_size", "seq_len", "adaptation")
+        names = ("run_dir", "best", "mesh", "batch_size", "seq_len")
         asked_for = {name: getattr(self, name) for name in names}
         agree(asked_for, remedy="start all of them with the same options", last=True)
         sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len}
@@ -221,7 +219,6 @@ class Evaluate(TrainedOptions):
             RunFolder(self.run_dir),
             self.mesh,
             best=self.best,
-            adaptation=self.adaptation,
             **{name: size for name, size in sizes.items() if size is not None},
         )
         if jax.process_index() == 0:

@@ -4,7 +4,6 @@ from jaxpar.nn.adapters import Recurrent as Recurrent
 from jaxpar.nn.adapters import Stateless as Stateless
 from jaxpar.nn.bidirectional import Bidirectional as Bidirectional
 from jaxpar.nn.conv import Conv as Conv
-from jaxpar.nn.dropout import Dropout as Dropout
 from jaxpar.nn.dropout import dropout as dropout
 from jaxpar.nn.embedding import Embedding as Embedding
 from jaxpar.nn.gru import GRU as GRU

@@ -1,49 +1,29 @@
 """Dropout whose mask does not depend on how the computation is laid out."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from jaxpar.at import At
 
 
-class Dropout(NamedTuple):
-    """How elements are dropped, where a rate alone does not say enough.
-
-    Attributes:
-      rate: the probability of each.
-      first: the same in layer 0.
-      is_held: use one mask for all time steps of a window (Gal and Ghahramani 2016, arXiv:1512.05287).
-    """
-
-    rate: float
-    first: float
-    is_held: bool = False
-
-
-def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> jax.Array:
+def dropout(x: jax.Array, rate: float, at: At, *, number: int = 0) -> jax.Array:
     """Zeroes each element with a probability and scales the others by 1 / (1 - probability).
 
-    The mask of an element is a function of (key, number, layer, time, row, position in the other dims) alone,
-    without time if masks are held: any mesh, microbatching or chunking of time draws the same one
-    (Srivastava et al. 2014; for recurrent networks, on the connections between layers only, Zaremba et al.
-    2014).
+    The mask of an element is a function of (key, number, layer, time, row, position in the other dims) alone:
+    any mesh, microbatching or chunking of time draws the same one (Srivastava et al. 2014; for recurrent
+    networks, on the connections between layers only, Zaremba et al. 2014).
 
     Args:
       x: [T, B, ...], or [B, ...] in a model that is not `time_major`.
-      how: the probability, or a `Dropout`.
+      rate: the probability.
       at: of `x`; without a key, in evaluation, x is returned as it is.
       number: distinguishes several dropouts of one layer.
     Raises:
       ValueError: the rows of `x` are not where `at` says.
     """
-    if not isinstance(how, Dropout):
-        how = Dropout(how, how)
-    if how.rate == how.first == 0.0 or at.key is None:
+    if rate == 0.0 or at.key is None:
         return x
     _check_rows(x, at)
-    rate = how.rate if how.rate == how.first else jnp.where(at.layer == 0, how.first, how.rate)
     key = at.key if number == 0 else jax.random.fold_in(at.key, 2**31 + number)
     key = jax.random.fold_in(key, at.layer)
     rows = at.row + jnp.arange(x.shape[1 if at.time_major else 0], dtype=jnp.int32)
@@ -51,7 +31,7 @@ def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> j
     def keep(key, row, shape):
         return jax.random.bernoulli(jax.random.fold_in(key, row), 1.0 - rate, shape)
 
-    if at.time_major and not how.is_held:
+    if at.time_major:
         times = at.time + jnp.arange(x.shape[0], dtype=jnp.int32)
 
         def of_time(time):
@@ -60,9 +40,7 @@ def dropout(x: jax.Array, how: float | Dropout, at: At, *, number: int = 0) -> j
 
         is_kept = jax.vmap(of_time)(times)
     else:
-        shape = x.shape[2 if at.time_major else 1 :]
-        is_kept = jax.vmap(lambda row: keep(key, row, shape))(rows)
-        is_kept = is_kept[None] if at.time_major else is_kept
+        is_kept = jax.vmap(lambda row: keep(key, row, x.shape[1:]))(rows)
     scaled = (x.astype(jnp.float32) / (1.0 - rate)).astype(x.dtype)
     return jnp.where(is_kept, scaled, jnp.zeros((), x.dtype))
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
-from jaxpar.nn.dropout import Dropout, dropout
+from jaxpar.nn.dropout import dropout
 from jaxpar.nn.param import Initializer, kernel_param, named_param
 from jaxpar.nn.resets import initial_of
 
@@ -44,14 +44,14 @@ class Recurrence(nnx.Module):
         *,
         rngs: nnx.Rngs,
         init: Initializer | None = None,
-        dropout: float | Dropout = 0.0,
+        dropout: float = 0.0,
     ):
         """Draws the kernels; biases are 0.
 
         Args:
           width: H, of inputs, state and outputs.
           init: of the kernels; None draws them with variance 1 / width.
-          dropout: of the inputs; see `nn.dropout`.
+          dropout: rate on the inputs; see `nn.dropout`.
         """
         self.width, self.dropout = width, dropout
         for name in self.kernels:

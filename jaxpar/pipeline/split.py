@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Var
 
@@ -114,7 +115,9 @@ def _trace(
 
         return *jax.vjp(run, params, carry, x), ()
 
-    arguments = (params, frozen), carry, x, at.layer, at.time, at.row, at.batch
+    # Python's whole numbers would be int64 with JAX_ENABLE_X64, those of a loop are int32.
+    place = (jnp.asarray(number, jnp.int32) for number in (at.layer, at.time, at.row))
+    arguments = (params, frozen), carry, x, *place, at.batch
     return Residuals(forward, *arguments), arguments
 
 

@@ -108,11 +108,9 @@ class ConsoleReport(Report):
         """A line."""
         self._print(f"step {step}  {evaluation.to_text()}")
 
-    def average(self, step: int) -> None:
+    def adjusted(self, step: int) -> None:
         """A line."""
-        self._print(
-            f"step {step}  validation has become worse: parameters are averaged from here on"
-        )
+        self._print(f"step {step}  the task has changed the optimizer's state for this validation")
 
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """Says so if the run was stopped."""

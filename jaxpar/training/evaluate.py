@@ -9,17 +9,17 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.batches import Batches, place_batch
-from jaxpar.config import Adaptation
 from jaxpar.model import Sums
 from jaxpar.parts import starts_of
 from jaxpar.setup import Setup
-from jaxpar.state import TrainState, abstract_state, averaged
-from jaxpar.step import batch_sharding, make_adapting_step, make_eval_step
+from jaxpar.state import TrainState, abstract_state
+from jaxpar.step import batch_sharding, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
 from jaxpar.trees import zeros
 
-AS_IT_IS = Adaptation()
+# From a state and a batch to the state for the next batch, and the sums of this one.
+Step = Callable[[TrainState, Any], tuple[TrainState, Sums]]
 
 
 def evaluate(
@@ -27,21 +27,22 @@ def evaluate(
     state: TrainState,
     split: str,
     before_batch: Callable[[], None] = lambda: None,
-    adaptation: Adaptation = AS_IT_IS,
+    step: Step | None = None,
 ) -> Evaluation:
     """Loss and metrics on a split.
 
     Args:
       setup: that the state was made with.
-      state: its parameters, or their mean if the optimizer keeps one, are evaluated; it is not changed.
+      state: its parameters are evaluated; it is not changed.
       split: "valid" or "test", or another one that the task knows.
       before_batch: called before each batch; it may raise.
-      adaptation: how the parameters are updated after each batch, once it is counted.
+      step: how a batch is counted, for an evaluation of your own; None counts it as `make_eval_step` does,
+        and carries the state of layers to the next.
     Raises:
       ValueError: its batches differ in size from those of training, or nothing in it counts.
     """
-    task, state = setup.task, averaged(state, setup.mesh)
-    sums = sum_batches(setup, state, task.make_batches(split), before_batch, adaptation)
+    task = setup.task
+    sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
     if not sums.weight > 0:
         raise ValueError(
             f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
@@ -55,7 +56,7 @@ def sum_batches(
     state: TrainState,
     batches: Batches,
     before_batch: Callable[[], None] = lambda: None,
-    adaptation: Adaptation = AS_IT_IS,
+    step: Step | None = None,
 ) -> Sums:
     """The sums of all batches of an epoch, as Python numbers; arguments as of `evaluate`.
 
@@ -64,12 +65,7 @@ def sum_batches(
     """
     checked, sums = CheckedBatches(setup.task, batches), list[Sums]()
     sharding = batch_sharding(setup)
-    adapts = adaptation != AS_IT_IS
-    if adapts:
-        step = make_adapting_step(setup, adaptation)
-        state = dataclasses.replace(state, opt_state=state.params)
-    else:
-        step = make_eval_step(setup)
+    step = step or _counting(setup)
     for window in range(checked.num_windows):
         before_batch()
         batch = place_batch(checked, window, sharding)
@@ -78,13 +74,22 @@ def sum_batches(
                 "the first batch says starts=False: it would continue with the carried state of training; "
                 "let it say True"
             )
-        after, window_sums = step.run(state, batch)
-        state = after if adapts else dataclasses.replace(state, carry=after)
+        state, window_sums = step(state, batch)
         sums.append(window_sums)  # stays on the device
         do_not_run_ahead(setup.mesh, window_sums)
     if not sums:
         raise ValueError("there are no batches to evaluate; give more rows, or smaller batches")
     return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
+
+
+def _counting(setup: Setup) -> Step:
+    run = make_eval_step(setup).run
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, Sums]:
+        carry, sums = run(state, batch)
+        return dataclasses.replace(state, carry=carry), sums
+
+    return step
 
 
 def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, TrainState]:

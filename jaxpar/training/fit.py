@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.config import Adaptation, Parallel, TrainConfig, short_name
+from jaxpar.config import Parallel, TrainConfig, short_name
 from jaxpar.fields import require, require_instance
 from jaxpar.files import make_folder
 from jaxpar.hosts.agree import SharedError, agree, in_process_0, together
@@ -23,7 +23,7 @@ from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.checksums import checksum
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import AS_IT_IS, evaluate, in_batches
+from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.report import Evaluation, Report, format_number
@@ -136,10 +136,10 @@ def fit(
     setup = Setup.of(task, given, train)
     task, target = setup.task, abstract_state(setup)
     check_room(target, setup.mesh)
-    if task.average_after and not train.eval_every:
+    if type(task).after_validation is not Task.after_validation and not train.eval_every:
         raise ValueError(
-            f"average_after={task.average_after} depends on validations, and eval_every=0 has none before "
-            f"the end; set eval_every to an epoch's steps, or average_after=0"
+            f"task {task.name} goes by validations (after_validation), and eval_every=0 has none before the "
+            f"end; set eval_every, such as to an epoch's steps"
         )
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
@@ -243,14 +243,12 @@ def evaluate_run(
     mesh: MeshConfig = ONE_DEVICE,
     *,
     best: bool = False,
-    adaptation: Adaptation = AS_IT_IS,
     **sizes: int,
 ) -> list[Evaluation]:
     """Evaluates the newest state of a run on valid and test, on any mesh.
 
     Args:
       best: the state with the lowest validation loss, not the newest.
-      adaptation: for dynamic evaluation; each split begins with the parameters of the run.
       sizes: fields of the task that shall differ from training, such as batch_size=1.
     Raises:
       ValueError: the model does not fit the mesh, or its data have changed since the run began.
@@ -260,7 +258,7 @@ def evaluate_run(
     folder.check_data(describe_data(setup))
     if sizes:
         setup, state = in_batches(setup, state, **sizes)
-    return [evaluate(setup, state, split, adaptation=adaptation) for split in ("valid", "test")]
+    return [evaluate(setup, state, split) for split in ("valid", "test")]
 
 
 def _check_holds_no_run(folder: RunFolder) -> None:

@@ -16,9 +16,8 @@ from jaxpar.batches import place_batch
 from jaxpar.files import free_path
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
-from jaxpar.optimizer import Averaged, begin_average
 from jaxpar.setup import Setup
-from jaxpar.state import TrainState, release
+from jaxpar.state import TrainState, evaluated, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.training.checkpoint import Checkpoints, best_of
 from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
@@ -82,7 +81,7 @@ class Run:
         with Stop() as stop, tracer:
             self.checkpoints.on_failure = stop.request
             if self._validates(step) and step in validated:
-                self._begin_average(step)  # the run was to end here
+                self._adjust(step)  # the run was to end here
             elif self._validates(step):
                 self._validate(step, stop)  # which a signal has ended
             while step < config.num_steps and not stop.now():
@@ -196,22 +195,23 @@ class Run:
             self.checkpoints.losses[step] = self.evaluate(step, "valid", stop.check).loss
         except Stopped:
             return False
-        self._begin_average(step)
+        self._adjust(step)
         return True
 
-    def _begin_average(self, step: int) -> None:
-        """Begins to average parameters, if the validation of this step says so and it is to be."""
-        opt_state = self.state.opt_state
-        waits = isinstance(opt_state, Averaged) and int(opt_state.steps) < 0
-        if waits and is_worse(self.checkpoints.losses, self.task.average_after):
-            self.state = dataclasses.replace(self.state, opt_state=begin_average(opt_state))
-            self.report.average(step)
+    def _adjust(self, step: int) -> None:
+        """Lets the task change the optimizer's state for the validation of this step."""
+        before, losses = self.state.opt_state, dict(self.checkpoints.losses)
+        after = self.task.after_validation(before, losses)
+        if after is not before:
+            self.state = dataclasses.replace(self.state, opt_state=after)
+            self.report.adjusted(step)
 
     def evaluate(
         self, step: int, split: str, before_batch: Callable[[], None] = lambda: None
     ) -> Evaluation:
         """Evaluates a split; reported and written down."""
-        evaluation = evaluate(self.setup, self.state, split, before_batch)
+        state = evaluated(self.setup, self.state)
+        evaluation = evaluate(self.setup, state, split, before_batch)
         line = evaluation.to_json(step)
         # One that was killed may have written it.
         in_process_0(lambda: line in self.lines or self.folder.append_metrics(line))
@@ -316,16 +316,6 @@ class Run:
     def _write(self, line: dict[str, object]) -> None:
         """Process 0 writes a line."""
         in_process_0(lambda: self.folder.append_metrics(line))
-
-
-def is_worse(losses: Mapping[int, float], patience: int) -> bool:
-    """Whether the last of some losses is above the lowest of all but the `patience` before it.
-
-    Args:
-      losses: by step.
-    """
-    *before, last = (losses[step] for step in sorted(losses))
-    return any(last > loss for loss in before[: max(len(before) - patience, 0)])
 
 
 def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:

@@ -144,8 +144,8 @@ class Report:
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """After each evaluation of a split."""
 
-    def average(self, step: int) -> None:
-        """After the evaluation with which parameters begin to be averaged."""
+    def adjusted(self, step: int) -> None:
+        """After an evaluation for which the task has changed the optimizer's state."""
 
     def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
         """After the last step taken here."""

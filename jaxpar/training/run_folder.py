@@ -42,7 +42,7 @@ from jaxpar.files import (
 )
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.setup import Setup
-from jaxpar.state import TrainState, averaged
+from jaxpar.state import TrainState, evaluated
 from jaxpar.task import Settings, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, run_of
 from jaxpar.training.checksums import WrittenFiles, checksum, read_table, write_table
@@ -276,7 +276,7 @@ class RunFolder:
         """The run's setup on this mesh, and a state there, to be looked at and used.
 
         The mesh need not be the one that the run had; with another number of stages the layers are
-        placed anew. Its parameters are their mean, where the optimizer takes it.
+        placed anew. Its parameters are those that the task evaluates.
 
         Args:
           best: the state with the lowest validation loss that has been kept and is whole, not the newest.
@@ -290,7 +290,7 @@ class RunFolder:
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
         setup = Setup.of(settings.task, parallel, settings.train, devices)
         state = self.checkpoints(setup).restore(best=best)
-        return setup, averaged(state, devices)
+        return setup, evaluated(setup, state)
 
     def check_data(self, data: Mapping[str, Any]) -> bool:
         """Whether batches are cut as when the run began; its data and files are the same.

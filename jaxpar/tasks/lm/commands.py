@@ -8,8 +8,7 @@ from tyro.conf import Positional, arg
 from jaxpar.command import Command, Options, Switch, TrainedOptions
 from jaxpar.config import TrainConfig
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
-from jaxpar.tasks.lm.options import NAMES
-from jaxpar.tasks.lm.task import LM
+from jaxpar.tasks.lm.task import LM, NAMES
 
 
 @dataclasses.dataclass(frozen=True)

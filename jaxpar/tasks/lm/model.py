@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
@@ -25,17 +24,7 @@ from jaxpar.tasks.lm.loss import (
     logits_at_once,
     without_padding,
 )
-from jaxpar.tasks.lm.options import Regularization
-from jaxpar.tasks.lm.regularization import (
-    drop_kernels,
-    scale_of_words,
-    square_of,
-)
-from jaxpar.tasks.lm.streams import IGNORE, Batch
-from jaxpar.tasks.lm.windows import Outputs
-from jaxpar.trees import vary_like
-
-NLL = "nll"  # a metric: the loss without penalties
+from jaxpar.tasks.lm.streams import Batch
 
 
 class LanguageModel(nnx.Module):
@@ -51,7 +40,6 @@ class LanguageModel(nnx.Module):
         rngs: nnx.Rngs,
         num_words: int | None = None,
         dropout: float = 0.0,
-        regularization: Regularization = Regularization(),
         init_range: float = 0.0,
         tie_embedding: bool = False,
         dtype: str = "float32",
@@ -64,18 +52,14 @@ class LanguageModel(nnx.Module):
           vocab_size: V, rows of the table.
           num_words: ids from here on are padding, and get no probability; None if there are none.
           dropout: rate on the embedding, between layers and before the head.
-          regularization: more regularization.
           init_range: the table and all kernels are drawn uniformly within plus and minus this; 0 draws them
             by their widths.
           dtype: of activations and matmul inputs.
-          layer: makes one, as `nn.LSTM` does; of a class of `windows.in_window` where
-            `regularization.slowness` is not 0.
+          layer: makes one, as `nn.LSTM` does.
         """
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_words = vocab_size if num_words is None else num_words
-        self.dropout, self.tie_embedding = regularization.of_head(dropout), tie_embedding
-        self.regularization = regularization
-        self.dtype = dtype
+        self.dropout, self.tie_embedding, self.dtype = dropout, tie_embedding, dtype
         init = uniform(init_range) if init_range else None
         # A table that is the head as well is drawn and split like a head.
         self.embedding = Embedding(
@@ -87,9 +71,7 @@ class LanguageModel(nnx.Module):
         )
 
         def make(rngs: nnx.Rngs) -> Any:
-            return layer(
-                hidden_size, rngs=rngs, init=init, dropout=regularization.of_layers(dropout)
-            )
+            return layer(hidden_size, rngs=rngs, init=init, dropout=dropout)
 
         self.layers = Stack([make] * num_layers, rngs=rngs, unroll=1)  # the smallest
         if tie_embedding:
@@ -110,42 +92,26 @@ class LanguageModel(nnx.Module):
         model.embedding.table = named_param(table_VH, (TOKENS, EMBED))
         return model
 
-    def draw(self, key: jax.Array) -> "LanguageModel":
-        """The model with some weights of its recurrent kernels dropped."""
-        rate = self.regularization.kernel_dropout
-        if rate == 0.0:
-            return self
-        model = nnx.clone(self)
-        for kind, rows in zip(self.layers.kinds, self.layers.slots.rows, strict=True):
-            w_h = getattr(model.layers, kind).w_h
-            w_h[...] = drop_kernels(w_h[...], rows, rate, key)
-        return model
-
     @jax.named_scope("embedding")
-    def first(self, batch: Batch, at: At) -> Any:
+    def first(self, batch: Batch, at: At) -> jax.Array:
         """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
-        tokens = jnp.asarray(batch.inputs_BT)
-        x_TBE = self._drop_words(self.embedding(tokens), tokens, at)
-        x_TBH = extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
-        if self.regularization.slowness == 0.0:
-            return x_TBH
-        return Outputs(x_TBH, vary_like(jnp.zeros(x_TBH.shape[:2], jnp.float32), x_TBH))
+        x_TBE = self.embedding(jnp.asarray(batch.inputs_BT))
+        return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
 
-    def add_first_gradient(self, grads: Any, dx: Any, batch: Batch, at: At) -> nnx.State:
+    def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Batch, at: At) -> nnx.State:
         """The gradients with those of the rows that `first` took, added in place."""
         table = grads["embedding"]["table"]
-        dx_TBE = _split(dx)[0][..., : table.shape[1]].astype(table.dtype)
-        dx_TBE = self._drop_words(dx_TBE, jnp.asarray(batch.inputs_BT), at)
+        dx_TBE = dx_TBH[..., : table.shape[1]].astype(table.dtype)
         table = table.replace(table[...].at[batch.inputs_BT].add(dx_TBE))
         return nnx.State({**grads, "embedding": {"table": table}})
 
-    def last(self, y: Any, batch: Batch, at: At) -> Sums:
+    def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
-        return self._sums(y, batch, at)
+        return self._sums(y_TBH, batch, at)
 
-    def last_part(self, y: Any, batch: Batch, at: At) -> Sums:
+    def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
-        return self._sums(y, batch, at, manual_axis=STAGE)
+        return self._sums(y_TBH, batch, at, manual_axis=STAGE)
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
@@ -168,45 +134,22 @@ class LanguageModel(nnx.Module):
         resets_TB = None if resets_BT is None else resets_BT.T
         batch = Batch(tokens_BT.T, tokens_BT.T, starts=False, resets=resets_TB)
         at = At(layer=0, time=0, row=0, batch=batch)
-        carry, y = self.layers(carry, self.first(batch, at), at)
-        return carry, self.logits(_split(y)[0])
+        carry, y, *_ = self.layers(carry, self.first(batch, at), at)
+        return carry, self.logits(y)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
         carry = self.layers.initial_carry(tokens_BT.shape[0])
         return self.unroll(tokens_BT, carry)[1].swapaxes(0, 1)
 
-    def _drop_words(self, x_TBE: jax.Array, tokens_TB: jax.Array, at: At) -> jax.Array:
-        """Embeddings, or their gradients, without those of the words that are dropped."""
-        scale_V = scale_of_words(self.regularization.word_dropout, self.vocab_size, at)
-        return x_TBE if scale_V is None else x_TBE * scale_V[tokens_TB][..., None]
-
-    def _sums(self, y: Any, batch: Batch, at: At, manual_axis: str | None = None) -> Sums:
-        """With the penalty on large and quickly changing activations in training; `nll` is without it."""
+    def _sums(self, y_TBH: jax.Array, batch: Batch, at: At, manual_axis: str | None = None) -> Sums:
         kernel_HV, bias_V = self._head(manual_axis)
-        y_TBH, change_TB = _split(y)
         y_TBH, targets_TB = dropout(y_TBH, self.dropout, at), jnp.asarray(batch.targets_BT)
         if manual_axis is None:
             most = logits_at_once(at)
-            sums = linear_cross_entropy(y_TBH, kernel_HV, bias_V, targets_TB, max_logits=most)
-        else:
-            logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
-            sums = cross_entropy(logits_TBV, targets_TB, manual_axis=manual_axis)
-        how = self.regularization
-        if how.activations == how.slowness == 0.0:
-            return sums
-        metrics = {NLL: sums.loss}
-        if at.key is None:
-            return sums._replace(metrics=metrics)
-        cost_TB = jnp.zeros(targets_TB.shape, jnp.float32)
-        if how.activations > 0.0:
-            cost_TB += how.activations * square_of(y_TBH)
-        if change_TB is not None:
-            cost_TB += how.slowness * change_TB
-        cost = jnp.sum(jnp.where(targets_TB != IGNORE, cost_TB, 0.0))
-        if manual_axis is not None:  # all devices of the axis have all of y
-            cost = lax.pmean(cost, manual_axis)
-        return sums._replace(loss=sums.loss + cost, metrics=metrics)
+            return linear_cross_entropy(y_TBH, kernel_HV, bias_V, targets_TB, max_logits=most)
+        logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
+        return cross_entropy(logits_TBV, targets_TB, manual_axis=manual_axis)
 
     def _head(self, manual_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
         """Kernel [H, V] and bias [V], or this device's part of them, without probability for padding."""
@@ -217,8 +160,3 @@ class LanguageModel(nnx.Module):
         if self.num_words < self.vocab_size:
             bias_V = without_padding(bias_V, self.num_words, manual_axis=manual_axis)
         return kernel_HV, bias_V
-
-
-def _split(y: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Outputs of the last layer [T, B, H], and how much they change [T, B], if that is told."""
-    return y if isinstance(y, Outputs) else (y, None)

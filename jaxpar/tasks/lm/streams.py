@@ -29,7 +29,6 @@ from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.order import DrawnBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
-from jaxpar.data.windows import Windows
 
 TOKENS = "tokens"
 IGNORE = -1  # a target that counts in no loss
@@ -43,16 +42,12 @@ class Batch(NamedTuple):
       targets_BT: int32, the tokens that follow the inputs; `IGNORE` where there is none.
       starts: this is the first window of an epoch, and carried state must be reset.
       resets: bool [B, T], where a line begins, from the initial state; None if none does within the text.
-      padding: steps before the text of a window that begins late; None if none does.
-      rate: what the learning rate is multiplied by; None is 1.
     """
 
     inputs_BT: np.ndarray | jax.Array
     targets_BT: np.ndarray | jax.Array
     starts: bool
     resets: np.ndarray | jax.Array | None = None
-    padding: int | None = None
-    rate: float | None = None
 
 
 class TextBatches(DrawnBatches):
@@ -88,8 +83,6 @@ class TokenStreams(TextBatches, SeriesBatches):
       batch_size: B, the number of streams, over all processes.
       seq_len: T, the steps of a window.
       seed: None for evaluation.
-      windows: how long they are, T at most; in evaluation all have T steps.
-
     Raises:
       ValueError: a number is out of range, or the text is too short for them.
     """
@@ -102,10 +95,9 @@ class TokenStreams(TextBatches, SeriesBatches):
         batch_size: int,
         seq_len: int,
         seed: int | None = None,
-        windows: Windows = Windows(),
     ) -> None:
         tokens = check_text(tokens)
-        super().__init__({TOKENS: tokens}, batch_size, seq_len, seed, windows=windows)
+        super().__init__({TOKENS: tokens}, batch_size, seq_len, seed)
 
 
 class PackedText(TextBatches, PackedBatches):

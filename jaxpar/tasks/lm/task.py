@@ -6,12 +6,11 @@ Plain data: what needs JAX or NumPy is imported where it is used.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jaxpar.axes import TENSOR
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.data.windows import Windows
 from jaxpar.fields import (
     check_divides,
     nearest_multiples,
@@ -21,7 +20,6 @@ from jaxpar.fields import (
     require_sizes,
 )
 from jaxpar.task import Task
-from jaxpar.tasks.lm.options import Regularization
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +34,9 @@ if TYPE_CHECKING:
 VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
+
+# The modules of a file of weights, if nobody says otherwise; the layers are "lstm" or "gru".
+NAMES = "embedding", "auto", "head"
 
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
@@ -66,7 +67,6 @@ class LM(Task):
       num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or,
         if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
-      regularization: masks that are held over time, dropped words and weights, penalties on activations.
       layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
@@ -78,7 +78,6 @@ class LM(Task):
       max_vocab: how many of the most frequent tokens are kept; others become <unk>.
       batch_size: rows of a batch.
       seq_len: time steps of a window; gradients flow through one window, the state through all.
-      windows: random lengths of windows, up to seq_len.
       num_buckets: 0 reads the text as one long stream. A larger number reads its lines, each from the zero
         state, in at most that many buckets of similar lengths up to seq_len; see
         `data.bucketed.BucketedBatches`.
@@ -98,7 +97,6 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
-    regularization: Regularization = dataclasses.field(default=Regularization(), metadata=_FREE)
     layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
@@ -111,7 +109,6 @@ class LM(Task):
     max_vocab: int = dataclasses.field(default=10_000, metadata=_FREE)
     batch_size: int = dataclasses.field(default=16, metadata=_FREE)
     seq_len: int = dataclasses.field(default=32, metadata=_FREE)
-    windows: Windows = dataclasses.field(default=Windows(), metadata=_FREE)
     num_buckets: int = dataclasses.field(default=0, metadata=_FREE)
     bucket_multiple: int = dataclasses.field(default=1, metadata=_FREE)
     packed: bool = dataclasses.field(default=False, metadata=_FREE)
@@ -138,11 +135,6 @@ class LM(Task):
             self.layer in FORGETFUL or self.forget_bias == 1.0,
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
             f"own; leave it out, or use layer='lstm' or 'slstm'",
-        )
-        require(
-            self.regularization.kernel_dropout == 0 or self.layer not in ("rglru", "mingru"),
-            f"regularization.kernel_dropout={self.regularization.kernel_dropout}: layer={self.layer!r} has "
-            f"no recurrent kernel to drop weights of; use 0, or another layer",
         )
         for name in ("vocab_size", "num_words"):
             if getattr(self, name) is not None:
@@ -174,20 +166,6 @@ class LM(Task):
             f"packed and num_buckets={self.num_buckets} are two ways to read lines; use num_buckets=0, or "
             f"leave packed out",
         )
-        self._check_windows()
-
-    def _check_windows(self) -> None:
-        mean = self.windows.mean
-        require(
-            mean <= self.seq_len,
-            f"windows.mean={mean} is more than seq_len={self.seq_len}, the longest window; use "
-            f"seq_len={round(mean + 2 * self.windows.spread)}",
-        )
-        require(
-            not (mean and self.reads_lines),
-            f"windows.mean={mean}: lengths are drawn where the text is one long stream, here its lines are "
-            f"read; use windows.mean=0, or num_buckets=0 and no packed",
-        )
 
     @property
     def variable_length(self) -> bool:
@@ -207,38 +185,40 @@ class LM(Task):
         """
         from jaxpar.tasks.lm.model import LanguageModel
 
-        return LanguageModel(
-            self.num_layers,
-            self.hidden_size,
-            self.embed_size,
-            self._known_vocab_size(),
-            rngs=rngs,
-            num_words=self.num_words,
-            dropout=self.dropout,
-            regularization=self.regularization,
-            init_range=self.init_range,
-            tie_embedding=self.tie_embedding,
-            dtype=self.dtype,
-            layer=self._layer(),
-        )
+        return LanguageModel(**self.model_options(), rngs=rngs)
 
-    def _layer(self) -> Callable[..., Any]:
-        """What makes a layer."""
+    def model_options(self) -> dict[str, Any]:
+        """What `LanguageModel` takes, but for `rngs`.
+
+        Raises:
+          ValueError: vocab_size is None.
+        """
+        own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
+        return {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "embed_size": self.embed_size,
+            "vocab_size": self._known_vocab_size(),
+            "num_words": self.num_words,
+            "dropout": self.dropout,
+            "init_range": self.init_range,
+            "tie_embedding": self.tie_embedding,
+            "dtype": self.dtype,
+            "layer": functools.partial(self.layer_class, **own),
+        }
+
+    @property
+    def layer_class(self) -> Any:
+        """The class of its layers, of `jaxpar.nn`."""
         from jaxpar import nn
-        from jaxpar.tasks.lm.windows import in_window
 
-        kinds = {
+        return {
             "lstm": nn.LSTM,
             "gru": nn.GRU,
             "rglru": nn.RGLRU,
             "mingru": nn.MinGRU,
             "slstm": nn.SLSTM,
-        }
-        kind = kinds[self.layer]
-        if self.windows.mean or self.regularization.slowness:
-            kind = in_window(kind)
-        own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
-        return functools.partial(kind, **own)
+        }[self.layer]
 
     def make_batches(
         self, split: str, seed: int | None = None
@@ -269,7 +249,7 @@ class LM(Task):
 
         B, T = self.batch_size, self.seq_len
         if not self.reads_lines:
-            return streams.TokenStreams(tokens, B, T, seed, self.windows)
+            return streams.TokenStreams(tokens, B, T, seed)
         starts, lengths = streams.line_places(tokens, separator)
         text = {streams.TOKENS: tokens}
         if self.packed:
@@ -285,8 +265,7 @@ class LM(Task):
 
         high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
-        batch = Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
-        return batch._replace(padding=0, rate=1.0) if self.windows.mean else batch
+        return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
 
     def read_text(self) -> "Corpus":
         """The corpus, whose words the vocabulary must have room for.
@@ -359,11 +338,8 @@ class LM(Task):
     # ---- what a person reads, and what is kept ----
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """Perplexity, without penalties; infinity where it overflows."""
-        from jaxpar.tasks.lm.model import NLL
-
-        nll = means.get(NLL, loss)
-        return {"perplexity": math.exp(nll) if nll < 700 else math.inf}
+        """Perplexity; infinity where it overflows."""
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def baseline(self, split: str) -> dict[str, float]:
         """The perplexity that word frequencies alone reach."""
@@ -399,8 +375,6 @@ class LM(Task):
             lines += [("batch", f"{batch}{how}"), (what, batches.to_text())]
         else:
             lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
-        if self.windows.mean:
-            lines[-1] = ("batch", f"{batch} or less, {self.windows.mean} in the mean")
         return lines
 
     def fingerprint(self) -> dict[str, Any]:

@@ -37,8 +37,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
 from jaxpar.tasks.lm.loaded import load_text_run
-from jaxpar.tasks.lm.options import NAMES
-from jaxpar.tasks.lm.task import LM, VOCABULARY, padded
+from jaxpar.tasks.lm.task import LM, NAMES, VOCABULARY, padded
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.fit import begin_run, choose_folder
