@@ -18,7 +18,7 @@ import jaxpar
 from benchmarks.sides import serve
 from benchmarks.work import LEARNING_RATE, WORKS, Work
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.batches import put_batch
+from jaxpar.data.batches import put_batch
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, init_state
 from jaxpar.step import batch_sharding, make_train_step

@@ -3,8 +3,8 @@
 Its names are imported when they are used: this module costs nothing, and needs no JAX.
 """
 
-from jaxpar._lazy import lazily
-from jaxpar._versions import check_jax_version
+from jaxpar.base.lazy import lazily
+from jaxpar.base.versions import check_jax_version
 
 check_jax_version()  # before anything of JAX is imported
 

@@ -1,7 +1,7 @@
 # What is learned, and by which model.
 from jaxpar.task import Task as Task
 from jaxpar.model import Stack as Stack
-from jaxpar.at import At as At
+from jaxpar.base.at import At as At
 from jaxpar.model import Sums as Sums
 from jaxpar.data.array import ArrayBatches as ArrayBatches
 from jaxpar.data.streams import SeriesBatches as SeriesBatches
@@ -27,7 +27,7 @@ from jaxpar.step import make_eval_step as make_eval_step
 # What a step does.
 from jaxpar.analysis import inspect_step as inspect_step
 from jaxpar.analysis import measure_step as measure_step
-from jaxpar.display import show as show
+from jaxpar.base.display import show as show
 
 # The rest.
 from jaxpar import nn as nn

@@ -6,8 +6,8 @@ Plain data: nothing here, nor in what this imports, needs JAX.
 import dataclasses
 from typing import Literal, Self
 
-from jaxpar.axes import DATA, STAGE
-from jaxpar.fields import (
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.checks import (
     check_divides,
     check_fields,
     require,
@@ -17,7 +17,7 @@ from jaxpar.fields import (
     require_positive,
     require_rate,
 )
-from jaxpar.files import refuse_address
+from jaxpar.base.files import refuse_address
 from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
 
 

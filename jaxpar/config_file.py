@@ -25,9 +25,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.checks import leaves_of, walk
+from jaxpar.base.files import read_file
 from jaxpar.config import Parallel, short_name
-from jaxpar.fields import leaves_of, walk
-from jaxpar.files import read_file
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Settings, Task, find_task, spec_of
 

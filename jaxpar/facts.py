@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, DATA, STAGE
-from jaxpar.fields import check_takes
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, DATA, STAGE
+from jaxpar.base.checks import check_takes
+from jaxpar.base.parts import STARTS
+from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
-from jaxpar.parts import STARTS
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import inlined, is_call
-from jaxpar.trees import add, check_floats, check_same, shape_of, zeros
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
 WHY_SAME = ", since layers of a stack pass the same arrays on"

@@ -15,12 +15,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.at import At, anywhere
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.at import At, anywhere
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.parts import starts_of
+from jaxpar.base.trees import vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, values, wrap_like
-from jaxpar.parts import starts_of
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.orders import make_schedule
 from jaxpar.pipeline.schedule import Schedule
@@ -28,7 +29,6 @@ from jaxpar.pipeline.spec import Layer, PipelineParams
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
 from jaxpar.sharding import constrain, dims_of, is_variable
-from jaxpar.trees import vary_like
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 

@@ -13,8 +13,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, DATA
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, DATA
+from jaxpar.base.trees import shape_of, zeros
 from jaxpar.config import Parallel
 from jaxpar.facts import LAYERS_OF_MODEL, ModelFacts, called, flatten
 from jaxpar.model import NO_SLOTS
@@ -24,7 +25,6 @@ from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
 from jaxpar.trace.counts import used_inputs
-from jaxpar.trees import shape_of, zeros
 
 
 @dataclasses.dataclass(frozen=True)

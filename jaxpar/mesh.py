@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.axes import DATA, MESH_AXES, STAGE, TENSOR
-from jaxpar.display import Shown, format_count
-from jaxpar.fields import check_fields, require_instance
+from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.base.checks import check_fields, require_instance
+from jaxpar.base.display import Shown, format_count
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

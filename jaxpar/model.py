@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, LAYERS
-from jaxpar.fields import check_takes, require_instance
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, LAYERS
+from jaxpar.base.checks import check_takes, require_instance
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
 from jaxpar.trace.counts import FACTORIZATIONS, reductions

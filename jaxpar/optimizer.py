@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
+from jaxpar.base.checks import require
 from jaxpar.config import OptimizerConfig
-from jaxpar.fields import require
 
 HOST_MEMORY = "pinned_host"
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.at import At
+from jaxpar.base.at import At
+from jaxpar.base.trees import shape_of
 from jaxpar.facts import named
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, checked_sums, made
-from jaxpar.trees import shape_of
 
 ROWS = 4  # two in each half
 

@@ -9,9 +9,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from jaxpar.base.checks import require_instance
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.facts import ModelFacts
-from jaxpar.fields import require_instance
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, find_devices
 from jaxpar.task import Settings, Task, check_task

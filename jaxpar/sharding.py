@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import (
+from jaxpar.base.axes import (
     BATCH,
     DATA,
     EMBED,
@@ -25,7 +25,7 @@ from jaxpar.axes import (
     TOKENS,
     VOCAB,
 )
-from jaxpar.fields import nearest_multiples, require
+from jaxpar.base.checks import nearest_multiples, require
 
 Axes = tuple[str, ...]
 

@@ -12,17 +12,17 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpar.base.checks import require_instance
+from jaxpar.base.display import Shown, format_bytes, format_count
+from jaxpar.base.memory import device_memory
+from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Shown, format_bytes, format_count
-from jaxpar.fields import require_instance
-from jaxpar.memory import device_memory
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, array_of, check_sizes, misplaced, named_leaves, shardings
 from jaxpar.task import Task
 from jaxpar.trace.counts import reductions
-from jaxpar.trees import device_bytes
 
 
 @jax.tree_util.register_dataclass

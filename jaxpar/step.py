@@ -12,15 +12,15 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import BATCH, TENSOR
+from jaxpar.base.axes import BATCH, TENSOR
+from jaxpar.base.checks import require_instance
+from jaxpar.base.parts import RATE, part_of
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.fields import require_instance
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
-from jaxpar.parts import RATE, part_of
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from jaxpar.base.checks import check_fields, require_instance
+from jaxpar.base.files import read_file
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.fields import check_fields, require_instance
-from jaxpar.files import read_file
 
 if TYPE_CHECKING:
     import optax
     from flax import nnx
 
-    from jaxpar.batches import Batches
+    from jaxpar.data.batches import Batches
     from jaxpar.sharding import Rules
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.

@@ -25,7 +25,7 @@ from flax import nnx
 from jax import lax
 
 from jaxpar import At, OptimizerConfig, Sums, TrainConfig, lm
-from jaxpar.fields import require, require_not_negative, require_rate
+from jaxpar.base.checks import require, require_not_negative, require_rate
 
 LEAST = 5  # steps of a window
 NLL = "nll"  # a metric: the loss without penalties

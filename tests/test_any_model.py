@@ -20,8 +20,8 @@ from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
-from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.batches import place_batch
 from jaxpar.nn import named_param
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state

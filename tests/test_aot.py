@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.analysis import inspect_step
 from jaxpar.analysis.program import lower_step
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE
 from jaxpar.cli.main import main
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from models import Regress
 
 import jaxpar
-from jaxpar.batches import place_batch
+from jaxpar.data.batches import place_batch
 from jaxpar.data.bucketed import BucketedBatches, choose_edges
 from jaxpar.mesh import ONE_DEVICE
 from jaxpar.setup import Setup

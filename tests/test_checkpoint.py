@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
 from test_equivalence import full
 
-from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.setup import Setup

@@ -23,8 +23,9 @@ from jaxpar.analysis import (
     inspect_step,
 )
 from jaxpar.analysis.hlo import Module, groups
+from jaxpar.base.display import format_bytes
+from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, PipelineConfig
-from jaxpar.display import format_bytes
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.orders import make_schedule
 from jaxpar.setup import Setup
@@ -32,7 +33,6 @@ from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch
 from jaxpar.tasks.lm.task import LM
-from jaxpar.trees import device_bytes
 
 pytestmark = pytest.mark.law
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.base.checks import check_fields, nearest_multiples
 from jaxpar.facts import ModelFacts
-from jaxpar.fields import check_fields, nearest_multiples
 from jaxpar.layout import Layout
 from jaxpar.optimizer import learning_rate, make_optimizer
 from jaxpar.tasks.images import Images

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxpar.parts import SPLITS
+from jaxpar.base.parts import SPLITS
 from jaxpar.tasks.lm import corpus as corpora
 from jaxpar.tasks.lm.corpus import (
     EOS,

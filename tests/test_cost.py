@@ -13,7 +13,8 @@ import pytest
 from test_equivalence import make_settings
 
 from jaxpar.analysis import inspect_step
-from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, split_machine
@@ -28,7 +29,6 @@ from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
 from jaxpar.trace.counts import amount
-from jaxpar.trees import device_bytes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("lm", "gru", "transformer", "mixed", "images")

@@ -10,8 +10,8 @@ import xxhash
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.batches import place_batch
 from jaxpar.data.array import ArrayBatches
+from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.streams import (

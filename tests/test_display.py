@@ -24,6 +24,7 @@ from test_measured import make_measured
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
+from jaxpar.base.console import FittingTable
 from jaxpar.pictures.animation import make_animation, make_strategies
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
@@ -32,7 +33,6 @@ from jaxpar.pipeline.orders import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
-from jaxpar.tables import FittingTable
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.console import ConsoleReport
 from jaxpar.training.report import Progress

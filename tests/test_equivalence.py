@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable

@@ -22,8 +22,8 @@ from test_equivalence import full, slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
-from jaxpar.batches import place_batch
 from jaxpar.cli.main import main
+from jaxpar.data.batches import place_batch
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state

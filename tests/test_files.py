@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from jaxpar.files import check_file, read_file, read_json
+from jaxpar.base.files import check_file, read_file, read_json
 
 
 def test_a_file_is_read_through_a_link(tmp_path):

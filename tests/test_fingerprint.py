@@ -131,7 +131,7 @@ def test_checksums_are_the_same_on_every_mesh(own):
         batches = HashedBatches(own, own.make_batches("train", 0))
         sharding = batch_sharding(Setup.of(own, parallel, mesh=devices))
         for step in range(6):
-            jaxpar.batches.place_batch(batches, step, sharding)
+            jaxpar.data.batches.place_batch(batches, step, sharding)
         sums = batches.checksums(6)
         assert list(sums) == ["2", "3", "4", "5"]
         found.add(tuple(sums.items()))

@@ -28,8 +28,8 @@ from test_equivalence import (
 from test_hybrid import TASK as IMAGES
 from test_state import with_optimizer
 
-from jaxpar.axes import DATA, STAGE, TENSOR
-from jaxpar.batches import place_batch
+from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.data.batches import place_batch
 from jaxpar.planning import compare, estimate_step, find_machine
 from jaxpar.setup import Setup
 from jaxpar.state import init_state

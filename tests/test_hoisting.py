@@ -12,7 +12,7 @@ from test_equivalence import on_devices
 
 from jaxpar import nn
 from jaxpar.analysis import inspect_function
-from jaxpar.at import At
+from jaxpar.base.at import At
 from jaxpar.nn import Recurrent, hoisted_scan
 from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.analysis import inspect_step
-from jaxpar.batches import place_batch
 from jaxpar.cli.main import main
+from jaxpar.data.batches import place_batch
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad

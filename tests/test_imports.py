@@ -14,11 +14,10 @@ PACKAGE = Path(jaxpar.__file__).parent
 # From the bottom to the top. What stands in one line does not import each other; a folder is one name, whose
 # own modules import each other without a circle.
 LAYERS = (
-    "_versions _lazy",  # before JAX is imported
+    "base",  # what all else stands on: names, checks, files, text, trees of arrays
     "__init__",  # what is offered, by names
-    "axes parts fields files memory output display tables timing",  # names, checks, text, the machine
-    "trees trace data",  # of arrays, of traced programs; batches of arrays in memory
-    "at mesh sharding batches hosts",  # where arrays lie; where they come from; many processes
+    "trace data",  # of traced programs; batches
+    "mesh sharding hosts",  # where arrays lie; many processes
     "config nn",  # the options that tasks share; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them
     "model task",  # what layers are part of; what is learned
@@ -38,7 +37,7 @@ LAYERS = (
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names.split()}
 
 # `show` finds what draws an object when it is to be drawn.
-LATE = {"jaxpar.display": {"jaxpar.pictures"}}
+LATE = {"jaxpar.base.display": {"jaxpar.pictures"}}
 
 
 def name_of(path: Path) -> str:

@@ -18,7 +18,7 @@ from test_equivalence import (
 
 import jaxpar
 from jaxpar import At, Stack, Sums
-from jaxpar.batches import put_batch
+from jaxpar.data.batches import put_batch
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step

@@ -15,7 +15,7 @@ from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpar.at import At
+from jaxpar.base.at import At
 from jaxpar.nn import (
     GRU,
     RGLRU,

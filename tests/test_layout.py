@@ -8,7 +8,7 @@ import pytest
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.batches import put_batch
+from jaxpar.data.batches import put_batch
 from jaxpar.planning import estimate_step
 from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup

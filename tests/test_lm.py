@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, init_state
-from jaxpar.batches import place_batch, put_batch
+from jaxpar.data.batches import place_batch, put_batch
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step

@@ -21,8 +21,8 @@ from test_equivalence import (
 
 import jaxpar.forward
 from jaxpar import Parallel, PipelineConfig, Stack, Sums
-from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.batches import place_batch
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.nn import LSTM
 from jaxpar.pipeline.engine import Pipeline

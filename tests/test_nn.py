@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxpar.at import At
+from jaxpar.base.at import At
 from jaxpar.model import Stack, values
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, dropout, extend, lstm_layer, named_param
 from jaxpar.nn.linear import dot_general, matmul

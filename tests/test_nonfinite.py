@@ -14,9 +14,9 @@ from flax import nnx
 from models import Regress, Series
 
 from jaxpar import ArrayBatches, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task
-from jaxpar.axes import STAGE
-from jaxpar.batches import put_batch
+from jaxpar.base.axes import STAGE
 from jaxpar.config import TrainConfig
+from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import Stateless, named_param
 from jaxpar.optimizer import MAX_SAFE_RATE, Safe, make_optimizer, next_state

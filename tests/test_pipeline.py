@@ -24,7 +24,7 @@ from test_equivalence import (
 
 import jaxpar.forward
 from jaxpar.analysis import inspect_step
-from jaxpar.at import At
+from jaxpar.base.at import At
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer

@@ -20,8 +20,8 @@ from test_float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, Stack, Sums
-from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
 from jaxpar.nn import LSTM, GateParams, LSTMCarry, lstm_layer
 from jaxpar.setup import Setup

@@ -13,8 +13,8 @@ from models import MAKERS, WIDTH, Regress
 from test_equivalence import full, on_devices
 
 from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
-from jaxpar.batches import place_batch
 from jaxpar.config import TrainConfig
+from jaxpar.data.batches import place_batch
 from jaxpar.nn import Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup

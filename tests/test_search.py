@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from test_equivalence import full, nonzero_carry
 
-from jaxpar.batches import put_batch
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
+from jaxpar.data.batches import put_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state

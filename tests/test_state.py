@@ -26,8 +26,8 @@ from test_equivalence import MODEL as WITH_MASKS
 
 from jaxpar.analysis import inspect_step
 from jaxpar.analysis.hlo import arrays
-from jaxpar.batches import place_batch
 from jaxpar.config import OptimizerConfig, TrainConfig
+from jaxpar.data.batches import place_batch
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import named_param
 from jaxpar.optimizer import clip_scale, learning_rate, make_optimizer, next_state, update

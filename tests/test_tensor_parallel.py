@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar import nn
 from jaxpar.analysis import inspect_function
-from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
+from jaxpar.base.axes import BATCH, DATA, INPUT, TENSOR
 from jaxpar.mesh import MeshConfig
 from jaxpar.sharding import RULES, Constraint, Rules, shardings
 

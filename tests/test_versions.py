@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from jaxpar._versions import excluded_reason
+from jaxpar.base.versions import excluded_reason
 
 ROOT = Path(__file__).parents[1]
 PYTHON_311, PYTHON_312, PYTHON_313 = (3, 11), (3, 12), (3, 13)

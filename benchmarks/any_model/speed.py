@@ -20,10 +20,10 @@ from flax import nnx
 
 from examples.forecaster import Forecast
 from jaxpar import At, OptimizerConfig, Parallel, SeriesBatches, TrainConfig
+from jaxpar.base.timing import take_turns
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_train_step
-from jaxpar.timing import take_turns
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, lr_schedule="constant", warmup_steps=0)
 

@@ -17,7 +17,7 @@ import jax
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig
-from jaxpar.batches import put_batch
+from jaxpar.data.batches import put_batch
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
 from jaxpar.step import abstract_batch, batch_sharding

@@ -16,7 +16,7 @@ import jax
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.analysis import ProgramReport
 from jaxpar.analysis.program import inspect_lowered, lower_step
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE
 from jaxpar.planning import describe, estimate_step, find_machine
 from jaxpar.planning.compiled import setup_on
 from jaxpar.task import Task, find_task

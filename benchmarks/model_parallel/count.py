@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 import jaxpar
 from jaxpar import MeshConfig, Rules
 from jaxpar.analysis import Collective, ProgramReport, inspect_function, inspect_step
-from jaxpar.axes import BATCH, DATA, TENSOR
+from jaxpar.base.axes import BATCH, DATA, TENSOR
 from jaxpar.sharding import Constraint
 from jaxpar.tasks.images import STRATEGIES, Images
 

@@ -10,10 +10,10 @@ import statistics
 import jaxpar
 from benchmarks.planner.measure import SGD, STEPS, TRAIN
 from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.base.timing import take_turns
 from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
-from jaxpar.timing import take_turns
 
 ROUNDS = 25
 

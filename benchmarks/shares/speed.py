@@ -17,7 +17,7 @@ import jaxpar.pipeline.engine
 from benchmarks.sides import Side, measure, serve, table
 from benchmarks.work import LEARNING_RATE, WORKS
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.axes import DATA
+from jaxpar.base.axes import DATA
 from jaxpar.config import TrainConfig
 from jaxpar.planning.running import make_stepper
 from jaxpar.tasks.lm import LM

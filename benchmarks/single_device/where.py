@@ -22,9 +22,9 @@ from benchmarks.jaxpar_side import TRAIN, initial_state, make_batch, make_task
 from benchmarks.sides import processor
 from benchmarks.work import WORKS, Work
 from jaxpar.analysis.hlo import Instruction, Module, Visit, arrays, bits
+from jaxpar.base.timing import take_turns
 from jaxpar.setup import Setup
 from jaxpar.step import make_train_step
-from jaxpar.timing import take_turns
 from jaxpar.training.profiler import Operation, read_trace, trace
 
 PARTS = (

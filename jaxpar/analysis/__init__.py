@@ -3,6 +3,6 @@
 Training imports nothing from it, from `planning` or from `pictures`.
 """
 
-from jaxpar._lazy import lazily
+from jaxpar.base.lazy import lazily
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 
 from jaxpar.analysis.hlo import Module
 from jaxpar.analysis.program import busy_of
-from jaxpar.axes import STAGE
-from jaxpar.batches import put_batch
+from jaxpar.base.axes import STAGE
+from jaxpar.base.display import Printed
+from jaxpar.base.timing import seconds_of
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Printed
+from jaxpar.data.batches import put_batch
 from jaxpar.forward import step_schedule
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Schedule
@@ -28,7 +29,6 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
-from jaxpar.timing import seconds_of
 from jaxpar.training.profiler import Operation, read_trace, trace
 
 WEIGHTS = "weights"

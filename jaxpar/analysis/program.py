@@ -11,15 +11,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.analysis.collectives import Collective, find_collectives
+from jaxpar.base.display import Printed, format_bytes
+from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Printed, format_bytes
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD, scope_of_weights
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import abstract_batch, make_train_step
 from jaxpar.task import Task
-from jaxpar.trees import device_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.trees import whole_bytes
 from jaxpar.mesh import MeshConfig
-from jaxpar.trees import whole_bytes
 
 
 class SplitCost(NamedTuple):

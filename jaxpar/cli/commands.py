@@ -198,9 +198,9 @@ class Evaluate(TrainedOptions):
         """The exit code, 0."""
         import jax
 
+        from jaxpar.base.console import make_console
         from jaxpar.hosts.agree import agree
         from jaxpar.hosts.distributed import start_processes
-        from jaxpar.tables import make_console
         from jaxpar.training.console import evaluation_table
         from jaxpar.training.fit import evaluate_run
         from jaxpar.training.run_folder import RunFolder
@@ -404,8 +404,8 @@ def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "
     from rich.progress import Progress
 
     from jaxpar import planning
+    from jaxpar.base.console import make_console
     from jaxpar.planning.planner import NUM_FINALISTS
-    from jaxpar.tables import make_console
 
     found = planning.find_machine(machine, num_bytes)
     steps = planning.plan_in_steps(*settings, found)
@@ -440,6 +440,6 @@ def _num_bytes(size: str | None) -> float | None:
 
 def _show(picture: Any) -> None:
     """As wide as the terminal, in letters that it has."""
-    from jaxpar.tables import make_console, rendered
+    from jaxpar.base.console import make_console, rendered
 
     print(rendered(picture, make_console()))

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpar.files import cache_folder
-from jaxpar.output import keep_printing
+from jaxpar.base.files import cache_folder
+from jaxpar.base.output import keep_printing
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.base.checks import check_divides
+from jaxpar.base.parts import STARTS
 from jaxpar.data.order import Places, check_at_least
 from jaxpar.data.sequences import SequenceBatches, check_lengths
-from jaxpar.fields import check_divides
-from jaxpar.parts import STARTS
 
 
 def choose_edges(

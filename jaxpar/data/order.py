@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxpar.fields import require_instance
-from jaxpar.parts import WEIGHT
+from jaxpar.base.checks import require_instance
+from jaxpar.base.parts import WEIGHT
 
 
 class Places(NamedTuple):

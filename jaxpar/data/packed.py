@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxpar.base.parts import RESETS, STARTS
 from jaxpar.data.order import Places, check_at_least
 from jaxpar.data.sequences import SequenceBatches
-from jaxpar.parts import RESETS, STARTS
 
 
 class PackedBatches(SequenceBatches):

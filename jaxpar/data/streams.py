@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxpar.base.checks import require_instance
+from jaxpar.base.parts import STARTS
 from jaxpar.data.order import DrawnBatches, Places, check_at_least
-from jaxpar.fields import require_instance
-from jaxpar.parts import STARTS
 
 
 class SeriesBatches(DrawnBatches):

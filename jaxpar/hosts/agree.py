@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src.distributed import global_state  # there is no public way to its key-value store
 
-from jaxpar.fields import leaves_of
+from jaxpar.base.checks import leaves_of
 
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names

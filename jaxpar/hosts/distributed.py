@@ -12,6 +12,7 @@ from types import TracebackType
 import jax
 from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 
+from jaxpar.base.output import dropping
 from jaxpar.hosts.agree import DifferentError, SharedError, tell_failure
 from jaxpar.hosts.group import (
     ALONE,
@@ -23,7 +24,6 @@ from jaxpar.hosts.group import (
     find_processes,
 )
 from jaxpar.hosts.rendezvous import listen_on, meet, program_facts
-from jaxpar.output import dropping
 
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
 _BY_HAND_SECONDS = 50.0

@@ -24,11 +24,11 @@ from packaging.requirements import Requirement
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_bytes, format_count
+from jaxpar.base.console import make_console
+from jaxpar.base.display import format_bytes, format_count
+from jaxpar.base.memory import host_memory
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, ProcessGroup, find_processes, split_address
 from jaxpar.hosts.rendezvous import PACKAGES
-from jaxpar.memory import host_memory
-from jaxpar.tables import make_console
 
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}

@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.files import read_file, read_json
+from jaxpar.base.files import read_file, read_json
 from jaxpar.hosts.agree import describe_processes, differences, say, waiting
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, split_address
 

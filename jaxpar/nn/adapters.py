@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpar.at import At
+from jaxpar.base.at import At
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.resets import begin_anew, initial_of
 

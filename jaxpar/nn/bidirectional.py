@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.parts import RESETS, with_part
+from jaxpar.base.at import At
+from jaxpar.base.parts import RESETS, with_part
 
 SECOND = 2**31 - 1  # folded into the key of the second layer's dropout
 

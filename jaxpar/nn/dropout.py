@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxpar.at import At
+from jaxpar.base.at import At
 
 
 def dropout(x: jax.Array, rate: float, at: At, *, number: int = 0) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from jaxpar.axes import EMBED, TOKENS
+from jaxpar.base.axes import EMBED, TOKENS
 from jaxpar.nn.param import Initializer, kernel_param, uniform
 
 UNIT_VARIANCE = uniform(3**0.5)

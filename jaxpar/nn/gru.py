@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.at import At
+from jaxpar.base.at import At
 from jaxpar.nn.hidden import GateParams, Recurrence
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, GATES, HIDDEN, INPUT
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.param import Initializer, kernel_param, named_param
 from jaxpar.nn.resets import initial_of

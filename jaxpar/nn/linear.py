@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxpar.base.trees import vary_like
 from jaxpar.nn.param import Initializer, kernel_param, named_param
-from jaxpar.trees import vary_like
 
 
 class Linear(nnx.Module):

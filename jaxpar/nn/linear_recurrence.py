@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.at import At
+from jaxpar.base.at import At
+from jaxpar.base.trees import vary_like
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.trees import vary_like
 
 
 def linear_recurrence(

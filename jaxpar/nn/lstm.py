@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, HIDDEN
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, HIDDEN
+from jaxpar.base.trees import vary_like
 from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
-from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
 _IS_TANH_141 = np.array([0, 0, 1, 0], np.float32)[None, :, None]

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.at import At
+from jaxpar.base.at import At
 
 
 def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.axes import HIDDEN
+from jaxpar.base.axes import HIDDEN
 from jaxpar.nn.linear_recurrence import LinearRecurrence
 from jaxpar.nn.param import named_param
 

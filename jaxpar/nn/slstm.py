@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, HIDDEN
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, HIDDEN
 from jaxpar.nn.hidden import ForgetGate
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract

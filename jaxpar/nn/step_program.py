@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
+from jaxpar.base.trees import vary_over
 from jaxpar.trace.jaxprs import (
     equations_for,
     function_of,
@@ -18,7 +19,6 @@ from jaxpar.trace.jaxprs import (
     reads_of,
     varying_of,
 )
-from jaxpar.trees import vary_over
 
 
 class StepProgram:

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.display import format_count
-from jaxpar.files import whole_file
+from jaxpar.base.display import format_count
+from jaxpar.base.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
 from jaxpar.pipeline.orders import make_schedule
 

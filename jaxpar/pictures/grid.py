@@ -15,12 +15,12 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_bytes, format_count, format_shape, show
+from jaxpar.base.display import format_bytes, format_count, format_shape, show
+from jaxpar.base.trees import device_bytes
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.picture import Picture, table_html
 from jaxpar.pictures.style import HEAD, color_of, style_on
 from jaxpar.sharding import axes_of_spec, dims_of
-from jaxpar.trees import device_bytes
 
 HTML_WIDTH = 150  # letters of a table in a notebook
 MAX_CHIPS = 8  # more devices in one place are written as ranges

@@ -3,13 +3,13 @@
 from rich.table import Table
 
 from jaxpar.analysis.measured import PARTS, WEIGHTS, MeasuredStep, Span
-from jaxpar.display import show
+from jaxpar.base.console import FittingTable
+from jaxpar.base.display import show
 from jaxpar.pictures.chart import Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import legend_of, unit_colors
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.pipeline.schedule import Block, Schedule
-from jaxpar.tables import FittingTable
 
 WIDTH = 820  # of the time axis, in pixels
 REST = "#8c959f"  # the colour of work that is not a unit of a microbatch

@@ -8,12 +8,12 @@ from jax.sharding import NamedSharding
 from rich.table import Table
 from rich.text import Text
 
-from jaxpar.display import format_bytes, format_shape, show
+from jaxpar.base.console import FittingTable
+from jaxpar.base.display import format_bytes, format_shape, show
+from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.pictures.picture import Picture
 from jaxpar.sharding import array_of, axes_of_spec, dims_of, named_leaves
 from jaxpar.state import TrainState
-from jaxpar.tables import FittingTable
-from jaxpar.trees import device_bytes, whole_bytes
 
 
 @show.register

@@ -9,9 +9,9 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from jaxpar.base.console import WIDTH, rendered
 from jaxpar.pictures.chart import Chart, draw
 from jaxpar.pictures.style import HEAD, STYLE, make_page
-from jaxpar.tables import WIDTH, rendered
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}

@@ -8,8 +8,8 @@ from types import ModuleType
 
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import inspect_step
+from jaxpar.base.files import check_place, whole_file
 from jaxpar.facts import ModelFacts
-from jaxpar.files import check_place, whole_file
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig

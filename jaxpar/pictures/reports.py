@@ -8,12 +8,12 @@ from rich.table import Table
 
 from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
-from jaxpar.display import format_bytes, format_count, format_seconds, format_shape, show
+from jaxpar.base.console import FittingTable
+from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.planner import Ranking
 from jaxpar.planning.search import describe
-from jaxpar.tables import FittingTable
 
 NUM_SHOWN, NUM_REFUSED = 12, 4  # of a ranking
 # Of all that benchmarks/planner measured.

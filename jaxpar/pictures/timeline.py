@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from jaxpar.display import format_count, show
+from jaxpar.base.display import format_count, show
 from jaxpar.pictures.chart import FEET, IDLE, LETTER, Chart, Key, Row
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.style import PALETTE, color_of, style_on

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.trees import add
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import Route, make_slots
@@ -30,7 +31,6 @@ from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.pipeline.walk import SlotArrays, stack
-from jaxpar.trees import add
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from jaxpar.base.trees import add, shape_of, vary_like, zeros
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.stage import Stage, Unit, corner
 from jaxpar.pipeline.walk import pick, put, stack
-from jaxpar.trees import add, shape_of, vary_like, zeros
 
 
 class Residuals:

@@ -53,13 +53,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.kept import Residuals, buffers_of, read, write
 from jaxpar.pipeline.schedule import Lane
 from jaxpar.pipeline.spec import Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.tables import SharedLane, TickTable
-from jaxpar.trees import add, vary_like, zeros
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"

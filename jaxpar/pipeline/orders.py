@@ -33,7 +33,7 @@ import difflib
 
 import numpy as np
 
-from jaxpar.fields import require
+from jaxpar.base.checks import require
 from jaxpar.pipeline.placement import Route, route_of
 from jaxpar.pipeline.schedule import Lane, Schedule, frozen, idle_lane
 

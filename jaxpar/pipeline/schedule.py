@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.display import Printed
+from jaxpar.base.display import Printed
 from jaxpar.pipeline.placement import Route
 
 # Of a unit: everywhere the same, or [groups, stages].

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.at import At, anywhere
+from jaxpar.base.at import At, anywhere
 from jaxpar.pipeline.placement import Slots
 from jaxpar.pipeline.walk import Scan, make_walk
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpar.at import At
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.at import At
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.pipeline.walk import SlotArrays, run_layers, unstack, with_sums
-from jaxpar.trees import add, vary_like, zeros
 
 
 class Unit(NamedTuple):

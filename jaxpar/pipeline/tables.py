@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE
 from jaxpar.pipeline.placement import Route
 from jaxpar.pipeline.schedule import Lane, Schedule, idle_lane
 

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.at import At
+from jaxpar.base.at import At
+from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.split import Layer
-from jaxpar.trees import add, vary_like, zeros
 
 # What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number) -> sums, row,
 # x, and what it makes besides. Sums are added up in place, such as gradients; a row is changed, such as a

@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
-from jaxpar.files import cache_folder, whole_file
+from jaxpar.base.files import cache_folder, whole_file
 from jaxpar.mesh import described_devices
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.running import batch_of_run

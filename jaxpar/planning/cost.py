@@ -22,9 +22,9 @@ import numpy as np
 
 from jaxpar.analysis.collectives import num_messages, sent_bytes
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR
+from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.display import Printed, format_bytes, format_seconds
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.pipeline.placement import UP

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.at import At
-from jaxpar.axes import LAYERS
+from jaxpar.base.at import At
+from jaxpar.base.axes import LAYERS
+from jaxpar.base.trees import add, shape_of, whole_bytes
 from jaxpar.config import Parallel
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout, Outer
@@ -23,7 +24,6 @@ from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.counts import Amount, amount
-from jaxpar.trees import add, shape_of, whole_bytes
 
 
 class Array(NamedTuple):

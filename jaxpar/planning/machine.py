@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.memory import device_memory
+from jaxpar.base.memory import device_memory
 from jaxpar.mesh import find_devices, split_machine
 from jaxpar.trace.counts import Amount
 

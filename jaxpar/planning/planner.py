@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
+from jaxpar.base.display import Printed, format_bytes
 from jaxpar.config import Parallel, TrainConfig, short_name
 from jaxpar.config_file import option_words
-from jaxpar.display import Printed, format_bytes
 from jaxpar.pipeline.placement import balance_ticks
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
 from jaxpar.planning.cost import Step, StepCost, estimate

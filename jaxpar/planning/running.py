@@ -10,13 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.batches import Batches, place_batch, put_batch
+from jaxpar.base.timing import seconds_of, take_turns
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.data.batches import Batches, place_batch, put_batch
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
-from jaxpar.timing import seconds_of, take_turns
 
 _MOST_PARTS = 8  # of a batch, that a group takes: each is a microbatch of its own
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.axes import LAYERS
+from jaxpar.base.axes import LAYERS
 from jaxpar.layout import Layout
 from jaxpar.sharding import array_of, axes_of_spec, dims_of, is_variable, named_leaves, to_spec
 from jaxpar.state import TrainState

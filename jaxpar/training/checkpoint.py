@@ -33,7 +33,7 @@ from typing import Any
 import jax
 from flax.traverse_util import unflatten_dict
 
-from jaxpar.files import check_file, free_path
+from jaxpar.base.files import check_file, free_path
 from jaxpar.hosts.agree import SharedError, Together
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves

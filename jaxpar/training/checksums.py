@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin
 
 import xxhash
 
-from jaxpar.files import check_file, read_json, whole_file
+from jaxpar.base.files import check_file, read_json, whole_file
 
 BLOCK_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.display import format_seconds
-from jaxpar.output import dropping
+from jaxpar.base.console import FittingTable, make_console
+from jaxpar.base.display import format_seconds
+from jaxpar.base.output import dropping
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.tables import FittingTable, make_console
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
 from jaxpar.training.summary import summarize

@@ -8,15 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.batches import Batches, place_batch
+from jaxpar.base.parts import starts_of
+from jaxpar.base.trees import zeros
+from jaxpar.data.batches import Batches, place_batch
 from jaxpar.model import Sums
-from jaxpar.parts import starts_of
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import batch_sharding, make_eval_step
 from jaxpar.task import Task
 from jaxpar.training.report import Evaluation
-from jaxpar.trees import zeros
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
 Step = Callable[[TrainState, Any], tuple[TrainState, Sums]]

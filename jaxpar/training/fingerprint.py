@@ -15,10 +15,10 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxpar.batches import Batches
-from jaxpar.fields import check_takes, require
+from jaxpar.base.checks import check_takes, require
+from jaxpar.base.parts import SPLITS
+from jaxpar.data.batches import Batches
 from jaxpar.hosts.agree import DifferentError, Together
-from jaxpar.parts import SPLITS
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
 from jaxpar.task import Task

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
+from jaxpar.base.checks import require, require_instance
+from jaxpar.base.files import make_folder
 from jaxpar.config import Parallel, TrainConfig, short_name
-from jaxpar.fields import require, require_instance
-from jaxpar.files import make_folder
 from jaxpar.hosts.agree import SharedError, agree, in_process_0, together
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone

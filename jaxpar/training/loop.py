@@ -12,8 +12,8 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxpar.batches import place_batch
-from jaxpar.files import free_path
+from jaxpar.base.files import free_path
+from jaxpar.data.batches import place_batch
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup

@@ -21,10 +21,11 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.base.parts import RATE, part_of
+from jaxpar.base.trees import vary_like
 from jaxpar.forward import full_table, make_forward
 from jaxpar.layout import Layout, Outer
 from jaxpar.optimizer import clip_scale, next_state
-from jaxpar.parts import RATE, part_of
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
@@ -32,7 +33,6 @@ from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import CompiledStep, dropout_key, mean_loss
 from jaxpar.training.by_layer import kind_of
-from jaxpar.trees import vary_like
 
 NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from jaxpar.tables import WIDTH
+from jaxpar.base.console import WIDTH
 
 _PAGE = (
     '<pre style="white-space:pre;overflow-x:auto;font-size:13px;line-height:1.3;margin:0;'

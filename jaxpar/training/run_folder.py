@@ -28,9 +28,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.config_file import read_config, read_toml, to_toml
-from jaxpar.fields import leaves_of, require
-from jaxpar.files import (
+from jaxpar.base.checks import leaves_of, require
+from jaxpar.base.files import (
     WRITABLE,
     free_path,
     in_words,
@@ -40,6 +39,7 @@ from jaxpar.files import (
     refuse_address,
     whole_file,
 )
+from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxpar.axes import DATA, STAGE, TENSOR
+from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.display import format_count
 from jaxpar.config import short_name
-from jaxpar.display import format_count
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import LAYER_COST, tick_cost

@@ -1,5 +1,5 @@
 """Classifying images, with convolutions and dense layers that the devices split in different ways."""
 
-from jaxpar._lazy import lazily
+from jaxpar.base.lazy import lazily
 
 __getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from jaxpar.parts import SPLITS
+from jaxpar.base.parts import SPLITS
 from jaxpar.tasks.images.model import IMAGE, LABEL
 
 SPLIT_SEED = 0  # of the order in which images are dealt to the splits: every run tests on the same

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import BATCH, INPUT
+from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH, INPUT
+from jaxpar.base.parts import WEIGHT
 from jaxpar.model import Stack, Sums
 from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import Linear
-from jaxpar.parts import WEIGHT
 from jaxpar.tasks.images.sizes import num_features
 
 # Keys of a batch.

@@ -1,6 +1,6 @@
 """Ways for the devices to split a network of convolutions and dense layers: tables of rules."""
 
-from jaxpar.axes import BATCH, DATA, INPUT, TENSOR
+from jaxpar.base.axes import BATCH, DATA, INPUT, TENSOR
 from jaxpar.sharding import Rules
 from jaxpar.tasks.images.model import CHANNELS, DENSE_BATCH, FEATURES, UNITS
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxpar.axes import DATA, TENSOR
+from jaxpar.base.axes import DATA, TENSOR
+from jaxpar.base.checks import MOST, check_divides, require, require_rate, require_sizes
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
-from jaxpar.fields import MOST, check_divides, require, require_rate, require_sizes
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Task
 from jaxpar.tasks.images.sizes import num_features
@@ -131,7 +131,7 @@ class Images(Task):
         """Black images: no data are read for it."""
         import numpy as np
 
-        from jaxpar.parts import WEIGHT
+        from jaxpar.base.parts import WEIGHT
         from jaxpar.tasks.images.model import IMAGE, LABEL
 
         B = self.batch_size
@@ -175,7 +175,7 @@ class Images(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Layers, strategy, images."""
-        from jaxpar.parts import SPLITS
+        from jaxpar.base.parts import SPLITS
         from jaxpar.tasks.images.digits import load_digits
         from jaxpar.tasks.images.model import LABEL
 

@@ -35,9 +35,9 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from jaxpar.fields import require_instance
-from jaxpar.files import cache_folder, read_json, read_text, whole_file
-from jaxpar.parts import SPLITS
+from jaxpar.base.checks import require_instance
+from jaxpar.base.files import cache_folder, read_json, read_text, whole_file
+from jaxpar.base.parts import SPLITS
 
 Level = Literal["auto", "word", "char", "subword"]
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.at import At
+from jaxpar.base.at import At
+from jaxpar.base.trees import vary_like, zeros
 from jaxpar.model import Sums
 from jaxpar.nn.linear import matmul, transposable
 from jaxpar.tasks.lm.streams import IGNORE
-from jaxpar.trees import vary_like, zeros
 
 # Logits computed at once: few enough for a CPU's cache, enough to keep an accelerator busy.
 LOGITS_ON_CPU = 5 * 2**19

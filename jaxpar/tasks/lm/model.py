@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.at import At
-from jaxpar.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
+from jaxpar.base.at import At
+from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.model import Stack, Sums
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from jaxpar.axes import TENSOR
-from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
-from jaxpar.fields import (
+from jaxpar.base.axes import TENSOR
+from jaxpar.base.checks import (
     check_divides,
     nearest_multiples,
     require,
@@ -19,6 +18,7 @@ from jaxpar.fields import (
     require_rate,
     require_sizes,
 )
+from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.task import Task
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ class LM(Task):
 
     def describe(self) -> list[tuple[str, str]]:
         """Text, vocabulary and batches."""
-        from jaxpar.parts import SPLITS
+        from jaxpar.base.parts import SPLITS
         from jaxpar.tasks.lm.streams import TokenStreams
 
         corpus = self.read_text()
@@ -379,7 +379,7 @@ class LM(Task):
 
     def fingerprint(self) -> dict[str, Any]:
         """Tokens and checksum of each split."""
-        from jaxpar.parts import SPLITS
+        from jaxpar.base.parts import SPLITS
         from jaxpar.training.fingerprint import describe_array
 
         corpus = self.read_text()

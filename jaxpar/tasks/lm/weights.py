@@ -29,9 +29,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxpar.base.checks import require
+from jaxpar.base.files import check_file, read_json, read_text, whole_file
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.fields import require
-from jaxpar.files import check_file, read_json, read_text, whole_file
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxpar.fields import check_divides
+from jaxpar.base.checks import check_divides
 
 
 class Batches(Protocol):

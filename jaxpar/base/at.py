@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.parts import RESETS, part_of
+from jaxpar.base.parts import RESETS, part_of
 
 
 def anywhere(x: Any, *_dims: str | None) -> Any:
