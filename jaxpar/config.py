@@ -28,7 +28,7 @@ class PipelineConfig:
     Without stages only `num_microbatches` matters, and with remat `num_chunks`.
 
     Attributes:
-      schedule: what runs when; see `orders.make_schedule`.
+      schedule: what runs when; see `schedules.make_schedule`.
       num_microbatches: M, slices of the batch dim (of each of its `Parallel.shares`), which run one after
         the other on every data-parallel group, with their gradients added up: gradient accumulation,
         where there are no stages.

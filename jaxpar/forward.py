@@ -23,8 +23,8 @@ from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
-from jaxpar.pipeline.orders import make_schedule
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.lanes import Schedule
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import Layer, PipelineParams
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums

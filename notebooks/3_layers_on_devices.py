@@ -17,7 +17,7 @@
 # %%
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, lm
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 
 jaxpar.simulate_devices(2)
 

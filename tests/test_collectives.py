@@ -27,7 +27,7 @@ from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated
 from jaxpar.state import abstract_state

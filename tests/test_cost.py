@@ -18,7 +18,7 @@ from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
 from jaxpar.mesh import MeshConfig, split_machine
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import Machine, estimate_step, find_machine
 from jaxpar.planning.cost import Step
 from jaxpar.planning.counts import Counts, counts_of

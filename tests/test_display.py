@@ -29,7 +29,7 @@ from jaxpar.pictures.animation import make_animation, make_strategies
 from jaxpar.pictures.chart import FEET
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state

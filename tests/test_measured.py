@@ -25,7 +25,7 @@ from jaxpar import (
 from jaxpar.analysis.measured import MeasuredStep, Span
 from jaxpar.cli.main import main
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder
 

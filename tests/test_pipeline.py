@@ -29,8 +29,8 @@ from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
 from jaxpar.pipeline.engine import Pipeline
-from jaxpar.pipeline.orders import make_schedule
 from jaxpar.pipeline.placement import make_slots, route_of
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import PipelineParams
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.tables import make_table

@@ -19,7 +19,7 @@ from jaxpar.analysis import inspect_function
 from jaxpar.cli.main import main
 from jaxpar.config_file import to_toml
 from jaxpar.pictures import figures
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.run_folder import RunFolder

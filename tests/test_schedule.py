@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jaxpar.pictures import timeline
-from jaxpar.pipeline.orders import KINDS, make_schedule
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.lanes import Schedule
+from jaxpar.pipeline.schedules import KINDS, make_schedule
 
 Message = tuple[str, int, int, int]  # what it is, virtual stage, microbatch, chunk
 Cells = list[Message | None]

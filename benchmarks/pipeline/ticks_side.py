@@ -19,7 +19,7 @@ from benchmarks.sides import serve
 from benchmarks.work import WORKS
 from jaxpar import MeshConfig, Parallel, PipelineConfig
 from jaxpar.forward import step_schedule
-from jaxpar.pipeline.schedule import Lane
+from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.tables import SharedLane, TickTable, make_table
 from jaxpar.setup import Setup
 from jaxpar.step import make_loss_and_grad

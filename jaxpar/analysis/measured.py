@@ -23,8 +23,8 @@ from jaxpar.base.timing import seconds_of
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.forward import step_schedule
+from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedule import Schedule
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from jaxpar.pictures.chart import FEET, IDLE, ROW, Chart, Key, Row, draw, draw_legend
 from jaxpar.pictures.style import STYLE, color_of, make_page
 from jaxpar.pictures.timeline import unit_colors
-from jaxpar.pipeline.orders import make_schedule
-from jaxpar.pipeline.schedule import Block, Schedule
+from jaxpar.pipeline.lanes import Block, Schedule
+from jaxpar.pipeline.schedules import make_schedule
 
 WIDTH, NAME = 640, 32  # pixels of the longest step; letters before it
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxpar.pictures.style import text_color_on
-from jaxpar.pipeline.schedule import Block
+from jaxpar.pipeline.lanes import Block
 
 ROW = 26  # pixels of a row
 LETTER, TEXT = 6.4, 5.9  # pixels that letters 11 pixels high take, in labels and in running text

@@ -14,7 +14,7 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.display import format_count
 from jaxpar.base.files import whole_file
 from jaxpar.pictures.style import color_of, make_page
-from jaxpar.pipeline.orders import make_schedule
+from jaxpar.pipeline.schedules import make_schedule
 
 
 def save_figure(figure: Figure, path: Path) -> Path:

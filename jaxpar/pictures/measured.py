@@ -8,8 +8,8 @@ from jaxpar.base.display import show
 from jaxpar.pictures.chart import Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import legend_of, unit_colors
+from jaxpar.pipeline.lanes import Block, Schedule
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
-from jaxpar.pipeline.schedule import Block, Schedule
 
 WIDTH = 820  # of the time axis, in pixels
 REST = "#8c959f"  # the colour of work that is not a unit of a microbatch

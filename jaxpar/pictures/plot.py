@@ -17,7 +17,7 @@ from jaxpar.pictures.animation import make_animation
 from jaxpar.pictures.measured import show_measured
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import show_schedule
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.lanes import Schedule
 from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
 

@@ -15,7 +15,7 @@ from jaxpar.base.display import format_count, show
 from jaxpar.pictures.chart import FEET, IDLE, LETTER, Chart, Key, Row
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.style import PALETTE, color_of, style_on
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.lanes import Schedule
 
 # Of a longer schedule the first ticks and the last are drawn: units stay as wide as their labels.
 MAX_WIDTH = 2400  # pixels

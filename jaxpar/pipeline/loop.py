@@ -56,7 +56,7 @@ from jax.typing import ArrayLike
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.kept import Residuals, buffers_of, read, write
-from jaxpar.pipeline.schedule import Lane
+from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.tables import SharedLane, TickTable

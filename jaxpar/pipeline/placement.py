@@ -259,7 +259,7 @@ class Route:
 
 
 def route_of(kind: str, num_stages: int, num_groups: int) -> Route:
-    """The virtual stages of a kind of schedule; see `orders.make_schedule`."""
+    """The virtual stages of a kind of schedule; see `schedules.make_schedule`."""
     up = tuple(range(num_stages))
     if kind == "v":
         return Route(up + up[::-1])

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
+from jaxpar.pipeline.lanes import Lane, Schedule, idle_lane
 from jaxpar.pipeline.placement import Route
-from jaxpar.pipeline.schedule import Lane, Schedule, idle_lane
 
 
 class SharedLane(NamedTuple):

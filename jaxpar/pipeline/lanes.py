@@ -1,8 +1,8 @@
-"""A pipeline schedule: what each stage does at each tick, as plain arrays. NumPy only; `orders` makes them.
+"""What a schedule is: what each stage does at each tick, as lanes of arrays. NumPy only.
 
 Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage. Unit u = m K + k
 is chunk k of microbatch m. A unit passes V S *virtual stages*, and back again; each is a group of layers on a
-stage.
+stage. Which schedules there are, and when each unit runs, is decided in `schedules`.
 
 A tick has three parts, in this order, the same on every stage:
 
@@ -101,7 +101,7 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule(Printed):
-    """What each stage does at each tick; built by `orders.make_schedule`. Its arrays are read-only."""
+    """What each stage does at each tick; built by `schedules.make_schedule`. Its arrays are read-only."""
 
     kind: str
     route: Route

@@ -1,4 +1,4 @@
-"""When each unit runs where: the schedules, from two orders of units. NumPy only.
+"""The schedules: when the F, B and W of each unit run, from two orders of units. NumPy only.
 
 Every schedule here is one picture and its mirror image. Forward units enter the first virtual stage in some
 order and move on by one per tick; backward units enter the last one in some order and move back:
@@ -25,6 +25,9 @@ forward is at tick 2u + p, and its backward at
 
     v       2 (mK + (K-1 - k)) + 2(K-1) + 2(2S-1) - p
 
+W, where it is apart (zero_bubble, arXiv:2401.10241), is placed last, when F and B stand: in ticks where its
+stage would wait for others, as `_place_weights` shows to be best, and no later than its slot is needed.
+
 Legend: S stages, M microbatches, K chunks of time, V groups of layers per stage; P = V S virtual stages.
 Unit u = m K + k is chunk k of microbatch m.
 """
@@ -34,8 +37,8 @@ import difflib
 import numpy as np
 
 from jaxpar.base.checks import require
+from jaxpar.pipeline.lanes import Lane, Schedule, frozen, idle_lane
 from jaxpar.pipeline.placement import Route, route_of
-from jaxpar.pipeline.schedule import Lane, Schedule, frozen, idle_lane
 
 KINDS = ("gpipe", "1f1b", "interleaved", "v")
 
