@@ -52,7 +52,7 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
     path = Path(path).expanduser()
     tables = read_toml(path)
     try:
-        tables.pop(SIMULATE, None)  # see `read_simulated`
+        _take_simulated(tables)
         return _change(_base(tables, base), tables)
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
@@ -64,12 +64,9 @@ def read_simulated(path: str | os.PathLike[str]) -> int | None:
     """The number of simulated devices that a file of settings asks for; None if it does not.
 
     Raises:
-      OSError, ValueError: the file cannot be read, or does not have a number of devices there.
+      OSError, ValueError: as of `read_config`.
     """
-    number = read_toml(Path(path).expanduser()).get(SIMULATE)
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{path}: {SIMULATE}={number!r}: use a number of devices, 1 or more")
-    return number
+    return _take_simulated(read_toml(Path(path).expanduser()))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -169,6 +166,13 @@ def default_settings(task: type[Task]) -> Settings:
                 f"the field {field.name!r} of {task.__name__} has no default; give it one"
             )
     return Settings(task(), task.parallel, task.train)
+
+
+def _take_simulated(tables: dict[str, Any]) -> int | None:
+    number = tables.pop(SIMULATE, None)
+    if number is not None and (type(number) is not int or number < 1):
+        raise ValueError(f"{SIMULATE}={number!r}: use a number of devices, 1 or more")
+    return number
 
 
 def _base(tables: dict[str, Any], base: Settings | None) -> Settings:

@@ -17,12 +17,12 @@ from flax import nnx
 from jaxpar.at import At
 from jaxpar.axes import BATCH, DATA, STAGE
 from jaxpar.fields import check_takes
-from jaxpar.jaxprs import handed_on
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
 from jaxpar.parts import STARTS
 from jaxpar.task import Task
+from jaxpar.trace.counts import amount
+from jaxpar.trace.jaxprs import inlined, is_call
 from jaxpar.trees import add, check_floats, check_same, shape_of, zeros
-from jaxpar.work import count_flops
 
 LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
 WHY_SAME = ", since layers of a stack pass the same arrays on"
@@ -130,7 +130,7 @@ class ModelFacts:
     @functools.cached_property
     def layer_costs(self) -> tuple[float, ...]:
         """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
-        by_kind = [count_flops(trace, *args) for trace, args in self.traces.layers]
+        by_kind = [amount(trace, *args).flops for trace, args in self.traces.layers]
         if not any(by_kind):
             return (1.0,) * len(self.kind_of)
         return tuple(by_kind[kind] for kind in self.kind_of)
@@ -143,7 +143,7 @@ class ModelFacts:
         def last(state, x, batch):
             return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
 
-        flops = count_flops(last, state, self.traces.x, self.block)
+        flops = amount(last, state, self.traces.x, self.block).flops
         return flops / float(np.mean(self.layer_costs))
 
     @functools.cached_property
@@ -363,11 +363,11 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
     program, (out, after) = named(
         what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
     )
-    jaxpr = program.jaxpr
+    jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
     given = jaxpr.outvars[len(jaxpr.outvars) - len(names_after) :]
-    left = {name: handed_on(jaxpr, v) for name, v in zip(names_after, given, strict=True)}
+    left = dict(zip(names_after, given, strict=True))
     changed = [name for name in [*before, *left] if before.get(name) is not left.get(name)]
     if changed:
         name = changed[0].removesuffix("/value").replace("/", ".")

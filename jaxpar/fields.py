@@ -7,7 +7,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 MOST = 2**30  # of a size: JAX counts the places along a dim with 31 bits
@@ -37,9 +37,9 @@ def check_fields(config: Any) -> None:
             value = tuple(value)
             object.__setattr__(config, name, value)
         _check_bits(name, value)
-        options = _options(hint)
-        if any(_fits(value, option) for option in options):
+        if _fits(value, hint):
             continue
+        options = _options(hint)
         if isinstance(value, float) and float in options:
             raise ValueError(f"{name}={value}: use a finite number")
         wanted = " or ".join(map(_describe, options))
@@ -159,38 +159,36 @@ def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) ->
 
 def require_positive(config: Any, *names: str) -> None:
     """Raises if one of these fields is not above 0."""
-    for name in names:
-        value = getattr(config, name)
-        require(value > 0, f"{name}={value}: must be positive")
+    _require_each(config, names, lambda value: value > 0, "must be positive")
 
 
 def require_not_negative(config: Any, *names: str) -> None:
     """Raises if one of these fields is below 0."""
-    for name in names:
-        value = getattr(config, name)
-        require(value >= 0, f"{name}={value}: must not be negative")
+    _require_each(config, names, lambda value: value >= 0, "must not be negative")
 
 
 def require_int32(config: Any, *names: str) -> None:
     """Raises if one of these fields is 2**31 or more: a state counts with 32 bits."""
-    for name in names:
-        value = getattr(config, name)
-        require(value < 2**31, f"{name}={value}: must be below {2**31}")
+    _require_each(config, names, lambda value: value < 2**31, f"must be below {2**31}")
 
 
 def require_sizes(config: Any, *names: str) -> None:
     """Raises if one of these fields is not from 1 to `MOST`, so that it could be the size of a dim."""
     require_positive(config, *names)
-    for name in names:
-        value = getattr(config, name)
-        require(value <= MOST, f"{name}={value}: must be at most {MOST}")
+    _require_each(config, names, lambda value: value <= MOST, f"must be at most {MOST}")
 
 
 def require_rate(config: Any, *names: str) -> None:
     """Raises if one of these fields is not from 0 to less than 1."""
+    _require_each(config, names, lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
+
+
+def _require_each(
+    config: Any, names: Sequence[str], holds: Callable[[Any], bool], rule: str
+) -> None:
     for name in names:
         value = getattr(config, name)
-        require(0 <= value < 1, f"{name}={value}: must be at least 0 and less than 1")
+        require(holds(value), f"{name}={value}: {rule}")
 
 
 def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

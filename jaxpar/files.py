@@ -13,6 +13,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
+WRITABLE = "give a place that can be written"
+
+
+@contextlib.contextmanager
+def in_words(attempt: str, remedy: str) -> Iterator[None]:
+    """Makes an error of the system one to act on: it says what cannot be done, why, and a remedy.
+
+    Args:
+      attempt: such as "read the config run.toml".
+    """
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(f"cannot {attempt}: {error.strerror or error}; {remedy}") from error
 
 
 def read_file(
@@ -29,17 +43,15 @@ def read_file(
     Raises:
       OSError: as of `check_file`, it has more bytes, or it cannot be read; in words.
     """
-    try:
+    with in_words(f"read {f'{what} {path}'.lstrip()}", remedy):
         check_file(path)
         if (size := os.path.getsize(path)) > most_bytes:
             told = f"it has {size:,} bytes, more than {most_bytes:,}"
             raise OSError(errno.EFBIG, told, os.fspath(path))
-        return Path(path).read_bytes()
-    except MemoryError:
-        raise MemoryError(f"{path} does not fit into the memory of this machine") from None
-    except OSError as error:
-        named = f"{what} {path}".lstrip()
-        raise type(error)(f"cannot read {named}: {error.strerror}; {remedy}") from error
+        try:
+            return Path(path).read_bytes()
+        except MemoryError:
+            raise MemoryError(f"{path} does not fit into the memory of this machine") from None
 
 
 def read_text(path: str | os.PathLike[str], what: str = "") -> str:
@@ -104,13 +116,25 @@ def make_folder(path: Path, what: str, remedy: str) -> None:
     Raises:
       OSError: it cannot be made; in words.
     """
-    try:
+    with in_words(f"make {what}", remedy):
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(f"cannot make {what}: {error.strerror}; {remedy}") from error
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
+
+
+def check_place(path: Path) -> None:
+    """Nothing, if the folder of a file that is to be written is there.
+
+    Raises:
+      OSError: it is not.
+    """
+    if not path.parent.is_dir():
+        known = "is no folder" if path.parent.exists() else "does not exist"
+        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
+        raise kind(
+            f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
+        )
 
 
 @contextlib.contextmanager
@@ -121,14 +145,9 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
       OSError: it cannot be written; the message names `path`, and what stood there is as it was.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        known = "is no folder" if path.parent.exists() else "does not exist"
-        kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
-        raise kind(
-            f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
-        )
+    check_place(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with in_words(f"write {path}", WRITABLE):
         try:
             yield partial
             with partial.open("rb") as file:
@@ -136,10 +155,6 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise type(error)(
-            f"cannot write {path}: {error.strerror or error}; give a place that can be written"
-        ) from error
 
 
 def refuse_address(name: str, path: str | os.PathLike[str]) -> None:

@@ -23,8 +23,8 @@ from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
 from jaxpar.task import Task
+from jaxpar.trace.counts import used_inputs
 from jaxpar.trees import shape_of, zeros
-from jaxpar.work import used_inputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,8 @@
-"""The memory of this machine."""
+"""The memory of this machine, and of its devices."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 def host_memory() -> tuple[int, int] | None:
@@ -17,3 +19,14 @@ def host_memory() -> tuple[int, int] | None:
     except (OSError, ValueError):  # no such file, or "max"
         return free, total
     return min(free, limit - used), min(total, limit)
+
+
+def device_memory(devices: Sequence[Any]) -> float | None:
+    """Bytes of one of this process's devices, all of one kind; None if it is unknown.
+
+    On a CPU they share the machine's.
+    """
+    if devices[0].platform == "cpu":
+        machine = host_memory()
+        return machine and machine[1] / len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -113,11 +113,14 @@ class MeshConfig(Shown):
         """Devices that the mesh needs; a size that is still to be inferred counts as one."""
         return math.prod(size for size in self.sizes.values() if size != -1)
 
-    def resolve(self, num_available: int | None = None) -> "MeshConfig":
+    def resolve(
+        self, num_available: int | None = None, *, of_machine: bool = False
+    ) -> "MeshConfig":
         """This mesh with its -1 inferred, for exactly the devices that there are.
 
         Args:
           num_available: devices to fill; None asks JAX (which starts its backend), or counts `devices`.
+          of_machine: they are those of a machine that need not be there, of which another one may be named.
         Raises:
           ValueError: the sizes do not multiply to the number of devices, or JAX has none.
         """
@@ -136,15 +139,17 @@ class MeshConfig(Shown):
         wanted = self.num_devices
         if wanted != num_available:
             first = f"({'0, 1, ...' if wanted > 1 else '0,'})"
+            remedy = f"name {wanted} of them with devices={first}, or set one size to -1"
+            if wanted > num_available:
+                remedy = f"use sizes that multiply to {num_available}, or " + (
+                    f"name a machine with {wanted} devices"
+                    if of_machine
+                    else f"simulate {wanted} devices on the CPU (simulate_devices({wanted}), --simulate "
+                    f"{wanted})"
+                )
             raise ValueError(
                 f"mesh {self} needs {format_count(wanted, 'device')}, there "
-                f"{'is' if num_available == 1 else 'are'} {num_available}; "
-                + (
-                    f"name {wanted} of them with devices={first}, or set one size to -1"
-                    if wanted < num_available
-                    else f"use sizes that multiply to {num_available}, or simulate {wanted} devices on the "
-                    f"CPU (simulate_devices({wanted}), --simulate {wanted})"
-                )
+                f"{'is' if num_available == 1 else 'are'} {num_available}; {remedy}"
             )
         return self
 
@@ -163,7 +168,8 @@ class MeshConfig(Shown):
         """
         import jax
 
-        is_alone = devices is not None or jax.process_count() == 1
+        of_machine = devices is not None
+        is_alone = of_machine or jax.process_count() == 1
         devices = sorted(devices or find_devices(), key=lambda d: (d.process_index, d.id))
         if self.devices is not None:
             missing = [number for number in self.devices if number >= len(devices)]
@@ -175,7 +181,7 @@ class MeshConfig(Shown):
             devices = [devices[number] for number in self.devices]
         elif -1 not in self.sizes.values() and is_alone:
             devices = devices[: self.num_devices]
-        sizes = self.resolve(len(devices)).sizes
+        sizes = self.resolve(len(devices), of_machine=of_machine).sizes
         return jax.make_mesh(
             tuple(sizes.values()),
             tuple(sizes),
@@ -238,28 +244,48 @@ _NO_TPU = {
 }
 
 
-def described_devices(machine: str) -> list[Any]:
-    """Devices of a machine that need not be there: programs can be compiled for them, and not run.
+_TPUS = ("v5e", "v5p", "v6e")
+_GPUS = {path.stem: path for path in Path(__file__).with_name("gpus").iterdir()}
+
+
+def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
+    """The name of the devices of a machine, and its sides.
 
     Args:
       machine: a TPU slice by its sides in chips, such as "v5e:4x8", "v5p:2x2x2" or "v6e:2x4"; or GPUs, as
         partitions x hosts x GPUs of each, such as "h100:1x2x8" (also h200, a100 and b200).
     Raises:
+      ValueError: there is no such machine.
+    """
+    name, _, sides = machine.partition(":")
+    if name not in (*_TPUS, *_GPUS) or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
+        raise ValueError(
+            f"machine {machine!r}: write a TPU slice by its sides in chips, such as v5e:4x8 "
+            f"({', '.join(_TPUS)}), or GPUs as partitions x hosts x GPUs of each, such as h100:1x2x8 "
+            f"({', '.join(sorted(_GPUS))})"
+        )
+    sizes = tuple(map(int, sides.split("x")))
+    if 0 in sizes:
+        raise ValueError(f"machine {machine!r} has no devices; use sides of 1 and more")
+    return name, sizes
+
+
+def described_devices(machine: str) -> list[Any]:
+    """Devices of a machine that need not be there: programs can be compiled for them, and not run.
+
+    Args:
+      machine: as of `split_machine`.
+    Raises:
       ValueError: there is no such machine, or no compiler for it is installed.
     """
     from jax.experimental import topologies
 
-    name, _, sides = machine.partition(":")
-    gpus = {path.stem: path for path in Path(__file__).with_name("gpus").iterdir()}
-    is_tpu = re.fullmatch(r"v\d+\w*", name) is not None
-    if not (is_tpu or name in gpus) or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
-        raise ValueError(
-            f"machine {machine!r}: write a TPU slice by its sides in chips, such as v5e:4x8 or v5p:2x2x2, or "
-            f"GPUs as partitions x hosts x GPUs of each, such as h100:1x2x8 ({', '.join(sorted(gpus))})"
-        )
+    name, sides = split_machine(machine)
+    is_tpu = name in _TPUS
     how: dict[str, Any] = {"platform": "tpu", "topology_name": machine}
-    if name in gpus:
-        how = {"platform": "cuda", "target_config": gpus[name].read_text(), "topology": sides}
+    if not is_tpu:
+        topology = "x".join(map(str, sides))
+        how = {"platform": "cuda", "target_config": _GPUS[name].read_text(), "topology": topology}
     for key, value in _NO_TPU.items() if is_tpu else ():
         os.environ.setdefault(key, value)
     try:

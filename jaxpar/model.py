@@ -25,7 +25,7 @@ from jaxpar.axes import BATCH, LAYERS
 from jaxpar.fields import check_takes, require_instance
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
-from jaxpar.work import FACTORIZATIONS, reductions
+from jaxpar.trace.counts import FACTORIZATIONS, reductions
 
 KIND = "kind"  # metadata of a stacked variable: the kind of layer that it is of
 

@@ -63,14 +63,14 @@ class _Trial:
 
     Attributes:
       x: shapes of what goes through the layers.
-      in_batch, in_x: the dim of rows in each of their arrays.
+      in_batch, in_x: trees of the dim of rows in each of their arrays.
     """
 
     def __init__(self, layout: Layout, batch: Any, num_rows: int):
         """Looks at `first`, which tells the shapes of x."""
         self.layout, self.batch, self.num_rows = layout, batch, num_rows
         self.outer, self.rng = Outer(layout, layout.abstract_model()), np.random.default_rng(0)
-        self.in_batch = [0 if np.ndim(leaf) else _NOWHERE for leaf in jax.tree.leaves(batch)]
+        self.in_batch = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else _NOWHERE, batch)
 
         @_quick_jit
         def first(variables, batch):
@@ -81,10 +81,9 @@ class _Trial:
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
         sizes = (jax.eval_shape(first, variables, rows) for rows in (batch, twice))
         self.x, x_of_twice = named("first", lambda: tuple(sizes))
-        self.in_x = list(map(_dim_of_rows, *map(jax.tree.leaves, (self.x, x_of_twice))))
+        self.in_x = jax.tree.map(_dim_of_rows, self.x, x_of_twice)
         run = functools.partial(first, variables)
-        outputs = [("output", dim) for dim in self.in_x]
-        self.check_alone("first", run, (batch,), self.in_batch, outputs)
+        self.check_alone("first", run, (batch,), (self.in_batch,), {"output": self.in_x})
 
     def check_layer(self, kind: int) -> None:
         """By what a layer of a kind returns, the state that it leaves, and the sums that it adds."""
@@ -105,9 +104,8 @@ class _Trial:
         variables, start = draw()
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
-        in_carry = [0] * len(jax.tree.leaves(carry))
-        dims = in_carry, self.in_x, self.in_batch
-        outputs = [("carry", dim) for dim in in_carry] + [("output", dim) for dim in self.in_x]
+        in_carry = jax.tree.map(lambda _: 0, carry)
+        dims, what = (in_carry, self.in_x, self.in_batch), f"layer {name}"
 
         def run(*inputs: Any) -> Any:
             return layer(variables, *inputs)[0]
@@ -116,13 +114,9 @@ class _Trial:
             return layer(variables, *inputs, row)[1]
 
         inputs = carry, self.random_x(), self.batch
-        self.check_alone(
-            f"layer {name}", run, inputs, [*in_carry, *self.in_x, *self.in_batch], outputs
-        )
+        self.check_alone(what, run, inputs, dims, {"carry": in_carry, "output": self.in_x})
         if sums(0, *inputs):
-            self.check_added(
-                f"layer {name}", sums, lambda: (carry, self.random_x(), self.batch), dims
-            )
+            self.check_added(what, sums, lambda: (carry, self.random_x(), self.batch), dims)
 
     def check_last(self) -> None:
         """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
@@ -134,44 +128,42 @@ class _Trial:
         @_quick_jit
         def gradients(variables, y, batch):
             found = jax.grad(lambda y: last(variables, y, batch, 0).loss)(y)
-            pairs = zip(jax.tree.leaves(found), self.in_x, strict=True)
-            return [d_y for d_y, dim in pairs if dim != _NOWHERE]
+            # What has no rows is used by all: its gradient is a sum.
+            return jax.tree.map(lambda d, dim: 0.0 if dim == _NOWHERE else d, found, self.in_x)
 
         variables, sums = self.draw_outer(self.outer.last), _quick_jit(last)
         with jax.default_matmul_precision("float32"):  # whatever the size of a block
+            dims = self.in_x, self.in_batch
             self.check_added(
                 "`last`",
                 lambda row, *inputs: [sums(variables, *inputs, row)],
                 lambda: (self.random_x(), self.batch),
-                (self.in_x, self.in_batch),
+                dims,
             )
-            outputs = [("gradient", dim) for dim in self.in_x if dim != _NOWHERE]
-            run, dims = functools.partial(gradients, variables), self.in_x + self.in_batch
-            self.check_alone("last", run, (self.random_x(), self.batch), dims, outputs)
+            run, inputs = functools.partial(gradients, variables), (self.random_x(), self.batch)
+            self.check_alone("last", run, inputs, dims, {"gradient": self.in_x})
 
     def check_added(
         self,
         what: str,
         sums_of: Callable[..., Sequence[Sums]],
         draw: Callable[[], tuple[Any, ...]],
-        dims: Sequence[Sequence[int]],
+        dims: tuple[Any, ...],
     ) -> None:
         """Compares sums of some rows with those of two halves of them, on inputs that are drawn.
 
         Args:
           sums_of: (number of the first row, inputs) -> the sums.
-          dims: of rows, in the arrays of each input.
+          dims: of rows, a tree as the inputs.
         Raises:
           ValueError: the halves' do not add up to the whole's.
         """
         half, wrong = self.num_rows // 2, None
         for _ in range(TRIES):
             inputs = draw()
-            found = [named(what, lambda inputs=inputs: sums_of(0, *inputs))]
-            for row in (0, half):
-                parts = zip(inputs, dims, strict=True)
-                found.append(sums_of(row, *(_cut(a, d, row, row + half) for a, d in parts)))
-            wrong = _not_added(*(own[0] for own in jax.device_get(found)))
+            whole = named(what, lambda inputs=inputs: sums_of(0, *inputs))
+            halves = [sums_of(row, *_cut(inputs, dims, row, row + half)) for row in (0, half)]
+            wrong = _not_added(*(own[0] for own in jax.device_get([whole, *halves])))
             if wrong is None:
                 return
         raise ValueError(
@@ -186,29 +178,28 @@ class _Trial:
         what: str,
         run: Callable[..., Any],
         inputs: tuple[Any, ...],
-        dims: Sequence[int],
-        outputs: Sequence[tuple[str, int]],
+        dims: Any,
+        outputs: dict[str, Any],
     ) -> None:
         """Runs something with a row of its inputs replaced, by another one or NaN, and looks at the others.
 
         Args:
-          dims: of rows, in the arrays of the inputs.
-          outputs: what each array that it returns is, and its dim of rows.
+          dims: of rows, a tree as the inputs.
+          outputs: the dims of rows of what it returns, by the names of its parts.
         Raises:
           ValueError: they change.
         """
 
         def results(row: int | None = None, *, by_nan: bool = False) -> list[np.ndarray]:
-            leaves, structure = jax.tree.flatten(inputs)
-            if row is not None:
-                leaves = [_replace(a, d, row, by_nan) for a, d in zip(leaves, dims, strict=True)]
-            return jax.tree.leaves(jax.device_get(run(*structure.unflatten(leaves))))
+            replace = functools.partial(_replace, row=row, by_nan=by_nan)
+            return jax.tree.leaves(jax.device_get(run(*jax.tree.map(replace, inputs, dims))))
 
         whole, last = named(what, results), self.num_rows - 1
+        parts = [(name, dim) for name, own in outputs.items() for dim in jax.tree.leaves(own)]
         repeats = all(map(_same, whole, results()))  # else NaN alone tells what depends on what
         for row, by_nan in [(0, False), (last, False), (0, True), (last, True)]:
             found = results(row, by_nan=by_nan)
-            for (name, dim), *both in zip(outputs, whole, found, strict=True):
+            for (name, dim), *both in zip(parts, whole, found, strict=True):
                 others = [np.delete(a, row, dim) if dim != _NOWHERE else a for a in both]
                 if not _same(*(others if repeats else map(np.isnan, others))):
                     raise ValueError(
@@ -226,14 +217,13 @@ class _Trial:
 
     def random_x(self) -> Any:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
-        leaves, structure = jax.tree.flatten(self.x)
 
         def draw(shape: Any, dim: int) -> np.ndarray:
             kept = {dim, len(shape.shape) - 1}
             means = [size if number in kept else 1 for number, size in enumerate(shape.shape)]
             return self.random(shape) + self.rng.standard_normal(means).astype(shape.dtype)
 
-        return structure.unflatten(map(draw, leaves, self.in_x))
+        return jax.tree.map(draw, self.x, self.in_x)
 
     def random(self, shape: Any) -> np.ndarray:
         """Normal numbers."""
@@ -257,9 +247,9 @@ def _quick_jit(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, compiler_options=quick if jax.default_backend() == "cpu" else None)
 
 
-def _replace(array: Any, dim: int, row: int, by_nan: bool) -> Any:
-    """With another row in place of one, or NaN if it is of floating-point numbers."""
-    if dim == _NOWHERE:
+def _replace(array: Any, dim: int, row: int | None, by_nan: bool) -> Any:
+    """With another row in place of one, if there is one; or NaN if it is of floating-point numbers."""
+    if row is None or dim == _NOWHERE:
         return array
     rows = np.moveaxis(np.array(array), dim, 0)
     is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.floating)
@@ -278,14 +268,13 @@ def _dim_of_rows(shape: Any, of_twice: Any) -> int:
     return next((dim for dim, (a, b) in sizes if a != b), _NOWHERE)
 
 
-def _cut(tree: Any, dims: Sequence[int], start: int, stop: int) -> Any:
+def _cut(tree: Any, dims: Any, start: int, stop: int) -> Any:
     """Some rows of a tree of arrays."""
-    leaves, structure = jax.tree.flatten(tree)
-    rows = range(start, stop)
-    return structure.unflatten(
-        leaf if dim == _NOWHERE else np.take(leaf, rows, dim)
-        for leaf, dim in zip(leaves, dims, strict=True)
-    )
+
+    def cut(leaf: Any, dim: int) -> Any:
+        return leaf if dim == _NOWHERE else np.take(leaf, range(start, stop), dim)
+
+    return jax.tree.map(cut, tree, dims)
 
 
 def _not_added(whole: Sums, *halves: Sums) -> str | None:

@@ -72,9 +72,7 @@ class Rules:
     @classmethod
     def make(cls, table: Mapping[str, str | Axes | None]) -> "Rules":
         """Rules from a dict such as `{"layers": "stage", "vocab": ("stage", "tensor"), "embed": None}`."""
-        return cls(
-            tuple((d, (a,) if isinstance(a, str) else tuple(a or ())) for d, a in table.items())
-        )
+        return cls(tuple(zip(table, axes_of_spec(table.values()), strict=True)))
 
     def replace(self, table: Mapping[str, str | Axes | None]) -> "Rules":
         """These rules with some of them changed, and others added."""
@@ -116,7 +114,7 @@ class Rules:
                 if dim != LAYERS and size % parts == 0:
                     split[place] += (self.over,)
                     break
-        return _to_spec(split)
+        return to_spec(split)
 
     def split(self, dims: tuple[str | None, ...]) -> list[Axes]:
         """The axes that split each dim of an array; as of `spec`."""
@@ -130,8 +128,15 @@ class Rules:
         return axes
 
 
-def _to_spec(split: list[Axes]) -> P:
+def to_spec(split: Iterable[Axes]) -> P:
+    """The partition spec of an array whose dims these axes split."""
     return P(*(axes[0] if len(axes) == 1 else axes or None for axes in split))
+
+
+def axes_of_spec(spec: Iterable[str | Axes | None], num_dims: int = 0) -> list[Axes]:
+    """The axes that split each dim of an array; a spec may leave out the last of `num_dims`."""
+    split = [(axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in spec]
+    return split + [()] * (num_dims - len(split))
 
 
 # A head's vocabulary is shared by all stages; `off_stages` keeps it on each stage, for the last one's use.
@@ -198,7 +203,7 @@ class Constraint:
         """
         check_dims(dims, x.shape)
         split = self.rules.split(dims)
-        spec = _to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
+        spec = to_spec([tuple(a for a in axes if a not in self.manual) for axes in split])
         check_split(f"array of shape {x.shape}", dims, x.shape, spec, self.mesh.shape)
         where = spec if self.manual else NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, where)
@@ -264,10 +269,7 @@ def check_split(
     Raises:
       ValueError: as of `check_sizes`.
     """
-    for dim, size, axes in zip(dims, shape, spec, strict=True):
-        if axes is None:
-            continue
-        axes = (axes,) if isinstance(axes, str) else axes
+    for dim, size, axes in zip(dims, shape, axes_of_spec(spec), strict=True):
         parts = math.prod(sizes[axis] for axis in axes)
         if size % parts:
             over = " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
@@ -333,6 +335,11 @@ def dims_of(variable: Any) -> tuple[str | None, ...]:
 def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:
     sizes = None if mesh is None else mesh.shape
     return rules.spec(dims_of(variable), tuple(variable.shape), sizes)
+
+
+def array_of(leaf: Any) -> Any:
+    """The array of a variable, or the array itself."""
+    return leaf.get_value() if is_variable(leaf) else leaf
 
 
 def is_variable(leaf: Any) -> bool:

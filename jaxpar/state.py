@@ -15,14 +15,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.display import Shown, format_bytes, format_count
 from jaxpar.fields import require_instance
-from jaxpar.memory import host_memory
+from jaxpar.memory import device_memory
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
-from jaxpar.sharding import Rules, check_sizes, is_variable, misplaced, named_leaves, shardings
+from jaxpar.sharding import Rules, array_of, check_sizes, misplaced, named_leaves, shardings
 from jaxpar.task import Task
+from jaxpar.trace.counts import reductions
 from jaxpar.trees import device_bytes
-from jaxpar.work import reductions
 
 
 @jax.tree_util.register_dataclass
@@ -152,20 +152,15 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
     """
     devices = mesh.local_devices
     here = device_bytes(state)
-    if devices[0].platform == "cpu":  # they share it
-        machine, here = host_memory(), here * len(devices)
-        room, what = (
-            machine and machine[1],
-            f"on {format_count(len(devices), 'device')}, this machine",
-        )
-    else:
-        if state.opt_memory is not None:
-            return
-        room, what = (devices[0].memory_stats() or {}).get("bytes_limit"), "on a device, which"
-    if room and here > room:
+    on_cpu, room = devices[0].platform == "cpu", device_memory(devices)
+    if room and here > room and (on_cpu or state.opt_memory is None):
+        all_of, what = 1, "on a device, which"
+        if on_cpu:
+            all_of, what = len(devices), f"on {format_count(len(devices), 'device')}, this machine"
         raise ValueError(
-            f"parameters and optimizer state alone need {format_bytes(here)} {what} has "
-            f"{format_bytes(room)}; use a smaller model, or more devices or machines to split it over"
+            f"parameters and optimizer state alone need {format_bytes(all_of * here)} {what} has "
+            f"{format_bytes(all_of * room)}; use a smaller model, or more devices or machines to split it "
+            f"over"
         )
 
 
@@ -223,7 +218,7 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
     for name, variable in named_leaves(state.opt_state):
-        kept = variable.get_value() if is_variable(variable) else variable
+        kept = array_of(variable)
         if not hasattr(kept, "shape"):
             raise ValueError(
                 f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "

@@ -60,6 +60,13 @@ class FittingTable(Table):
             yield Padding(Text("; ").join(parts), (0, 0, 0, 2))
 
 
+def rendered(thing: Any, console: Console) -> str:
+    """What a console would print of a thing; no line ends with spaces."""
+    with console.capture() as capture:
+        console.print(thing, highlight=False)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
 def make_console(file: TextIO | None = None) -> Console:
     """A console as wide as the terminal, or `WIDTH` columns in a file or pipe; None is stdout."""
     console = Console(file=file)

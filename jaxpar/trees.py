@@ -57,6 +57,11 @@ def _place(path: Any) -> str:
     return f" ({text})" if text else ""
 
 
+def whole_bytes(tree: Any) -> int:
+    """What the arrays of a tree, which may be abstract, take where each lies whole."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def device_bytes(tree: Any) -> int:
     """What the sharded arrays of a tree, which may be abstract, take on one device."""
     return sum(

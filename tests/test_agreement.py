@@ -18,7 +18,7 @@ import pytest
 
 from jaxpar.hosts.agree import describe_processes, differences
 from jaxpar.hosts.launch import _environ, _free_port
-from jaxpar.hosts.meeting import meet, program_facts
+from jaxpar.hosts.rendezvous import meet, program_facts
 
 END_SECONDS = 120  # which only a process that hangs takes
 
@@ -97,7 +97,7 @@ def test_other_versions_are_refused_by_all():
 
 
 def test_a_number_that_two_processes_have_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxpar.hosts.meeting._AFTER_A_CONFLICT_SECONDS", 0.5)
+    monkeypatch.setattr("jaxpar.hosts.rendezvous._AFTER_A_CONFLICT_SECONDS", 0.5)
     told, _ = meet_all((0, 3, {}), (1, 3, {}), (1, 3, {}))
     assert told == [
         "the processes do not agree: two processes have the number 1; start all of them in the same way"

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jaxpar.analysis import inspect_step
 from jaxpar.axes import DATA, STAGE, TENSOR
 from jaxpar.cli.main import main
 from jaxpar.config import Parallel, PipelineConfig, TrainConfig
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import MeshConfig, split_machine
 from jaxpar.pipeline.orders import make_schedule
 from jaxpar.planning import Machine, estimate_step, find_machine
 from jaxpar.planning.cost import Step
@@ -26,8 +27,8 @@ from jaxpar.state import abstract_state
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.images import Images
 from jaxpar.tasks.lm import LM
+from jaxpar.trace.counts import amount
 from jaxpar.trees import device_bytes
-from jaxpar.work import amount
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ("lm", "gru", "transformer", "mixed", "images")
@@ -306,6 +307,15 @@ def test_machines_that_are_none_are_refused(name):
         ValueError, match=rf"machine '{name}': write a TPU slice by its sides in chips"
     ):
         find_machine(name)
+
+
+def test_every_machine_that_is_compiled_for_has_a_data_sheet():
+    for name in SHEETS.keys() - {"cpu"}:
+        assert split_machine(f"{name}:1x2x4") == (name, (1, 2, 4))
+        assert find_machine(f"{name}:1x2x4").num_devices == 8
+    with pytest.raises(ValueError, match="machine 'x100:1x1x1'") as error:
+        split_machine("x100:1x1x1")
+    assert {*re.findall(r"[vhab]\d+[ep]?", str(error.value))} == SHEETS.keys() - {"cpu"}
 
 
 @pytest.mark.parametrize("memory_bytes", [0, -1, float("inf"), float("nan")])

@@ -24,8 +24,7 @@ import pytest
 import tensorstore as ts
 
 from jaxpar.cli.main import main
-from jaxpar.training.checksums import checksums, sealed
-from jaxpar.training.manifest import Manifest, read_manifest
+from jaxpar.training.checksums import checksum, checksums, read_table, write_table
 
 SECONDS = 3.0  # of this process that a message may take, without its imports
 HANGS_AFTER_SECONDS = 60
@@ -105,12 +104,11 @@ def in_run(pattern, replacement):
 
 
 def note_changes():
-    """Makes the manifest of the run one of its files as they are."""
-    name, files = read_manifest(Path("run"))
-    manifest = Manifest(name)
-    for file in files:
-        manifest.put(file, Path("run", file).read_bytes())
-    manifest.write(Path("run"))
+    """Makes the checksums of the run those of its files as they are."""
+    path = Path("run/data.json")
+    data = read_table(path, {})
+    data["written"] = {file: checksum(Path("run", file).read_bytes()) for file in data["written"]}
+    write_table(path, data)
 
 
 def nothing():
@@ -286,7 +284,7 @@ def described(**values):
         content = {**json.loads(DESCRIPTION.read_text()), **values}
         content = {name: value for name, value in content.items() if value is not None}
         content.pop("sha256", None)
-        DESCRIPTION.write_text(sealed(content))
+        write_table(DESCRIPTION, content)
 
     return change
 
@@ -388,7 +386,8 @@ def test_a_crafted_checkpoint_ends_in_one_line(name, here, capsys):
 
 def data(**values):
     """What a run says of its data, with a hash of all that."""
-    return write("run/data.json", sealed({"data": {}, "settings": "", "batches": {}, **values}))
+    known = {"data": {}, "settings": "", "batches": {}, "run": "", "written": {}, **values}
+    return lambda: write_table(Path("run/data.json"), known)
 
 
 EVALUATE = ["evaluate", "run"]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from jaxpar.hosts.doctor import Machine, diagnose, examine
-from jaxpar.hosts.meeting import PACKAGES
+from jaxpar.hosts.doctor import Examined, diagnose, examine
+from jaxpar.hosts.rendezvous import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 ADDRESSES = {"localhost": ["127.0.0.1"], "n1": ["127.0.1.1"], "far": ["10.0.0.5"], "::1": ["::1"]}
@@ -34,7 +34,7 @@ def machine(**changes):
         "memory_bytes": (12 * 10**9, 16 * 10**9), "devices": (("cpu", "cpu", None),) * 4,
         "has_nvidia_driver": False, "clusters": (), "resolve": resolve,
     }  # fmt: skip
-    return Machine(**(sound | changes))
+    return Examined(**(sound | changes))
 
 
 def environ(**variables):
@@ -76,13 +76,9 @@ FINDINGS = {
         {"has_nvidia_driver": True, "devices": (("gpu", "H100", 80 * 10**9),) * 2},
         "ok", "devices", "2 x H100 (gpu)", "",
     ),
-    "simulated by flag": (
-        environ(XLA_FLAGS="--xla_a=1 --xla_force_host_platform_device_count=8"),
-        "warning", "simulated", "XLA_FLAGS simulates 8 devices on 4 cores", "at most 4 devices",
-    ),
-    "simulated by variable": (
-        environ(JAX_NUM_CPU_DEVICES="5"),
-        "warning", "simulated", "JAX_NUM_CPU_DEVICES simulates 5 devices", "at most 4 devices",
+    "more devices than cores": (
+        {"devices": (("cpu", "cpu", None),) * 5},
+        "warning", "devices", "5 x cpu (cpu), simulated on 4 cores: results", "at most 4 devices",
     ),
     "memory": ({}, "ok", "memory", "12.0 GB of 16.0 GB free", ""),
     "memory of devices": (

@@ -14,8 +14,8 @@ from jaxpar import nn
 from jaxpar.analysis import inspect_function
 from jaxpar.at import At
 from jaxpar.nn import Recurrent, hoisted_scan
+from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
-from jaxpar.nn.rooms import scan_in_place
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import RULES, shardings
 
@@ -216,10 +216,10 @@ def test_a_loop_writes_over_what_it_has_read(reverse):
         late = h @ jnp.eye(W) + xs[0][:, 1]  # what was read is read once more, after a product
         return late, [jnp.sin(h), h * xs[1], h[:, :4], xs[1] - h]
 
-    def run(spent, *seeds):
+    def run(donated, *seeds):
         xs = [jnp.sin(a) for a in seeds]
         scan = functools.partial(scan_in_place, divisible={0, 1}, reverse=reverse)
-        return scan(step, jnp.zeros((B, W)), xs, spent=spent)
+        return scan(step, jnp.zeros((B, W)), xs, donated=donated)
 
     rng = np.random.default_rng(0)
     seeds = [
@@ -264,6 +264,17 @@ def test_no_weight_gradient_is_communicated_in_the_loop():
     of_state = [("all-reduce", ((B, W),))]
     assert products_that_communicate(Recurrent.__call__) == of_state
     assert products_that_communicate(slow) != of_state
+
+
+def test_what_a_step_prints_is_printed(capsys):
+    def step(w, h, x):
+        jax.debug.print("largest {}", jnp.max(x))
+        return h * w + x, h
+
+    xs = jnp.arange(3.0)[:, None]
+    jax.jit(jax.grad(lambda w: hoisted_scan(step, w, jnp.ones(1), xs)[0].sum()))(jnp.float32(0.5))
+    jax.effects_barrier()
+    assert sorted(capsys.readouterr().out.split()[1::2]) == ["0.0", "1.0", "2.0"]
 
 
 def test_a_carry_that_changes_its_kind_is_refused():

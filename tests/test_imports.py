@@ -17,8 +17,7 @@ LAYERS = (
     "_versions _lazy",  # before JAX is imported
     "__init__",  # what is offered, by names
     "axes parts fields files memory output display tables timing",  # names, checks, text, the machine
-    "trees jaxprs data",  # of arrays, of traced programs; batches of arrays in memory
-    "work",  # what a traced program does
+    "trees trace data",  # of arrays, of traced programs; batches of arrays in memory
     "at mesh sharding batches hosts",  # where arrays lie; where they come from; many processes
     "config nn",  # the options that tasks share; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them

@@ -65,7 +65,7 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
         r" +perplexity +unigram perplexity",
         r"valid +\d+\.\d+ +\d+\.\d+",
         r"test +\d+\.\d+ +\d+\.\d+",
-        r"run holds checkpoints/, config\.toml, data\.json, manifest\.json, metrics\.jsonl, vocabulary\.json",
+        r"run holds checkpoints/, config\.toml, data\.json, metrics\.jsonl, vocabulary\.json",
     ]
     position = 0
     for pattern in expected:

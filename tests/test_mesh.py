@@ -137,6 +137,12 @@ def test_parse_refuses(text, message):
         (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\).*numbers from 0"),
         (lambda: MeshConfig(devices=()), r"devices=\(\): name at least one"),
         (lambda: MeshConfig(data=16).build(), "needs 16 devices, there are 8.*simulate 16 devices"),
+        (
+            lambda: MeshConfig(data=16).build(
+                jax.devices()
+            ),  # as of a machine that is only compiled for
+            "there are 8; use sizes that multiply to 8, or name a machine with 16 devices$",
+        ),
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
         (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "no device 9; numbers go from 0 to 7"),
         (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, there are 3"),

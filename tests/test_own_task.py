@@ -12,7 +12,7 @@ import tomllib
 
 import pytest
 
-from jaxpar.training.manifest import Manifest, read_manifest
+from jaxpar.training.checksums import checksum, read_table, write_table
 
 FILE = '''"""Forecasts of waves whose period changes: a GRU says the next value."""
 
@@ -138,11 +138,10 @@ def here(world, tmp_path):
     run = tmp_path / "user/runs/0001"
     config = run / "config.toml"
     config.write_text(config.read_text().replace(str(folder), str(tmp_path / "user")))
-    name, files = read_manifest(run)
-    manifest = Manifest(name)
-    for file in files:  # as if it had been written so
-        manifest.put(file, (run / file).read_bytes())
-    manifest.write(run)
+    data = read_table(run / "data.json", {})
+    # As if they had been written so.
+    data["written"] = {file: checksum((run / file).read_bytes()) for file in data["written"]}
+    write_table(run / "data.json", data)
     return tmp_path / "user"
 
 

@@ -20,7 +20,7 @@ from jaxpar.config_file import default_settings, to_toml
 from jaxpar.pipeline import make_schedule
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
-from jaxpar.training.summary import describe_plan
+from jaxpar.training.summary import summarize
 
 ROOT = Path(__file__).parent.parent
 GUIDES = (
@@ -171,7 +171,7 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
 
 
 def test_a_run_without_a_mesh_is_described_as_the_readme_shows():
-    rows = [f"{name:10}  {value}" for name, value in describe_plan(Setup.of(LM(), Parallel()))]
+    rows = [f"{name:10}  {value}" for name, value in summarize(Setup.of(LM(), Parallel()))]
     assert "\n".join([*rows[:3], "...\n"]) in blocks("text")
 
 

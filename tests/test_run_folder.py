@@ -258,7 +258,7 @@ def test_a_lock_is_no_link(run, text, tmp_path):
 
 
 @pytest.mark.parametrize("use", [{"resume": True}, {"overwrite": True}])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "manifest.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.toml", "profile", "data.json"])
 def test_a_run_writes_and_deletes_through_no_link(run, text, tmp_path, name, use):
     mine = tmp_path / "mine"
     mine.mkdir()
@@ -323,7 +323,6 @@ def test_a_folder_of_another_program_is_not_overwritten(text, tmp_path):
 
 def test_a_run_of_an_older_version_is_refused_in_one_line(run):
     folder = RunFolder(run)
-    (folder.path / "manifest.json").unlink()
     data = json.loads(folder.data_path.read_text())
     folder.data_path.write_text(
         json.dumps({"data": data["data"], "files": data["files"], "sha256": ""})
@@ -415,19 +414,12 @@ def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
     assert int(state.step) == best
 
 
-def test_a_folder_without_its_manifest_goes_on_and_says_so(run, text, caplog):
-    name = RunFolder(run).find_run()
-    (run / "manifest.json").unlink()
-    fit(make_task(text), ONE, make_train(run, num_steps=6), resume=True)
-    assert re.search(r"manifest\.json is not there: nothing tells which files", caplog.text)
-    assert RunFolder(run).find_run() == name
-
-
-def test_a_damaged_manifest_is_refused(run):
-    path = run / "manifest.json"
+def test_checksums_that_are_damaged_are_refused_and_the_checkpoint_names_the_run(run):
+    name, path = RunFolder(run).find_run(), run / "data.json"
     path.write_text(path.read_text().replace("config.toml", "config.tomk"))
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged: it is not what was written"):
+    with pytest.raises(ValueError, match=r"data\.json is damaged: it is not what was written"):
         RunFolder(run).check()
+    assert RunFolder(run).find_run() == name
 
 
 # ---- the command line ----

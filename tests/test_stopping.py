@@ -77,10 +77,10 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(text, tmp_path):
 HANGING = """
 import ctypes, dataclasses, time
 import jax
-from jaxpar.hosts import hanging
+from jaxpar.hosts import stall_watchdog
 from jaxpar.tasks.lm import LM
 
-hanging.STALL_SECONDS = 2.0
+stall_watchdog.STALL_SECONDS = 2.0
 
 
 def spin():

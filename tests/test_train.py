@@ -40,7 +40,7 @@ from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.report import Report, format_number
 from jaxpar.training.run_folder import RunFolder, texts_of
-from jaxpar.training.summary import describe_plan
+from jaxpar.training.summary import summarize
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -678,7 +678,7 @@ def test_a_run_tells_of_itself_unless_it_is_to_be_quiet(tmp_path, capsys):
     steps = [line.split()[1] for line in lines if line.startswith("step ")]
     assert steps == ["1/10", "5/10", "10/10", "10", "10"]
     assert lines[-1].endswith(
-        f"{tmp_path / 'run'} holds checkpoints/, config.toml, data.json, manifest.json, metrics.jsonl, "
+        f"{tmp_path / 'run'} holds checkpoints/, config.toml, data.json, metrics.jsonl, "
         "notes.txt, task.py"
     )
     assert re.fullmatch(
@@ -713,7 +713,7 @@ def test_a_live_line_ends_with_its_run_however_that_ends(tmp_path):
 
 def test_a_plan_says_what_is_known_of_any_task():
     layout = make_layout((2, 4, 1), (2, 2))
-    rows = dict(describe_plan(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))
+    rows = dict(summarize(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))
     assert rows["layers"] == (
         "3 filter, 3 dense (stage 0: 2, stage 1: 2, stage 2: 1, stage 3: 1); "
         "2 microbatches x 2 chunks of time"

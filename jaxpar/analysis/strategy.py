@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jaxpar.axes import DATA, STAGE
 from jaxpar.mesh import MeshConfig
+from jaxpar.trees import whole_bytes
 
 
 class SplitCost(NamedTuple):
@@ -105,7 +106,7 @@ def strategy_for(
     in_size, out_size = kernel.shape[-2:]
     x = jax.ShapeDtypeStruct(shape, kernel.dtype)
     y: Any = jax.eval_shape(lambda params, x: nnx.merge(graphdef, params)(x), params, x)
-    P, X, Y = (sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(t)) for t in (params, x, y))
+    P, X, Y = map(whole_bytes, (params, x, y))
     X, part = 0 if is_first else X, (num_devices - 1) / num_devices
 
     def cost(split: str, forward: int, backward: int, exchanged: str, name: str, size: int):

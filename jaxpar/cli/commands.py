@@ -247,17 +247,13 @@ class Inspect(RunOptions):
         """The exit code, 0."""
         from jaxpar import planning
         from jaxpar.analysis import inspect_step
-        from jaxpar.mesh import described_devices
-        from jaxpar.setup import Setup
+        from jaxpar.planning.compiled import setup_on
 
         _compile_only(self.machine)
         if self.compare:
             _show(planning.compare(planning.estimate_step(*self.settings, self.machine)))
             return 0
-        mesh = None
-        if self.machine is not None:
-            mesh = self.settings.parallel.mesh.build(described_devices(self.machine))
-        report = inspect_step(Setup.of(*self.settings, mesh))
+        report = inspect_step(setup_on(self.settings, planning.find_machine(self.machine)))
         if self.json:
             print(json.dumps(report.to_dict(), indent=2))
         else:
@@ -443,10 +439,7 @@ def _num_bytes(size: str | None) -> float | None:
 
 
 def _show(picture: Any) -> None:
-    """As wide as the terminal, in letters that it has; no line ends with spaces."""
-    from jaxpar.tables import make_console
+    """As wide as the terminal, in letters that it has."""
+    from jaxpar.tables import make_console, rendered
 
-    console = make_console()
-    with console.capture() as capture:
-        console.print(picture, highlight=False)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    print(rendered(picture, make_console()))

@@ -13,7 +13,7 @@ import shlex
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union
 
 import tyro
@@ -28,9 +28,9 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from jaxpar.command import Switch
 from jaxpar.config import short_name
 from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
+from jaxpar.hosts.scripts import OUT_DIR, options_of
 from jaxpar.mesh import MeshConfig, simulate_devices
 from jaxpar.task import Settings, find_task, spec_of
 
@@ -75,26 +75,19 @@ def read_options(
     """
     description = inspect.cleandoc(command.__doc__ or "").partition("\n\nAttributes:\n")[0]
     default: dict[str, Any] = {"default": command(**known)} if known else {}
-    with _as_error(arguments):
-        return tyro.cli(
-            command,
-            prog=" ".join([PROGRAM, *words]),
-            description=f"{description}\n\n{note}".strip(),
-            args=arguments,
-            config=(AvoidSubcommands, SuppressFixed),
-            registry=_registry(parse_mesh),
-            **default,
-        )
-
-
-@contextlib.contextmanager
-def _as_error(arguments: Sequence[str]) -> Iterator[None]:
-    """Raises what tyro would print and exit with."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as stopped:
+            return tyro.cli(
+                command,
+                prog=" ".join([PROGRAM, *words]),
+                description=f"{description}\n\n{note}".strip(),
+                args=arguments,
+                config=(AvoidSubcommands, SuppressFixed),
+                registry=_registry(parse_mesh),
+                **default,
+            )
+    except SystemExit as stopped:  # an error that tyro would have printed
         if not stopped.code:
             raise
         meant = [f"{name} is {_ELSEWHERE[name]} here\n" for name in arguments if name in _ELSEWHERE]
@@ -176,28 +169,12 @@ def _helps(kind: type) -> dict[str, str]:
 # ---- what comes before: a file of settings, a run ----
 
 
-@dataclasses.dataclass(frozen=True)
-class _Folders:
-    out_dir: str | None = None
-    fallback_dir: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _First:
-    """Options that say where the defaults of the others are from, and what to do before a task is read."""
-
-    config: str | None = None
-    simulate: int | None = None
-    mesh: str | None = None
-    resume: Switch = False
-    resume_or_begin: Switch = False
-    train: _Folders = _Folders()
-
-
 def read_settings(
     words: Sequence[str], spec: str | None, arguments: Sequence[str], *, may_resume: bool
 ) -> tuple[Settings, bool]:
     """The settings that options change: those of a resumed run, then of --config, or the task's own.
+
+    An option that has a wrong value here is named by `read_options`.
 
     Args:
       words: what the arguments follow.
@@ -205,41 +182,34 @@ def read_settings(
     Returns:
       The settings, and whether a run is resumed.
     Raises:
-      OptionError: one of the options for this has no value, or a wrong one.
       ValueError: nothing says which task it is, or what does says another.
       OSError: there is no such run or file.
     """
-    with _as_error(arguments):
-        first, _ = tyro.cli(
-            _First,
-            prog=" ".join([PROGRAM, *words]),
-            args=[argument for argument in arguments if argument not in ("-h", "--help")],
-            registry=_registry(MeshConfig.parse),
-            return_unknown_args=True,
-        )
-    config, folder, source = first.config, None, ""
-    if may_resume and (first.resume or first.resume_or_begin):
-        folder = _folder_to_resume(first)
+    given = options_of(arguments)
+    config, out_dir, folder, source = given.get("--config"), given.get(OUT_DIR), None, ""
+    if may_resume and given.keys() & {"--resume", "--resume-or-begin"}:
+        folder = _folder_to_resume(given)
     # Before the file of a task is read: it may touch a device.
-    if first.simulate is None:
-        _simulate_as_in(config if folder is None else folder.config_path, first.mesh)
-    elif spec is None or ":" in spec:
-        simulate_devices(first.simulate)
+    simulate = given.get("--simulate")
+    if simulate is None and "--mesh" not in given:
+        _simulate_as_in(config if folder is None else folder.config_path)
+    elif simulate and simulate.isdecimal() and (spec is None or ":" in spec):
+        simulate_devices(int(simulate))
     task = None if spec is None else find_task(spec)
     settings = None if task is None else default_settings(task)
     if folder is not None:
         settings, source = folder.settings(), str(folder)
         before = read_config(folder.config_path).train.fallback_dir
-        if before is not None and first.train.fallback_dir is None:
+        if before is not None and "--train.fallback-dir" not in given:
             print(
                 f"warning: the settings of {folder} have fallback_dir={before!r}, which is not followed, for "
                 f"a folder may be somebody else's; if it is yours, add --train.fallback-dir {before}",
                 file=sys.stderr,
             )
         task = task or type(settings.task)
-    if config is not None:
+    if config:
         settings, source = read_config(config, settings), config
-        elsewhere = first.train.out_dir is None and settings.train.out_dir != str(folder)
+        elsewhere = out_dir is None and settings.train.out_dir != str(folder)
         if folder is not None and elsewhere:
             raise ValueError(
                 f"{config} says out_dir={settings.train.out_dir!r}, the latest run is {folder}; say "
@@ -259,26 +229,23 @@ def read_settings(
     return settings, folder is not None
 
 
-def _folder_to_resume(first: _First) -> "RunFolder | None":
+def _folder_to_resume(given: Mapping[str, str]) -> "RunFolder | None":
     """The run that goes on; None if there is none, and it may begin."""
     from jaxpar.training.run_folder import RunFolder, newest_run_folder
 
-    out_dir = first.train.out_dir
-    if first.resume_or_begin and out_dir is None:
+    out_dir = given.get(OUT_DIR)
+    if "--resume-or-begin" in given and out_dir is None:
         raise ValueError(
             "--resume-or-begin looks for the run in the folder that is named; add --train.out-dir, such as "
             "--train.out-dir runs/large"
         )
     folder = newest_run_folder() if out_dir is None else RunFolder(out_dir)
-    return folder if first.resume or folder.holds_run else None
+    return folder if "--resume" in given or folder.holds_run else None
 
 
-def _simulate_as_in(config: str | os.PathLike[str] | None, mesh: str | None) -> None:
-    """Simulates the devices that a file of settings asks for.
-
-    A mesh takes precedence, and so do GPUs and variables of JAX.
-    """
-    if config is None or mesh is not None or "JAX_NUM_CPU_DEVICES" in os.environ:
+def _simulate_as_in(config: str | os.PathLike[str] | None) -> None:
+    """Simulates the devices that a file of settings asks for; GPUs and variables of JAX take precedence."""
+    if not config or "JAX_NUM_CPU_DEVICES" in os.environ:
         return
     try:
         number = read_simulated(config)

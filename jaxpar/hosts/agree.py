@@ -8,6 +8,7 @@ the same, and says why. No device takes part, so it may come before anything is 
 the steps may do it.
 """
 
+import collections
 import itertools
 import json
 import re
@@ -24,7 +25,7 @@ from jaxpar.fields import leaves_of
 _Result = TypeVar("_Result")
 _NAMED = 5  # differences that a message names
 _NOTICE_SECONDS = 15.0  # twice as long each time
-_numbers = itertools.count()
+_numbers = collections.defaultdict[str, Iterator[int]](itertools.count)
 
 
 class SharedError(OSError):
@@ -35,6 +36,50 @@ class DifferentError(ValueError):
     """What differs between processes, raised in all of them, at the same place."""
 
 
+class Board:
+    """Texts that processes leave for each other, by names, with JAX's coordinator.
+
+    All processes make those of one kind in the same order.
+
+    Raises:
+      jax.errors.JaxRuntimeError: by every method, the coordinator is gone.
+    """
+
+    def __init__(self, kind: str) -> None:
+        assert global_state.client is not None  # `start_processes` has made it
+        self._client = global_state.client
+        self._folder = f"jaxpar/{kind}/{next(_numbers[kind])}"
+
+    def put(self, name: str, text: str, *, again: bool = False) -> None:
+        """Leaves a text. It is an error if there is one of that name, unless it may be put there again."""
+        self._client.key_value_set(f"{self._folder}/{name}", text, allow_overwrite=again)
+
+    def texts(self) -> dict[str, str]:
+        """All that are there now."""
+        found = self._client.key_value_dir_get(self._folder)
+        return {name.removeprefix(f"{self._folder}/"): text for name, text in found}
+
+    def remove(self, name: str) -> None:
+        """Takes a text away, or all whose names begin so, if the name ends in /."""
+        self._client.key_value_delete(f"{self._folder}/{name}")
+
+    def wait_for(self, name: str, process: int, notice: str = "") -> str:
+        """A text, once that process has left it.
+
+        Args:
+          notice: as of `Together.exchange`.
+        """
+        for passed in waiting():
+            if passed and notice:
+                say(f"waiting for process {process} {notice}, for {passed:.0f} s")
+            try:  # then signals are heard
+                return self._client.blocking_key_value_get(f"{self._folder}/{name}", 1000)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        raise AssertionError("it waits forever")
+
+
 class Together:
     """Exchanges that all processes take part in, one after the other, and in the same order.
 
@@ -42,7 +87,8 @@ class Together:
     """
 
     def __init__(self) -> None:
-        self._keys, self._turn = "", 0
+        self._board: Board | None = None
+        self._turn = 0
 
     def exchange(
         self,
@@ -63,15 +109,15 @@ class Together:
           SharedError: some have no value; it names them and their errors.
           RuntimeError: the coordinator is gone.
         """
-        if (client := global_state.client) is None or global_state.num_processes == 1:
+        if global_state.client is None or global_state.num_processes == 1:
             return answer({0: value})
-        self._keys = self._keys or f"jaxpar/together/{next(_numbers)}"
+        board = self._board = self._board or Board("together")
         self._turn += 1
-        folder = f"{self._keys}/{self._turn}"
-        client.key_value_set(f"{folder}/{global_state.process_id}", json.dumps([value, error]))
+        turn = self._turn
+        board.put(f"{turn}/{global_state.process_id}", json.dumps([value, error]))
         if global_state.process_id == 0:
             told = {
-                number: json.loads(wait_for(f"{folder}/{number}", number, notice))
+                number: json.loads(board.wait_for(f"{turn}/{number}", number, notice))
                 for number in range(global_state.num_processes)
             }
             values = {number: its_value for number, (its_value, _) in told.items()}
@@ -80,10 +126,10 @@ class Together:
                 describe_processes(n) + said for said, n in _by_value(errors).items()
             )
             made = None if failed else answer(values)
-            client.key_value_set(f"{folder}/answer", json.dumps([made, failed]))
+            board.put(f"{turn}/answer", json.dumps([made, failed]))
             # All have come here, so all have read the answer before.
-            client.key_value_delete(f"{self._keys}/{self._turn - 1}/")
-        made, failed = json.loads(wait_for(f"{folder}/answer", 0, notice))
+            board.remove(f"{turn - 1}/")
+        made, failed = json.loads(board.wait_for(f"{turn}/answer", 0, notice))
         if failed:
             raise SharedError(failed)
         return made
@@ -106,7 +152,6 @@ class Together:
         """
         if jax.process_count() == 1:
             return work()
-        assert global_state.client is not None  # `start_processes` has made it
         cause, said, result = None, "", None
         try:
             result = work()
@@ -224,26 +269,6 @@ def describe_processes(numbers: Sequence[int]) -> str:
             ranges.append([number])
     texts = [f"{r[0]} to {r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in ranges]
     return f"process{'es' * (len(numbers) > 1)} {', '.join(texts)}"
-
-
-def wait_for(key: str, process: int, notice: str = "") -> str:
-    """The value of a key, once that process has set it.
-
-    Args:
-      notice: as of `Together.exchange`.
-    Raises:
-      RuntimeError: the coordinator is gone.
-    """
-    assert global_state.client is not None
-    for passed in waiting():
-        if passed and notice:
-            say(f"waiting for process {process} {notice}, for {passed:.0f} s")
-        try:
-            return global_state.client.blocking_key_value_get(key, 1000)  # then signals are heard
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-    raise AssertionError("it waits forever")
 
 
 def waiting(seconds: float = float("inf")) -> Iterator[float]:

@@ -22,7 +22,7 @@ from jaxpar.hosts.group import (
     ProcessGroup,
     find_processes,
 )
-from jaxpar.hosts.meeting import listen_on, meet, program_facts
+from jaxpar.hosts.rendezvous import listen_on, meet, program_facts
 from jaxpar.output import dropping
 
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other

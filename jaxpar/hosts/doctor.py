@@ -1,6 +1,6 @@
 """What is wrong with this machine's versions, devices, memory and network, and how to fix it.
 
-    Machine (what there is)  -->  checks, one per subject  -->  findings (ok, warning, error)
+    Examined (what there is)  -->  checks, one per subject  -->  findings (ok, warning, error)
 
 A JAX that jaxpar does not run on, or a missing one, already ends the import, with the remedy.
 """
@@ -25,13 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.display import format_bytes, format_count
-from jaxpar.hosts.group import (
-    COORDINATOR_ADDRESS,
-    ProcessGroup,
-    find_processes,
-    split_address,
-)
-from jaxpar.hosts.meeting import PACKAGES
+from jaxpar.hosts.group import COORDINATOR_ADDRESS, ProcessGroup, find_processes, split_address
+from jaxpar.hosts.rendezvous import PACKAGES
 from jaxpar.memory import host_memory
 from jaxpar.tables import make_console
 
@@ -53,7 +48,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class Examined:
     """What the checks look at.
 
     Attributes:
@@ -95,11 +90,11 @@ def main() -> int:
     return int(any(finding.level == "error" for finding in findings))
 
 
-def examine() -> Machine:
+def examine() -> Examined:
     """This machine. Starts JAX's backend."""
     requirements = _requirements()
     names = (*PACKAGES, *(requirement.name for requirement in requirements))
-    return Machine(
+    return Examined(
         environ=os.environ,
         python=sys.version_info[:3],
         requirements=requirements,
@@ -113,12 +108,12 @@ def examine() -> Machine:
     )
 
 
-def diagnose(machine: Machine) -> list[Finding]:
+def diagnose(machine: Examined) -> list[Finding]:
     """All findings, in the order of `CHECKS`."""
     return [finding for check in CHECKS for finding in check(machine)]
 
 
-def check_versions(machine: Machine) -> Iterator[Finding]:
+def check_versions(machine: Examined) -> Iterator[Finding]:
     """A package is missing, or its version is not one that jaxpar runs with."""
     for requirement in machine.requirements:
         version = machine.versions[requirement.name]
@@ -133,8 +128,8 @@ def check_versions(machine: Machine) -> Iterator[Finding]:
     yield Finding("ok", "versions", ", ".join([f"python {python}", *listed]))
 
 
-def check_devices(machine: Machine) -> Iterator[Finding]:
-    """JAX shows no devices, or not the GPUs that there are."""
+def check_devices(machine: Examined) -> Iterator[Finding]:
+    """JAX shows no devices, or not the GPUs that there are, or simulates more than there are cores."""
     if isinstance(machine.devices, str):
         remedy = "mend what the message names; JAX_PLATFORMS=cpu does without an accelerator"
         yield Finding("error", "devices", f"none: {machine.devices}", remedy)
@@ -147,30 +142,16 @@ def check_devices(machine: Machine) -> Iterator[Finding]:
         fact += "; this machine has NVIDIA GPUs, JAX does not use them"
         remedy = "pip install 'jax[cuda12]' or 'jax[cuda13]', as the driver allows"
         yield Finding("warning", "devices", fact, remedy)
+    elif only_cpu and len(machine.devices) > machine.num_cores:
+        cores = format_count(machine.num_cores, "core")
+        fact += f", simulated on {cores}: results are right, speed says nothing"
+        remedy = f"measure speed with at most {format_count(machine.num_cores, 'device')}"
+        yield Finding("warning", "devices", fact, remedy)
     else:
         yield Finding("ok", "devices", fact)
 
 
-def check_simulated(machine: Machine) -> Iterator[Finding]:
-    """More simulated devices than cores."""
-    flag = r"--xla_force_host_platform_device_count=(\d+)"
-    in_flags = re.findall(flag, machine.environ.get("XLA_FLAGS", ""))
-    in_variable = machine.environ.get("JAX_NUM_CPU_DEVICES", "")
-    for name, count in (
-        ("XLA_FLAGS", (in_flags or [""])[-1]),
-        ("JAX_NUM_CPU_DEVICES", in_variable),
-    ):
-        if count.isdecimal() and int(count) > machine.num_cores:
-            cores = format_count(machine.num_cores, "core")
-            yield Finding(
-                "warning",
-                "simulated",
-                f"{name} simulates {count} devices on {cores}: results are right, speed says nothing",
-                f"measure speed with at most {format_count(machine.num_cores, 'device')}",
-            )
-
-
-def check_memory(machine: Machine) -> Iterator[Finding]:
+def check_memory(machine: Examined) -> Iterator[Finding]:
     """Too little to compile."""
     if machine.memory_bytes is None:
         return
@@ -186,7 +167,7 @@ def check_memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("ok", "memory", fact)
 
 
-def check_processes(machine: Machine) -> Iterator[Finding]:
+def check_processes(machine: Examined) -> Iterator[Finding]:
     """Settings of several processes: they are incomplete, or the processes do not reach each other."""
     try:
         group = find_processes(machine.environ)
@@ -214,7 +195,7 @@ def check_processes(machine: Machine) -> Iterator[Finding]:
     yield from _check_proxies(machine, None if group is None else host)
 
 
-def _check_coordinator(machine: Machine, group: ProcessGroup, address: str, host: str) -> Finding:
+def _check_coordinator(machine: Examined, group: ProcessGroup, address: str, host: str) -> Finding:
     """Process 0 has an address that other machines do not reach."""
     try:
         found = machine.resolve(host)
@@ -234,7 +215,7 @@ def _check_coordinator(machine: Machine, group: ProcessGroup, address: str, host
     return Finding("error", "coordinator", fact, remedy)
 
 
-def _check_proxies(machine: Machine, host: str | None) -> Iterator[Finding]:
+def _check_proxies(machine: Examined, host: str | None) -> Iterator[Finding]:
     """A proxy stands between the processes.
 
     Args:
@@ -257,7 +238,7 @@ def _check_proxies(machine: Machine, host: str | None) -> Iterator[Finding]:
 
 
 # In the order of the report.
-CHECKS = (check_versions, check_devices, check_simulated, check_memory, check_processes)
+CHECKS = (check_versions, check_devices, check_memory, check_processes)
 
 
 def _version(package: str) -> str | None:

@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from jaxpar.hosts import leash
+from jaxpar.hosts import parent_watchdog
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
-from jaxpar.hosts.leash import GRACE_SECONDS
-from jaxpar.hosts.scripts import check_command, how_to_go_on, options_of
+from jaxpar.hosts.parent_watchdog import GRACE_SECONDS
+from jaxpar.hosts.scripts import OUT_DIR, check_command, how_to_go_on, options_of
 
-_OUT_DIR = "--train.out-dir"
 _SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
@@ -99,16 +98,16 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
         minimum is out of range.
     """
     options = options_of(command)
-    if not command or command[0] != "train" or not options.get(_OUT_DIR):
+    if not command or command[0] != "train" or not options.get(OUT_DIR):
         raise ValueError(
-            f"--elastic continues a run in its folder; write train and {_OUT_DIR} FOLDER after --"
+            f"--elastic continues a run in its folder; write train and {OUT_DIR} FOLDER after --"
         )
     if not 1 <= min_processes <= num_processes:
         raise ValueError(
             f"min_processes={min_processes}: use a number from 1 to processes={num_processes}"
         )
     more = ["--elastic"] * ("--elastic" not in options)
-    return [*command, *more, *how_to_go_on(command, options[_OUT_DIR])]
+    return [*command, *more, *how_to_go_on(command, options[OUT_DIR])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +138,10 @@ class _Processes:
         self._readers: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[str]] = []
         self._running: set[int] = set()
-        self._stopped: set[int] = set()  # by a signal: they neither run nor end
         self._code = 0  # of the first that ended as it was told to
         self._failed: dict[int, int] = {}  # return codes of the others, in the order of ending
         # The children have one end, this process alone the other: they notice when it closes.
-        held, self._leash = os.pipe()
+        held, self._lifeline = os.pipe()
         try:
             address = f"127.0.0.1:{_free_port()}"
             for index in range(num_processes):
@@ -151,7 +149,7 @@ class _Processes:
                 self._start(index, command, environ, held)
         except BaseException:
             self._send(signal.SIGKILL)
-            os.close(self._leash)
+            os.close(self._lifeline)
             raise
         finally:
             os.close(held)
@@ -160,7 +158,7 @@ class _Processes:
         self, index: int, command: Sequence[str], environ: Mapping[str, str], held: int
     ) -> None:
         process = subprocess.Popen(
-            [sys.executable, leash.__file__, str(held), *command],
+            [sys.executable, parent_watchdog.__file__, str(held), *command],
             env=environ,
             pass_fds=[held],
             stdin=subprocess.DEVNULL,
@@ -197,7 +195,7 @@ class _Processes:
                 _say(message)
         finally:
             self._send(signal.SIGKILL)
-            os.close(self._leash)
+            os.close(self._lifeline)
         return _End(code or self._code, len(lost))
 
     def _watch(self, seconds: float = float("inf"), *, until_failure: bool = False) -> None:
@@ -208,7 +206,6 @@ class _Processes:
                 number = self._signals[self._num_forwarded]
                 self._send(signal.SIGKILL if self._num_forwarded else number)
                 self._num_forwarded += 1
-            self._look_for_stopped()
             with contextlib.suppress(queue.Empty):
                 self._note_end(self._ended.get(timeout=0.1))
 
@@ -237,7 +234,7 @@ class _Processes:
         """
         killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
         index = (killed or list(self._failed))[0]
-        hung = set() if killed else {*self._stopped}
+        hung = set() if killed else {i for i in self._running if self._is_stopped(i)}
         returncode, total = self._failed[index], len(self._processes)
         end = (
             f"ended with exit code {returncode}"
@@ -255,17 +252,8 @@ class _Processes:
             )
         return _exit_code(returncode), {*killed} or hung or {index}, message
 
-    def _look_for_stopped(self) -> None:
-        """Names those that a signal has stopped: the others wait for them, and look as if they hung."""
-        before, self._stopped = self._stopped, {i for i in self._running if self._is_stopped(i)}
-        for index in sorted(self._stopped - before):
-            pid = self._processes[index].pid
-            _say(
-                f"warning: process {index} of {len(self._processes)} hangs: a signal has stopped it "
-                f"(SIGSTOP); it continues after kill -CONT {pid}, or the others miss it and all end"
-            )
-
     def _is_stopped(self, index: int) -> bool:
+        """Whether a signal has stopped it: it neither runs nor ends, and the others wait for it."""
         try:
             stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
         except OSError:
@@ -275,7 +263,7 @@ class _Processes:
     def _send(self, number: int) -> None:
         for index in self._running:
             self._processes[index].send_signal(number)
-            if index in self._stopped:  # it hears nothing else
+            if self._is_stopped(index):  # it hears nothing else
                 self._processes[index].send_signal(signal.SIGCONT)
 
     def _report_end(self, index: int) -> None:

@@ -16,6 +16,7 @@ from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 Platform = Literal["gpu", "cpu"]
 
 COMMANDS = ("train", "evaluate")
+OUT_DIR = "--train.out-dir"
 NOTICE_SECONDS = 120  # before the end that the cluster has set
 MAX_RESTARTS = 100  # of a JobSet, so that one that always fails ends some day
 STOPPED = 128 + 15  # the exit code of a run that SIGTERM has ended, with its state saved
@@ -162,8 +163,6 @@ def how_to_go_on(command: Sequence[str], out_dir: str) -> list[str]:
             "--overwrite would remove the run whenever it is started again; leave it out: remove the folder "
             "by hand, or name another --train.out-dir"
         )
-    names_folder = "--train.out-dir" in options
-    says_how = bool(options.keys() & {"--resume", "--resume-or-begin"})
-    return ["--train.out-dir", out_dir] * (not names_folder) + ["--resume-or-begin"] * (
-        not says_how
-    )
+    says_how = options.keys() & {"--resume", "--resume-or-begin"}
+    where = [] if OUT_DIR in options else [OUT_DIR, out_dir]
+    return where + ([] if says_how else ["--resume-or-begin"])

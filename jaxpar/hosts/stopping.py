@@ -13,15 +13,14 @@ import signal
 import threading
 
 import jax
-from jax._src import distributed  # multihost_utils, too, finds the coordinator here
 
-from jaxpar.hosts.agree import wait_for
-from jaxpar.hosts.hanging import HangWatch
+from jaxpar.hosts.agree import Board
+from jaxpar.hosts.stall_watchdog import StallWatchdog
 
 POLL_SECONDS = 0.5
 
 _REQUESTED = 0  # is no signal
-_num_opened = 0  # in this process; all processes open them in the same order
+_ASKED = "asked"
 
 
 class Stopped(Exception):  # noqa: N818
@@ -92,16 +91,11 @@ class _Group:
     """Several processes, which agree on the call of `pass_by` at which all stop."""
 
     def __init__(self) -> None:
-        global _num_opened
-        _num_opened += 1
-        self._keys = f"jaxpar/stop/{_num_opened}"
-        client = distributed.global_state.client
-        assert client is not None
-        self._client = client
+        self._board = Board("stop")
         self._num_calls = 0
         self._agreed: tuple[int, int] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._hangs = HangWatch(client, f"jaxpar/hanging/{_num_opened}")
+        self._stalls = StallWatchdog()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -113,7 +107,7 @@ class _Group:
         """
         if received is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has been asked for already
-                self._client.key_value_set(f"{self._keys}/asked", str(received))
+                self._board.put(_ASKED, str(received))
         with self._lock:
             if self._agreed is not None and self._num_calls >= self._agreed[0]:
                 return self._agreed[1]
@@ -131,17 +125,16 @@ class _Group:
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
             try:
-                self._hangs.look(self._num_calls)
-                asked = dict(self._client.key_value_dir_get(self._keys)).get(f"{self._keys}/asked")
-                if asked is None:
+                self._stalls.look(self._num_calls)
+                if (asked := self._board.texts().get(_ASKED)) is None:
                     continue
                 with self._lock:  # no more steps here until it is known how far the others are
                     self._tell()
-                    told = [wait_for(f"{self._keys}/{n}", n) for n in range(jax.process_count())]
+                    told = [self._board.wait_for(str(n), n) for n in range(jax.process_count())]
                     self._agreed = max(map(int, told)), int(asked)
             except jax.errors.JaxRuntimeError:
                 pass  # this process has closed, or the coordinator is gone and JAX ends this one
             return
 
     def _tell(self) -> None:
-        self._client.key_value_set(f"{self._keys}/{jax.process_index()}", str(self._num_calls))
+        self._board.put(str(jax.process_index()), str(self._num_calls))

@@ -7,7 +7,7 @@ from flax import nnx
 
 from jaxpar.at import At
 from jaxpar.nn.hoisting import hoisted_scan
-from jaxpar.nn.resets import begin_anew
+from jaxpar.nn.resets import begin_anew, initial_of
 
 
 class Recurrent(nnx.Module):
@@ -33,7 +33,7 @@ class Recurrent(nnx.Module):
     def __call__(self, carry: Any, x_TBW: jax.Array, at: At) -> tuple[Any, jax.Array]:
         """The cell at every time step."""
         graphdef, state = nnx.split(self.cell)
-        initial = None if at.resets is None else self.initial_carry(x_TBW.shape[1])
+        initial = initial_of(self, x_TBW, at)
 
         def step(given, carry, inputs):
             (state, initial), (x_BW, is_new_B) = given, inputs

@@ -9,16 +9,17 @@ Legend of the dim suffixes: T time, B batch, I input, H hidden, 3 the gates r z 
 (Cho et al. 2014, with the reset gate applied after the product, as in `torch.nn.GRU` and cuDNN.)
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.at import At
-from jaxpar.nn.dropout import dropout
 from jaxpar.nn.hidden import GateParams, Recurrence
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
-from jaxpar.nn.resets import begin_anew, initial_of
+from jaxpar.nn.resets import begin_anew
 
 
 def gru_layer(
@@ -66,8 +67,6 @@ class GRU(Recurrence):
 
     num_gates, num_biases = 3, 4
 
-    @jax.named_scope("gru")
-    def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
-        """Dropout, then the layer over a window of time; see `gru_layer`."""
-        initial = initial_of(self, x_TBH, at)
-        return gru_layer(self.params, carry, dropout(x_TBH, self.dropout, at), at.resets, initial)
+    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+        """See `gru_layer`."""
+        return gru_layer(self.params, carry, x_TBH, at.resets, initial)

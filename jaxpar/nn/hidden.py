@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.at import At
 from jaxpar.axes import BATCH, GATES, HIDDEN, INPUT
+from jaxpar.nn.dropout import dropout
 from jaxpar.nn.param import Initializer, kernel_param, named_param
+from jaxpar.nn.resets import initial_of
 
 
 class GateParams(NamedTuple):
@@ -64,6 +67,31 @@ class Recurrence(nnx.Module):
     def initial_carry(self, rows: int) -> Any:
         """Zeros, [rows, H]; a layer of your own may return something else, such as a parameter."""
         return jnp.zeros((rows, self.width), jnp.float32)
+
+    def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+        """The state that sequences within the block begin with; None is zeros."""
+        return initial_of(self, x_TBH, at)
+
+    def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, jax.Array]:
+        """Dropout, then the layer over a window of time."""
+        with jax.named_scope(type(self).__name__.lower()):
+            initial = self.begins_with(x_TBH, at)
+            return self.over_time(carry, dropout(x_TBH, self.dropout, at), at, initial)
+
+    def over_time(
+        self, carry: Any, x_TBH: jax.Array, at: At, initial: Any
+    ) -> tuple[Any, jax.Array]:
+        """The layer over a window of time.
+
+        The dtype of x is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
+
+        Args:
+          carry: the state before the first step.
+          initial: that which sequences begin with (`at.resets`); None is zeros.
+        Returns:
+          the state after the last step, and the outputs, as x.
+        """
+        raise NotImplementedError
 
 
 class ForgetGate(Recurrence):

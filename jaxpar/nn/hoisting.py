@@ -10,17 +10,19 @@ is one product, with time among the dims that it sums over.
 """
 
 import functools
+from collections import ChainMap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear import contract, sum_of_outer_products, transposable, wide
-from jaxpar.nn.rooms import scan_in_place
 from jaxpar.nn.step_program import Product, StepProgram, is_float, read_step, read_values
-from jaxpar.nn.tape import Source, Tape
+from jaxpar.trace.jaxprs import cut
+from jaxpar.trace.residuals import Residuals, Source
 from jaxpar.trees import add, check_floats, check_same, vary_like
 
 
@@ -50,25 +52,32 @@ def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]
     return after, jax.tree.unflatten(jax.tree.structure(y_shape), ys)
 
 
-class _Fixed:
-    """The fixed values of a program; of products, the weights as they and their backward passes take them."""
+class _Fixed(NamedTuple):
+    """What is fixed of a program.
 
-    def __init__(self, program: StepProgram, given: Sequence[Any]):
-        self.env = dict(zip(program.fixed, program.make_fixed(given), strict=True))
-        self.products, self.weights = dict[int, Product](), dict[int, tuple[Any, Any]]()
-        for eqn in program.weighed((*program.early, *program.late)):
-            product = Product.find(eqn, program.weights_of(eqn))
-            if product is not None:
-                w = _in_order(self.env[eqn.invars[1 - product.place]], product.w_order)
-                n = product.num_sums
-                # Transposed here, or it would be at every step.
-                back = transposable(w.transpose(*range(n, w.ndim), *range(n)))
-                self.products[id(eqn)], self.weights[id(eqn)] = product, (w, back)
+    Attributes:
+      values: of `program.fixed`.
+      weights: of `program.products`, as they and their backward passes take them.
+    """
 
-    @property
-    def leaves(self) -> list[Any]:
-        """All of them, in an order that is always the same."""
-        return [*self.env.values(), *(a for pair in self.weights.values() for a in pair)]
+    values: list[Any]
+    weights: list[tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, program: StepProgram, given: Sequence[Any]) -> "_Fixed":
+        """Made of what is given."""
+        fixed = cls(program.make_fixed(given), [])
+        env = fixed.env(program)
+        for product in program.products.values():
+            w, n = _in_order(env[product.weight], product.w_order), product.num_sums
+            # Transposed here, or it would be at every step.
+            back = transposable(w.transpose(*range(n, w.ndim), *range(n)))
+            fixed.weights.append((w, back))
+        return fixed
+
+    def env(self, program: StepProgram) -> dict[Any, Any]:
+        """The values by their variables."""
+        return _env(program.fixed, self.values)
 
 
 def _run(
@@ -91,24 +100,19 @@ def _run(
     Returns:
       all that is known then.
     """
-    env, rest = {**fixed.env, **env}, iter(taps or ())
+    env, rest = {**fixed.env(program), **env}, iter(taps or ())
+    weights = _env([*program.products], fixed.weights)
     for eqn in eqns:
-        if not program.weights_of(eqn):
-            values = (
-                read_values({**env, **live}, eqn.invars) if live else read_values(env, eqn.invars)
-            )
-            outs = program.apply(eqn, values, over_time=over_time)
+        is_weighed = len(program.weights_of(eqn)) > 0
+        values = read_values(env if is_weighed else ChainMap(live, env), eqn.invars)
+        if product := program.products.get(id(eqn)):
+            u = _in_order(values[product.place], product.u_order, over_time=over_time)
+            z: Any = _multiply(product, u.dtype, u, *weights[id(eqn)])
+            outs = [_in_order(z, product.out_order, over_time=over_time)]
         else:
-            values = read_values(env, eqn.invars)
-            if id(eqn) in fixed.products:
-                product = fixed.products[id(eqn)]
-                u = _in_order(values[product.place], product.u_order, over_time=over_time)
-                z: Any = _multiply(product, u.dtype, u, *fixed.weights[id(eqn)])
-                outs = [_in_order(z, product.out_order, over_time=over_time)]
-            else:
-                outs = program.apply(eqn, values, over_time=over_time)
-            if taps is not None:
-                outs = [_tap(z, tap) for z, tap in zip(outs, next(rest), strict=True)]
+            outs = program.apply(eqn, values, over_time=over_time)
+        if is_weighed and taps is not None:
+            outs = [_tap(z, tap) for z, tap in zip(outs, next(rest), strict=True)]
         env.update(zip(eqn.outvars, outs, strict=True))
     return env
 
@@ -117,6 +121,11 @@ def _in_order(a: jax.Array, order: Sequence[int], *, over_time: bool = False) ->
     """Its dims in this order; the first is time, if it is over time."""
     order = (0, *(n + 1 for n in order)) if over_time else tuple(order)
     return a if order == tuple(range(a.ndim)) else a.transpose(order)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    """The order that undoes it."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -154,7 +163,7 @@ _tap.defvjp(lambda z, tap: (z, None), lambda _, dz: (dz, dz))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scan(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any]):
     """Without gradients there is nothing to take out."""
-    fixed = _Fixed(program, given)
+    fixed = _Fixed.of(program, given)
 
     def step(carry, inputs):
         known = _env([*program.carry, *program.xs], [*carry, *inputs])
@@ -175,11 +184,10 @@ class _Static:
 
 def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any]):
     """The loop, and what its backward pass needs."""
-    fixed = _Fixed(program, given)
-    live = [fixed.env[v] for v in program.live]
+    fixed = _Fixed.of(program, given)
     taps = functools.partial(_taps, program, reference=(given, carry, xs))
 
-    def early(*xs):
+    def early(fixed, *xs):
         x_env = _env(program.xs, xs)
 
         def run(floats, taps):
@@ -193,10 +201,11 @@ def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[
         _, vjp, (crossing, operands) = jax.vjp(run, floats, early_taps, has_aux=True)
         return crossing, vjp, operands
 
-    early_tape = Tape(early, xs, fixed.leaves, free=range(len(xs)))
-    crossing, early_kept = early_tape.run(xs, fixed.leaves)
+    num_xs, num_crossing = len(xs), len(program.crossing)
+    of_early = Residuals(early, fixed, *xs, free=range(num_xs), results=range(num_crossing))
+    crossing, early_kept = of_early.run(fixed, *xs)
 
-    def late(*values):
+    def late(fixed, *values):
         carry, inputs = values[: program.num_carry], values[program.num_carry :]
         inputs_env = _env([*program.xs, *program.crossing], inputs)
 
@@ -207,89 +216,91 @@ def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[
             return _outs(program, env, live_env), _operands(program, program.late, env)
 
         floats = read_values(inputs_env, program.late_floats)
+        live = read_values(fixed.env(program), program.live)
         return jax.vjp(run, [*carry], floats, live, taps(program.late), has_aux=True)
 
     first = [*carry, *(a[0] for a in (*xs, *crossing))]
     n, num_outs = program.num_carry, len(program.outs) - program.num_carry
-    tape = Tape(late, first, fixed.leaves, free=range(n, len(first)), busy=range(n))
+    of_late = Residuals(
+        late, fixed, *first, free=range(n, len(first)), results=range(n, n + num_outs)
+    )
 
     def step(carry, inputs):
-        outs, kept = tape.run([*carry, *inputs], fixed.leaves)
+        outs, kept = of_late.run(fixed, *carry, *inputs)
         return outs[:n], [*outs[n:], *kept]
 
     # What crosses into the loop is read by nothing else, but for backward passes that take it.
-    spent = {*range(len(xs), len(xs) + len(crossing))}
-    spent -= {source.number - n for source in tape.used if source.of == "argument"}
-    spent -= {len(xs) + source.number for source in early_tape.used if source.of == "result"}
+    donated = {*range(num_xs, num_xs + num_crossing)}
+    donated -= {source.number - n for source in of_late.used if source.of == "argument"}
+    donated -= {num_xs + source.number for source in of_early.used if source.of == "result"}
     after, ys, parts = scan_in_place(
         step,
         carry,
         [*xs, *crossing],
-        spent=spent,
-        divisible={num_outs + number for number in tape.kept_for_vjp},
+        donated=donated,
+        divisible={num_outs + number for number in of_late.kept_for_vjp},
     )
     ys, kept = ys[:num_outs], ys[num_outs:]
     parts = {Source("kept", number - num_outs): part for number, part in parts.items()}
     values = [
-        *early_tape.values(xs, crossing, early_kept),
-        *tape.values([None] * n + [*xs, *crossing], [None] * n + [*ys], kept),
+        *of_early.values(xs, crossing, early_kept),
+        *of_late.values([None] * n + [*xs, *crossing], [None] * n + [*ys], kept),
     ]
     once = {id(value): value for value in values}
     places = [[*once].index(id(value)) for value in values]
-    return (after, ys), (given, [*once.values()], _Static((places, parts)), early_tape, tape)
+    return (after, ys), (given, [*once.values()], _Static((places, parts)), of_early, of_late)
 
 
 def _backward(program: StepProgram, saved: Any, cotangents: Any):
     """Gradients of what is given, of the carry before the first step, and of the inputs."""
-    given, once, static, early_tape, tape = saved
+    given, once, static, of_early, of_late = saved
     d_after, d_ys = cotangents
     places, parts = static.value
-    fixed, found = _Fixed(program, given), [once[place] for place in places]
-    num_early = len(early_tape.used)
-    early_values = early_tape.by_source(found[:num_early], fixed.leaves)
-    values = tape.by_source(found[num_early:], fixed.leaves)
-    looped = [source for source in tape.sources if source.of != "fixed"]
-    arrays = {id(values[source]): values[source] for source in looped}
-    afterwards = {id(a) for a in (*early_values.values(), *jax.tree.leaves(tape.wanted(values)))}
-    spent = {len(d_ys) + n for n, number in enumerate(arrays) if number not in afterwards}
+    fixed, found = _Fixed.of(program, given), [once[place] for place in places]
+    env = fixed.env(program)
+    early_found, late_found = cut(found, len(of_early.used))
+    early_values, values = _env(of_early.used, early_found), _env(of_late.used, late_found)
+    arrays = {id(values[source]): values[source] for source in of_late.sources}
+    early_operands = of_early.wanted(fixed, early_values)
+    late_operands = of_late.wanted(fixed, values)
+    afterwards = {id(a) for a in (*early_values.values(), *jax.tree.leaves(late_operands))}
+    donated = {len(d_ys) + n for n, number in enumerate(arrays) if number not in afterwards}
     numbers: list[int] = []
 
     def step(carry, inputs):
         d_carry, d_live = carry
         dy, read = inputs[: len(d_ys)], _env([*arrays], inputs[len(d_ys) :])
-        here = {source: read[id(values[source])] for source in looped}
+        here = {source: read[id(values[source])] for source in of_late.sources}
         here |= {source: here[source][:, part] for source, part in parts.items() if source in here}
-        here = values | here
-        d_carry, d_floats, d_live_here, d_taps = tape.vjp(here)([*d_carry, *dy])
+        d_carry, d_floats, d_live_here, d_taps = of_late.vjp(fixed, here)([*d_carry, *dy])
         # What is added up, such as a product and a bias, has one cotangent.
         leaves = jax.tree.leaves((d_floats, d_taps))
         unique = {id(leaf): leaf for leaf in leaves}
         numbers[:] = [[*unique].index(id(leaf)) for leaf in leaves]
         return (d_carry, add(d_live, d_live_here)), [*unique.values()]
 
-    start = (d_after, [jnp.zeros_like(fixed.env[v]) for v in program.live])
+    start = (d_after, [jnp.zeros_like(env[v]) for v in program.live])
     inputs = [*d_ys, *arrays.values()]
-    (d_carry, d_live), found, _ = scan_in_place(step, start, inputs, spent=spent, reverse=True)
+    (d_carry, d_live), found, _ = scan_in_place(step, start, inputs, donated=donated, reverse=True)
     found = [found[number] for number in numbers]
-    d_env = _env(program.late_floats, found[: len(program.late_floats)])
-    late_dz = found[len(program.late_floats) :]
+    d_late, late_dz = cut(found, len(program.late_floats))
+    d_env = _env(program.late_floats, d_late)
     d_crossing = [d_env[v] for v in program.crossing_floats]
-    d_early, early_dz = early_tape.vjp(early_values)(d_crossing)
+    d_early, early_dz = of_early.vjp(fixed, early_values)(d_crossing)
     for v, dx in zip(program.early_floats, d_early, strict=True):
         d_env[v] = d_env[v] + dx if v in d_env else dx
 
-    d_fixed = {v: jnp.zeros_like(a) for v, a in fixed.env.items() if is_float(a)}
+    d_fixed = {v: jnp.zeros_like(a) for v, a in env.items() if is_float(a)}
     d_fixed |= _env(program.live, d_live)
-    early_operands = early_tape.wanted(early_values)
     for eqns, operands, dz in (
         (program.early, early_operands, jax.tree.leaves(early_dz)),
-        (program.late, tape.wanted(values), late_dz),
+        (program.late, late_operands, late_dz),
     ):
         rest = iter(dz)
         for eqn, own in zip(program.weighed(eqns), operands, strict=True):
             dz_own = [next(rest) for v in eqn.outvars if is_float(v.aval)]
-            for number, dw in _weight_gradients(program, eqn, fixed, own, dz_own):
-                d_fixed[eqn.invars[number]] += dw
+            for weight, dw in _weight_gradients(program, eqn, env, own, dz_own):
+                d_fixed[weight] += dw
     d_given = _gradients_of_given(program, given, d_fixed)
     if program.live:
         # The loop makes gradients of weights: they come with all that it makes, none is left for later.
@@ -301,23 +312,21 @@ _scan.defvjp(_forward, _backward)
 
 
 def _weight_gradients(
-    program: StepProgram, eqn: Any, fixed: _Fixed, operands: list[Any], dz: list[Any]
-) -> list[tuple[int, Any]]:
-    """Of an equation at all steps: its fixed operands' numbers and gradients."""
-    if id(eqn) not in fixed.products:
-        weights = [fixed.env[eqn.invars[n]] for n in program.weights_of(eqn)]
-        grads = program.weight_gradients(eqn, operands, weights, dz)
-        return [*zip(program.weights_of(eqn), grads, strict=True)]
-    product = fixed.products[id(eqn)]
-    u = _in_order(operands[product.place], product.u_order, over_time=True)
-    back = sorted(range(len(product.out_order)), key=product.out_order.__getitem__)
-    dz_TN = _in_order(dz[0], back, over_time=True).astype(u.dtype)
+    program: StepProgram, eqn: Any, env: dict[Any, Any], operands: list[Any], dz: list[Any]
+) -> list[tuple[Any, Any]]:
+    """Of an equation at all steps: its fixed operands and their gradients."""
+    if id(eqn) not in program.products:
+        weights = [eqn.invars[n] for n in program.weights_of(eqn)]
+        grads = program.weight_gradients(eqn, operands, [env[w] for w in weights], dz)
+        return [*zip(weights, grads, strict=True)]
+    product = program.products[id(eqn)]
+    w, u = env[product.weight], operands[product.place]
+    u = _in_order(u, product.u_order, over_time=True)
+    dz_TN = _in_order(dz[0], _inverse(product.out_order), over_time=True).astype(u.dtype)
     rows = u.shape[: u.ndim - product.num_sums]
     dw = sum_of_outer_products(u.reshape(*rows, -1), dz_TN, precision=product.precision)
-    w = fixed.weights[id(eqn)][0]
-    back = sorted(range(w.ndim), key=product.w_order.__getitem__)
-    dw = _in_order(dw.reshape(w.shape), back).astype(w.dtype)
-    return [(1 - product.place, dw)]
+    dw = dw.reshape([w.shape[n] for n in product.w_order])
+    return [(product.weight, _in_order(dw, _inverse(product.w_order)).astype(w.dtype))]
 
 
 def _gradients_of_given(

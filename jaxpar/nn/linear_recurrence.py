@@ -17,10 +17,8 @@ from flax import nnx
 from jax import lax
 
 from jaxpar.at import At
-from jaxpar.nn.dropout import dropout
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import sum_of_outer_products, transposable
-from jaxpar.nn.resets import initial_of
 from jaxpar.trees import vary_like
 
 
@@ -66,16 +64,11 @@ class LinearRecurrence(Recurrence):
         """What the state is multiplied by, and what is added to it, by x W + b; float32 [T, B, H]."""
         raise NotImplementedError
 
-    def __call__(self, carry: jax.Array, x_TBH: jax.Array, at: At) -> tuple[jax.Array, jax.Array]:
-        """Dropout, then the layer over a window of time."""
-        with jax.named_scope(type(self).__name__.lower()):
-            x_TBH = dropout(x_TBH, self.dropout, at)
-            factors = self.factors(_gates_of(x_TBH, self.w[...], self.b[...]), x_TBH)
-            initial = initial_of(self, x_TBH, at)
-            carry, h_TBH = linear_recurrence(
-                *factors, carry, at.resets, initial, one_by_one=at.on_cpu
-            )
-            return carry, h_TBH.astype(x_TBH.dtype)
+    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+        """See `linear_recurrence`."""
+        factors = self.factors(_gates_of(x_TBH, self.w[...], self.b[...]), x_TBH)
+        carry, h_TBH = linear_recurrence(*factors, carry, at.resets, initial, one_by_one=at.on_cpu)
+        return carry, h_TBH.astype(x_TBH.dtype)
 
 
 def _gates_of(x_TBI: jax.Array, w_IGH: jax.Array, b_GH: jax.Array) -> jax.Array:

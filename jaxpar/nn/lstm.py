@@ -20,11 +20,10 @@ from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, HIDDEN
-from jaxpar.nn.dropout import dropout
 from jaxpar.nn.hidden import ForgetGate, GateParams
 from jaxpar.nn.linear import sum_of_outer_products, transposable
 from jaxpar.nn.param import named_param
-from jaxpar.nn.resets import begin_anew, initial_of
+from jaxpar.nn.resets import begin_anew
 from jaxpar.trees import vary_like
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
@@ -80,16 +79,16 @@ def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: 
     zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_IGH.astype(dtype))
 
     def step(carry, inputs):
-        (h_BH, c_before_BH, room_TB4H), (t, is_new_B) = carry, inputs
+        (h_BH, c_before_BH, buffer_TB4H), (t, is_new_B) = carry, inputs
         h_BH, c_BH = begin_anew(is_new_B, initial, LSTMCarry(h_BH, c_before_BH))
-        z_B4H = room_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_GH[None]
+        z_B4H = buffer_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_GH[None]
         gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         c_next = f * c_BH + i * g
         h_next = (o * jnp.tanh(c_next)).astype(dtype)
-        # The gates take the room of what they are made of: memory that is at hand, and in the cache.
-        room_TB4H = lax.dynamic_update_index_in_dim(room_TB4H, gates_B4H, t, 0)
-        return (h_next, c_next, room_TB4H), (h_next, h_BH, c_before_BH)
+        # The gates take the place of what they are made of: memory that is at hand, and in the cache.
+        buffer_TB4H = lax.dynamic_update_index_in_dim(buffer_TB4H, gates_B4H, t, 0)
+        return (h_next, c_next, buffer_TB4H), (h_next, h_BH, c_before_BH)
 
     start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
     steps = jnp.arange(len(x_TBI)), resets_TB
@@ -193,12 +192,13 @@ class LSTM(ForgetGate):
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return LSTMCarry(zeros, zeros)
 
-    @jax.named_scope("lstm")
-    def __call__(self, carry: LSTMCarry, x_TBH: jax.Array, at: At) -> tuple[LSTMCarry, jax.Array]:
-        """Dropout, then the layer over a window of time; see `lstm_layer`."""
-        params, x_TBH = self.params, dropout(x_TBH, self.dropout, at)
-        initial = initial_of(self, x_TBH, at) if self.learn_initial else at.initial
-        return lstm_layer(params, carry, x_TBH, at.resets, initial)
+    def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+        """As learned; None is zeros."""
+        return super().begins_with(x_TBH, at) if self.learn_initial else at.initial
+
+    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+        """See `lstm_layer`."""
+        return lstm_layer(self.params, carry, x_TBH, at.resets, initial)
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

@@ -19,11 +19,10 @@ from jax import lax
 
 from jaxpar.at import At
 from jaxpar.axes import BATCH, HIDDEN
-from jaxpar.nn.dropout import dropout
 from jaxpar.nn.hidden import ForgetGate
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
-from jaxpar.nn.resets import begin_anew, initial_of
+from jaxpar.nn.resets import begin_anew
 
 NOTHING = -1e30  # m of a state that nothing has entered: exp(NOTHING - anything) is 0
 
@@ -53,13 +52,8 @@ class SLSTM(ForgetGate):
         zeros = jnp.zeros((rows, self.width), jnp.float32)
         return SLSTMCarry(zeros, zeros, zeros, zeros + NOTHING)
 
-    @jax.named_scope("slstm")
-    def __call__(self, carry: SLSTMCarry, x_TBH: jax.Array, at: At) -> tuple[SLSTMCarry, jax.Array]:
-        """Dropout, then the layer over a window of time.
-
-        The dtype of x is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
-        """
-        initial, x_TBH = initial_of(self, x_TBH, at), dropout(x_TBH, self.dropout, at)
+    def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
+        """The formulas above."""
         dtype = x_TBH.dtype
 
         def step(given, carry, inputs):

@@ -3,14 +3,14 @@
 Legend of shapes: K dims that a product sums over, N those that its weight adds.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
-from jaxpar.jaxprs import (
+from jaxpar.trace.jaxprs import (
     equations_for,
     function_of,
     inlined,
@@ -37,6 +37,7 @@ class StepProgram:
       fixed: variables that are fixed, and read by these equations or results.
       live: those of them whose gradients are added up in the loop.
       operands: by the id of a weighed equation, numbers of those that the gradients of its weights need.
+      products: by their ids, the weighed equations that are products.
     """
 
     def __init__(self, jaxpr: Jaxpr, num_given: int, num_carry: int):
@@ -84,6 +85,8 @@ class StepProgram:
         ]
         self.crossing_floats = [v for v in self.crossing if is_float(v.aval)]
         self.operands = {id(eqn): self._find_operands(eqn) for eqn in self.weighed(both)}
+        found = {id(eqn): Product.find(eqn, self.weights_of(eqn)) for eqn in self.weighed(both)}
+        self.products = {number: product for number, product in found.items() if product}
 
     def make_fixed(self, given: Sequence[Any]) -> list[Any]:
         """The values that are fixed."""
@@ -183,7 +186,7 @@ def _alone(
     return function_of(jaxpr, [*given], [eqn], eqn.outvars), given
 
 
-def read_values(env: dict[Var, Any], names: Sequence[Any]) -> list[Any]:
+def read_values(env: Mapping[Var, Any], names: Sequence[Any]) -> list[Any]:
     """The values of variables and literals."""
     return [name.val if isinstance(name, Literal) else env[name] for name in names]
 
@@ -202,13 +205,15 @@ class Product(NamedTuple):
     """A dot_general with one fixed operand, as u w: [..., K] [K, N] -> [..., N].
 
     Attributes:
-      place: of u among the operands; w is the other.
+      weight: w.
+      place: of u among the operands.
       u_order, w_order: of their dims, so that those which are summed come last and first.
       out_order: of the dims of u w, which makes them those of the equation.
       num_sums: how many dims K is.
       precision, dtype: as of `lax.dot_general`.
     """
 
+    weight: Var
     place: int
     u_order: tuple[int, ...]
     w_order: tuple[int, ...]
@@ -234,6 +239,7 @@ class Product(NamedTuple):
         num_u, num_out = len(u_free), len(u_free) + len(w_free)
         w_first = (*range(num_u, num_out), *range(num_u))
         return cls(
+            eqn.invars[other],
             place,
             u_free + u_sums,
             w_sums + w_free,

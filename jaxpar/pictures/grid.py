@@ -19,7 +19,8 @@ from jaxpar.display import format_bytes, format_count, format_shape, show
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.picture import Picture, table_html
 from jaxpar.pictures.style import HEAD, color_of, style_on
-from jaxpar.sharding import dims_of
+from jaxpar.sharding import axes_of_spec, dims_of
+from jaxpar.trees import device_bytes
 
 HTML_WIDTH = 150  # letters of a table in a notebook
 MAX_CHIPS = 8  # more devices in one place are written as ranges
@@ -125,12 +126,12 @@ def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
         for device, index in sharding.devices_indices_map(shape).items()
     }
     split = [d for d, ranges in enumerate(zip(*bounds.values(), strict=True)) if len({*ranges}) > 1]
-    spec = (*sharding.spec, *[None] * len(shape)) if isinstance(sharding, NamedSharding) else ()
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+    axes_of = axes_of_spec(spec or (), len(shape))
     heads = {}
     for dim in split:
-        name, axes = names[dim] if names else None, spec[dim] if spec else None
-        axes = (axes,) if isinstance(axes, str) else axes or ()
-        heads[dim] = "/".join([f"dim {dim} {name or ''}".strip(), *axes])
+        name = (names[dim] if names else None) or ""
+        heads[dim] = "/".join([f"dim {dim} {name}".strip(), *axes_of[dim]])
     devices: dict[tuple[str, ...], list[int]] = {}
     for device, ranges in sorted(bounds.items(), key=lambda item: item[::-1]):
         place = tuple(f"{heads[dim]} [{ranges[dim][0]}:{ranges[dim][1]}]" for dim in split)
@@ -140,8 +141,8 @@ def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     held += f", each on {copies} devices" * (copies > 1)
     if not split:
         held = f"whole on {format_count(copies, 'device')}"
-    size = format_bytes(math.prod(shard) * array.dtype.itemsize)
-    layout = f", {sharding.spec}".replace("PartitionSpec", "P") if spec else ""
+    size = format_bytes(device_bytes(array))
+    layout = "" if spec is None or not shape else f", {spec}".replace("PartitionSpec", "P")
     return Grid(f"{array.dtype} {format_shape(shape)}{layout}: {held}; {size} a device", devices)
 
 

@@ -10,10 +10,10 @@ from rich.text import Text
 
 from jaxpar.display import format_bytes, format_shape, show
 from jaxpar.pictures.picture import Picture
-from jaxpar.sharding import dims_of, is_variable, named_leaves
+from jaxpar.sharding import array_of, axes_of_spec, dims_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.tables import FittingTable
-from jaxpar.trees import device_bytes
+from jaxpar.trees import device_bytes, whole_bytes
 
 
 @show.register
@@ -53,8 +53,7 @@ def _table(params: Any, heading: str = "parameter") -> Table:
     """
     table = FittingTable(heading, "shape", "dims / axes that split them", "shard", ">bytes/device")
     for name, leaf in named_leaves(params):
-        is_named = is_variable(leaf)
-        array = leaf.get_value() if is_named else leaf
+        array = array_of(leaf)
         layout = array.sharding
         if layout is None:
             raise ValueError(
@@ -62,13 +61,11 @@ def _table(params: Any, heading: str = "parameter") -> Table:
                 f"the params of abstract_state(setup), or real ones"
             )
         sizes = layout.mesh.shape if isinstance(layout, NamedSharding) else {}
-        spec = (*layout.spec, *[None] * array.ndim)[: array.ndim] if sizes else [None] * array.ndim
-        dims = dims_of(leaf) if is_named else [None] * array.ndim
+        split = axes_of_spec(layout.spec if sizes else (), array.ndim)
         text = Text()
-        for dim, axes in zip(dims, spec, strict=True):
-            names = [axes] if isinstance(axes, str) else list(axes or ())
+        for dim, axes in zip(dims_of(leaf), split, strict=True):
             text.append(f"{dim or '-'}")
-            text.append("".join(f"/{axis}" for axis in names if sizes[axis] > 1), style="bold cyan")
+            text.append("".join(f"/{axis}" for axis in axes if sizes[axis] > 1), style="bold cyan")
             text.append(", ")
         if layout.num_devices > 1 and layout.is_fully_replicated:
             text.append("replicated  ", style="bold yellow")
@@ -87,11 +84,11 @@ def _bytes_of(state: TrainState) -> str:
         f"optimizer state{where}": state.opt_state,
         "carried state": state.carry,
     }
-    parts = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
-    counted = parts["parameters"] + parts["frozen"]
-    count = sum(leaf.size for leaf in counted)
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in counted)
+    counted = state.params, state.frozen
+    count, whole = sum(leaf.size for leaf in jax.tree.leaves(counted)), whole_bytes(counted)
     on_device = ", ".join(
-        f"{name} {format_bytes(device_bytes(leaves))}" for name, leaves in parts.items() if leaves
+        f"{name} {format_bytes(device_bytes(tree))}"
+        for name, tree in trees.items()
+        if jax.tree.leaves(tree)
     )
     return f"{count:,} parameters, {format_bytes(whole)}; per device: {on_device}"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from jaxpar.pictures.chart import Chart, draw
 from jaxpar.pictures.style import HEAD, STYLE, make_page
-from jaxpar.tables import WIDTH
+from jaxpar.tables import WIDTH, rendered
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}
@@ -47,10 +47,7 @@ class Picture:
 
     def __str__(self) -> str:
         # In a notebook rich would show it by itself.
-        console = Console(file=io.StringIO(), width=WIDTH, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(self, end="", highlight=False)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return rendered(self, Console(file=io.StringIO(), width=WIDTH, force_jupyter=False))
 
     __repr__ = __str__
 

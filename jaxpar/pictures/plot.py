@@ -9,7 +9,7 @@ from types import ModuleType
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import inspect_step
 from jaxpar.facts import ModelFacts
-from jaxpar.files import whole_file
+from jaxpar.files import check_place, whole_file
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
@@ -97,10 +97,7 @@ def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
     if output is None:
         raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{ends[0]}")
     path = Path(output).expanduser()
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"cannot write {path}: there is no folder {path.parent}; make it first"
-        )
+    check_place(path)
     if path.suffix not in ends:
         raise ValueError(
             f"cannot draw {kind} into {str(path)!r}; end its name in {', '.join(ends)}"

@@ -41,10 +41,8 @@ def show_report(report: ProgramReport) -> Picture:
 @show.register
 def show_cost(cost: StepCost) -> Picture:
     """What is known of a step by arithmetic, by the compiler and by running it, side by side."""
-    program, table = (
-        cost.program,
-        FittingTable("", "axes", ">by arithmetic", ">compiled", ">measured"),
-    )
+    program = cost.program
+    table = FittingTable("", "axes", ">by arithmetic", ">compiled", ">measured")
     sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for part in cost.sent:
         sums[0][part.op, " ".join(part.axes)] += round(part.runs * part.bytes)
@@ -93,19 +91,9 @@ def show_ranking(ranking: Ranking) -> Picture:
 
 
 def _collectives_table(collectives: Sequence[Collective]) -> Table:
-    columns = (
-        "collective",
-        "axes",
-        "payload",
-        ">bytes",
-        ">runs",
-        "in loops",
-        ">sent",
-        "pass",
-        "module",
-    )
     overlap = any(c.beside is not None for c in collectives)
-    table = FittingTable(*columns, *["beside"] * overlap)
+    columns = "collective", "axes", "payload", ">bytes", ">runs", "in loops", ">sent", "pass"
+    table = FittingTable(*columns, "module", *["beside"] * overlap)
     for c in sorted(collectives, key=lambda c: -(c.count or 1) * c.sent_bytes):
         dims = format_shape(c.shapes[0])
         more = f" +{len(c.shapes) - 1}" if len(c.shapes) > 1 else ""

@@ -14,17 +14,8 @@ from jax import lax
 from jax.extend.core import Var
 
 from jaxpar.at import At
-from jaxpar.jaxprs import (
-    equations_for,
-    function_of,
-    inlined,
-    is_cheap,
-    least_kept,
-    made_of,
-    made_with,
-    reads_of,
-    varying_of,
-)
+from jaxpar.trace.jaxprs import cut, equations_for, function_of, is_cheap, made_of, reads_of
+from jaxpar.trace.residuals import Residuals, Source
 from jaxpar.trees import shape_of, vary_like
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
@@ -53,18 +44,9 @@ class SplitLayer:
     ):
         """Traces the layer and its backward pass; nothing is computed."""
         self._layer = layer
-        self._cut: _Cut | None = None
-        traced = _Forward(layer, params, frozen, carry, x, at)
-        self._vjp, self._remake = traced.vjp, traced.remake
-        self.saved = [shape_of(v.aval) for v in traced.kept]
-
-        def trace_cut(params, frozen, *rest):
-            after, y, saved = traced.run(params, frozen, *rest)
-            saved = vary_like(saved, y)  # as the loop over layers has them
-            self._cut = _cut(self._whole, ((params, frozen), saved, (after, y)))
-
-        if splits:
-            jax.eval_shape(trace_cut, *traced.arguments)
+        self._residuals, arguments = _trace(layer, params, frozen, carry, x, at)
+        self.saved = [shape_of(v.aval) for v in self._residuals.kept]
+        self._cut = self._find_cut(*arguments) if splits else None
         self.has_weights = self._cut is not None
         self.needed, self.later = self._cut[:2] if self._cut else ([], [])
         self.places = _places(self.saved, self.needed, self.later)
@@ -73,9 +55,11 @@ class SplitLayer:
 
     def forward(self, params: Any, frozen: Any, carry: Any, x: Any, at: At):
         """The carry, the outputs, and what is saved."""
-        traced = _Forward(self._layer, params, frozen, carry, x, at)
-        assert [shape_of(v.aval) for v in traced.kept] == self.saved, "it traces in one way only"
-        return traced.run(*traced.arguments)
+        residuals, arguments = _trace(self._layer, params, frozen, carry, x, at)
+        kept = [shape_of(v.aval) for v in residuals.kept]
+        assert kept == self.saved, "it traces in one way only"
+        (carry, y), saved = residuals.run(*arguments)
+        return carry, y, saved
 
     def prepare(self, params: Any, frozen: Any) -> Any:
         """The weights as B and W take them: with what can be computed of them alone, such as transposes."""
@@ -95,79 +79,46 @@ class SplitLayer:
         assert self._cut is not None
         return self._cut.weights(prepared, needed, later)
 
-    def is_longer(self, other: "SplitLayer", times: int) -> bool:
-        """Whether W of this layer takes what W of another takes, so many in a row along the first dim."""
-
-        def sizes(part: SplitLayer, times: int):
-            leaves = [part.saved[n] for n in part.needed] + part.later
-            # A number of a whole block has no dim to join.
-            return [
-                ((a.shape[0] * times, *a.shape[1:]) if a.shape else None, a.dtype) for a in leaves
-            ]
-
-        own = sizes(self, 1)
-        return self.has_weights and own == sizes(other, times) and all(shape for shape, _ in own)
-
     def _whole(self, weights: Any, saved: list[jax.Array], cotangents: tuple[Any, Any]):
         """Gradients of the weights, cotangents of the carry and of the inputs."""
-        leaves = self._remake(*jax.tree.leaves((weights, saved)))
-        return jax.tree.unflatten(self._vjp, leaves)(cotangents)
+        kept = {Source("kept", n): value for n, value in enumerate(saved)}
+        return self._residuals.vjp(weights, kept)(cotangents)
+
+    def _find_cut(self, weights: Any, *arguments: Any) -> "_Cut | None":
+        found = []
+
+        def trace(weights, *arguments):
+            (carry, y), saved = self._residuals.run(weights, *arguments)
+            saved = vary_like(saved, y)  # as the loop over layers has them
+            found.append(_cut(self._whole, (weights, saved, (carry, y))))
+
+        jax.eval_shape(trace, weights, *arguments)
+        return found[0]
 
 
-class _Forward:
-    """A layer's forward pass, traced.
+def _trace(
+    layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At
+) -> tuple[Residuals, tuple[Any, ...]]:
+    """A layer's forward pass, and the arguments to run it with."""
 
-    Attributes:
-      arguments: of `run`.
-      vjp: structure of its backward pass, whose leaves are the residuals.
-      kept: variables that residuals can be made of again, together with the weights.
-      remake: a function of weights and of what is kept that does so.
-    """
+    # Where a block lies is traced as well: autodiff saves less of what it knows.
+    def forward(weights, carry, x, *where):
+        params, frozen = weights
+        # In a loop all are of one type, whatever they are before it.
+        carry, x, where = vary_like((carry, x, where), (params, carry, x))
+        here = at._replace(**dict(zip(("layer", "time", "row", "batch"), where, strict=True)))
+        # Weak types are made strong, or what is saved would depend on where the arrays come from.
+        carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
 
-    def __init__(self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At):
-        """Traces it."""
+        def run(params, carry, x):
+            return layer(params, frozen, carry, x, here)
 
-        # Where a block lies is traced as well: autodiff saves less of what it knows.
-        def trace(params, frozen, carry, x, *where):
-            # In a loop all are of one type, whatever they are before it.
-            carry, x, where = vary_like((carry, x, where), (params, carry, x))
-            here = at._replace(**dict(zip(("layer", "time", "row", "batch"), where, strict=True)))
-            # Weak types are made strong, or what is saved would depend on where the arrays come from.
-            carry, x = jax.tree.map(lambda a: lax.convert_element_type(a, a.dtype), (carry, x))
+        return *jax.vjp(run, params, carry, x), ()
 
-            def run(params, carry, x):
-                return layer(params, frozen, carry, x, here)
-
-            return jax.vjp(run, params, carry, x)
-
-        # Python's whole numbers would be int64 with JAX_ENABLE_X64, those of a loop are int32.
-        place = (jnp.asarray(number, jnp.int32) for number in (at.layer, at.time, at.row))
-        self.arguments = params, frozen, carry, x, *place, at.batch
-        traced, shapes = jax.make_jaxpr(trace, return_shape=True)(*self.arguments)
-        whole = inlined(traced)
-        self._jaxpr, self._consts = jaxpr, _ = whole.jaxpr, whole.consts
-        self._out, self.vjp = map(jax.tree.structure, shapes)
-        self._outs, residuals = _halves(jaxpr.outvars, self._out.num_leaves)
-        weights, rest = _halves(jaxpr.invars, len(jax.tree.leaves((params, frozen))))
-        others = made_with(jaxpr, (*rest, *jaxpr.constvars))
-        alone = {*weights, *(v for eqn in jaxpr.eqns for v in eqn.outvars if v not in others)}
-        varying = {varying_of(v) for v in self._outs if isinstance(v, Var)}
-
-        def again(eqn):  # among values of one type, that of what is kept
-            names = "pcast", "pvary"
-            is_plain = is_cheap(eqn) and eqn.primitive.name not in names
-            return is_plain and varying == {varying_of(v) for v in eqn.outvars}
-
-        self.kept = least_kept(jaxpr, residuals, alone, again)
-        eqns = equations_for(jaxpr.eqns, residuals, {*self.kept})
-        self.remake = function_of(jaxpr, [*weights, *self.kept], eqns, residuals)
-
-    def run(self, *arguments: Any) -> tuple[Any, Any, list[jax.Array]]:
-        """Carry, outputs, and what is kept."""
-        jaxpr, outs = self._jaxpr, [*self._outs, *self.kept]
-        found = function_of(jaxpr, jaxpr.invars, jaxpr.eqns, outs, self._consts)
-        out, kept = _halves(found(*jax.tree.leaves(arguments)), len(self._outs))
-        return *jax.tree.unflatten(self._out, out), kept
+    # Python's whole numbers would be int64 with JAX_ENABLE_X64, those of a loop are int32.
+    place = (jnp.asarray(number, jnp.int32) for number in (at.layer, at.time, at.row))
+    arguments = (params, frozen), carry, x, *place, at.batch
+    return Residuals(forward, *arguments), arguments
 
 
 class _Cut(NamedTuple):
@@ -201,8 +152,8 @@ def _cut(
 
     closed, shape = jax.make_jaxpr(both, return_shape=True)(*arguments)
     jaxpr, (of_weights, of_inputs) = closed.jaxpr, map(jax.tree.structure, shape)
-    w_outs, b_outs = _halves(jaxpr.outvars, of_weights.num_leaves)
-    weights, rest = _halves(jaxpr.invars, len(jax.tree.leaves(arguments[0])))
+    w_outs, b_outs = cut(jaxpr.outvars, of_weights.num_leaves)
+    weights, rest = cut(jaxpr.invars, len(jax.tree.leaves(arguments[0])))
     saved = rest[: len(arguments[1])]
     ready = made_of(jaxpr, weights)
     b_eqns = equations_for(jaxpr.eqns, b_outs, ready)
@@ -230,18 +181,13 @@ def _cut(
     run_w = function([*own, *(saved[n] for n in needed), *later], w_eqns, w_outs)
 
     def inputs(*arguments):
-        out, later = _halves(run_b(*arguments), len(b_outs))
+        out, later = cut(run_b(*arguments), len(b_outs))
         return *jax.tree.unflatten(of_inputs, out), later
 
     def gradients(*arguments):
         return jax.tree.unflatten(of_weights, run_w(*arguments))
 
     return _Cut(needed, [shape_of(v.aval) for v in later], prepare, inputs, gradients)
-
-
-def _halves(values: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
-    """The first of the values, and the others."""
-    return [*values[:count]], [*values[count:]]
 
 
 def _places(saved: Sequence[Any], needed: Sequence[int], later: Sequence[Any]) -> list[int]:

@@ -33,7 +33,7 @@ from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.setup import Setup
 from jaxpar.sharding import Rules, split_over_data
 from jaxpar.task import Settings, Task
-from jaxpar.work import Amount
+from jaxpar.trace.counts import Amount
 
 FLOAT = 4  # bytes of a float32, in which gradients and sums are accumulated
 LEAST_BYTES = 1000  # of a collective that is counted: sums of the loss and norms are not

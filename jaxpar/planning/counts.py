@@ -20,10 +20,10 @@ from jaxpar.model import KIND
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
-from jaxpar.sharding import Axes, Rules, check_split, dims_of, is_variable, named_leaves
+from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
-from jaxpar.trees import add, shape_of
-from jaxpar.work import Amount, amount
+from jaxpar.trace.counts import Amount, amount
+from jaxpar.trees import add, shape_of, whole_bytes
 
 
 class Array(NamedTuple):
@@ -45,7 +45,7 @@ class Array(NamedTuple):
 class Part(NamedTuple):
     """A device's part of an array: the mesh axes that split each dim, and the number of elements left."""
 
-    axes: tuple[Axes, ...]
+    axes: tuple[tuple[str, ...], ...]
     elements: int
 
 
@@ -64,7 +64,7 @@ def part_of(array: Array, rows: int, rules: Rules, sizes: tuple[tuple[str, int],
         shape = (rows, *shape[1:])
     spec = rules.spec(array.dims, shape, on)
     check_split(f"parameter {array.name}", array.dims, shape, spec, on)
-    axes = tuple((a,) if isinstance(a, str) else tuple(a or ()) for a in spec)
+    axes = tuple(axes_of_spec(spec))
     return Part(axes, math.prod(shape) // math.prod(on[axis] for each in axes for axis in each))
 
 
@@ -136,15 +136,14 @@ class Counts:
         self.last = self._outer.last[0]
         self.dtype = str(jax.tree.leaves(facts.traces.x)[0].dtype)
         self.width = jax.tree.leaves(facts.traces.x)[0].shape[-1]
-        self.batch_bytes = _bytes_of(facts.batch)
+        self.batch_bytes = whole_bytes(facts.batch)
         self._traced = functools.cache(self._trace)
 
     def _arrays(self, tree: Any) -> Iterator[Array]:
         for name, leaf in named_leaves(tree):
-            kind = leaf.get_metadata(KIND, None) if is_variable(leaf) else None
-            value = leaf.get_value() if is_variable(leaf) else leaf
-            dims = dims_of(leaf) if is_variable(leaf) else (None,) * len(value.shape)
-            number = self.facts.kinds.index(kind) if dims[:1] == (LAYERS,) else None
+            dims, value, number = dims_of(leaf), array_of(leaf), None
+            if dims[:1] == (LAYERS,):
+                number = self.facts.kinds.index(leaf.get_metadata(KIND))
             yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
 
     @property
@@ -214,7 +213,7 @@ class Counts:
             gradient = amount(first_gradient, of_first[0], *of_first, batch, x)
         return Unit(
             steps=t or 1,
-            x=_bytes_of(x),
+            x=whole_bytes(x),
             kinds=tuple(kinds),
             first=amount(first, *of_first, batch),
             first_gradient=gradient,
@@ -237,7 +236,7 @@ def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, 
         forward=amount(forward, params, frozen, carry, x, at.batch),
         backward=amount(split.backward, prepared, split.saved_and_room, carry, x),
         weights=weights,
-        kept=_bytes_of(split.saved_and_room),
+        kept=whole_bytes(split.saved_and_room),
     )
 
 
@@ -250,10 +249,6 @@ def _between(low: Unit, high: Unit, start: int, end: int, at: int) -> Unit:
     """On the line through two units of sizes `start` and `end`."""
     share = (at - start) / (end - start) if end > start else 1.0
     return jax.tree.map(lambda a, b: max(a + (b - a) * share, 0.0), low, high)
-
-
-def _bytes_of(tree: Any) -> float:
-    return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxpar.memory import host_memory
-from jaxpar.mesh import find_devices
-from jaxpar.work import Amount
+from jaxpar.memory import device_memory
+from jaxpar.mesh import find_devices, split_machine
+from jaxpar.trace.counts import Amount
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ SHEETS = _read_sheets()  # of a device of each machine, by its name
 
 
 def find_machine(name: str | None = None, memory_bytes: float | None = None) -> Machine:
-    """The machine that a text describes, as `mesh.described_devices` has it; None: the devices that JAX has.
+    """The machine that a text describes, as of `mesh.split_machine`; None: the devices that JAX has.
 
     Args:
       memory_bytes: of one device, to replace the machine's own figure.
@@ -117,17 +116,9 @@ def find_machine(name: str | None = None, memory_bytes: float | None = None) -> 
         return dataclasses.replace(find_machine(name), memory_bytes=memory_bytes)
     if name is None:
         return _find_here()
-    kind, _, sides = name.partition(":")
-    if kind not in SHEETS or kind == "cpu" or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
-        raise ValueError(
-            f"machine {name!r}: write a TPU slice by its sides in chips (v5e:4x8, v5p:2x2x2, v6e:2x4), or "
-            f"GPUs as partitions x hosts x GPUs of each (h100:1x2x8; h200, a100 and b200 likewise)"
-        )
-    sizes = [int(side) for side in sides.split("x")]
-    num_devices, sheet = math.prod(sizes), SHEETS[kind]
-    if not num_devices:
-        raise ValueError(f"machine {name!r} has no devices; use sides of 1 and more")
-    near = num_devices if sheet["platform"] == "tpu" else sizes[-1]
+    kind, sides = split_machine(name)
+    num_devices, sheet = math.prod(sides), SHEETS[kind]
+    near = num_devices if sheet["platform"] == "tpu" else sides[-1]
     return Machine(name, num_devices, near, **sheet)
 
 
@@ -143,14 +134,5 @@ def _find_here() -> Machine:
     devices = find_devices()
     name, sheet = f"{len(devices)} x {devices[0].device_kind}", SHEETS[sheet_of(devices[0])]
     machine = Machine(name, len(devices), len(jax.local_devices()), **sheet, is_here=True)
-    room = _memory_bytes(devices) or machine.memory_bytes
-    return dataclasses.replace(machine, memory_bytes=room)
-
-
-def _memory_bytes(devices: list[Any]) -> float | None:
-    """Memory of one device; simulated ones share the machine's. None if it is unknown."""
-    local = [device for device in devices if device.process_index == jax.process_index()]
-    if limit := (local[0].memory_stats() or {}).get("bytes_limit"):
-        return float(limit)
-    memory = host_memory()
-    return memory[1] / len(local) if memory and local[0].platform == "cpu" else None
+    room = device_memory(jax.local_devices()) or machine.memory_bytes
+    return dataclasses.replace(machine, memory_bytes=float(room))

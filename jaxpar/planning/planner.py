@@ -241,9 +241,7 @@ def check_fits(cost: StepCost) -> StepCost:
     scale = cost.memory_bytes / sum(cost.held.values())
     devices = dataclasses.replace(machine, num_devices=mesh.num_devices)
     likely = [each for each in rank(*cost.settings, devices) if each.memory_bytes * scale <= room]
-    same = [each for each in likely if each.parallel.mesh == mesh][:_MOST_TRIED]
-    tried = [*same, *(each for each in likely if each.parallel.mesh != mesh)]
-    tried = tried[: len(same) + _MOST_TRIED]
+    tried = sorted(likely, key=lambda each: each.parallel.mesh != mesh)[: 2 * _MOST_TRIED]
     setups = [setup_on(each.settings, machine) for each in tried]
     for number, found in compile_steps(setups, machine):
         tried[number] = tried[number].known(found)

@@ -18,6 +18,8 @@ from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import Task
 from jaxpar.timing import seconds_of, take_turns
 
+_MOST_PARTS = 8  # of a batch, that a group takes: each is a microbatch of its own
+
 
 def time_steps(setups: Sequence[Setup], num_rounds: int, num_steps: int = 3) -> list[list[float]]:
     """Seconds of a training step of each setup, [setups][rounds], on the state and batches of a run.
@@ -63,22 +65,19 @@ def _batches_of_run(setup: Setup, seed: int) -> Batches:
     return setup.task.make_batches("train", seed)
 
 
-def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, ...]:
-    """One integer per group, none above `max_parts`, so that all groups end as nearly together as possible.
+def propose_shares(seconds: Sequence[float]) -> tuple[int, ...]:
+    """One integer per group, none above 8, so that all groups end as nearly together as possible.
 
     Args:
       seconds: what each data-parallel group needs for the same work.
     Raises:
-      ValueError: `seconds` is empty, or has a value that is not positive and finite; or `max_parts` is not
-        positive.
+      ValueError: `seconds` is empty, or has a value that is not positive and finite.
     """
     if not seconds or not all(0 < value < math.inf for value in seconds):
         raise ValueError(
             f"seconds={tuple(seconds)}: give a time above 0 for every group, and below infinity, as "
             f"measure_groups does"
         )
-    if max_parts < 1:
-        raise ValueError(f"max_parts={max_parts}: must be positive; 8 is usual")
     times = np.asarray(seconds, np.float64)
 
     def wasted(shares: np.ndarray) -> float:
@@ -88,7 +87,7 @@ def propose_shares(seconds: Sequence[float], max_parts: int = 8) -> tuple[int, .
 
     candidates = [
         np.maximum(np.rint(times.min() / times * most), 1).astype(int)
-        for most in range(1, max_parts + 1)
+        for most in range(1, _MOST_PARTS + 1)
     ]
     return tuple(min(candidates, key=lambda shares: round(wasted(shares), 3)).tolist())
 

@@ -17,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxpar.axes import LAYERS
 from jaxpar.layout import Layout
-from jaxpar.sharding import dims_of, is_variable, named_leaves
+from jaxpar.sharding import array_of, axes_of_spec, dims_of, is_variable, named_leaves, to_spec
 from jaxpar.state import TrainState
 
 Tree = TypeVar("Tree")
@@ -90,11 +89,6 @@ def with_parameters(
     return dataclasses.replace(state, params=from_layers(state.params, layout, placed))
 
 
-def array_of(leaf: Any) -> Any:
-    """The array of a variable, or the array itself."""
-    return leaf.get_value() if is_variable(leaf) else leaf
-
-
 def kind_of(leaf: Any) -> str | None:
     """The kind of layers that are stacked in a variable; None if it is of no layer."""
     return leaf.get_metadata("kind", None) if is_variable(leaf) else None
@@ -147,17 +141,14 @@ def _without_layers(array: Any) -> NamedSharding:
     picking is compiled.
     """
     mesh = array.sharding.mesh
-    split = [
-        (axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in array.sharding.spec
-    ]
-    split += [()] * (array.ndim - len(split))
+    split = axes_of_spec(array.sharding.spec, array.ndim)
     moved, split[0] = split[0], ()
     for other, size in enumerate(array.shape):
         axes = split[other] + moved
         if other and size % math.prod(mesh.shape[axis] for axis in axes) == 0:
             split[other] = axes
             break
-    return NamedSharding(mesh, P(*(axes[0] if len(axes) == 1 else axes or None for axes in split)))
+    return NamedSharding(mesh, to_spec(split))
 
 
 @functools.partial(jax.jit, static_argnames=("index", "sharding"))

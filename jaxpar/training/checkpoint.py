@@ -139,12 +139,15 @@ class Checkpoints:
                 f"cannot save step {step}: {self._folder} has step {max(later)} already; continue "
                 f"from that one, delete it, or use another out_dir"
             )
+        losses = {str(each): repr(loss) for each, loss in self.losses.items()}
+        own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
+        described = self._described_task | own
         with self._failing_in_words():
             self._saving = Writing(
                 self._folder / str(step),
                 arrays,
                 together=self._together,
-                seal=functools.partial(self._seal, self._describe(step, batches or {})),
+                seal=functools.partial(self._seal, described),
                 clean_up=self._delete_old,
                 on_failure=self.on_failure,
             )
@@ -191,12 +194,12 @@ class Checkpoints:
         before, now = self.described(int(path.name)), self._described_task
         _check_task(path, before, now)
         with _reading_in_words(path):
-            stored = _flatten(orbax.metadata(str(path)).metadata)
+            stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
             _check_chunks(stored)
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
         with _reading_in_words(path):
-            arrays = _flatten(orbax.load(str(path), unflatten_dict(abstract, sep="/")))
-        return from_layers(target, self._setup.layout, arrays)
+            loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
+        return from_layers(target, self._setup.layout, dict(named_leaves(loaded, "/")))
 
     def described(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.
@@ -227,11 +230,6 @@ class Checkpoints:
     @functools.cached_property
     def _described_task(self) -> dict[str, Any]:
         return _describe(self._task, self._task.files() if self._files is None else self._files)
-
-    def _describe(self, step: int, batches: Mapping[str, str]) -> dict[str, Any]:
-        losses = {str(each): repr(loss) for each, loss in self.losses.items()}
-        own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches)}
-        return self._described_task | own
 
     def _seal(self, described: Mapping[str, Any], path: Path) -> None:
         """Writes what is said of a checkpoint whose other files are written, with their checksums."""
@@ -534,8 +532,3 @@ def _check_arrays(
             f"{path}: {name} is {stored.get(name, 'not there')}, the task needs "
             f"{needed.get(name, 'no such array')}; use model and jaxpar as they were, {_ELSEWHERE}"
         )
-
-
-def _flatten(tree: Any) -> dict[str, Any]:
-    """`{"a": {"b": x}}` -> `{"a/b": x}`."""
-    return dict(named_leaves(tree, "/"))

@@ -4,6 +4,7 @@ XXH3 of every 64 MiB, 128 bits. It guards against damage, not against forgery. O
 27 GB/s, CRC-32 of zlib 7 GB/s, SHA-256 of OpenSSL 2 GB/s (`benchmarks/checkpoints`).
 """
 
+import collections
 import contextlib
 import hashlib
 import json
@@ -53,28 +54,47 @@ def find_changed(folder: Path, expected: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
+class WrittenFiles:
+    """What a run has written into its folder: checksums, for which no file is read again.
+
+    So damage on a disk is not taken for the run's own writing.
+    """
+
+    def __init__(self) -> None:
+        self._sizes = collections.Counter[str]()
+        self._hashes = collections.defaultdict[str, xxhash.xxh3_128](xxhash.xxh3_128)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Notes a file that is written anew."""
+        self._sizes[name], self._hashes[name] = len(content), xxhash.xxh3_128(content)
+
+    def extend(self, name: str, content: bytes) -> None:
+        """Notes what is added to a file."""
+        self._sizes[name] += len(content)
+        self._hashes[name].update(content)
+
+    def checksums(self) -> dict[str, str]:
+        """As of `checksum`, by the names of the files."""
+        return {name: f"{n} {self._hashes[name].hexdigest()}" for name, n in self._sizes.items()}
+
+
 def digest(content: Any) -> str:
     """SHA-256 of what JSON can hold, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def write_table(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes what `sealed` makes of a table; the file appears whole or not at all.
+    """Writes a table as JSON, with its own hash; the file appears whole or not at all.
 
     Raises:
       OSError: it cannot be written.
     """
     with whole_file(path) as file:
-        file.write_text(sealed(content))
-
-
-def sealed(content: Mapping[str, Any]) -> str:
-    """A table as JSON, with its own hash."""
-    return json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n"
+        file.write_text(json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n")
 
 
 def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
-    """The table that `sealed` has made the text of a file of.
+    """The table that `write_table` has written into a file.
 
     Args:
       types: of the values by their keys, all of which there must be.

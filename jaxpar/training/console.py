@@ -19,7 +19,7 @@ from jaxpar.state import TrainState
 from jaxpar.tables import FittingTable, make_console
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.report import Evaluation, Progress, Report, Skipped
-from jaxpar.training.summary import describe_plan
+from jaxpar.training.summary import summarize
 
 ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers
 
@@ -44,7 +44,7 @@ class ConsoleReport(Report):
             self.console = NotebookConsole()  # of its own for each run
         facts = Table.grid(padding=(0, 2))
         facts.add_column(style="bold")
-        for name, value in describe_plan(setup):
+        for name, value in summarize(setup):
             facts.add_row(name, Text(value))  # brackets are no markup
         self.console.print(facts, "")
         self.console.print(state, "", highlight=False)

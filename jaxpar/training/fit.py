@@ -222,7 +222,8 @@ def begin_run(
     Raises:
       OSError: the folder cannot be written, or is in use.
     """
-    folder = _claim_numbered_folder() if folder is None else folder
+    if folder is None:  # the same one for all processes
+        folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
     setup = setup.replace(out_dir=str(folder))
 
     def start() -> None:
@@ -287,11 +288,6 @@ def _check_profile(num_steps: int, taken: int) -> None:
             f"num_steps={num_steps}{done}: a profile is of steps {profiler.FIRST} to {profiler.LAST}; "
             f"take {taken + profiler.LAST} or more"
         )
-
-
-def _claim_numbered_folder() -> RunFolder:
-    """A new numbered folder, the same one for all processes."""
-    return RunFolder(in_process_0(lambda: str(next_run_folder())))
 
 
 def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> TrainState | None:

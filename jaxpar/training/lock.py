@@ -7,6 +7,7 @@ for all of them; that of a machine that died ends when the server says so, by NF
 import contextlib
 import datetime
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -15,11 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.hosts.agree import in_process_0
-
-try:
-    import fcntl
-except ImportError:  # there is none on Windows
-    fcntl = None
 
 NAME = ".lock"
 _UNKNOWN = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # to a file system without locks
@@ -93,8 +89,6 @@ class FolderLock:
                 raise OSError(f"{self._path} is a link, and a lock is none; remove it") from error
             raise self._failure(error) from error
         try:
-            if fcntl is None:
-                raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(file, _MESSAGE_BYTES, 0)

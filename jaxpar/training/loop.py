@@ -131,7 +131,7 @@ class Run:
         if evaluations:
             loss = evaluations["valid"].loss
             in_process_0(lambda: self.checkpoints.note_loss(int(self.state.step), loss))
-        in_process_0(self.folder.write_manifest)
+        in_process_0(self.folder.write_checksums)
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
 
@@ -176,12 +176,12 @@ class Run:
 
     def _begin_elsewhere(self, folder: RunFolder, step: int) -> None:
         folder.start(self.texts)
-        folder.take_metrics(self.folder, step)
+        folder.rewind_metrics(step, self.folder)
 
     def _save(self) -> None:
-        """Begins to write a checkpoint; the manifest says what there is with it."""
+        """Begins to write a checkpoint; data.json says how the other files are with it."""
         read = self.batches.checksums(int(self.state.step))
-        in_process_0(self.folder.write_manifest)
+        in_process_0(self.folder.write_checksums)
         self.checkpoints.save(self.state, read)
 
     def _validates(self, step: int) -> bool:

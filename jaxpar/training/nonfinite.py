@@ -28,10 +28,10 @@ from jaxpar.parts import RATE, part_of
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
-from jaxpar.sharding import named_leaves
+from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import CompiledStep, dropout_key, mean_loss
-from jaxpar.training.by_layer import array_of, kind_of
+from jaxpar.training.by_layer import kind_of
 from jaxpar.trees import vary_like
 
 NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart

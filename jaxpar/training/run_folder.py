@@ -2,12 +2,12 @@
 
 runs/0001/
   config.toml        every setting, with what was left open filled in
-  data.json          what identifies the data
+  data.json          what identifies the data and the run, and checksums of the files here as of the newest
+                     checkpoint
   task.py            the file of the task as it was when the run began, if it is the user's own
   metrics.jsonl      one line a report
   checkpoints/       the newest states
   vocabulary.json    and other files that the task keeps
-  manifest.json      which run it is, and checksums of the files above as of the newest checkpoint
   .lock              while a run goes on: who it is
 
 config.toml, task.py and metrics.jsonl are plain files that people edit and other tools read: a change since
@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,22 +30,33 @@ import jax
 
 from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.fields import leaves_of, require
-from jaxpar.files import free_path, make_folder, read_file, read_json, refuse_address, whole_file
+from jaxpar.files import (
+    WRITABLE,
+    free_path,
+    in_words,
+    make_folder,
+    read_file,
+    read_json,
+    refuse_address,
+    whole_file,
+)
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated
 from jaxpar.task import Settings, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, run_of
-from jaxpar.training.checksums import checksum, read_table, sealed
+from jaxpar.training.checksums import WrittenFiles, checksum, read_table, write_table
 from jaxpar.training.lock import FolderLock
-from jaxpar.training.manifest import NAME as MANIFEST
-from jaxpar.training.manifest import REMEDY, Manifest, is_changed, read_manifest
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 _NAMED = 3  # differences that a message names
 _OF_SETTINGS = ("settings", "batches")  # in data.json: what depends on the settings
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
-_OWN = (CONFIG, DATA, TASK, MANIFEST, "metrics.jsonl", "checkpoints", "profile")
+_OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
+# What data.json holds: what identifies the data, the name of the run, and checksums of what it has written.
+_DATA = {"data": dict, "files": dict[str, str], "settings": str, "batches": dict}
+_DATA |= {"run": str, "written": dict[str, str]}
+_REMEDY = "bring it back from a copy"  # what a run has written
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +74,8 @@ class RunFolder:
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
         self._lock: FolderLock | None = None
-        self._manifest = Manifest()  # of the run that this process writes
+        self._known: dict[str, Any] = {}  # of the run that this process writes, as in data.json
+        self._written = WrittenFiles()
 
     def __str__(self) -> str:
         return str(self.path)
@@ -78,7 +91,7 @@ class RunFolder:
 
         Raises:
           FileNotFoundError: no run has written here.
-          ValueError: an older version has, or its settings are damaged.
+          ValueError: an older version has, or what it has written of itself is damaged.
         """
         self._task_name()
         self._tell_changes()
@@ -157,14 +170,17 @@ class RunFolder:
         """Warns of files that people may change and that are not as they were written."""
         if jax.process_index() != 0:
             return
-        manifest, file = read_manifest(self.path), _file_of(self._task_name())
-        if manifest is None:
-            _log.warning(
-                "%s is not there: nothing tells which files have changed", self.path / MANIFEST
-            )
+        # Settings and numbers alone can be looked at; without the rest no run goes on.
+        written = self._data()["written"] if self.data_path.exists() else {}
+        file = _file_of(self._task_name())
         for path in (self.config_path, self.task_path, self.metrics_path):
-            known = manifest and manifest[1].get(path.name)
-            if known and is_changed(path, known, grows=path == self.metrics_path):
+            if (known := written.get(path.name)) is None:
+                continue
+            content = read_file(path, remedy=_REMEDY) if path.exists() else b""
+            size = known.partition(" ")[0]
+            if path == self.metrics_path and size.isdecimal():  # lines may have been added since
+                content = content[: int(size)]
+            if checksum(content) != known:
                 _log.warning(
                     "%s has changed since the run wrote it; if you have not changed it, bring it back from a "
                     "copy",
@@ -177,13 +193,9 @@ class RunFolder:
             )
 
     def find_run(self) -> str | None:
-        """The name of the run in the folder, by its manifest or its newest checkpoint; None without both.
-
-        Raises:
-          ValueError: the manifest is damaged.
-        """
-        if (manifest := read_manifest(self.path)) is not None:
-            return manifest[0]
+        """The name of the run in the folder, by data.json or its newest checkpoint; None without both."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._data()["run"]
         runs = map(run_of, reversed(_numbered(self.checkpoints_path)))
         return next(filter(None, runs), None)
 
@@ -238,25 +250,23 @@ class RunFolder:
         files = self._data()["files"]
         if name not in files:
             raise ValueError(f"the run in {self} keeps no {name}")
-        content = read_file(self.path / name, remedy=REMEDY)
+        content = read_file(self.path / name, remedy=_REMEDY)
         if checksum(content) != files[name]:
-            raise ValueError(f"{self.path / name} is damaged: it is not what was written; {REMEDY}")
+            raise ValueError(
+                f"{self.path / name} is damaged: it is not what was written; {_REMEDY}"
+            )
         return content.decode()
 
     def _data(self) -> dict[str, Any]:
-        """What the run has written of its data."""
-        types = {"data": dict, "files": dict[str, str], "settings": str, "batches": dict}
+        """What the run has written of its data and its files."""
         try:
-            data = read_table(self.data_path, types)
+            with in_words(f"read {self.data_path}", _REMEDY):
+                data = read_table(self.data_path, _DATA)
             require(all(name == Path(name).name for name in data["files"]), "a file is elsewhere")
             return data
-        except OSError as error:
-            raise type(error)(
-                f"cannot read {self.data_path}: {error.strerror}; {REMEDY}"
-            ) from error
         except ValueError as error:
             raise ValueError(
-                f"{self.data_path} is damaged: it is not what was written; {REMEDY} (a run of another "
+                f"{self.data_path} is damaged: it is not what was written; {_REMEDY} (a run of another "
                 f"version of jaxpar needs that version)"
             ) from error
 
@@ -291,12 +301,12 @@ class RunFolder:
           OSError: what the run has written cannot be read.
           ValueError: they have changed.
         """
-        was, now = self._data(), dict(data)
-        is_cut_alike = was["settings"] == now["settings"]
-        if not is_cut_alike:
-            was, now = (
-                {k: v for k, v in each.items() if k not in _OF_SETTINGS} for each in (was, now)
-            )
+        known = self._data()
+        is_cut_alike = known["settings"] == data["settings"]
+        was, now = (
+            {name: each[name] for name in data if is_cut_alike or name not in _OF_SETTINGS}
+            for each in (known, data)
+        )
         if was != now:
             before, after = leaves_of(was), leaves_of(now)
             changed = [n for n in {**before, **after} if before.get(n) != after.get(n)]
@@ -316,26 +326,31 @@ class RunFolder:
           OSError: it cannot be written.
         """
         self._make()
-        self._manifest = Manifest(self.find_run())
+        run = self.find_run() or uuid.uuid4().hex[:16]  # the same wherever the folder is copied
+        self._known = {**read_json(texts[DATA]), "run": run}
+        self._written = WrittenFiles()
         self._append("")
-        self._manifest.put(self.metrics_path.name, self.metrics_path.read_bytes())
+        self._written.put(self.metrics_path.name, self.metrics_path.read_bytes())
+        texts = {name: text for name, text in texts.items() if name != DATA}
+        for name, text in texts.items():
+            self._written.put(name, text.encode())
+        self.write_checksums()
         for name, text in texts.items():
             self._write(self.path / name, text)
-        self.write_manifest()
 
-    def write_manifest(self) -> None:
-        """Writes down which files there are and how they are, for whoever continues from here.
+    def write_checksums(self) -> None:
+        """Writes down how the files of the run are, for whoever continues from here.
 
         Raises:
           OSError: it cannot be written.
         """
         self.check_lock()
-        self._manifest.write(self.path)
+        write_table(self.data_path, {**self._known, "written": self._written.checksums()})
 
     def _write(self, path: Path, text: str) -> None:
         with whole_file(path) as file:
             file.write_bytes(text.encode())
-        self._manifest.put(path.name, text.encode())
+        self._written.put(path.name, text.encode())
 
     def clear(self) -> None:
         """Removes the files of a run, and no others. A link stays; where it leads, this run's checkpoints go.
@@ -344,7 +359,7 @@ class RunFolder:
           ValueError: as of `check_links`, or no run of jaxpar has written here.
         """
         self.check_links()
-        if self.holds_run and not (self.path / MANIFEST).exists():
+        if self.holds_run and not self.data_path.exists():
             self._task_name()
         try:
             kept = self._data()["files"]
@@ -373,18 +388,14 @@ class RunFolder:
           OSError: it cannot be written.
         """
         self.check_lock()
-        text = json.dumps(line) + "\n"
+        text = f"{json.dumps(line)}\n"
         self._append(text)
-        self._manifest.extend(self.metrics_path.name, text.encode())
+        self._written.extend(self.metrics_path.name, text.encode())
 
     def _append(self, text: str) -> None:
-        try:
-            with self.metrics_path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise type(error)(
-                f"cannot write {self.metrics_path}: {error.strerror}; give a place that can be written"
-            ) from error
+        path = self.metrics_path
+        with in_words(f"write {path}", WRITABLE), path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; none if there is no such file.
@@ -395,7 +406,7 @@ class RunFolder:
         if not self.metrics_path.exists():
             return []
         # The last is b"" after a whole line.
-        *contents, _ = read_file(self.metrics_path, remedy=REMEDY).split(b"\n")
+        *contents, _ = read_file(self.metrics_path, remedy=_REMEDY).split(b"\n")
         lines = [_from_line(content) for content in contents]
         bad = [str(number) for number, line in enumerate(lines, 1) if line is None]
         if bad:
@@ -408,28 +419,24 @@ class RunFolder:
             )
         return [line for line in lines if line is not None]
 
-    def rewind_metrics(self, step: int) -> None:
-        """Takes the lines after `step` out of `metrics.jsonl`: a resumed run writes them anew.
+    def rewind_metrics(self, step: int, other: "RunFolder | None" = None) -> None:
+        """Leaves in `metrics.jsonl` the lines up to `step`: what continues from there writes the others anew.
 
-        If there are any, the file as it was stays beside it, as metrics.before-1.jsonl.
+        If there are others, the file as it was stays beside it, as metrics.before-1.jsonl.
+
+        Args:
+          other: whose lines they are; None are its own.
         """
-        kept = self._metrics_until(step)
+        lines = (line for line in (other or self).metrics() if line["step"] <= step)
+        kept = "".join(f"{json.dumps(line)}\n" for line in lines)
         content = self.metrics_path.read_bytes()
         if content == kept.encode():
             return
-        with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
-            shutil.copyfile(self.metrics_path, file)
+        if content:
+            with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
+                shutil.copyfile(self.metrics_path, file)
         self._write(self.metrics_path, kept)
-        self.write_manifest()
-
-    def take_metrics(self, other: "RunFolder", step: int) -> None:
-        """Writes the lines of another run up to a step."""
-        self._write(self.metrics_path, other._metrics_until(step))
-        self.write_manifest()
-
-    def _metrics_until(self, step: int) -> str:
-        kept = (line for line in self.metrics() if line["step"] <= step)
-        return "".join(json.dumps(line) + "\n" for line in kept)
+        self.write_checksums()
 
 
 def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
@@ -449,7 +456,7 @@ def texts_of(setup: Setup, data: Mapping[str, Any]) -> dict[str, str]:
             )
     if source := _file_of(spec_of(task)):
         texts[TASK] = source.read_bytes().decode()
-    texts[DATA] = sealed(data)
+    texts[DATA] = json.dumps(data)
     # The folder knows where it is, wherever it will be copied.
     train = dataclasses.replace(setup.train, out_dir=task.train.out_dir)
     texts[CONFIG] = to_toml(Settings(task, setup.parallel, train), num_simulated())

@@ -18,7 +18,7 @@ from jaxpar.sharding import annotated, dims_of
 TOLERATED_IMBALANCE = 1.1
 
 
-def describe_plan(setup: Setup) -> list[tuple[str, str]]:
+def summarize(setup: Setup) -> list[tuple[str, str]]:
     """Devices, mesh, layers, what the task tells, optimizer: (what, in words)."""
     task, parallel, train = setup.settings
     optimizer = getattr(task, "optimizer", None)
@@ -83,23 +83,20 @@ def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     parallel, stages = layout.parallel, layout.parallel.mesh.stage
     if stages == 1:
         return []
-    head, work = layout.last_cost, _work(layout, layout.placement)
+    head, costs = layout.last_cost, np.asarray(layout.facts.layer_costs)
+    costs = costs / costs.mean()
+    parts = np.split(costs, np.cumsum(layout.placement)[:-1])
+    work = [float(part.sum()) for part in parts]  # of every place, in layers of the mean cost
     work[-1] += head
     on_stage = [sum(work[stage::stages]) / sum(work) for stage in range(stages)]
     line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
     lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
     pipeline = dataclasses.replace(parallel.pipeline, placement="balanced")
     best = Layout(layout.facts, dataclasses.replace(parallel, pipeline=pipeline)).placement
-    mean = float(np.mean(layout.facts.layer_costs))
-    costs = [cost / mean for cost in layout.facts.layer_costs]
+    passes = costs.tolist(), ((LAYER_COST - 1) * costs).tolist()
     takes, least = (
-        tick_cost(
-            each,
-            costs,
-            [(LAYER_COST - 1) * cost for cost in costs],
-            head_cost=LAYER_COST * layout.last_cost,
-        )
-        for each in (layout.placement, best)
+        tick_cost(placement, *passes, head_cost=LAYER_COST * head)
+        for placement in (layout.placement, best)
     )
     if takes > TOLERATED_IMBALANCE * least:
         lines.append(
@@ -126,9 +123,3 @@ def _describe_tensor(layout: Layout) -> list[tuple[str, str]]:
             f"(jaxpar.nn.named_param), as the layers of jaxpar.nn do, or use tensor=1",
         )
     ]
-
-
-def _work(layout: Layout, placement: tuple[int, ...]) -> list[float]:
-    """What the layers of every place compute, where a layer of the mean cost is 1."""
-    costs, ends = np.array(layout.facts.layer_costs), np.cumsum(placement)
-    return [float(part.sum()) for part in np.split(costs / costs.mean(), ends[:-1])]

@@ -1,5 +1,6 @@
 """What a function computes and moves, from which inputs, by which operations: read from its jaxpr."""
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core
 
-from jaxpar.jaxprs import CHEAP, inlined, programs_in, reads_of
+from jaxpar.trace.jaxprs import CHEAP, inlined, programs_in, reads_of
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
@@ -38,9 +39,9 @@ class Amount(NamedTuple):
     """What a function does, by its shapes alone.
 
     Attributes:
-      flops: as in `count_flops`.
+      flops: floating-point operations of matrix products and convolutions; a multiply-add counts as two.
       bytes: the least that is moved between device and memory: what matrix products and convolutions read and
-        write, and whatever else is materialized. Loops count by their length.
+        write, and whatever else is materialized.
       turns: loop iterations that run one after the other.
       product_turns: those of them with a matrix product inside.
     """
@@ -59,26 +60,16 @@ class Amount(NamedTuple):
         return Amount(*map(sum, zip(self, other, strict=True)))
 
 
-def count_flops(function: Callable[..., Any], *args: Any) -> float:
-    """Floating-point operations of the matrix products and convolutions of a function.
-
-    A multiply-add counts as two; loops count by their length, a conditional by its largest branch. A loop
-    whose length depends on data counts once.
-
-    Args:
-      args: arrays or their shapes.
-    """
-    return _flops(jax.make_jaxpr(function)(*args).jaxpr)
-
-
 def amount(function: Callable[..., Any], *args: Any) -> Amount:
     """What a function does.
 
+    Loops count by their length, a conditional by its largest branch. A loop whose length depends on data
+    counts once.
+
     Args:
       args: arrays or their shapes.
     """
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-    return Amount(_flops(jaxpr), _moved(jaxpr), _turns(jaxpr), _turns(jaxpr, of_products=True))
+    return _amount(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
@@ -107,33 +98,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
             yield from _equations(part)
 
 
-def _inside(equation: Any, count: Callable[[Any], float]) -> float:
-    """A count of what is in a loop, by its length, in the largest branch of a conditional, or in a call."""
-    counts = [count(part) for part in programs_in(equation)]
-    if equation.primitive.name == "cond":
-        return max(counts)
-    times = equation.params["length"] if equation.primitive.name == "scan" else 1
-    return times * sum(counts)
-
-
-def _flops(jaxpr: Any) -> float:
-    return sum(map(_flops_of, jaxpr.eqns))
-
-
-def _flops_of(equation: Any) -> float:
-    name, params = equation.primitive.name, equation.params
-    shapes = [v.aval.shape for v in equation.invars]
-    if name not in _PRODUCTS:
-        return _inside(equation, _flops)
-    made = 2.0 * math.prod(equation.outvars[0].aval.shape)
-    if name == "dot_general":
-        contracted = params["dimension_numbers"][0][0]
-        return made * math.prod(shapes[0][dim] for dim in contracted)
-    out = shapes[1][params["dimension_numbers"].rhs_spec[0]]
-    return made * math.prod(shapes[1]) / max(out, 1)
-
-
-def _moved(jaxpr: Any) -> float:
+def _amount(jaxpr: Any) -> Amount:
     whole = inlined(core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))).jaxpr
     readers, held = Counter[Any](), {v for v in whole.outvars if isinstance(v, core.Var)}
     for equation in whole.eqns:
@@ -146,30 +111,45 @@ def _moved(jaxpr: Any) -> float:
     def is_written(name: str, v: Any) -> bool:
         return v in held or name not in _FUSED or (name in _EXPENSIVE and readers[v] > 1)
 
-    def moved_by(equation: Any) -> float:
+    def amount_of(equation: Any) -> Amount:
         name = equation.primitive.name
         if name in _SAME:
-            return 0.0
-        if programs_in(equation) and name not in _IN_PLACE and not name.startswith("reduce"):
-            return _inside(equation, _moved)
+            return Amount()
         if name in _IN_PLACE:
-            return 2.0 * _bytes(equation.invars[_IN_PLACE[name]])
+            return Amount(bytes=2.0 * _bytes(equation.invars[_IN_PLACE[name]]))
+        if not name.startswith("reduce") and (parts := programs_in(equation)):
+            return _inside(equation, [*map(_amount, parts)])
         made = sum(_bytes(v) for v in equation.outvars if is_written(name, v))
-        return made + sum(map(_bytes, equation.invars)) if name in _PRODUCTS else 2.0 * made
+        if name in _PRODUCTS:
+            return Amount(_flops_of(equation), made + sum(map(_bytes, equation.invars)))
+        return Amount(bytes=2.0 * made)
 
-    return sum(map(moved_by, whole.eqns))
+    return functools.reduce(Amount.plus, map(amount_of, whole.eqns), Amount())
 
 
-def _turns(jaxpr: Any, *, of_products: bool = False) -> float:
-    def turns_of(equation: Any) -> float:
-        inner = _inside(equation, lambda part: _turns(part, of_products=of_products))
-        if equation.primitive.name != "scan" or inner:
-            return inner
-        inside = (e.primitive.name for part in programs_in(equation) for e in _equations(part))
-        counts = not of_products or any(name in _PRODUCTS for name in inside)
-        return float(equation.params["length"]) if counts else 0.0
+def _inside(equation: Any, parts: list[Amount]) -> Amount:
+    """Of what is in a loop, by its length, in the largest branch of a conditional, or in a call."""
+    if equation.primitive.name == "cond":
+        return Amount(*map(max, zip(*parts, strict=True)))
+    whole = functools.reduce(Amount.plus, parts)
+    if equation.primitive.name != "scan":
+        return whole
+    # Of nested loops the inner ones take the turns.
+    turns = whole.turns or 1.0
+    product_turns = whole.product_turns or float(whole.flops > 0)
+    return whole._replace(turns=turns, product_turns=product_turns).scaled(
+        equation.params["length"]
+    )
 
-    return sum(map(turns_of, jaxpr.eqns))
+
+def _flops_of(product: Any) -> float:
+    params, shapes = product.params, [v.aval.shape for v in product.invars]
+    made = 2.0 * math.prod(product.outvars[0].aval.shape)
+    if product.primitive.name == "dot_general":
+        contracted = params["dimension_numbers"][0][0]
+        return made * math.prod(shapes[0][dim] for dim in contracted)
+    out = shapes[1][params["dimension_numbers"].rhs_spec[0]]
+    return made * math.prod(shapes[1]) / max(out, 1)
 
 
 def _bytes(v: Any) -> float:

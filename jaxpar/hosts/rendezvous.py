@@ -1,4 +1,4 @@
-"""Processes meet before JAX joins them: who has come, who is missing, and whether their programs agree.
+"""The rendezvous of processes before JAX joins them: who has come, who is missing, do their programs agree?
 
 JAX reports neither: a process that waits in vain is aborted after minutes. So process 0 listens on the
 coordinator's port until JAX's own service takes it over. Every other process sends a line of JSON, its number

@@ -1,6 +1,6 @@
 """Runs `python -m jaxpar` as the child of a launcher, and ends it when that is gone, whatever ended it.
 
-    python leash.py FD arguments...
+    python parent_watchdog.py FD arguments...
 
 FD is the reading end of a pipe whose other end the launcher holds and never writes to: it closes when
 the launcher dies, killed or not. A thread then asks this process to stop with its state saved, and a process

@@ -1,7 +1,7 @@
 """A scan that writes what it makes over what it has read.
 
 XLA gives every output of a scan memory of its own, and fills all of it before the loop: memory to be had,
-to be written twice, and cold. What nobody reads after its step is room at hand.
+to be written twice, and cold. What nobody reads after its step is memory at hand.
 
 Legend of shapes: T time, B rows, N parts of a row.
 """
@@ -23,77 +23,81 @@ def scan_in_place(
     carry: Any,
     xs: Sequence[jax.Array],
     *,
-    spent: Collection[int],
+    donated: Collection[int],
     divisible: Collection[int] = (),
     reverse: bool = False,
 ) -> tuple[Any, list[jax.Array], dict[int, int]]:
     """`lax.scan` of `step(carry, xs) -> (carry, ys)`, whose outputs take the memory of inputs where they fit.
 
     Args:
-      spent: numbers of the xs that nothing reads afterwards.
+      donated: numbers of the xs that nothing reads afterwards.
       divisible: numbers of the ys that may share an array [T, B, N, ...] with others.
     Returns:
       the last carry; the ys, some of them as the array that they are a part [:, :, n] of; and n, by the
       numbers of these.
     """
     ys_shapes = jax.eval_shape(step, carry, [a[0] for a in xs])[1]
-    places = _assign(ys_shapes, {n: xs[n] for n in spent}, divisible)
+    places = _assign(ys_shapes, {n: xs[n] for n in donated}, divisible)
     own = defaultdict[int, list[int]](list)
     for number, place in places.items():
-        own[place.room].append(number)
-    rooms = {n: xs[n].reshape(places[ys[0]].shape) for n, ys in own.items()}
+        own[place.buffer].append(number)
+    buffers = {n: xs[n].reshape(places[ys[0]].shape) for n, ys in own.items()}
 
     # The next row is read of what has been written. So XLA sees that nothing is overwritten that is still to
-    # be read; else it would copy the whole room at every step.
+    # be read; else it would copy the whole buffer at every step.
     def in_place(state, inputs):
-        (carry, rooms, rows), (t, t_next, here) = state, inputs
+        (carry, buffers, rows), (t, t_next, here) = state, inputs
         here = here | {n: row.reshape(xs[n].shape[1:]) for n, row in rows.items()}
         carry, ys = step(carry, [here[n] for n in range(len(xs))])
-        rooms = {n: _write(room, t, [ys[y] for y in own[n]]) for n, room in rooms.items()}
-        rows = {n: _row(room, t_next) for n, room in rooms.items()}
-        return (carry, rooms, rows), [y for n, y in enumerate(ys) if n not in places]
+        buffers = {n: _write(buffer, t, [ys[y] for y in own[n]]) for n, buffer in buffers.items()}
+        rows = {n: _row(buffer, t_next) for n, buffer in buffers.items()}
+        return (carry, buffers, rows), [y for n, y in enumerate(ys) if n not in places]
 
     end = len(xs[0]) - 1
     steps = np.arange(end + 1)
     following = np.clip(steps - 1 if reverse else steps + 1, 0, end)
-    others = {n: a for n, a in enumerate(xs) if n not in rooms}
-    state = carry, rooms, {n: _row(room, end if reverse else 0) for n, room in rooms.items()}
+    others = {n: a for n, a in enumerate(xs) if n not in buffers}
+    state = (
+        carry,
+        buffers,
+        {n: _row(buffer, end if reverse else 0) for n, buffer in buffers.items()},
+    )
     inputs = jnp.asarray(steps), jnp.asarray(following), others
-    (carry, rooms, _), rest = lax.scan(in_place, state, inputs, reverse=reverse)
+    (carry, buffers, _), rest = lax.scan(in_place, state, inputs, reverse=reverse)
     found = dict(zip((n for n in range(len(ys_shapes)) if n not in places), rest, strict=True))
     for n, place in places.items():
-        found[n] = rooms[place.room] if n in divisible else rooms[place.room][:, :, 0]
+        found[n] = buffers[place.buffer] if n in divisible else buffers[place.buffer][:, :, 0]
     parts = {n: place.part for n, place in places.items() if n in divisible}
     return carry, [found[n] for n in range(len(ys_shapes))], parts
 
 
-def _row(room: jax.Array, t: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(room, t, keepdims=False, allow_negative_indices=False)
+def _row(buffer: jax.Array, t: Any) -> jax.Array:
+    return lax.dynamic_index_in_dim(buffer, t, keepdims=False, allow_negative_indices=False)
 
 
-def _write(room: jax.Array, t: Any, parts: list[jax.Array]) -> jax.Array:
-    """The room with these parts at step t."""
-    row, start = jnp.stack(parts, axis=1)[None], (t, *[0] * (room.ndim - 1))
-    return lax.dynamic_update_slice(room, row, start, allow_negative_indices=False)
+def _write(buffer: jax.Array, t: Any, parts: list[jax.Array]) -> jax.Array:
+    """The buffer with these parts at step t."""
+    row, start = jnp.stack(parts, axis=1)[None], (t, *[0] * (buffer.ndim - 1))
+    return lax.dynamic_update_slice(buffer, row, start, allow_negative_indices=False)
 
 
 class _Place(NamedTuple):
     """A part of an input, which is seen as [T, B, N, ...] for it."""
 
-    room: int
+    buffer: int
     shape: tuple[int, ...]
     part: int
 
 
 def _assign(
-    ys: Sequence[Any], rooms: dict[int, jax.Array], divisible: Collection[int]
+    ys: Sequence[Any], buffers: dict[int, jax.Array], divisible: Collection[int]
 ) -> dict[int, _Place]:
     """Where outputs go, by number."""
     places = dict[int, _Place]()
-    for number, room in rooms.items():
+    for number, buffer in buffers.items():
         fitting = defaultdict[tuple[int, ...], list[int]](list)
         for n, y in enumerate(ys):
-            shape = None if n in places else _cut(room, y)
+            shape = None if n in places else _shape_for(buffer, y)
             if shape and (shape[2] == 1 or n in divisible):
                 fitting[shape].append(n)
         if fitting:
@@ -103,21 +107,21 @@ def _assign(
     return places
 
 
-def _cut(room: jax.Array, y: Any) -> tuple[int, ...] | None:
-    """The shape of a room [T, B, ...] as a whole number of parts like y [B, ...]; None if it is not.
+def _shape_for(buffer: jax.Array, y: Any) -> tuple[int, ...] | None:
+    """The shape of a buffer [T, B, ...] as a whole number of parts like y [B, ...]; None if it is not.
 
     A row that devices may share is not cut otherwise than it is.
     """
-    if y.ndim < 2 or room.ndim < 3 or room.dtype != y.dtype or room.shape[1] != y.shape[0]:
+    if y.ndim < 2 or buffer.ndim < 3 or buffer.dtype != y.dtype or buffer.shape[1] != y.shape[0]:
         return None
-    num_parts, left = divmod(math.prod(room.shape[2:]), max(math.prod(y.shape[1:]), 1))
+    num_parts, left = divmod(math.prod(buffer.shape[2:]), max(math.prod(y.shape[1:]), 1))
     if left or not num_parts:
         return None
-    shape = (*room.shape[:2], num_parts, *y.shape[1:])
-    mesh = jax.typeof(room).sharding.mesh
+    shape = (*buffer.shape[:2], num_parts, *y.shape[1:])
+    mesh = jax.typeof(buffer).sharding.mesh
     is_shared = any(
         size > 1 and kind == AxisType.Auto
         for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
     )
-    as_it_is = room.shape, (*room.shape[:2], 1, *room.shape[2:])
+    as_it_is = buffer.shape, (*buffer.shape[:2], 1, *buffer.shape[2:])
     return None if is_shared and shape not in as_it_is else shape

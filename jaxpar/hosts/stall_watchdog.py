@@ -1,4 +1,4 @@
-"""Who hangs: when no more steps begin, processes say where they are, and the culprit is named.
+"""Who stalls a run: when no more steps begin, processes say where they are, and the culprit is named.
 
     process 0    step 41 | step 42 . . . . . . . .     waits in JAX for the others, and names
     process 1    step 41 | reads a batch . . . . .     process 1, which is in read (data.py, line 31)
@@ -11,11 +11,10 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from jaxpar.hosts.agree import describe_processes, say
+from jaxpar.hosts.agree import Board, describe_processes, say
 
 STALL_SECONDS = 20.0  # between two steps, before a process tells where it is
 _ANSWER_SECONDS = 3.0  # for the others to do so
@@ -26,17 +25,12 @@ _HERE = Path(__file__).parent
 _WAITING = (str(Path(jax.__file__).parent), str(_HERE), str(_HERE.parent / "step.py"))
 
 
-class HangWatch:
-    """Looks from another thread at the one that it was made in.
+class StallWatchdog:
+    """Looks from another thread at the one that it was made in."""
 
-    Args:
-      client: of JAX's coordinator.
-      keys: a folder there that nothing else uses.
-    """
-
-    def __init__(self, client: Any, keys: str):
-        self._client, self._keys, self._thread = client, keys, threading.get_ident()
-        self._key = f"{keys}/{jax.process_index()}"
+    def __init__(self) -> None:
+        self._board, self._thread = Board("stall"), threading.get_ident()
+        self._own = str(jax.process_index())
         self._num_steps, self._began = -1, 0.0
         self._instruction: tuple[int, int] | None = None  # at the last look
         self._asked_at: float | None = None
@@ -51,11 +45,11 @@ class HangWatch:
         now, place = time.monotonic(), self._find_place()
         if num_steps != self._num_steps:
             if self._asked_at is not None:
-                self._client.key_value_delete(self._key)
+                self._board.remove(self._own)
             self._num_steps, self._began = num_steps, now
             self._asked_at, self._has_judged = None, False
         elif now - self._began > STALL_SECONDS:
-            self._client.key_value_set(self._key, place, allow_overwrite=True)
+            self._board.put(self._own, place, again=True)
             self._asked_at = self._asked_at or now
             if now - self._asked_at > _ANSWER_SECONDS and not self._has_judged:
                 self._has_judged = True
@@ -63,8 +57,8 @@ class HangWatch:
 
     def _judge(self, seconds: float) -> None:
         """Names those that the others wait for; the first of these says it."""
-        told, count = dict(self._client.key_value_dir_get(self._keys)), jax.process_count()
-        places = [told.get(f"{self._keys}/{number}", _NO_ANSWER) for number in range(count)]
+        told, count = self._board.texts(), jax.process_count()
+        places = [told.get(str(number), _NO_ANSWER) for number in range(count)]
         waiting = [number for number, place in enumerate(places) if not place]
         if jax.process_index() != min(waiting, default=None):
             return

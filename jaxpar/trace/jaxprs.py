@@ -1,12 +1,8 @@
-"""Parts of traced programs: which equations a result needs, what is computed of what, a part by itself.
+"""Parts of traced programs: which equations a result needs, what is computed of what, a part by itself."""
 
-What a forward pass keeps for its backward pass is chosen here, too. JAX keeps what its rules of
-differentiation name, such as both factors of every product. Where they follow by simple arithmetic from fewer
-arrays, those are kept, and the arithmetic is done again: of a GRU or a GELU less than half as many.
-"""
-
+import itertools
 import math
-from collections.abc import Callable, Container, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
@@ -17,8 +13,6 @@ CHEAP = {
     "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary",
     "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
-
-HAND_ON = {"jit", "pjit", "checkpoint", "remat2"}  # calls of a program, with its own arguments
 
 
 def programs_in(eqn: Any) -> list[Jaxpr]:
@@ -59,23 +53,20 @@ def made_with(jaxpr: Jaxpr, given: Iterable[Var]) -> set[Var]:
     return found
 
 
-def handed_on(jaxpr: Jaxpr, out: Any) -> Any:
-    """What an output is: the variable itself, or that which calls inside only hand on."""
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    while isinstance(out, Var) and out in made_by:
-        eqn = made_by[out]
-        if eqn.primitive.name not in HAND_ON:
-            return out
-        [called] = programs_in(eqn)
-        inner = handed_on(called, called.outvars[eqn.outvars.index(out)])
-        if inner not in called.invars:
-            return out
-        out = eqn.invars[called.invars.index(inner)]
-    return out
+def is_call(eqn: Any) -> bool:
+    """Whether an equation calls a program with its own arguments."""
+    return eqn.primitive.name in ("jit", "pjit", "checkpoint", "remat2")
 
 
-def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with functions that were jitted without shardings written out."""
+def is_plain_call(eqn: Any) -> bool:
+    """Whether it is a function that was jitted without shardings."""
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    unspecified = all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
+    return eqn.primitive.name in ("jit", "pjit") and unspecified
+
+
+def inlined(closed: ClosedJaxpr, calls: Callable[[Any], bool] = is_plain_call) -> ClosedJaxpr:
+    """The same program with the programs of such equations written out."""
     jaxpr, eqns = closed.jaxpr, list[Any]()
     consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
 
@@ -88,26 +79,23 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             if scope is not None:
                 info = info.replace(name_stack=scope + info.name_stack)
             reads = named(eqn.invars)
-            called = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-            if called is None or not _is_plain(eqn):
+            if not calls(eqn):
                 # What is called twice makes other variables each time.
                 makes = eqn.outvars if scope is None else [type(v)(v.aval) for v in eqn.outvars]
                 eqns.append(eqn.replace(invars=reads, outvars=makes, source_info=info))
             else:
-                own = dict(zip(called.jaxpr.invars, reads, strict=True))
-                consts.update(zip(called.jaxpr.constvars, called.consts, strict=True))
-                makes = add(called.jaxpr, own, info.name_stack)
+                [called] = programs_in(eqn)
+                consts.update(
+                    zip(called.constvars, getattr(eqn.params["jaxpr"], "consts", ()), strict=True)
+                )
+                own = dict(zip(called.invars, reads, strict=True))
+                makes = add(called, own, info.name_stack)
             names.update(zip(eqn.outvars, makes, strict=True))
         return named(part.outvars)
 
     outvars = add(jaxpr, {}, None)
     program = program_of(jaxpr, jaxpr.invars, eqns, outvars).replace(constvars=[*consts])
     return ClosedJaxpr(program, [*consts.values()])
-
-
-def _is_plain(eqn: Any) -> bool:
-    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
-    return all(type(each).__name__ == "UnspecifiedValue" for each in shardings)
 
 
 def is_cheap(eqn: Any) -> bool:
@@ -117,55 +105,21 @@ def is_cheap(eqn: Any) -> bool:
     return eqn.primitive.name in CHEAP and len(outs) == 1 and outs[0] >= largest
 
 
-def least_kept(
-    jaxpr: Jaxpr,
-    wanted: Iterable[Any],
-    there: Container[Var],
-    by: Callable[[Any], bool] = is_cheap,
-) -> list[Var]:
-    """Variables to keep, of few bytes, so that what is wanted can be made of them and of what is there.
-
-    Those that are wanted, or what they are made of by such equations: whichever is less, for each group of
-    them that have what they are made of in common.
-    """
-    made_by = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def sources_of(name):
-        seen, rest = set[Var](), [name]
-        while rest:
-            v = rest.pop()
-            if not isinstance(v, Var) or v in seen or v in there:
-                continue
-            seen.add(v)
-            eqn = made_by.get(v)
-            if eqn is None or not by(eqn):
-                yield v
-            else:
-                rest += eqn.invars
-
-    def num_bytes(names):
-        return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in names)
-
-    groups = list[list[dict[Var, None]]]()  # wanted, and their sources
-    for v in dict.fromkeys(v for v in wanted if isinstance(v, Var) and v not in there):
-        joined = [{v: None}, dict.fromkeys(sources_of(v))]
-        others = list[list[dict[Var, None]]]()
-        for group in groups:
-            if group[1].keys() & joined[1].keys():
-                joined = [{**old, **new} for old, new in zip(group, joined, strict=True)]
-            else:
-                others.append(group)
-        groups = [*others, joined]
-    return [v for group in groups for v in min(group, key=num_bytes)]
-
-
 def equations_for(
-    eqns: Sequence[Any], outs: Sequence[Any], there: Set[Var] = frozenset()
+    eqns: Sequence[Any],
+    outs: Sequence[Any],
+    there: Set[Var] = frozenset(),
+    *,
+    effects: bool = False,
 ) -> list[Any]:
-    """Those of the equations that outputs need, in order, but for those whose results are there."""
+    """Those of the equations that outputs need, in order, but for those whose results are there.
+
+    Args:
+      effects: with those that have an effect, such as printing.
+    """
     want, found = {v for v in outs if isinstance(v, Var)} - there, []
     for eqn in reversed(eqns):
-        if any(v in want for v in eqn.outvars):
+        if any(v in want for v in eqn.outvars) or (effects and eqn.effects):
             found.append(eqn)
             want |= {v for v in eqn.invars if isinstance(v, Var)} - there
     return found[::-1]
@@ -205,3 +159,9 @@ def function_of(
     if not consts:
         program = program.replace(constvars=[])
     return jaxpr_as_fun(ClosedJaxpr(program, consts))
+
+
+def cut(values: Sequence[Any], *sizes: int) -> list[list[Any]]:
+    """Values in parts of these sizes, and a last one of what is left."""
+    ends = 0, *itertools.accumulate(sizes), len(values)
+    return [[*values[start:end]] for start, end in itertools.pairwise(ends)]
