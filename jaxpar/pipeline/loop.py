@@ -384,44 +384,41 @@ def run_segments(loop: Loop, carry: Any) -> State:
     evaluation = dataclasses.replace(loop, kept=None)
 
     def forward(carried, number, has_head):
-        carry, *sums = carried
-        state = evaluation.start(carry)._replace(sums=sums[0], layer_sums=sums[1])
-        state = evaluation.run(state, loop.table.num_forward_ticks, number, has_head=has_head)
-        return (state.carry, state.sums, state.layer_sums), (carry, state.ran_T4)
+        carry, totals = carried
+        state = evaluation.start(carry)._replace(**totals)
+        ticks = loop.table.num_forward_ticks
+        state = evaluation.run(state, ticks, number, has_head=has_head)
+        return (state.carry, _totals(state)), (carry, state.ran_T4)
 
     def joined(ran_GT4):
         return ran_GT4.reshape(-1, 4)
 
-    start = loop.start(carry)
-    carried = carry, start.sums, start.layer_sums
+    start = evaluation.start(carry)
+    carried = carry, _totals(start)
     if loop.kept is None:
         run: Callable[..., Any] = functools.partial(forward, has_head=True)
-        (carry, sums, layer_sums), (_, ran) = lax.scan(run, carried, numbers)
-        return start._replace(carry=carry, sums=sums, layer_sums=layer_sums, ran_T4=joined(ran))
+        (carry, totals), (_, ran) = lax.scan(run, carried, numbers)
+        return start._replace(carry=carry, ran_T4=joined(ran), **totals)
 
     run = functools.partial(forward, has_head=False)
-    (last_carry, *_), (carry_G, _) = lax.scan(run, carried, numbers[:-1])
+    (last_carry, _), (carry_G, _) = lax.scan(run, carried, numbers[:-1])
     carry_G = jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), carry_G, last_carry)
 
     def backward(carried, inputs):
-        (sums, layer_sums, grads, d_carry, after), (segment, carry) = carried, inputs
-        state = loop.start(carry)._replace(
-            sums=sums, layer_sums=layer_sums, grads=grads, d_carry=d_carry
-        )
+        (after, totals), (segment, carry) = carried, inputs
+        state = loop.start(carry)._replace(**totals)
         state = loop.run(state, loop.table.num_ticks, segment)
         is_last = segment == numbers[-1]
         after = jax.tree.map(lambda a, b: jnp.where(is_last, a, b), state.carry, after)
-        return (state.sums, state.layer_sums, state.grads, state.d_carry, after), state.ran_T4
+        return (after, _totals(state)), state.ran_T4
 
+    start = loop.start(carry)
     d_carry = vary_like(jax.tree.map(jnp.zeros_like, start.d_carry), loop.stage.here)
-    carried = start.sums, start.layer_sums, start.grads, d_carry, carry
-    carried, ran = lax.scan(backward, carried, (numbers, carry_G), reverse=True)
-    sums, layer_sums, grads, d_carry, carry = carried
-    return start._replace(
-        sums=sums,
-        layer_sums=layer_sums,
-        grads=grads,
-        d_carry=d_carry,
-        carry=carry,
-        ran_T4=joined(ran),
-    )
+    carried = carry, _totals(start) | {"d_carry": d_carry}
+    (carry, totals), ran = lax.scan(backward, carried, (numbers, carry_G), reverse=True)
+    return start._replace(carry=carry, ran_T4=joined(ran), **totals)
+
+
+def _totals(state: State) -> dict[str, Any]:
+    """What goes on from segment to segment, but for the carry."""
+    return {name: getattr(state, name) for name in ("sums", "layer_sums", "grads", "d_carry")}
