@@ -193,10 +193,8 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
         adds_sums=layout.facts.adds_sums,
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer),
-        remat=parallel.pipeline.remat and parallel.num_segments == 1,
-        keeps_on_host=parallel.pipeline.remat_keeps == "host" and _have_own_memory(mesh),
+        config=parallel.pipeline,
         num_segments=parallel.num_segments,
-        unroll=parallel.pipeline.unroll and parallel.mesh.stage > 1,
         first_gradient=outer.add_first_gradient if adds_gradient else None,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
@@ -216,11 +214,6 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
     sums, carry, _ = pipeline.sums(parts(0, others), carry, block, table, frozen=parts(1), key=key)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
-
-
-def _have_own_memory(mesh: Mesh) -> bool:
-    """Whether devices have another memory than the host; that of CPUs is the host's."""
-    return mesh.devices.flat[0].platform != "cpu"
 
 
 def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:

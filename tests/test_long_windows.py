@@ -26,6 +26,7 @@ from jaxpar.data.batches import place_batch
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.nn import LSTM
 from jaxpar.pipeline.engine import Pipeline
+from jaxpar.pipeline.spec import Spec
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
 from jaxpar.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
@@ -48,12 +49,16 @@ KEPT = [
 ]
 
 
+# As on devices that have a memory of their own.
+KEEPS_ON_HOST = property(lambda spec: spec.config.remat_keeps == "host")
+
+
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "options"), KEPT)
 def test_what_is_kept_and_where_changes_no_number(mesh, units, options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
     monkeypatch.setattr(jaxpar.forward, "Pipeline", poisoned)
-    monkeypatch.setattr(jaxpar.forward, "_have_own_memory", lambda mesh: True)
+    monkeypatch.setattr(Spec, "keeps_on_host", KEEPS_ON_HOST)
     assert_same_as_plain(make_settings(mesh, units, remat=True, **options))
 
 
@@ -195,7 +200,7 @@ def test_memory_grows_by_what_is_kept_alone():
 
 def test_on_gpus_inputs_and_carries_go_to_the_host_and_come_back(monkeypatch):
     """Read from the program for CUDA; CPUs have no other memory."""
-    monkeypatch.setattr(jaxpar.forward, "_have_own_memory", lambda mesh: True)
+    monkeypatch.setattr(Spec, "keeps_on_host", KEEPS_ON_HOST)
     task, parallel = long_window(256, (1, 2, 1), remat_keeps="host")
     mesh = parallel.mesh.build()
     run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))

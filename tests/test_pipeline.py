@@ -312,7 +312,7 @@ def test_any_layers_and_what_is_outside_of_the_pipeline(kinds, kind_of, num_chun
         slots=slots,
         chunk_len=4 // num_chunks,
         microbatch_rows=2,
-        remat=how == "remat",
+        config=PipelineConfig(remat=how == "remat"),
     )
     table = make_table([make_schedule("1f1b", 2, 3, num_chunks, zero_bubble=how == "apart")] * 2)
 

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add
-from jaxpar.pipeline.kept import Inputs, Residuals
+from jaxpar.pipeline.kept import what_is_kept
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import Route, make_slots
 from jaxpar.pipeline.spec import PipelineParams, Spec
@@ -69,7 +69,7 @@ class Pipeline(Spec):
           the sums; the carry after the window; and what the loop counted while it ran: units that each stage
           did as forward, as W beside it, as backward, as W after it, int32 [data, ticks, 4, stage].
         Raises:
-          ValueError: plan, mesh, slots, chunks, rows and shapes do not fit together; or a gradient is asked
+          ValueError: table, mesh, slots, chunks, rows and shapes do not fit together; or a gradient is asked
             for and the table has no backward pass.
         """
         frozen = frozen or self.nothing_frozen
@@ -141,8 +141,7 @@ class Pipeline(Spec):
             stage = Stage.of(self, params, frozen, batch, slots, rows, table, key)
             kept = None
             if with_gradients:
-                splits = bool(table.weights) and not self.remat
-                kept = (Inputs if self.remat else Residuals)(stage, carry, splits=splits)
+                kept = what_is_kept(stage, carry, splits=bool(table.weights))
             loop = Loop(stage, kept, table)
             if self.num_segments > 1:
                 state = run_segments(loop, carry)

@@ -3,6 +3,10 @@
     Residuals   what the layers save; B hands to W what lies in the same slot
     Inputs      x and carry alone (remat), on the device or on the host: the residuals are made again
 
+Under remat neither y nor residuals outlive F: before B `recall` runs the forward pass again from x and carry,
+and W is not apart, since what it needs would have to be kept. With remat_keeps="carries" (segments, see
+`loop`) residuals are kept as without remat, of one segment's units.
+
 Both lie in buffers [slots + 1, ...]: what is written to slot -1 lies in the last one, which nobody reads.
 
 Legend: r rows of a kind's stack in a group.
@@ -250,6 +254,13 @@ class Inputs(Residuals):
 
     def _move(self, kept: Any, space: Any) -> Any:
         return jax.device_put(kept, space) if self._stage.spec.keeps_on_host else kept
+
+
+def what_is_kept(stage: Stage, carry: Any, *, splits: bool) -> Residuals:
+    """What the options of a pipeline keep of its units; arguments as of `Residuals`."""
+    if stage.spec.remat:
+        return Inputs(stage, carry, splits=False)
+    return Residuals(stage, carry, splits=splits)
 
 
 def read(buffers: Any, slot: ArrayLike) -> Any:

@@ -37,8 +37,14 @@ residual slot.
           W0: gradients += of slot 0, which is free
     then  gradients of layers are summed over `data`; those of first and last, and sums, over both axes
 
-A carry lies in one array for all rows of the device, which each unit reads and writes in the rows of its
-microbatch; its cotangent needs room for one microbatch, since a sequence goes back without a pause.
+Between the chunks of a sequence a carry lies in `State.carry`, on the stage of its layers: one array for all
+rows of the device, which each unit reads and writes in the rows of its microbatch. Its cotangent lies in
+`State.d_carry`, which needs room for one microbatch, since a sequence goes back without a pause.
+
+Collectives of a tick, outside of any branch: a permute over `stage` for each direction in which activations
+and cotangents move, two in all, four of "v" (`_exchange`); with a sharded head the sum of y over `stage`, and
+what `last` combines (`_head`). Over `data` there is none: what is summed over it is summed after the loop
+(`engine`). What layers exchange over `tensor` the compiler puts in.
 
 Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
 """

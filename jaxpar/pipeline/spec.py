@@ -8,6 +8,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At, anywhere
+from jaxpar.base.axes import STAGE
+from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import Slots
 from jaxpar.pipeline.walk import Scan, make_walk
 
@@ -55,11 +57,9 @@ class Spec:
       head: "last" runs `last` on one stage only, that of the last layer; with "sharded" every stage runs it
         on its part of the parameters, and `last` combines the parts by collectives over `stage`.
       last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
-      remat: keep a unit's input and state instead of its residuals, and recompute it before its backward.
-      keeps_on_host: keep them in the memory of the host.
+      config: how a unit runs and what is kept of it: `unroll`, `remat` and `remat_keeps`. The rest is said
+        by the table that is run, by `slots` and by `head`.
       num_segments: G, of a window, each of as many chunks as the table says.
-      unroll: unroll the layers of a stage, each with weights of its own that are laid out for the backward
-        pass once a step; otherwise they are a loop. For layers of one kind, in one group.
       first_gradient: adds the gradient of `first` in place; None derives it from `first`.
       first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
@@ -77,10 +77,8 @@ class Spec:
     adds_sums: bool = False
     head: Head = "last"
     last_specs: tuple[Any, Any] = (P(), P())
-    remat: bool = False
-    keeps_on_host: bool = False
+    config: PipelineConfig = dataclasses.field(default=PipelineConfig())
     num_segments: int = 1
-    unroll: bool = False
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
     layout: Callable[..., Any] = anywhere
@@ -90,6 +88,25 @@ class Spec:
     def platform(self) -> str:
         """Of the mesh's devices, as JAX calls it."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def unroll(self) -> bool:
+        """Whether the layers of a stage are written out; otherwise they are a loop.
+
+        Each then has weights of its own, which are laid out for the backward pass once a step. For layers of
+        one kind, in one group.
+        """
+        return self.config.unroll and self.mesh.shape[STAGE] > 1
+
+    @property
+    def remat(self) -> bool:
+        """Whether a unit's input and state are kept instead of its residuals."""
+        return self.config.remat and self.num_segments == 1
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether they lie in the memory of the host; where devices have none of their own it is the same."""
+        return self.config.remat_keeps == "host" and self.platform != "cpu"
 
     @property
     def rows_dim(self) -> int:
