@@ -22,13 +22,13 @@ from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
-    Rules,
     Stack,
     Sums,
     Task,
     TrainConfig,
 )
 from jaxpar.nn import LSTM
+from jaxpar.sharding import Rules
 
 # --- The model. Activations are [time, rows, width].
 

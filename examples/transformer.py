@@ -21,13 +21,13 @@ from jaxpar import (
     OptimizerConfig,
     Parallel,
     PipelineConfig,
-    Rules,
     Stack,
     Sums,
     Task,
     TrainConfig,
 )
 from jaxpar.nn import dot_general
+from jaxpar.sharding import Rules
 
 # --- The model. Activations are [rows, time, width].
 

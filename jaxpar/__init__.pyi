@@ -5,7 +5,6 @@ from jaxpar.base.at import At as At
 from jaxpar.model import Sums as Sums
 from jaxpar.data.array import ArrayBatches as ArrayBatches
 from jaxpar.data.streams import SeriesBatches as SeriesBatches
-from jaxpar.data.packed import PackedBatches as PackedBatches
 from jaxpar.config import OptimizerConfig as OptimizerConfig
 
 # On which devices, and for how long.
@@ -13,7 +12,6 @@ from jaxpar.mesh import MeshConfig as MeshConfig
 from jaxpar.config import PipelineConfig as PipelineConfig
 from jaxpar.config import Parallel as Parallel
 from jaxpar.config import TrainConfig as TrainConfig
-from jaxpar.sharding import Rules as Rules
 from jaxpar.sharding import RULES as RULES
 from jaxpar.mesh import simulate_devices as simulate_devices
 
@@ -22,7 +20,6 @@ from jaxpar.training.fit import fit as fit
 from jaxpar.training.loaded import load_run as load_run
 from jaxpar.state import init_state as init_state
 from jaxpar.step import make_train_step as make_train_step
-from jaxpar.step import make_eval_step as make_eval_step
 
 # What a step does.
 from jaxpar.analysis import inspect_step as inspect_step

@@ -27,6 +27,7 @@ from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.sharding import Rules
 from jaxpar.state import abstract_state, audit
+from jaxpar.step import make_eval_step
 
 TASK = jaxpar.lm.LM(
     num_layers=2, hidden_size=8, embed_size=8, vocab_size=32, batch_size=8, seq_len=4
@@ -48,7 +49,7 @@ class Made:
         self.other = jaxpar.init_state(TASK, "dp8")
         self.abstract = abstract_state(Setup.of(TASK, Parallel(MESH)))
         self.step = jaxpar.make_train_step(TASK, MESH)
-        self.eval = jaxpar.make_eval_step(TASK, MESH)
+        self.eval = make_eval_step(TASK, MESH)
         self.rngs = nnx.Rngs(0)
 
 
@@ -94,8 +95,8 @@ CALLS = {
     "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
     "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),
     "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "use a TrainConfig"),
-    "evaluation step of a dict": (lambda m: jaxpar.make_eval_step({}, MESH), A_TASK),
-    "evaluation step on a list": (lambda m: jaxpar.make_eval_step(TASK, []), A_LAYOUT),
+    "evaluation step of a dict": (lambda m: make_eval_step({}, MESH), A_TASK),
+    "evaluation step on a list": (lambda m: make_eval_step(TASK, []), A_LAYOUT),
     "a look at a dict": (lambda m: jaxpar.inspect_step({}), A_TASK),
     "a look on a number": (lambda m: jaxpar.inspect_step(TASK, 3), A_LAYOUT),
     "a measurement of a dict": (lambda m: jaxpar.measure_step({}), A_TASK),

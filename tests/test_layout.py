@@ -12,7 +12,7 @@ from jaxpar.data.batches import put_batch
 from jaxpar.planning import estimate_step
 from jaxpar.planning.running import make_stepper
 from jaxpar.setup import Setup
-from jaxpar.step import abstract_batch, batch_sharding
+from jaxpar.step import abstract_batch, batch_sharding, make_eval_step
 from tests.models import Regress
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
@@ -73,7 +73,7 @@ def test_whoever_is_given_no_mesh_takes_the_same_devices():
     state = jaxpar.init_state(SMALL)
     devices = set(jax.devices()[:6])
     assert all(leaf.sharding.device_set == devices for leaf in jax.tree.leaves(state))
-    step, evaluate = jaxpar.make_train_step(SMALL), jaxpar.make_eval_step(SMALL)
+    step, evaluate = jaxpar.make_train_step(SMALL), make_eval_step(SMALL)
     batch = put_batch(SMALL.example_batch(), batch_sharding(Setup.of(SMALL)))
     _, sums = evaluate(state, batch)
     _, metrics = step(state, batch)

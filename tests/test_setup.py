@@ -15,6 +15,7 @@ from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
+from jaxpar.step import make_eval_step
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.corpus import load_corpus
 
@@ -39,12 +40,12 @@ def test_calls_apart_trace_once():
     task = Counted(kinds=("gru", "dense"), batch_size=8, seq_len=4)
     state = jaxpar.init_state(task, "pp2")
     before = len(MADE)
-    step, evaluate = jaxpar.make_train_step(task, "pp2"), jaxpar.make_eval_step(task, "pp2")
+    step, evaluate = jaxpar.make_train_step(task, "pp2"), make_eval_step(task, "pp2")
     jaxpar.init_state(task, "pp2", seed=1)
     batch = jaxpar.state.abstract_state(Setup.of(task, "pp2"))
     assert len(MADE) == before > 0
     assert jaxpar.make_train_step(task, "pp2") is step
-    assert jaxpar.make_eval_step(task, "pp2") is evaluate
+    assert make_eval_step(task, "pp2") is evaluate
     assert jax.tree.structure(batch) == jax.tree.structure(state)
     other = jaxpar.TrainConfig(seed=1)  # of dropout, too
     assert jaxpar.make_train_step(task, "pp2", other) is not step

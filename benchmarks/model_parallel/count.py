@@ -15,10 +15,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 import jaxpar
-from jaxpar import MeshConfig, Rules
+from jaxpar import MeshConfig
 from jaxpar.analysis import Collective, ProgramReport, inspect_function, inspect_step
 from jaxpar.base.axes import BATCH, DATA, TENSOR
-from jaxpar.sharding import Constraint
+from jaxpar.sharding import Constraint, Rules
 from jaxpar.tasks.images import STRATEGIES, Images
 
 BATCH_SIZE, IN_SIZE, OUT_SIZE = 128, 1000, 500
