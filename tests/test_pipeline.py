@@ -650,7 +650,7 @@ def test_plans_that_do_not_fit_are_refused():
         ValueError, match=r"num_ticks=.* is more than the .* of the compiled program"
     ):
         make_table([large], capacity=small)
-    with pytest.raises(ValueError, match="kind=gpipe of a schedule differs from 1f1b"):
+    with pytest.raises(ValueError, match="name=gpipe of a schedule differs from 1f1b"):
         make_table([small, make_schedule("gpipe", 2, 2, 2)], capacity=small)
     with pytest.raises(ValueError, match="num_chunks=1 and 2 in one batch"):
         make_table([small, make_schedule("1f1b", 2, 2, 1)])

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxpar.pictures import timeline
 from jaxpar.pipeline.lanes import Schedule
-from jaxpar.pipeline.schedules import KINDS, make_schedule
+from jaxpar.pipeline.schedules import NAMES, make_schedule
 
 Message = tuple[str, int, int, int]  # what it is, virtual stage, microbatch, chunk
 Cells = list[Message | None]
@@ -25,7 +25,7 @@ CHUNKS = st.integers(1, 5)
 
 
 @st.composite
-def schedules(draw, kinds=KINDS, zero_bubble=(False, True)):
+def schedules(draw, kinds=NAMES, zero_bubble=(False, True)):
     kind = draw(st.sampled_from(kinds))
     groups = draw(st.integers(2, 4)) if kind == "interleaved" else None
     apart = draw(st.sampled_from(zero_bubble)) and kind != "gpipe"
@@ -44,7 +44,7 @@ def text_of(schedule: Schedule) -> str:
 def virtual_stages(schedule: Schedule) -> dict[tuple[int, int], int]:
     """(stage, group) -> which one it is on the way of a unit."""
     S, V = schedule.num_stages, schedule.num_groups
-    if schedule.kind == "v":
+    if schedule.name == "v":
         up = {(stage, 0): stage for stage in range(S)}
         return up | {(stage, 1): 2 * S - 1 - stage for stage in range(S)}
     return {(stage, group): group * S + stage for stage in range(S) for group in range(V)}
@@ -187,7 +187,7 @@ def test_messages_slots_and_buffers_never_collide(schedule):
     play(schedule)
 
 
-@given(st.sampled_from(KINDS), STAGES, MICROBATCHES, CHUNKS, st.integers(2, 4))
+@given(st.sampled_from(NAMES), STAGES, MICROBATCHES, CHUNKS, st.integers(2, 4))
 def test_without_backward_only_the_forwards_remain(kind, S, M, K, V):
     V = V if kind == "interleaved" else 2 if kind == "v" else 1
     schedule = make_schedule(kind, S, M, K, V, backward=False)
@@ -300,7 +300,7 @@ def test_live_units_and_slots_are_the_largest_overlap(schedule):
 @given(schedules(kinds=("1f1b", "interleaved", "v"), zero_bubble=(True,)))
 def test_every_w_runs_once_after_its_b_and_nothing_else_changes(schedule):
     sizes = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, schedule.num_groups
-    plain = make_schedule(schedule.kind, *sizes)
+    plain = make_schedule(schedule.name, *sizes)
     for lane, same in ((schedule.forward, plain.forward), (schedule.backward, plain.backward)):
         for name in ("unit", "group", "source"):
             np.testing.assert_array_equal(getattr(lane, name), getattr(same, name))
@@ -414,7 +414,7 @@ def test_bubble_weighs_parts_by_their_cost():
     # One unit on two groups of two stages: 4 forward and 4 backward parts, each busy on one stage.
     schedule = make_schedule("interleaved", 2, 1, num_groups=2)
     assert schedule.bubble_at(3.0, 5.0) == 0.5
-    # The shares of the lanes are equal in every kind, so costs do not matter.
+    # The shares of the lanes are equal in every schedule, so costs do not matter.
     schedule = make_schedule("1f1b", 4, 4)
     assert schedule.bubble_at(1.0, 7.0) == schedule.bubble == 3 / 7
 
@@ -485,9 +485,9 @@ def test_text_shows_the_bubble_as_its_share_of_dots(schedule):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("1f1", 2, 2), r"kind='1f1'.*did you mean '1f1b'.*gpipe, 1f1b, interleaved, v"),
-        (("GPipe", 2, 2), r"kind='GPipe'.*did you mean 'gpipe'"),
-        ((None, 2, 2), r"kind=None"),
+        (("1f1", 2, 2), r"name='1f1'.*did you mean '1f1b'.*gpipe, 1f1b, interleaved, v"),
+        (("GPipe", 2, 2), r"name='GPipe'.*did you mean 'gpipe'"),
+        ((None, 2, 2), r"name=None"),
         (("1f1b", 0, 2), r"num_stages=0 .*1 or more"),
         (("1f1b", 2, -3), r"num_microbatches=-3 .*1 or more"),
         (("1f1b", 2, 2, 0), r"num_chunks=0 .*1 or more"),
@@ -496,11 +496,11 @@ def test_text_shows_the_bubble_as_its_share_of_dots(schedule):
         (("1f1b", True, 2), r"num_stages=True .*integer"),
         (
             ("interleaved", 2, 2, 1, 1),
-            r"kind='interleaved' with num_groups=1 .*num_groups=2 or more",
+            r"name='interleaved' with num_groups=1 .*num_groups=2 or more",
         ),
-        (("1f1b", 2, 2, 1, 3), r"kind='1f1b'.*num_groups=3.*kind='interleaved'"),
-        (("gpipe", 2, 2, 1, 2), r"kind='gpipe'.*num_groups=2.*kind='interleaved'"),
-        (("v", 2, 2, 1, 3), r"kind='v'.*num_groups=3.*num_groups=2 with 'v'"),
+        (("1f1b", 2, 2, 1, 3), r"name='1f1b'.*num_groups=3.*name='interleaved'"),
+        (("gpipe", 2, 2, 1, 2), r"name='gpipe'.*num_groups=2.*name='interleaved'"),
+        (("v", 2, 2, 1, 3), r"name='v'.*num_groups=3.*num_groups=2 with 'v'"),
     ],
 )
 def test_impossible_requests_are_refused(arguments, message):
@@ -511,7 +511,7 @@ def test_impossible_requests_are_refused(arguments, message):
 def test_impossible_places_of_w_are_refused():
     with pytest.raises(ValueError, match="zero_bubble='unit' is not a bool; use True"):
         make_schedule("1f1b", 2, 2, zero_bubble="unit")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"kind='gpipe' keeps all .*, and has no zero_bubble"):
+    with pytest.raises(ValueError, match=r"name='gpipe' keeps all .*, and has no zero_bubble"):
         make_schedule("gpipe", 2, 2, zero_bubble=True)
 
 
@@ -523,7 +523,7 @@ def test_impossible_questions_are_refused():
         schedule.padded(4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NAMES)
 def test_large_schedules_are_one_array_operation_per_stage(kind):
     # About a million entries; a loop over units in Python would be felt here.
     schedule = make_schedule(kind, 64, 256, 16, zero_bubble=kind != "gpipe")

@@ -34,7 +34,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def draw_bubble(
-    kind: str,
+    schedule: str,
     num_stages: int,
     num_groups: int = 1,
     microbatches: Sequence[int] = (1, 2, 4, 8, 16, 32),
@@ -45,7 +45,7 @@ def draw_bubble(
     figure, [axes] = _figure()
     for i, K in enumerate(chunks):
         schedules = (
-            make_schedule(kind, num_stages, M, K, num_groups, zero_bubble=zero_bubble)
+            make_schedule(schedule, num_stages, M, K, num_groups, zero_bubble=zero_bubble)
             for M in microbatches
         )
         bubbles = [100 * schedule.bubble for schedule in schedules]
@@ -59,7 +59,7 @@ def draw_bubble(
     axes.set_ylabel("bubble (% of stage-time)")
     groups = f", {num_groups} groups of layers" * (num_groups > 1)
     apart = ", zero-bubble" * zero_bubble
-    axes.set_title(f"{kind}{apart}, {num_stages} stages{groups}", fontsize=10)
+    axes.set_title(f"{schedule}{apart}, {num_stages} stages{groups}", fontsize=10)
     axes.legend(frameon=False)
     return figure
 

@@ -58,7 +58,7 @@ def plot_step(
         s = _schedule(settings)
         if s.num_stages == 1:
             raise ValueError("a mesh of stage=1 has no bubble; give one with stages, such as pp4")
-        figure = figures.draw_bubble(s.kind, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
+        figure = figures.draw_bubble(s.name, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
         return figures.save_figure(figure, path)
     task, parallel, train = settings
     reports = {

@@ -103,7 +103,7 @@ class Block(NamedTuple):
 class Schedule(Printed):
     """What each stage does at each tick; built by `schedules.make_schedule`. Its arrays are read-only."""
 
-    kind: str
+    name: str
     route: Route
     """The virtual stages, in the order in which a unit passes them."""
     num_stages: int
@@ -277,8 +277,8 @@ class Schedule(Printed):
 
     @property
     def title(self) -> str:
-        """The kind, and zb if W is separate."""
-        return self.kind + "+zb" * self.zero_bubble
+        """The name, and zb if W is separate."""
+        return self.name + "+zb" * self.zero_bubble
 
 
 def idle_lane(num_ticks: int, num_stages: int, steps: Iterable[int] = ()) -> Lane:

@@ -258,10 +258,10 @@ class Route:
         return step
 
 
-def route_of(kind: str, num_stages: int, num_groups: int) -> Route:
-    """The virtual stages of a kind of schedule; see `schedules.make_schedule`."""
+def route_of(schedule: str, num_stages: int, num_groups: int) -> Route:
+    """The virtual stages of a schedule, by its name; see `schedules.make_schedule`."""
     up = tuple(range(num_stages))
-    if kind == "v":
+    if schedule == "v":
         return Route(up + up[::-1])
     return Route(up * num_groups, is_ring=num_groups > 1)
 

@@ -8,7 +8,7 @@ order and move on by one per tick; backward units enter the last one in some ord
     stage 2   .    .    F0   F1   F2   F3            stage 2   B0   B1   B2   B3   .    .
 
 The second is laid over the first as early as the last virtual stage allows, where a backward unit
-may use the forward of its own tick. The kinds differ only in the two orders, and in where virtual stages lie.
+may use the forward of its own tick. They differ only in the two orders, and in where virtual stages lie.
 Virtual stage p runs the forward of unit u = mK + k at tick u + p, and its backward at tick
 
     gpipe   (MK-1 - u)     + (MK-1) + 2(S-1) - p       arXiv:1811.06965
@@ -40,11 +40,11 @@ from jaxpar.base.checks import require
 from jaxpar.pipeline.lanes import Lane, Schedule, frozen, idle_lane
 from jaxpar.pipeline.placement import Route, route_of
 
-KINDS = ("gpipe", "1f1b", "interleaved", "v")
+NAMES = ("gpipe", "1f1b", "interleaved", "v")
 
 
 def make_schedule(
-    kind: str,
+    name: str,
     num_stages: int,
     num_microbatches: int,
     num_chunks: int = 1,
@@ -56,7 +56,7 @@ def make_schedule(
     """Returns the schedule of a training step, or with `backward=False` of an evaluation step.
 
     Args:
-      kind: "gpipe" (all forwards, then all backwards in reverse), "1f1b" (each backward as early
+      name: "gpipe" (all forwards, then all backwards in reverse), "1f1b" (each backward as early
         as it can be), "interleaved" (1f1b with V groups of layers per stage and about 1/V of the
         bubble), or "v" (1f1b with a group on the way up and one on the way down, and about half of the
         memory).
@@ -69,17 +69,17 @@ def make_schedule(
       zero_bubble: takes W, the gradients of weights, out of the backward units, and puts each where stages
         would wait (`_place_weights`), in no more slots than without. Not for gpipe.
     Raises:
-      ValueError: unknown kind, a count below 1, a number of groups or a zero_bubble that the kind does not
-        have.
+      ValueError: unknown name, a count below 1, a number of groups or a zero_bubble that the schedule does
+        not have.
     """
-    num_groups = least_groups(kind) if num_groups is None else num_groups
-    _check(kind, zero_bubble, (num_stages, num_microbatches, num_chunks, num_groups))
-    route = route_of(kind, num_stages, num_groups)
+    num_groups = least_groups(name) if num_groups is None else num_groups
+    _check(name, zero_bubble, (num_stages, num_microbatches, num_chunks, num_groups))
+    route = route_of(name, num_stages, num_groups)
     num_units = num_microbatches * num_chunks
-    forward_PU = _ticks_on_the_way(kind, route, num_units)
+    forward_PU = _ticks_on_the_way(name, route, num_units)
     # The mirror image: virtual stages, chunks from last to first, and for gpipe microbatches too.
     m, k = np.divmod(np.arange(num_units), num_chunks)
-    m = m[::-1] if kind == "gpipe" else m
+    m = m[::-1] if name == "gpipe" else m
     mirror_PU = forward_PU[::-1][:, m * num_chunks + num_chunks - 1 - k]
     backward_PU = mirror_PU + (forward_PU[-1] - mirror_PU[-1]).max()
     if not backward:
@@ -98,7 +98,7 @@ def make_schedule(
     forward, num_forward_buffers = _lane(forward_PU, slot_PU, route, num_ticks, +1)
     back, num_backward_buffers = _lane(backward_PU, slot_PU, route, num_ticks, -1)
     return Schedule(
-        kind=kind,
+        name=name,
         route=route,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
@@ -113,14 +113,14 @@ def make_schedule(
     )
 
 
-def least_groups(kind: str) -> int:
-    """The least number of groups of layers on a stage that a kind of schedule has."""
-    return 2 if kind in ("interleaved", "v") else 1
+def least_groups(name: str) -> int:
+    """The least number of groups of layers on a stage that a schedule has."""
+    return 2 if name in ("interleaved", "v") else 1
 
 
-def _ticks_on_the_way(kind: str, route: Route, num_units: int) -> np.ndarray:
+def _ticks_on_the_way(name: str, route: Route, num_units: int) -> np.ndarray:
     """The tick at which the u-th unit to enter is on each virtual stage, [P, MK]."""
-    if kind == "v":
+    if name == "v":
         return 2 * np.arange(num_units) + np.arange(len(route.stages))[:, None]
     stage_P, group_P = np.array(route.stages), np.array(route.groups)
     entry_VU = _entry_ticks(route.num_stages, route.num_groups, num_units)
@@ -293,29 +293,29 @@ def _write(
     return when
 
 
-def _check(kind: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
-    if kind not in KINDS:
-        nearest = difflib.get_close_matches(str(kind).lower(), KINDS, n=1, cutoff=0.0)[0]
+def _check(name: str, zero_bubble: bool, counts: tuple[int, ...]) -> None:
+    if name not in NAMES:
+        nearest = difflib.get_close_matches(str(name).lower(), NAMES, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"kind={kind!r} is not a schedule; "
-            f"did you mean {nearest!r}? Use one of {', '.join(KINDS)}."
+            f"name={name!r} is not a schedule; "
+            f"did you mean {nearest!r}? Use one of {', '.join(NAMES)}."
         )
     names = "num_stages", "num_microbatches", "num_chunks", "num_groups"
-    for name, count in zip(names, counts, strict=True):
+    for what, count in zip(names, counts, strict=True):
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
-            raise ValueError(f"{name}={count!r} is not a count; use an integer of 1 or more.")
+            raise ValueError(f"{what}={count!r} is not a count; use an integer of 1 or more.")
     require(
         isinstance(zero_bubble, bool),
         f"zero_bubble={zero_bubble!r} is not a bool; use True to take W out of backward units, or False.",
     )
-    fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(kind, counts[-1] == 1)
+    fits = {"interleaved": counts[-1] > 1, "v": counts[-1] == 2}.get(name, counts[-1] == 1)
     require(
         fits,
-        f"kind={kind!r} with num_groups={counts[-1]} groups of layers on a stage; use num_groups=2 or more "
-        f"with kind='interleaved', num_groups=2 with 'v', and num_groups=1 with the others.",
+        f"name={name!r} with num_groups={counts[-1]} groups of layers on a stage; use num_groups=2 or more "
+        f"with name='interleaved', num_groups=2 with 'v', and num_groups=1 with the others.",
     )
     require(
-        not (zero_bubble and kind == "gpipe"),
-        "kind='gpipe' keeps all residuals, and has no zero_bubble; use kind='1f1b', 'interleaved' or 'v', "
+        not (zero_bubble and name == "gpipe"),
+        "name='gpipe' keeps all residuals, and has no zero_bubble; use name='1f1b', 'interleaved' or 'v', "
         "which hold fewer.",
     )

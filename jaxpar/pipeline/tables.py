@@ -95,7 +95,7 @@ def make_table(schedules: Sequence[Schedule], capacity: Schedule | None = None) 
       ValueError: the schedules differ in more than microbatches, or do not fit the capacity.
     """
     capacity = capacity or largest(schedules)
-    shape = ("kind", "zero_bubble", "num_stages", "num_groups")
+    shape = ("name", "zero_bubble", "num_stages", "num_groups")
     for schedule in schedules:
         for name in shape:
             if getattr(schedule, name) != getattr(capacity, name):

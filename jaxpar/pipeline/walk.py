@@ -151,7 +151,7 @@ class Switch(Scan):
             return lax.switch(jnp.where(slot.layer < 0, 0, slot.kind + 1), branches, state), None
 
         sums = ((),) * len(rows) if sums is None else tuple(sums)
-        start = x, tuple(rows), sums, _room(makes, zip(*reads, rows, strict=True), x)
+        start = x, tuple(rows), sums, _zero_rows(makes, zip(*reads, rows, strict=True), x)
         (x, after, total, made), _ = lax.scan(of_slot, start, slots, reverse=reverse)
         return total, after, x, made
 
@@ -227,16 +227,16 @@ def put(tree: Any, place: Any, part: Any) -> Any:
     )
 
 
-def _room(shapes: Sequence[Any], like: Iterable[Any], x: Any) -> tuple[Any, ...]:
+def _zero_rows(shapes: Sequence[Any], like: Iterable[Any], x: Any) -> tuple[Any, ...]:
     """Zeros of these shapes of every kind, as many as there are rows in `like`."""
 
-    def room(own, stacked):
+    def of_kind(own, stacked):
         def zeros_of_rows(a):
             return jnp.zeros((len(jax.tree.leaves(stacked)[0]), *a.shape), a.dtype)
 
         return jax.tree.map(zeros_of_rows, own)
 
-    return vary_like(tuple(map(room, shapes, like)), x)
+    return vary_like(tuple(map(of_kind, shapes, like)), x)
 
 
 def _if_full(
