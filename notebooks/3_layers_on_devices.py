@@ -76,12 +76,13 @@ make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2)
 # Half of a backward unit concerns its own stage alone: the gradients of its weights (W). The rest, which the stage below
 # waits for, is B. Once they are separate, W goes where a stage would be idle. That takes no more memory: every stage has
 # slots for as many units in flight, and the later stages do not need all of theirs. With two groups of layers on each
-# stage the rest of the bubble halves again.
+# stage the rest of the bubble halves again. The third schedule, v, goes up through one group and down through the other:
+# all stages hold as many units, and the first and the last layers share a stage.
 
 # %%
-for kind, groups in (("1f1b", 1), ("interleaved", 2)):
+for name in ("1f1b", "interleaved", "v"):
     for apart in (False, True):
-        schedule = make_schedule(kind, 4, 8, 4, groups, zero_bubble=apart)
+        schedule = make_schedule(name, 4, 8, 4, zero_bubble=apart)
         print(f"{schedule.title:<16} bubble {schedule.bubble:.1%}, {schedule.num_slots} slots")
 make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubble=True)
 

@@ -104,7 +104,7 @@ class Schedule(Printed):
     """What each stage does at each tick; built by `schedules.make_schedule`. Its arrays are read-only."""
 
     name: str
-    route: Route
+    route: Route = dataclasses.field(repr=False)
     """The virtual stages, in the order in which a unit passes them."""
     num_stages: int
     num_microbatches: int
