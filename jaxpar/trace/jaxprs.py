@@ -10,8 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 # Done again, where that keeps less.
 CHEAP = {
     "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "copy", "eq", "expand_dims",
-    "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pcast", "pvary",
-    "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
+    "ge", "gt", "integer_pow", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or",
+    "pcast", "pvary", "reshape", "reshard", "select_n", "sign", "square", "squeeze", "stop_gradient", "sub",
 }  # fmt: skip
 
 
