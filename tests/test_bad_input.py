@@ -575,7 +575,7 @@ RUNS = {
         (damage("config.toml", 'task = "images"\n'), ["sample", "run"]), "run in run is .*images",
     ),
     "negative temperature": (["sample", "run", "--temperature", "-1"], r"temperature=-1\.0.*no neg"),
-    "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1.*no negative number"),
+    "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small; use 0 or more"),
 }  # fmt: skip
 
 # What may be said before.

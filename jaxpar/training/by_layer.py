@@ -27,8 +27,8 @@ Tree = TypeVar("Tree")
 Rows = tuple[int, ...]  # the layer in each row of a kind's stack, -1 in empty ones
 
 
-def by_layer(state: TrainState, layout: Layout) -> dict[str, jax.Array]:
-    """The arrays of a state as they are stored: by name, stacked layers in the order of the layers.
+def by_layer(state: Any, layout: Layout) -> dict[str, jax.Array]:
+    """The arrays of a state, or a part of it, as they are stored: by name, stacked layers in their order.
 
     They stay sharded; where layers change places, over another dim than that of the layers.
 

@@ -2,16 +2,19 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from os import PathLike
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.base.checks import require
+from jaxpar.data.order import check_at_least
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
-from jaxpar.tasks.lm.corpus import Vocabulary
-from jaxpar.tasks.lm.sampling import read_prompt, sample_text
+from jaxpar.tasks.lm.corpus import Vocabulary, check_tokens
 from jaxpar.tasks.lm.task import LM, VOCABULARY
 from jaxpar.training.loaded import LoadedRun, load_run
 from jaxpar.training.run_folder import RunFolder
@@ -41,8 +44,7 @@ class TextRun(LoadedRun):
         Raises:
           ValueError: a word is outside the vocabulary.
         """
-        tokens_T = read_prompt(self.vocabulary, text)
-        logits_BTV = self._run(self.state.params, tokens_T[None])
+        logits_BTV = self._run(self.state.params, self._read(text)[None])
         return np.asarray(logits_BTV)[0, :, : len(self.vocabulary)]
 
     @functools.cached_property
@@ -55,8 +57,66 @@ class TextRun(LoadedRun):
         self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
     ) -> str:
         """A text that begins with the prompt; see `sample`."""
+        assert isinstance(self.setup.task, LM)
+        tokens = self._read(prompt)
+        separator = self.vocabulary.separator if self.setup.task.reads_lines else None
         numbers = {"length": length, "temperature": temperature, "seed": seed}
-        return sample_text(self.setup, self.state, self.vocabulary, prompt, **numbers)
+        new = self.sample_tokens(tokens, separator, **numbers)
+        return self.vocabulary.decode(np.concatenate([tokens, new])[1:])
+
+    def sample_tokens(
+        self,
+        prompt: np.ndarray,
+        separator: int | None = None,
+        *,
+        length: int = 50,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> np.ndarray:
+        """The tokens that follow a prompt, int32 [length], token by token from the carried state.
+
+        Args:
+          prompt: token ids [tokens], at least one.
+          separator: the token after which the model starts a line afresh; None if there is none.
+          length, temperature, seed: as of `sample`.
+        Raises:
+          ValueError: a token is outside the vocabulary, or a number is out of range.
+        """
+        check_at_least(1, length=length, num_tokens=len(prompt))
+        check_at_least(0, seed=seed)
+        require(
+            math.isfinite(temperature) and temperature >= 0,
+            f"temperature={temperature}: use a finite temperature, and no negative number",
+        )
+        num_words = len(self.vocabulary)
+        check_tokens(prompt, num_words)
+        layout, params, frozen = self.setup.layout, self.state.params, self.state.frozen
+
+        @jax.jit
+        def step(params, carry, token, key):
+            token_BT = token[None, None]
+            resets_BT = None if separator is None else token_BT == separator
+            carry, logits_TBV = layout.merge(params, frozen).unroll(token_BT, carry, resets_BT)
+            logits_V = logits_TBV[0, 0, :num_words]
+            if temperature == 0:
+                return carry, jnp.argmax(logits_V).astype(jnp.int32)
+            drawn = jax.random.categorical(key, logits_V / temperature)
+            return carry, drawn.astype(jnp.int32)
+
+        carry = self.model.layers.initial_carry(1)
+        keys = jax.random.split(jax.random.key(seed), length)
+        for known in prompt[:-1]:
+            carry, _ = step(params, carry, jnp.int32(known), keys[0])
+        token, tokens = jnp.int32(prompt[-1]), []
+        for key in keys:
+            carry, token = step(params, carry, token, key)
+            tokens.append(token)  # on the device: nothing waits for it here
+        return np.asarray(jax.device_get(tokens), np.int32)
+
+    def _read(self, prompt: str) -> np.ndarray:
+        """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
+        tokens = self.vocabulary.encode(prompt, strict=True)
+        return np.insert(tokens, 0, self.vocabulary.separator)
 
 
 def load_text_run(

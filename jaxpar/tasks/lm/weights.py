@@ -25,12 +25,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from jaxpar.base.checks import require
-from jaxpar.base.files import check_file, read_json, read_text, whole_file
+from jaxpar.base.files import check_file, in_words, read_json, read_text, whole_file
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
@@ -49,25 +50,45 @@ WORDS, SHA256 = "words", "jaxpar_sha256"
 # Layers that PyTorch has, too: how many gates, and how many biases of the state apart, the last rows of ours.
 _GATES = {"lstm": (4, 0), "gru": (3, 1)}
 
-# Parameters of which a dim is the vocabulary.
-_VOCAB_DIMS = {"embedding/table": 0, "head_bias": 0, "head/kernel": 1, "head/bias": 0}
-
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What a file holds.
+    """What a file holds, float32. Legend as above.
 
     Attributes:
-      arrays: float32, by the names of the parameters without "params/", as `by_layer` stores them.
+      kind: of the layers, "lstm" or "gru".
+      table_VE: the embedding.
+      w_x_LHGH, w_h_LHGH: the kernels of the layers; rows beyond E of the first w_x are zero.
+      b_L: their biases, [L, rows, H].
+      head_VH, bias_V: the head.
       words: in the order of their ids; None if the file does not tell.
-      sizes: fields of `LM`: num_layers, hidden_size, embed_size and tie_embedding.
-      num_rows: V.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    kind: str
+    table_VE: np.ndarray
+    w_x_LHGH: np.ndarray
+    w_h_LHGH: np.ndarray
+    b_L: np.ndarray
+    head_VH: np.ndarray
+    bias_V: np.ndarray
     words: Sequence[str] | None
-    sizes: Mapping[str, Any]
-    num_rows: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Fields of `LM`: num_layers, hidden_size, embed_size and tie_embedding."""
+        (L, H, *_), E = self.w_x_LHGH.shape, self.table_VE.shape[1]
+        tied = np.array_equal(self.head_VH, self.table_VE)
+        return {"num_layers": L, "hidden_size": H, "embed_size": E, "tie_embedding": tied}
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """By the names of the parameters without "params/", as `by_layer` stores them."""
+        layers = {"w_x": self.w_x_LHGH, "w_h": self.w_h_LHGH, "b": self.b_L}
+        arrays = {f"layers/{self.kind}/{name}": array for name, array in layers.items()}
+        arrays["embedding/table"] = self.table_VE
+        if self.sizes["tie_embedding"]:
+            return arrays | {"head_bias": self.bias_V}
+        return arrays | {"head/kernel": self.head_VH.T, "head/bias": self.bias_V}
 
 
 def export_weights(
@@ -102,12 +123,8 @@ def export_weights(
         raise ValueError(
             "num_biases=1: a GRU has a bias of its own for the state; use 2, as torch.nn.GRU has"
         )
-    arrays = {
-        name.removeprefix("params/"): np.asarray(array)
-        for name, array in by_layer(run.state, run.setup.layout).items()
-        if name.startswith("params/")
-    }
-    tensors = to_torch(arrays, task, num_biases)
+    arrays = by_layer(run.state.params, run.setup.layout)
+    tensors = to_torch(jax.device_get(arrays), task, num_biases)
     words = json.dumps(run.vocabulary.words)
     metadata = {"format": "pt", WORDS: words, SHA256: _sha256(tensors, words)}
     with whole_file(Path(path).expanduser()) as file:
@@ -158,16 +175,16 @@ def import_weights(
             f"run's vocabulary.json, or a text with one word per line in the order of the ids"
         )
     own = load_corpus(task.corpus, task.level, task.max_vocab).vocabulary
-    arrays = _in_order_of(own, weights, words)
-    vocab = {"num_words": len(words), "vocab_size": padded(len(words))}
-    task = dataclasses.replace(task, **weights.sizes, **vocab)
+    weights = _in_order_of(own, weights, words)
+    sizes = {**weights.sizes, "num_words": len(words), "vocab_size": padded(len(words))}
+    task = dataclasses.replace(task, **sizes)
     setup = Setup.of(task, parallel, train)
     texts = texts_of(setup, describe_data(setup))
     with (
         begin_run(folder, setup, texts, overwrite=overwrite) as (folder, setup),
         folder.checkpoints(setup) as checkpoints,
     ):
-        checkpoints.save(with_parameters(init_state(setup), setup.layout, arrays))
+        checkpoints.save(with_parameters(init_state(setup), setup.layout, weights.arrays))
     assert isinstance(setup.task, LM)
     return setup.task
 
@@ -186,23 +203,19 @@ def to_torch(
     """Tensors by their names in PyTorch, without what pads the vocabulary.
 
     Args:
-      arrays: as in `Weights`.
+      arrays: as of `Weights`.
       num_biases: of each recurrent layer, 1 or 2.
     """
     H, kind = task.hidden_size, task.layer
     G, num_apart = _GATES[kind]
-    arrays = {
-        name: np.take(array, np.arange(task.num_words or array.shape[dim]), axis=dim)
-        if (dim := _VOCAB_DIMS.get(name)) is not None
-        else array
-        for name, array in arrays.items()
-    }
+    table_VE = arrays["embedding/table"]
     if task.tie_embedding:
-        head = arrays["embedding/table"], arrays["head_bias"]
+        head_VH, bias_V = table_VE, arrays["head_bias"]
     else:
-        head = arrays["head/kernel"].T, arrays["head/bias"]
+        head_VH, bias_V = arrays["head/kernel"].T, arrays["head/bias"]
     w_x, w_h, b = (arrays[f"layers/{kind}/{name}"] for name in ("w_x", "w_h", "b"))
-    tensors = {"embedding.weight": arrays["embedding/table"]}
+    tensors = {"embedding.weight": table_VE, "head.weight": head_VH, "head.bias": bias_V}
+    tensors = {name: tensor[: task.num_words] for name, tensor in tensors.items()}
     for layer in range(task.num_layers):
         # The input of the first layer is zero-extended to H: the rows beyond E meet nothing but zeros.
         num_inputs = H if layer else task.embed_size
@@ -217,7 +230,6 @@ def to_torch(
         if num_biases == 1:
             del own["bias_hh"]
         tensors |= {f"{kind}.{name}_l{layer}": tensor for name, tensor in own.items()}
-    tensors |= {"head.weight": head[0], "head.bias": head[1]}
     # safetensors writes the memory of an array as it lies.
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
@@ -240,25 +252,22 @@ def read_weights(
       ValueError: it is not such a file, or holds another model; the message names the tensor.
     """
     path = Path(path).expanduser()
+    embedding, recurrent, head = names
+    names = embedding, layer if recurrent == "auto" else recurrent, head
     try:
-        check_file(path)
-        with safetensors.safe_open(path, framework="np") as file:
-            tensors = {name: _tensor(file, name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
+        with in_words(f"read the weights {path}", "give a safetensors file"):
+            check_file(path)
+            with safetensors.safe_open(path, framework="np") as file:
+                tensors = {name: _tensor(file, name) for name in file.keys()}  # noqa: SIM118
+                metadata = file.metadata() or {}
         words = metadata.get(WORDS)
         if SHA256 in metadata and metadata[SHA256] != _sha256(tensors, words):
             raise ValueError(
                 f"the file is damaged: it is not what was exported; export it again. If another program has "
                 f"changed it, have it leave {SHA256} out of the metadata"
             )
-        embedding, recurrent, head = names
-        names = embedding, layer if recurrent == "auto" else recurrent, head
         words = None if words is None else _parse_words(words)
         return _from_torch(tensors, layer, names, words)
-    except OSError as error:
-        raise type(error)(
-            f"cannot read the weights {path}: {error.strerror or error}; give a safetensors file"
-        ) from error
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or not all of it: {error}") from error
     except ValueError as error:
@@ -295,22 +304,24 @@ def _parse_words(text: str) -> Sequence[str]:
     return words
 
 
-def _from_torch(
-    tensors: dict[str, np.ndarray],
-    kind: str,
-    names: tuple[str, str, str],
-    words: Sequence[str] | None,
-) -> Weights:
-    left, (embedding, recurrent, head) = dict(tensors), names
-    G, num_apart = _GATES[kind]
+class _Tensors:
+    """The tensors of a file, of which each is taken once."""
 
-    def take(name: str, *shape: int | None) -> np.ndarray:
-        if name not in left:
+    def __init__(self, tensors: Mapping[str, np.ndarray], kind: str):
+        self.all, self.left, self.kind = tensors, dict(tensors), kind
+
+    def find(self, name: str, *shape: int | None) -> np.ndarray:
+        """One that is left, of floating-point numbers; None is any size.
+
+        Raises:
+          ValueError: it is not there, or another.
+        """
+        if name not in self.left:
             raise ValueError(
-                f"there is no tensor {name}; the file has {', '.join(sorted(tensors))}. "
-                f"If embedding, {kind.upper()} and head have other names, give all three with --names"
+                f"there is no tensor {name}; the file has {', '.join(sorted(self.all))}. "
+                f"If embedding, {self.kind.upper()} and head have other names, give all three with --names"
             )
-        tensor = left.pop(name)
+        tensor = self.left[name]
         fits = len(shape) == tensor.ndim and all(
             size in (None, real) for size, real in zip(shape, tensor.shape, strict=True)
         )
@@ -320,64 +331,70 @@ def _from_torch(
                 f"{name} is {' x '.join(map(str, tensor.shape))} of {tensor.dtype}, to fit the "
                 f"others it must be {wanted} of a floating-point type"
             )
+        return tensor
+
+    def take(self, name: str, *shape: int | None) -> np.ndarray:
+        """That one, float32."""
+        tensor = self.find(name, *shape)
+        del self.left[name]
         return tensor.astype(np.float32)
 
-    table_VE = take(f"{embedding}.weight", None, None)
-    V, E = table_VE.shape
-    pattern = re.compile(re.escape(recurrent) + r"\.weight_hh_l\d+")
-    L = sum(1 for name in tensors if pattern.fullmatch(name))
-    first = take(f"{recurrent}.weight_hh_l0", None, None)
-    left[f"{recurrent}.weight_hh_l0"], H = first, first.shape[1]
+    def take_bias(self, name: str, size: int) -> np.ndarray:
+        """Likewise; zeros if it is not there."""
+        return self.take(name, size) if name in self.left else np.zeros(size, np.float32)
+
+
+def _from_torch(
+    tensors: Mapping[str, np.ndarray],
+    kind: str,
+    names: tuple[str, str, str],
+    words: Sequence[str] | None,
+) -> Weights:
+    """The weights that tensors are.
+
+    Raises:
+      ValueError: they are of another model; names a tensor.
+    """
+    file, (embedding, recurrent, head) = _Tensors(tensors, kind), names
+    (G, num_apart), first = _GATES[kind], f"{recurrent}.weight_hh_l0"
+    table_VE = file.take(f"{embedding}.weight", None, None)
+    (V, E), (rows, H) = table_VE.shape, file.find(first, None, None).shape
     if 0 in (V, E, H):
         raise ValueError(
-            f"{embedding}.weight is {V} x {E} and {recurrent}.weight_hh_l0 {len(first)} x {H}: "
-            f"that is no model; give all of its weights"
+            f"{embedding}.weight is {V} x {E} and {first} {rows} x {H}: that is no model; give all of its "
+            f"weights"
         )
     for other, (num_gates, _) in _GATES.items():
-        if other != kind and len(first) == num_gates * H:
+        if other != kind and rows == num_gates * H:
             raise ValueError(
-                f"{recurrent}.weight_hh_l0 is {len(first)} x {H}, that of {num_gates} gates: the layers are "
-                f"layer={other!r}, the task has layer={kind!r}; use --layer {other}"
+                f"{first} is {rows} x {H}, that of {num_gates} gates: the layers are layer={other!r}, the "
+                f"task has layer={kind!r}; use --layer {other}"
             )
-    layers = []
-    # All of them first: their names alone may promise more than there is memory.
-    for layer in range(L):
-        inputs = H if layer else E
-        weights = [
-            take(f"{recurrent}.weight_{name}_l{layer}", G * H, size)
-            for name, size in (("ih", inputs), ("hh", H))
-        ]
-        b = np.zeros((G + num_apart, H), np.float32)
-        for name, rows in (("ih", [*range(G)]), ("hh", [*range(G - num_apart), *range(G, len(b))])):
-            bias = f"{recurrent}.bias_{name}_l{layer}"
-            if bias in left:
-                b[rows] += take(bias, G * H).reshape(G, H)
-        # The rows beyond E meet nothing but zeros; an E beyond H is refused by the task.
+    pattern = re.compile(re.escape(recurrent) + r"\.weight_hh_l\d+")
+    layers, apart = [], G - num_apart
+    for layer in range(sum(1 for name in tensors if pattern.fullmatch(name))):
         w_x, w_h = (
-            np.pad(weight, ((0, 0), (0, max(H - weight.shape[1], 0)))) for weight in weights
+            file.take(f"{recurrent}.weight_{name}_l{layer}", G * H, size)
+            for name, size in (("ih", H if layer else E), ("hh", H))
         )
-        layers.append([w_x.T[:H].reshape(H, G, H), w_h.T.reshape(H, G, H), b])
+        b_x, b_h = (
+            file.take_bias(f"{recurrent}.bias_{name}_l{layer}", G * H).reshape(G, H)
+            for name in ("ih", "hh")
+        )
+        b = np.concatenate([b_x[:apart] + b_h[:apart], b_x[apart:], b_h[apart:]])
+        # The rows beyond E meet nothing but zeros; an E beyond H is refused by the task.
+        w_x = np.pad(w_x, ((0, 0), (0, max(H - w_x.shape[1], 0))))[:, :H]
+        layers.append([w_x.T.reshape(H, G, H), w_h.T.reshape(H, G, H), b])
     w_x, w_h, b = map(np.stack, zip(*layers, strict=True))
-
-    bias = f"{head}.bias"
-    head_bias = take(bias, V) if bias in left else np.zeros(V)
+    bias_V = file.take_bias(f"{head}.bias", V)
     weight = f"{head}.weight"
-    head_VH = take(weight, V, H) if weight in left or E != H else table_VE
-    if left:
+    head_VH = file.take(weight, V, H) if weight in file.left or E != H else table_VE
+    if file.left:
         raise ValueError(
-            f"there is no place for {', '.join(sorted(left))} in an embedding, layers of one direction "
+            f"there is no place for {', '.join(sorted(file.left))} in an embedding, layers of one direction "
             f"without projections ({kind}), and a linear head"
         )
-    tied = np.array_equal(head_VH, table_VE)
-    layers = {f"layers/{kind}/w_x": w_x, f"layers/{kind}/w_h": w_h, f"layers/{kind}/b": b}
-    arrays = {"embedding/table": table_VE, **layers}
-    if tied:
-        arrays |= {"head_bias": head_bias}
-    else:
-        arrays |= {"head/kernel": head_VH.T, "head/bias": head_bias}
-    arrays = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
-    sizes = {"num_layers": L, "hidden_size": H, "embed_size": E, "tie_embedding": tied}
-    return Weights(arrays, words, sizes, V)
+    return Weights(kind, table_VE, w_x, w_h, b, head_VH, bias_V, words)
 
 
 def _read_words(path: Path) -> Sequence[str]:
@@ -389,15 +406,13 @@ def _read_words(path: Path) -> Sequence[str]:
     return read_text(path, "the vocabulary").removesuffix("\n").split("\n")
 
 
-def _in_order_of(
-    vocabulary: Vocabulary, weights: Weights, words: Sequence[str]
-) -> dict[str, np.ndarray]:
+def _in_order_of(vocabulary: Vocabulary, weights: Weights, words: Sequence[str]) -> Weights:
     """The weights with row i of embedding and head for word i of the vocabulary, padded with zeros."""
-    rows = {word: row for row, word in enumerate(words)}
-    if len(rows) != len(words) or len(words) > weights.num_rows:
+    rows, num_rows = {word: row for row, word in enumerate(words)}, len(weights.table_VE)
+    if len(rows) != len(words) or len(words) > num_rows:
         raise ValueError(
             f"the vocabulary has {len(words)} words, {len(rows)} different ones, the weights have "
-            f"{weights.num_rows} rows; give the vocabulary that the model was trained with"
+            f"{num_rows} rows; give the vocabulary that the model was trained with"
         )
     if missing := [word for word in vocabulary.words if word not in rows]:
         raise ValueError(
@@ -407,11 +422,10 @@ def _in_order_of(
         )
     known = [rows[word] for word in vocabulary.words]
     order = np.array([*known, *np.setdiff1d(np.arange(len(words)), known)], np.int64)
-    arrays = dict(weights.arrays)
-    for name, dim in _VOCAB_DIMS.items():
-        if name in arrays:
-            taken = np.take(arrays[name], order, axis=dim)
-            room = [(0, 0)] * taken.ndim
-            room[dim] = (0, padded(len(words)) - len(words))
-            arrays[name] = np.pad(taken, room)
-    return arrays
+    padding = padded(len(words)) - len(words)
+
+    def arrange(array: np.ndarray) -> np.ndarray:
+        return np.pad(array[order], [(0, padding), (0, 0)][: array.ndim])
+
+    changed = {name: arrange(getattr(weights, name)) for name in ("table_VE", "head_VH", "bias_V")}
+    return dataclasses.replace(weights, **changed)
