@@ -192,20 +192,16 @@ class RunFolder:
                 )
 
     def checkpoints(self, setup: Setup) -> Checkpoints:
-        """The run's checkpoints, with the files that it keeps; the task's data need not be there.
+        """The run's checkpoints, where the files that it keeps are whole; the task's data need not be there.
 
         Raises:
           OSError: no run has written here, or a file cannot be read.
           ValueError: a file is damaged.
         """
-        return Checkpoints(
-            self.checkpoints_path,
-            setup,
-            keep=setup.train.keep_checkpoints,
-            keep_best=setup.train.keep_best,
-            files={name: self.read(name) for name in self.record.read()["files"]},
-            run=self.find_run(),
-        )
+        known = self.record.read()
+        for name in known["files"]:
+            self.read(name)
+        return Checkpoints(self.checkpoints_path, setup, run=known["run"])
 
     def read(self, name: str) -> str:
         """A file of the task, as it was written.
