@@ -714,7 +714,7 @@ def test_a_live_line_ends_with_its_run_however_that_ends(tmp_path):
 
     class Breaks(ConsoleReport):
         def evaluation(self, step, evaluation):
-            assert self._live.live.is_started
+            assert self._live.is_started
             raise RuntimeError("broken")
 
     report = Breaks(Console(width=100, file=io.StringIO(), force_terminal=True))
