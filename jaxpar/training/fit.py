@@ -4,7 +4,6 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -152,8 +151,10 @@ def open_run(
     batches = HashedBatches(task, task.make_batches("train", train.seed))
     before = folder if resume else None
     is_cut_alike = before is not None and before.record.check_data(data)
-    found = _what_was_found(data, texts, setup.parallel)
-    agree(found, remedy="give all of them the same data, task and devices", last=True)
+    found: dict[str, object] = {TASK: checksum(texts.get(TASK, "").encode())}
+    if setup.parallel.has_equal_shares:  # others say that devices differ
+        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
+    agree(data, found, remedy="give all of them the same data, task and devices", last=True)
     report.plan(setup, target)
 
     with contextlib.ExitStack() as stack:
@@ -177,7 +178,7 @@ def open_run(
             state = init_state(setup)
         audit(state)
         stack.callback(report.close)
-        yield Run(setup, batches, folder, checkpoints, report, state, texts, profile=profile)
+        yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)
 
 
 @contextlib.contextmanager
@@ -237,18 +238,6 @@ def _check_holds_no_run(folder: RunFolder) -> None:
             f"out_dir={str(folder)!r} holds a run already; go on with it (--resume), use another "
             f"--train.out-dir, or remove what is there (--overwrite)"
         )
-
-
-def _what_was_found(
-    data: Mapping[str, Any], texts: Mapping[str, str], parallel: Parallel
-) -> dict[str, Any]:
-    """What all processes must have found alike: the data, the file of the task, the kind of their devices."""
-    found = dict(data)
-    if TASK in texts:
-        found[TASK] = checksum(texts[TASK].encode())
-    if parallel.has_equal_shares:  # others say that devices differ
-        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
-    return found
 
 
 def _check_profile(num_steps: int, taken: int) -> None:

@@ -30,27 +30,29 @@ from jaxpar.training.run_folder import RunFolder
 EXPLODED = 10.0
 
 
+@dataclasses.dataclass
 class Run:
-    """A run in progress: its state, and everything that records or reports it."""
+    """A run in progress: its state, and everything that records or reports it.
 
-    def __init__(
-        self,
-        setup: Setup,
-        batches: HashedBatches,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        report: Report,
-        state: TrainState,
-        texts: Mapping[str, str],
-        *,
-        profile: bool,
-    ):
-        self.setup, self.batches, self.texts, self.profile = setup, batches, texts, profile
-        self.task, self.config = setup.task, setup.train
-        self.folder, self.checkpoints, self.report = folder, checkpoints, report
-        self.state = state  # after the last step taken
-        self.num_skipped = int(state.skipped)  # of the steps that have been looked at
-        self.sharding = batch_sharding(setup)
+    Attributes:
+      texts: that it is continued from; see `texts_of`.
+      state: after the last step taken.
+      profile: whether steps are traced.
+    """
+
+    setup: Setup
+    batches: HashedBatches
+    folder: RunFolder
+    checkpoints: Checkpoints
+    report: Report
+    texts: Mapping[str, str]
+    state: TrainState
+    profile: bool
+
+    def __post_init__(self) -> None:
+        self.task, self.config = self.setup.task, self.setup.train
+        self.num_skipped = int(self.state.skipped)  # of the steps that have been looked at
+        self.sharding = batch_sharding(self.setup)
         self.rate = self.task.learning_rate(self.config.num_steps)
         self.first_loss: float | None = None
         self.warned = False
