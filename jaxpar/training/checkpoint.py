@@ -429,13 +429,7 @@ def _describe(task: Task) -> dict[str, Any]:
         "fields": fields,
         "optimizer": vars(optimizer) if dataclasses.is_dataclass(optimizer) else {},
     }
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.asdict(value)
-        return repr(value)
-
-    return json.loads(json.dumps(described, default=plain))
+    return json.loads(json.dumps(described, default=repr))
 
 
 def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
