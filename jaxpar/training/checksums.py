@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import xxhash
 
+from jaxpar.base.checks import fits
 from jaxpar.base.files import check_file, read_json, whole_file
 
 BLOCK_BYTES = 64 << 20
@@ -77,18 +78,9 @@ def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         content = read_json(path.read_bytes())
         is_whole = content.pop(_SHA256, None) == digest(content)
-        if is_whole and all(_is_a(content.get(key), kind) for key, kind in types.items()):
+        if is_whole and all(fits(content.get(key), kind) for key, kind in types.items()):
             return content
     raise ValueError(f"{path.name} is not what was written")
-
-
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, and those in a table as well."""
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(
-            isinstance(each, get_args(kind)[1]) for each in value.values()
-        )
-    return isinstance(value, kind)
 
 
 def _reading(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Callable[[], str]]]:
