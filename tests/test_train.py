@@ -467,6 +467,19 @@ def test_a_changed_text_is_not_resumed(text, tmp_path):
         fit(*run, resume=True)
 
 
+def test_words_that_have_changed_are_not_resumed(text, tmp_path):
+    """Though the tokens are the same."""
+    own = tmp_path / "text"
+    shutil.copytree(text, own)
+    run = make_run(own, tmp_path / "run", num_steps=1)
+    fit(*run)
+    for path in own.iterdir():
+        path.write_text(path.read_text().replace("cat", "cow"))
+    message = r" began with: files\.vocabulary\.json was \d+ \w+, is \d+ \w+; bring them back"
+    with pytest.raises(ValueError, match=message):
+        fit(*run, resume=True)
+
+
 def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
     own = tmp_path / "text"
     shutil.copytree(text, own)
@@ -701,7 +714,7 @@ def test_a_live_line_ends_with_its_run_however_that_ends(tmp_path):
 
     class Breaks(ConsoleReport):
         def evaluation(self, step, evaluation):
-            assert self._live.live.is_started
+            assert self._live.is_started
             raise RuntimeError("broken")
 
     report = Breaks(Console(width=100, file=io.StringIO(), force_terminal=True))

@@ -81,9 +81,7 @@ def seconds(task: LM, state: TrainState, side: str) -> np.ndarray:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if side == "without":
             stack.enter_context(without_checksums())
-        checkpoints = stack.enter_context(
-            Checkpoints(folder, Setup.of(task, PARALLEL), keep=1, files={})
-        )
+        checkpoints = stack.enter_context(Checkpoints(folder, Setup.of(task, PARALLEL)))
         start = clocks()
         checkpoints.save(state)
         checkpoints.latest_step()

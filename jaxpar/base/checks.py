@@ -37,7 +37,7 @@ def check_fields(config: Any) -> None:
             value = tuple(value)
             object.__setattr__(config, name, value)
         _check_bits(name, value)
-        if _fits(value, hint):
+        if fits(value, hint):
             continue
         options = _options(hint)
         if isinstance(value, float) and float in options:
@@ -66,18 +66,21 @@ def _options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def fits(value: Any, wanted: Any) -> bool:
+    """Whether a value is of a type, as of `check_fields`; and those in a table as well."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Literal:
         return value in parts
     if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, part) for part in parts)
+        return any(fits(value, part) for part in parts)
     if origin in (tuple, list):
         if origin is list or parts[1:] == (...,):
             parts = parts[:1] * len(value) if isinstance(value, tuple) else ()
         return (
-            isinstance(value, tuple) and len(value) == len(parts) and all(map(_fits, value, parts))
+            isinstance(value, tuple) and len(value) == len(parts) and all(map(fits, value, parts))
         )
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(each, parts[1]) for each in value.values())
     if isinstance(value, bool):
         return wanted in (bool, Any)
     if wanted is float:

@@ -48,7 +48,6 @@ _DESCRIPTION = "checkpoint.json"
 _DESCRIBED = {
     "task": str,
     "fields": dict,
-    "files": dict[str, str],
     "optimizer": dict,
     "run": str | None,
     "step": int,
@@ -72,35 +71,18 @@ class Checkpoints:
 
     Args:
       folder: made by the first save, if need be.
-      setup: of the states that are saved and restored.
-      keep: the newest checkpoints kept; older ones are deleted as new ones are written.
-      keep_best: keep the one with the lowest of `losses` as well.
-      files: of the task, stored in every checkpoint, and compared when one is restored; None asks the task.
+      setup: of the states that are saved and restored. As its `train` says, the newest are kept, and the one
+        with the lowest of `losses` as well; others are deleted as new ones are written.
       run: the name of the run; checkpoints of another one are not restored. None: of no run.
     Attributes:
       losses: step -> validation loss, to be filled in by the caller; stored in every checkpoint.
       on_failure: called from another thread if a save in the background fails, to be set by the caller; the
         next call of a method that waits for it raises the error, in all processes.
-    Raises:
-      ValueError: `keep` is not positive.
     """
 
-    def __init__(
-        self,
-        folder: str | PathLike[str],
-        setup: Setup,
-        *,
-        keep: int,
-        keep_best: bool = True,
-        files: Mapping[str, str] | None = None,
-        run: str | None = None,
-    ):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+    def __init__(self, folder: str | PathLike[str], setup: Setup, *, run: str | None = None):
         self.losses: dict[int, float] = {}
-        self._folder = Path(folder).absolute()
-        self._setup, self._task, self._keep = setup, setup.task, keep
-        self._keep_best, self._files, self._run = keep_best, files, run
+        self._folder, self._setup, self._run = Path(folder).absolute(), setup, run
         self.on_failure: Callable[[], None] = lambda: None
         self._together, self._is_tidy = Together(), False
         self._saving: Writing | None = None
@@ -115,8 +97,8 @@ class Checkpoints:
     def save(self, state: TrainState, batches: Mapping[str, str] | None = None) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
-        Nothing counts as a checkpoint until all of it is written. The task's fields and files are in
-        it, as JSON. What is not whole in the folder is moved aside.
+        Nothing counts as a checkpoint until all of it is written. The task's fields are in it, as JSON.
+        What is not whole in the folder is moved aside.
 
         Args:
           state: may be donated to the next training step at once.
@@ -141,7 +123,7 @@ class Checkpoints:
             )
         losses = {str(each): repr(loss) for each, loss in self.losses.items()}
         own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
-        described = self._described_task | own
+        described = _describe(self._setup.task) | own
         with self._failing_in_words():
             self._saving = Writing(
                 self._folder / str(step),
@@ -182,7 +164,7 @@ class Checkpoints:
           step: None takes the latest; or with `best` that with the lowest of `losses`.
         Raises:
           FileNotFoundError: there is no such checkpoint that is whole.
-          ValueError: it holds another task, other files, another optimizer, or carried state with a different
+          ValueError: it holds another task, another optimizer, or carried state with a different
             number of rows; or sizes do not fit the mesh.
         """
         from orbax.checkpoint import v1 as orbax
@@ -191,7 +173,7 @@ class Checkpoints:
         target = abstract_state(self._setup)
         check_room(target, self._setup.mesh)
         abstract = abstract_by_layer(target, self._setup.layout)
-        before, now = self.described(int(path.name)), self._described_task
+        before, now = self.described(int(path.name)), _describe(self._setup.task)
         _check_task(path, before, now)
         with _reading_in_words(path):
             stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
@@ -227,10 +209,6 @@ class Checkpoints:
             described["losses"][str(step)] = repr(loss)
             write_table(self._folder / str(step) / _DESCRIPTION, described)
 
-    @functools.cached_property
-    def _described_task(self) -> dict[str, Any]:
-        return _describe(self._task, self._task.files() if self._files is None else self._files)
-
     def _seal(self, described: Mapping[str, Any], path: Path) -> None:
         """Writes what is said of a checkpoint whose other files are written, with their checksums."""
         names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
@@ -239,8 +217,9 @@ class Checkpoints:
 
     def _delete_old(self) -> None:
         """Deletes whole checkpoints that are neither among the newest nor the best."""
-        steps, losses = self.steps(), self.losses if self._keep_best else {}
-        for step in {*steps} - {*steps[-self._keep :], best_of(steps, losses)}:
+        steps, train = self.steps(), self._setup.train
+        best = best_of(steps, self.losses if train.keep_best else {})
+        for step in {*steps} - {*steps[-train.keep_checkpoints :], best}:
             path = self._folder / str(step)
             half = path.rename(path.with_name(f"{step}{HALF_WRITTEN}"))  # if this is killed here
             shutil.rmtree(half)
@@ -437,7 +416,7 @@ def _check_chunks(arrays: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {list(array.shape)} is stored in chunks of {list(chunk)}")
 
 
-def _describe(task: Task, files: Mapping[str, str]) -> dict[str, Any]:
+def _describe(task: Task) -> dict[str, Any]:
     """What is stored of a task beside its arrays, as JSON has it."""
     fields = {
         field.name: getattr(task, field.name)
@@ -448,16 +427,9 @@ def _describe(task: Task, files: Mapping[str, str]) -> dict[str, Any]:
     described = {
         "task": type(task).__name__,
         "fields": fields,
-        "files": dict(files),
         "optimizer": vars(optimizer) if dataclasses.is_dataclass(optimizer) else {},
     }
-
-    def plain(value: Any) -> Any:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return dataclasses.asdict(value)
-        return repr(value)
-
-    return json.loads(json.dumps(described, default=plain))
+    return json.loads(json.dumps(described, default=repr))
 
 
 def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -470,16 +442,6 @@ def _check_task(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None
             raise ValueError(
                 f"{path} holds a state of {name}={was!r}, the task has {name}={value!r}; set "
                 f"{name}={was!r}, {_ELSEWHERE}"
-            )
-    for name in sorted(before["files"].keys() | now["files"].keys()):
-        was, text = (each["files"].get(name, "") for each in (before, now))
-        if was != text:
-            pairs = enumerate(zip(was, text, strict=False))
-            common = next((n for n, (a, b) in pairs if a != b), min(len(was), len(text)))
-            parts = (repr(each[max(common - 10, 0) : common + 30]) for each in (was, text))
-            raise ValueError(
-                f"{path} was written with another {name}: {len(was)} characters then, {len(text)} now, "
-                f"{' is now '.join(parts)}; bring back the {name} of its run, {_ELSEWHERE}"
             )
 
 

@@ -4,18 +4,18 @@ XXH3 of every 64 MiB, 128 bits. It guards against damage, not against forgery. O
 27 GB/s, CRC-32 of zlib 7 GB/s, SHA-256 of OpenSSL 2 GB/s (`benchmarks/checkpoints`).
 """
 
-import collections
 import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import xxhash
 
+from jaxpar.base.checks import fits
 from jaxpar.base.files import check_file, read_json, whole_file
 
 BLOCK_BYTES = 64 << 20
@@ -30,12 +30,7 @@ def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
     Raises:
       OSError: one cannot be read.
     """
-    known = {}
-    for name, found in _read(folder, names):
-        if isinstance(found, OSError):
-            raise found
-        known[name] = found
-    return known
+    return {name: read() for name, read in _reading(folder, names)}
 
 
 def checksum(content: bytes) -> str:
@@ -46,36 +41,13 @@ def checksum(content: bytes) -> str:
 def find_changed(folder: Path, expected: Mapping[str, str]) -> dict[str, str]:
     """What is wrong with files of a folder, by their names; files that are as expected are left out."""
     changed = {}
-    for name, found in _read(folder, expected):
-        if isinstance(found, OSError):
-            changed[name] = f"{name}: {found.strerror}"
-        elif found != expected[name]:
-            changed[name] = f"{name} is not what was written, its checksum differs"
+    for name, read in _reading(folder, expected):
+        try:
+            if read() != expected[name]:
+                changed[name] = f"{name} is not what was written, its checksum differs"
+        except OSError as error:
+            changed[name] = f"{name}: {error.strerror}"
     return changed
-
-
-class WrittenFiles:
-    """What a run has written into its folder: checksums, for which no file is read again.
-
-    So damage on a disk is not taken for the run's own writing.
-    """
-
-    def __init__(self) -> None:
-        self._sizes = collections.Counter[str]()
-        self._hashes = collections.defaultdict[str, xxhash.xxh3_128](xxhash.xxh3_128)
-
-    def put(self, name: str, content: bytes) -> None:
-        """Notes a file that is written anew."""
-        self._sizes[name], self._hashes[name] = len(content), xxhash.xxh3_128(content)
-
-    def extend(self, name: str, content: bytes) -> None:
-        """Notes what is added to a file."""
-        self._sizes[name] += len(content)
-        self._hashes[name].update(content)
-
-    def checksums(self) -> dict[str, str]:
-        """As of `checksum`, by the names of the files."""
-        return {name: f"{n} {self._hashes[name].hexdigest()}" for name, n in self._sizes.items()}
 
 
 def digest(content: Any) -> str:
@@ -106,37 +78,25 @@ def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         content = read_json(path.read_bytes())
         is_whole = content.pop(_SHA256, None) == digest(content)
-        if is_whole and all(_is_a(content.get(key), kind) for key, kind in types.items()):
+        if is_whole and all(fits(content.get(key), kind) for key, kind in types.items()):
             return content
     raise ValueError(f"{path.name} is not what was written")
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, and those in a table as well."""
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(
-            isinstance(each, get_args(kind)[1]) for each in value.values()
-        )
-    return isinstance(value, kind)
-
-
-def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str | OSError]]:
+def _reading(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The files of a folder, and what gives their checksums; xxhash lets other threads go on."""
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-        files = [(name, *_submit(threads, folder / name)) for name in names]
-        for name, size, blocks in files:
+
+        def begin(path: Path) -> Callable[[], str]:
             try:
-                yield name, f"{size} {''.join(block.result() for block in blocks)}"
-            except OSError as error:
-                yield name, error
+                size = path.stat().st_size
+            except OSError:
+                size = 1  # the one block will say it
+            starts = range(0, size, BLOCK_BYTES)
+            blocks = [threads.submit(_hash, path, start) for start in starts]
+            return lambda: f"{size} {''.join(block.result() for block in blocks)}"
 
-
-def _submit(threads: ThreadPoolExecutor, path: Path) -> tuple[int, list[Future[str]]]:
-    """The size of a file, and the hash of each of its blocks; xxhash lets other threads go on."""
-    try:
-        size = path.stat().st_size
-    except OSError:
-        size = 1  # the one block will say it
-    return size, [threads.submit(_hash, path, start) for start in range(0, size, BLOCK_BYTES)]
+        yield from [(name, begin(folder / name)) for name in names]
 
 
 def _hash(path: Path, start: int) -> str:

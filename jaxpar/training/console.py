@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import rich.progress
 from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -32,8 +33,8 @@ class ConsoleReport(Report):
 
     def __init__(self, console: Console | None = None):
         self.console = console or _make_console()
-        self._live: rich.progress.Progress | None = None
-        self._task: rich.progress.TaskID | None = None
+        self._live: Live | None = None  # of a terminal
+        self._below: Table | None = None  # what was printed in a notebook, the line that changes
         # When the line before was told, and of which step.
         self._mark: tuple[float, int] | None = None
         self._out_dir = Path()
@@ -55,46 +56,23 @@ class ConsoleReport(Report):
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
-        if self.console.is_terminal or isinstance(self.console, NotebookConsole):
-            columns = rich.progress
-            # Where there is little room, the metrics give way first; the bar is not there at all.
-            whole, part = Column(no_wrap=True), Column(no_wrap=True, ratio=1, overflow="ellipsis")
-            bar = [columns.BarColumn(bar_width=20)] * (self.console.width >= ROOM_FOR_BAR)
-            live = columns.Progress(
-                columns.TextColumn("{task.fields[step]}", table_column=whole),
-                *bar,
-                columns.TextColumn("{task.fields[eta]}", table_column=whole),
-                columns.TextColumn("{task.fields[text]}", table_column=part),
-                console=self.console,
-                expand=True,
-            )
-            self._task = live.add_task(
-                "",
-                total=num_steps,
-                completed=step,
-                step=f"step {step}/{num_steps}",
-                eta="",
-                text="",
-            )
-            if self.console.is_terminal:
-                live.start()
-            self._live = live
+        if self.console.is_terminal:
+            self._live = Live(self._line(step, num_steps, "", ""), console=self.console)
+            self._live.start(refresh=True)
 
     def progress(self, progress: Progress, num_steps: int) -> None:
         """Loss, metrics, speed, ETA."""
         eta = self._eta(progress, num_steps - progress.step)
         if progress.units_per_second is None:
             eta = f"compiled in {format_seconds(progress.seconds)}"
-        width = len(str(num_steps))
-        step = f"step {progress.step:{width}}/{num_steps}"
-        if self._live is not None and self._task is not None:
-            self._live.update(
-                self._task, completed=progress.step, step=step, eta=eta, text=progress.to_text()
-            )
-            if isinstance(self.console, NotebookConsole):
-                self.console.show_below(self._live.get_renderable())
+        text = progress.to_text()
+        if self._live is not None:
+            self._live.update(self._line(progress.step, num_steps, eta, text))
+        elif isinstance(self.console, NotebookConsole):
+            self._below = self._line(progress.step, num_steps, eta, text)
+            self.console.show_below(self._below)
         else:
-            self._print(f"{step}  {progress.to_text()}  {eta}")
+            self._print(f"{_count(progress.step, num_steps)}  {text}  {eta}")
 
     def skipped(self, skipped: Skipped, allowed: int) -> None:
         """A line."""
@@ -123,11 +101,11 @@ class ConsoleReport(Report):
 
     def close(self) -> None:
         """The live line changes no more."""
-        live, self._live = self._live, None
-        if live is not None and isinstance(self.console, NotebookConsole):
-            self.console.print(live.get_renderable())
-        elif live is not None:
-            live.stop()
+        if self._live is not None:
+            self._live.stop()
+        if self._below is not None:
+            self.console.print(self._below)
+        self._live = self._below = None
 
     def profile(self, path: Path) -> None:
         """How to look at it."""
@@ -148,6 +126,15 @@ class ConsoleReport(Report):
             return "ETA -:--"
         return f"ETA {_duration((now - begin) / (progress.step - first_step) * steps_left)}"
 
+    def _line(self, step: int, num_steps: int, eta: str, text: str) -> Table:
+        """Where there is little room, the metrics give way first; the bar is not there at all."""
+        part = Column(no_wrap=True, ratio=1, overflow="ellipsis")
+        bar = [ProgressBar(num_steps, step, width=20)] * (self.console.width >= ROOM_FOR_BAR)
+        columns = [Column(no_wrap=True) for _ in range(len(bar) + 2)]
+        line = Table.grid(*columns, part, padding=(0, 1), expand=True)
+        line.add_row(Text(_count(step, num_steps)), *bar, Text(eta), Text(text))
+        return line
+
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -162,6 +149,10 @@ def evaluation_table(evaluations: Sequence[Evaluation]) -> Table:
 
 def _make_console() -> Console:
     return NotebookConsole() if Console().is_jupyter else make_console(dropping(sys.stdout))
+
+
+def _count(step: int, num_steps: int) -> str:
+    return f"step {step:{len(str(num_steps))}}/{num_steps}"
 
 
 def _duration(seconds: float) -> str:

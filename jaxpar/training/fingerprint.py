@@ -117,14 +117,14 @@ class HashedBatches(CheckedBatches):
 
     def __init__(self, task: Task, batches: Batches):
         super().__init__(task, batches)
-        self._read: dict[int, dict[tuple[int, int], int]] = {}
+        self._read: dict[int, dict[str, int]] = {}
         self._together = Together()
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
         """See `CheckedBatches`."""
         batch = super().batch(step, rows)
         start, stop, _ = rows.indices(self.batch_size)
-        self._read.setdefault(step, {})[start, stop] = hash_rows(batch, start)
+        self._read.setdefault(step, {})[f"{start} to {stop - 1}"] = hash_rows(batch, start)
         for old in sorted(self._read)[:-REMEMBERED]:
             del self._read[old]
         return batch
@@ -135,11 +135,7 @@ class HashedBatches(CheckedBatches):
         Raises:
           DifferentError: processes that read the same rows have read other data.
         """
-        read = {
-            str(each): {f"{start} to {stop - 1}": found for (start, stop), found in parts.items()}
-            for each, parts in sorted(self._read.items())
-            if each < step
-        }
+        read = {str(each): parts for each, parts in sorted(self._read.items()) if each < step}
         sums, problem = self._together.exchange(read, _add_up)
         if problem:
             raise DifferentError(f"{problem}; give all processes the same data")

@@ -1,19 +1,16 @@
 """From a task to a trained state, in a folder; mistakes are refused before it is touched."""
 
 import contextlib
-import dataclasses
 import logging
-import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import make_folder
-from jaxpar.config import Parallel, TrainConfig, short_name
-from jaxpar.hosts.agree import SharedError, agree, in_process_0, together
+from jaxpar.config import Parallel, TrainConfig
+from jaxpar.hosts.agree import agree, in_process_0, together
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -26,7 +23,7 @@ from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
-from jaxpar.training.report import Evaluation, Report, format_number
+from jaxpar.training.report import Evaluation, FitResult, Report
 from jaxpar.training.run_folder import (
     TASK,
     RunFolder,
@@ -36,46 +33,6 @@ from jaxpar.training.run_folder import (
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class FitResult:
-    """What `fit` leaves behind, besides the files in `out_dir`.
-
-    Attributes:
-      losses: of each step taken here; that of a skipped step may not be finite, and NaN is that of a batch in
-        which nothing counts.
-      first_step: the number of steps taken before; 0 unless resumed.
-      state: after the last step.
-      setup: task, layout, mesh and settings as they were used, with what was left open filled in.
-      evaluations: of valid and test, by the split's name; empty if the run was stopped.
-      stopped_by: SIGINT or SIGTERM, if one ended the run before its last step.
-    """
-
-    losses: list[float]
-    first_step: int
-    state: TrainState
-    setup: Setup
-    evaluations: dict[str, Evaluation]
-    stopped_by: signal.Signals | None = None
-
-    def __repr__(self) -> str:
-        """What came of it, in a line."""
-        facts = [f"{self.first_step + len(self.losses)} of {self.setup.train.num_steps} steps"]
-        facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
-        for evaluation in self.evaluations.values():
-            facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
-        facts += [f"stopped by {self.stopped_by.name}"] if self.stopped_by else []
-        where = short_name(self.setup.parallel.mesh)
-        return (
-            f"FitResult({self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
-        )
-
-    @property
-    def out_dir(self) -> Path:
-        """Where metrics, settings and checkpoints are."""
-        assert self.setup.train.out_dir is not None
-        return Path(self.setup.train.out_dir)
 
 
 def fit(
@@ -117,7 +74,6 @@ def fit(
         a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
         writes cannot be written, in all of its processes, and the message says where the state is.
     """
-    # Whatever can be refused is refused here, before a file is written or a step compiled.
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
@@ -134,52 +90,10 @@ def fit(
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
-    task, target = setup.task, abstract_state(setup)
-    check_room(target, setup.mesh)
-    if type(task).after_validation is not Task.after_validation and not train.eval_every:
-        raise ValueError(
-            f"task {task.name} goes by validations (after_validation), and eval_every=0 has none before the "
-            f"end; set eval_every, such as to an epoch's steps"
-        )
-    check_rows_alone(setup.layout)
-    abstract_by_layer(target, setup.layout)  # can it be stored?
-    data = describe_data(setup)
-    texts = texts_of(setup, data)  # and these?
-    batches = HashedBatches(task, task.make_batches("train", train.seed))
-    is_cut_alike = resume and folder is not None and folder.check_data(data)
-    found = _what_was_found(data, texts, setup.parallel)
-    agree(found, remedy="give all of them the same data, task and devices", last=True)
     silent = quiet or jax.process_index() > 0
     report = Report() if silent else report or ConsoleReport()
-    report.plan(setup, target)
-
-    with contextlib.ExitStack() as stack:
-        state = None
-        if resume and folder is not None:
-            stack.enter_context(folder.lock())
-            state = _restore(folder, setup, batches if is_cut_alike else None)
-        if train.fallback_dir is not None:
-            path = Path(train.fallback_dir).expanduser()
-            together(lambda: make_folder(path, f"fallback_dir={str(path)!r}", "use another place"))
-        if profile:
-            _check_profile(train.num_steps, 0 if state is None else int(state.step))
-        folder, setup = stack.enter_context(
-            begin_run(folder, setup, texts, resume=resume, overwrite=overwrite)
-        )
-        checkpoints = stack.enter_context(folder.checkpoints(setup))
-        if state is None:
-            state = init_state(setup)
-        audit(state)
-        stack.callback(report.close)
-        run = Run(setup, batches, folder, checkpoints, report, state, texts)
-        try:
-            first_step, losses, stopped_by = run.train(profile=profile)
-            evaluations = run.finish(stopped_by)
-        except OSError as error:
-            if jax.process_count() > 1 and not isinstance(error, SharedError):
-                raise  # the others do not know; they end when this process does
-            raise run.rescue(error) from error
-    return FitResult(losses, first_step, run.state, setup, evaluations, stopped_by)
+    with open_run(setup, folder, report, **options) as run:
+        return run.train()
 
 
 def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunFolder | None:
@@ -204,38 +118,95 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
 
 
 @contextlib.contextmanager
-def begin_run(
-    folder: RunFolder | None,
+def open_run(
     setup: Setup,
-    texts: Mapping[str, str],
+    folder: RunFolder | None,
+    report: Report,
     *,
-    resume: bool = False,
-    overwrite: bool = False,
+    resume: bool,
+    overwrite: bool,
+    profile: bool,
+) -> Iterator[Run]:
+    """A run that has begun or goes on in its folder, which is locked until it ends.
+
+    Args:
+      folder: as of `choose_folder`.
+      report: hears of it; of all processes, those that shall say something have one that does.
+      resume, overwrite, profile: as of `fit`.
+    Raises:
+      ValueError, OSError: as of `fit`.
+    """
+    # Whatever can be refused is refused here, before a file is written or a step compiled.
+    task, train, target = setup.task, setup.train, abstract_state(setup)
+    check_room(target, setup.mesh)
+    if type(task).after_validation is not Task.after_validation and not train.eval_every:
+        raise ValueError(
+            f"task {task.name} goes by validations (after_validation), and eval_every=0 has none before the "
+            f"end; set eval_every, such as to an epoch's steps"
+        )
+    check_rows_alone(setup.layout)
+    abstract_by_layer(target, setup.layout)  # can it be stored?
+    data = describe_data(setup)
+    texts = texts_of(setup, data)  # and these?
+    batches = HashedBatches(task, task.make_batches("train", train.seed))
+    before = folder if resume else None
+    is_cut_alike = before is not None and before.record.check_data(data)
+    found: dict[str, object] = {TASK: checksum(texts.get(TASK, "").encode())}
+    if setup.parallel.has_equal_shares:  # others say that devices differ
+        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
+    agree(data, found, remedy="give all of them the same data, task and devices", last=True)
+    report.plan(setup, target)
+
+    with contextlib.ExitStack() as stack:
+        state = None
+        if before is not None:
+            stack.enter_context(before.lock())
+            state = _restore(before, setup, batches if is_cut_alike else None)
+        if train.fallback_dir is not None:
+            path = Path(train.fallback_dir).expanduser()
+            together(lambda: make_folder(path, f"fallback_dir={str(path)!r}", "use another place"))
+        if profile:
+            _check_profile(train.num_steps, 0 if state is None else int(state.step))
+        if before is not None:
+            folder, setup = before, setup.replace(out_dir=str(before))
+            in_process_0(lambda: before.start(texts))
+        else:
+            begun = begin_run(folder, setup, texts, overwrite=overwrite)
+            folder, setup = stack.enter_context(begun)
+        checkpoints = stack.enter_context(folder.checkpoints(setup))
+        if state is None:
+            state = init_state(setup)
+        audit(state)
+        stack.callback(report.close)
+        yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)
+
+
+@contextlib.contextmanager
+def begin_run(
+    folder: RunFolder | None, setup: Setup, texts: Mapping[str, str], *, overwrite: bool = False
 ) -> Iterator[tuple[RunFolder, Setup]]:
-    """Makes the folder of a run, or continues in it, and keeps others out; the setup with its path.
+    """Makes the folder of a run, and keeps others out; the setup with its path.
 
     Args:
       folder: None takes the next number.
       texts: that it is continued from; see `texts_of`.
-      resume: continue the run that is there.
       overwrite: remove the run that is there.
     Raises:
       OSError: the folder cannot be written, or is in use.
     """
     if folder is None:  # the same one for all processes
         folder = RunFolder(in_process_0(lambda: str(next_run_folder())))
-    setup = setup.replace(out_dir=str(folder))
 
     def start() -> None:
         if overwrite:
             folder.clear()
-        elif not resume:
+        else:
             _check_holds_no_run(folder)  # since this process looked
         folder.start(texts)
 
     with folder.lock():
         in_process_0(start)
-        yield folder, setup
+        yield folder, setup.replace(out_dir=str(folder))
 
 
 def evaluate_run(
@@ -255,7 +226,7 @@ def evaluate_run(
       OSError: no run, no checkpoint, or data that cannot be read.
     """
     setup, state = folder.restore(mesh, best=best)
-    folder.check_data(describe_data(setup))
+    folder.record.check_data(describe_data(setup))
     if sizes:
         setup, state = in_batches(setup, state, **sizes)
     return [evaluate(setup, state, split) for split in ("valid", "test")]
@@ -267,18 +238,6 @@ def _check_holds_no_run(folder: RunFolder) -> None:
             f"out_dir={str(folder)!r} holds a run already; go on with it (--resume), use another "
             f"--train.out-dir, or remove what is there (--overwrite)"
         )
-
-
-def _what_was_found(
-    data: Mapping[str, Any], texts: Mapping[str, str], parallel: Parallel
-) -> dict[str, Any]:
-    """What all processes must have found alike: the data, the file of the task, the kind of their devices."""
-    found = dict(data)
-    if TASK in texts:
-        found[TASK] = checksum(texts[TASK].encode())
-    if parallel.has_equal_shares:  # others say that devices differ
-        found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
-    return found
 
 
 def _check_profile(num_steps: int, taken: int) -> None:

@@ -58,7 +58,7 @@ class LoadedRun:
           ValueError: there is no such split, or the data have changed since the run began.
           OSError: they cannot be read.
         """
-        self.folder.check_data(describe_data(self.setup))
+        self.folder.record.check_data(describe_data(self.setup))
         return evaluate(self.setup, self.state, split)
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -56,7 +56,7 @@ class FolderLock:
             self._file = None
 
     def check(self) -> None:
-        """Nothing, if the folder is still the one that was locked.
+        """Nothing, if the folder is still the one that was locked, or nobody has locked it.
 
         Raises:
           FileNotFoundError: it was removed, or another one has its place.

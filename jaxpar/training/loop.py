@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ import numpy as np
 
 from jaxpar.base.files import free_path
 from jaxpar.data.batches import place_batch
-from jaxpar.hosts.agree import in_process_0, together
+from jaxpar.hosts.agree import SharedError, in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated, release
@@ -24,39 +23,59 @@ from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
-from jaxpar.training.report import Evaluation, Progress, Report, Skipped
+from jaxpar.training.report import Evaluation, FitResult, Progress, Report, Skipped
 from jaxpar.training.run_folder import RunFolder
 
 # A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
 EXPLODED = 10.0
 
 
+@dataclasses.dataclass
 class Run:
-    """A run in progress: its state, and everything that records or reports it."""
+    """A run in progress: its state, and everything that records or reports it.
 
-    def __init__(
-        self,
-        setup: Setup,
-        batches: HashedBatches,
-        folder: RunFolder,
-        checkpoints: Checkpoints,
-        report: Report,
-        state: TrainState,
-        texts: Mapping[str, str],
-    ):
-        self.setup, self.batches, self.texts = setup, batches, texts
-        self.task, self.config = setup.task, setup.train
-        self.folder, self.checkpoints, self.report = folder, checkpoints, report
-        self.state = state  # after the last step taken
-        self.num_skipped = int(state.skipped)  # of the steps that have been looked at
-        self.sharding = batch_sharding(setup)
+    Attributes:
+      texts: that it is continued from; see `texts_of`.
+      state: after the last step taken.
+      profile: whether steps are traced.
+    """
+
+    setup: Setup
+    batches: HashedBatches
+    folder: RunFolder
+    checkpoints: Checkpoints
+    report: Report
+    texts: Mapping[str, str]
+    state: TrainState
+    profile: bool
+
+    def __post_init__(self) -> None:
+        self.task, self.config = self.setup.task, self.setup.train
+        self.num_skipped = int(self.state.skipped)  # of the steps that have been looked at
+        self.sharding = batch_sharding(self.setup)
         self.rate = self.task.learning_rate(self.config.num_steps)
         self.first_loss: float | None = None
         self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.started = time.perf_counter()
 
-    def train(self, *, profile: bool = False) -> tuple[int, list[float], signal.Signals | None]:
+    def train(self) -> FitResult:
+        """Takes the steps that are left, saves the state after the last, and evaluates it.
+
+        Raises:
+          OSError: something could not be written; the message says where the state is.
+          FloatingPointError: a step is not finite, and may not be skipped.
+        """
+        try:
+            first_step, losses, stopped_by = self._take_steps()
+            evaluations = self._finish(stopped_by)
+        except OSError as error:
+            if jax.process_count() > 1 and not isinstance(error, SharedError):
+                raise  # the others do not know; they end when this process does
+            raise _rescue(self, error) from error
+        return FitResult(losses, first_step, self.state, self.setup, evaluations, stopped_by)
+
+    def _take_steps(self) -> tuple[int, list[float], signal.Signals | None]:
         """Takes the steps that are left, and saves the state after the last.
 
         Returns:
@@ -76,7 +95,7 @@ class Run:
         self.first_loss = next(losses_before, None)
         self.report.begin(step, config.num_steps, self.folder.path)
         clock, units = time.perf_counter(), 0.0  # since the last line
-        traces = profile and jax.process_index() == 0
+        traces = self.profile and jax.process_index() == 0
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with Stop() as stop, tracer:
             self.checkpoints.on_failure = stop.request
@@ -121,7 +140,7 @@ class Run:
             self.report.profile(tracer.path)
         return first_step, losses, stop.signal
 
-    def finish(self, stopped_by: signal.Signals | None) -> dict[str, Evaluation]:
+    def _finish(self, stopped_by: signal.Signals | None) -> dict[str, Evaluation]:
         """The evaluations of valid and test, unless the run was stopped; all files are written."""
         evaluations = {}
         if stopped_by is None:
@@ -134,49 +153,6 @@ class Run:
         in_process_0(self.folder.write_checksums)
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
-
-    def rescue(self, error: OSError) -> OSError:
-        """Saves the state where that is possible, when something could not be written.
-
-        Returns:
-          the error to raise, which tells where the state is.
-        """
-        step, places = int(self.state.step), [self.folder]
-        self.report.end(step, self.config.num_steps, None)
-        free = "free some space and go on with --resume, or "
-        with contextlib.suppress(OSError):
-            self.checkpoints.close()  # which may be saving this very step
-        try:
-            together(self.folder.check_lock)
-        except OSError as gone:
-            error, places, free = gone, [], ""
-        message = str(error)
-        if self.config.fallback_dir is not None:
-            root = self.config.fallback_dir
-            path = in_process_0(lambda: _fallback_path(root, self.folder, step))
-            places.append(RunFolder(path))
-        for folder in places:
-            try:
-                if folder is not self.folder:
-                    in_process_0(functools.partial(self._begin_elsewhere, folder, step))
-                with together(functools.partial(folder.checkpoints, self.setup)) as checkpoints:
-                    checkpoints.losses |= self.checkpoints.losses  # the best is kept
-                    if checkpoints.latest_step() != step:
-                        checkpoints.save(self.state)
-            except OSError as another:
-                message += "" if str(another) == message else f"; and {another}"
-                continue
-            return type(error)(
-                f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
-                f"--train.out-dir {folder}"
-            )
-        return type(error)(
-            f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
-        )
-
-    def _begin_elsewhere(self, folder: RunFolder, step: int) -> None:
-        folder.start(self.texts)
-        folder.rewind_metrics(step, self.folder)
 
     def _save(self) -> None:
         """Begins to write a checkpoint; data.json says how the other files are with it."""
@@ -323,6 +299,54 @@ def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]
     if not np.isfinite(metrics.loss):
         return "loss"
     return "update" if np.isfinite(metrics.grad_norm) else "gradient"
+
+
+def _rescue(run: Run, error: OSError) -> OSError:
+    """Saves the state of a run where that is possible, when something could not be written.
+
+    Returns:
+      the error to raise, which tells where the state is.
+    """
+    step, places = int(run.state.step), [run.folder]
+    run.report.end(step, run.config.num_steps, None)
+    free = "free some space and go on with --resume, or "
+    with contextlib.suppress(OSError):
+        run.checkpoints.close()  # which may be saving this very step
+    try:
+        together(run.folder.lock().check)
+    except OSError as gone:
+        error, places, free = gone, [], ""
+    message = str(error)
+    if (root := run.config.fallback_dir) is not None:
+        places.append(RunFolder(in_process_0(lambda: _fallback_path(root, run.folder, step))))
+    for folder in places:
+        try:
+            _save_in(folder, run, step)
+        except OSError as another:
+            message += "" if str(another) == message else f"; and {another}"
+            continue
+        return type(error)(
+            f"{message}; the state of step {step} is saved in {folder}: go on with --resume "
+            f"--train.out-dir {folder}"
+        )
+    return type(error)(
+        f"{message}; {free}name another place for the state beforehand (--train.fallback-dir)"
+    )
+
+
+def _save_in(folder: RunFolder, run: Run, step: int) -> None:
+    """Saves the state of a run in its folder, or in another one that it can be continued from."""
+
+    def begin() -> None:
+        if folder is not run.folder:
+            folder.start(run.texts)
+            folder.rewind_metrics(step, run.folder)
+
+    in_process_0(begin)
+    with together(lambda: folder.checkpoints(run.setup)) as checkpoints:
+        checkpoints.losses |= run.checkpoints.losses  # the best is kept
+        if checkpoints.latest_step() != step:
+            checkpoints.save(run.state)
 
 
 def _fallback_path(root: str, folder: RunFolder, step: int) -> str:

@@ -10,7 +10,7 @@ pays nothing for this. Dims: S rows of stacked layers, B batch.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -86,7 +86,8 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
         state = dataclasses.replace(state, opt_state=())
     found = jax.device_get(look.run(state, batch))
     loss, watched, marks, params, grads, norm, new_params = found
-    for place, marks_B in _outputs(layout, watched):
+    layers, watched = _layers(layout), [watched[name].swapaxes(1, 2) for name in layout.facts.kinds]
+    for place, marks_B in zip(["first", *layers], _between(layout, watched), strict=False):
         if marks_B.any():
             time = NEVER - int(marks_B.max()) if layout.facts.time_major else None
             return Origin(f"the output of {place}", tuple(np.flatnonzero(marks_B).tolist()), time)
@@ -95,7 +96,8 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
         is_bad = _by_part(layout, params)
         bad = [] if layout.facts.kinds else [part for part in reversed(parts) if is_bad.get(part)]
         return Origin(f"the parameters of {bad[0]}" if bad else f"the output of {_LAST}")
-    is_bad, marks_of = _by_part(layout, grads), dict(_inputs(layout, marks))
+    is_bad = _by_part(layout, grads)
+    marks_of = dict(zip([*layers, _LAST], _between(layout, marks), strict=False))
     bad = [part for part in parts if is_bad.get(part) or np.any(marks_of.get(part, 0))]
     if bad:
         part = _LAST if parts.index(bad[0]) < parts.index(_LAST) else bad[0]
@@ -212,23 +214,19 @@ def _bad_arrays(tree: Any) -> dict[str, jax.Array]:
     return sums
 
 
-def _outputs(layout: Layout, watched: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
-    """The marks of the rows of the batch (see `watched_loss_and_grad`), in the order of the layers."""
-    for number, kind in enumerate(layout.facts.kind_of):
-        name, row = layout.facts.kinds[kind], layout.slots.rows[kind].index(number)
-        into_B, out_B = watched[name][row].T
-        if number == 0:
-            yield "first", into_B
-        yield _layer(number, name), out_B
+def _between(layout: Layout, marks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The marks of what goes into the first layer, then of what comes out of each.
+
+    Args:
+      marks: by kind [rows of the stack, 2, ...]; see `watched_loss_and_grad`.
+    """
+    kinds, rows = layout.facts.kind_of, layout.slots.rows
+    of_layers = [marks[kind][rows[kind].index(number)] for number, kind in enumerate(kinds)]
+    return [into for into, _ in of_layers[:1]] + [out for _, out in of_layers]
 
 
-def _inputs(layout: Layout, marks: Sequence[np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
-    """What takes inputs, and the marks [T, B] of their gradients (see `watched_loss_and_grad`)."""
-    for number, kind in enumerate(layout.facts.kind_of):
-        into_TB, out_TB = marks[kind][layout.slots.rows[kind].index(number)]
-        yield _layer(number, layout.facts.kinds[kind]), into_TB
-        if number + 1 == len(layout.facts.kind_of):
-            yield _LAST, out_TB
+def _layers(layout: Layout) -> list[str]:
+    return [_layer(n, layout.facts.kinds[kind]) for n, kind in enumerate(layout.facts.kind_of)]
 
 
 def _parts_on_the_way_back(layout: Layout) -> list[str]:
@@ -236,8 +234,7 @@ def _parts_on_the_way_back(layout: Layout) -> list[str]:
     outer = Outer(layout, layout.merge(layout.params, layout.frozen))
     modules = [_module(name) for name, _ in named_leaves(layout.params)]
     last = dict.fromkeys(modules[n] for n in outer.last[0] if n not in outer.first[0])
-    layers = [_layer(n, layout.facts.kinds[kind]) for n, kind in enumerate(layout.facts.kind_of)]
-    return list(dict.fromkeys([*last, _LAST, *reversed(layers), *reversed(modules)]))
+    return list(dict.fromkeys([*last, _LAST, *reversed(_layers(layout)), *reversed(modules)]))
 
 
 def _by_part(layout: Layout, bad: Mapping[str, np.ndarray]) -> dict[str, bool]:

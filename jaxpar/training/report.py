@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from jaxpar.config import short_name
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 
@@ -121,6 +122,46 @@ class Evaluation:
         """A line of metrics.jsonl."""
         numbers = {**self.metrics, **self.baseline}
         return _line(numbers, split=self.split, step=step, loss=self.loss)
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """What `fit` leaves behind, besides the files in `out_dir`.
+
+    Attributes:
+      losses: of each step taken here; that of a skipped step may not be finite, and NaN is that of a batch in
+        which nothing counts.
+      first_step: the number of steps taken before; 0 unless resumed.
+      state: after the last step.
+      setup: task, layout, mesh and settings as they were used, with what was left open filled in.
+      evaluations: of valid and test, by the split's name; empty if the run was stopped.
+      stopped_by: SIGINT or SIGTERM, if one ended the run before its last step.
+    """
+
+    losses: list[float]
+    first_step: int
+    state: TrainState
+    setup: Setup
+    evaluations: dict[str, Evaluation]
+    stopped_by: signal.Signals | None = None
+
+    def __repr__(self) -> str:
+        """What came of it, in a line."""
+        facts = [f"{self.first_step + len(self.losses)} of {self.setup.train.num_steps} steps"]
+        facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
+        for evaluation in self.evaluations.values():
+            facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
+        facts += [f"stopped by {self.stopped_by.name}"] if self.stopped_by else []
+        where = short_name(self.setup.parallel.mesh)
+        return (
+            f"FitResult({self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
+        )
+
+    @property
+    def out_dir(self) -> Path:
+        """Where metrics, settings and checkpoints are."""
+        assert self.setup.train.out_dir is not None
+        return Path(self.setup.train.out_dir)
 
 
 class Report:

@@ -28,14 +28,12 @@ from typing import Any
 
 import jax
 
-from jaxpar.base.checks import leaves_of, require
 from jaxpar.base.files import (
     WRITABLE,
     free_path,
     in_words,
     make_folder,
     read_file,
-    read_json,
     refuse_address,
     whole_file,
 )
@@ -45,18 +43,14 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated
 from jaxpar.task import Settings, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, run_of
-from jaxpar.training.checksums import WrittenFiles, checksum, read_table, write_table
+from jaxpar.training.checksums import checksum
 from jaxpar.training.lock import FolderLock
+from jaxpar.training.metrics_file import read_metrics
+from jaxpar.training.record import REMEDY, Record
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
-_NAMED = 3  # differences that a message names
-_OF_SETTINGS = ("settings", "batches")  # in data.json: what depends on the settings
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
 _OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
-# What data.json holds: what identifies the data, the name of the run, and checksums of what it has written.
-_DATA = {"data": dict, "files": dict[str, str], "settings": str, "batches": dict}
-_DATA |= {"run": str, "written": dict[str, str]}
-_REMEDY = "bring it back from a copy"  # what a run has written
 
 _log = logging.getLogger(__name__)
 
@@ -73,9 +67,8 @@ class RunFolder:
         self.metrics_path = self.path / "metrics.jsonl"
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
-        self._lock: FolderLock | None = None
-        self._known: dict[str, Any] = {}  # of the run that this process writes, as in data.json
-        self._written = WrittenFiles()
+        self.record = Record(self.data_path)
+        self._lock = FolderLock(self.path, self._make)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -89,94 +82,21 @@ class RunFolder:
     def check(self) -> None:
         """Nothing, if a run has written here that this version can go on with.
 
+        Warns of files that people may change and that are not as they were written.
+
         Raises:
           FileNotFoundError: no run has written here.
           ValueError: an older version has, or what it has written of itself is damaged.
         """
-        self._task_name()
-        self._tell_changes()
-
-    def settings(self) -> Settings:
-        """The run's settings.
-
-        Raises:
-          FileNotFoundError: no run has written here, or the file of its task is gone.
-          ValueError: an older version has written here, or the settings are damaged.
-        """
-        file = _file_of(self._task_name())
-        if file is not None and not file.exists():
-            raise FileNotFoundError(
-                f"the task of the run in {self} is in {file}, which is not there any more; bring it back: "
-                f"{self.task_path} is as it was when the run began"
-            )
-        settings = read_config(self.config_path)
-        # A folder may have been copied or moved, or be somebody else's: it names no place to write to.
-        train = dataclasses.replace(settings.train, out_dir=str(self), fallback_dir=None)
-        return settings._replace(train=train)
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keeps other runs out of the folder, which is made if need be; again inside itself it does nothing.
-
-        With several processes, all of them call it.
-
-        Raises:
-          BlockingIOError: another run goes on here; the message says which.
-          OSError: the folder cannot be written.
-        """
-        if self._lock is not None:
-            yield
-            return
-        with FolderLock(self.path, self._make) as self._lock:
-            try:
-                yield
-            finally:
-                self._lock = None
-
-    def check_lock(self) -> None:
-        """Nothing, if the folder is still there, or nobody has locked it.
-
-        Raises:
-          FileNotFoundError: it was removed since.
-        """
-        if self._lock is not None:
-            self._lock.check()
-
-    def _make(self) -> None:
-        make_folder(self.path, f"the folder {self}", "use another --train.out-dir")
-
-    def _task_name(self) -> str:
-        if not self.config_path.exists():
-            raise FileNotFoundError(
-                f"{self} holds no run: there is no {self.config_path.name} in it; give the "
-                f"folder that `train` wrote"
-                + (_known_runs(self.path) or _known_runs(self.path.parent))
-            )
-        try:
-            tables = read_toml(self.config_path)
-        except ValueError as error:
-            raise ValueError(
-                f"{self.config_path} is damaged: {error}; bring it back from a copy"
-            ) from error
-        name = tables.get("task")
-        if not isinstance(name, str):
-            raise ValueError(
-                f"{self.config_path} names no task, so no run of jaxpar has written it; bring it back from a "
-                f"copy"
-            )
-        return name
-
-    def _tell_changes(self) -> None:
-        """Warns of files that people may change and that are not as they were written."""
+        file = self._task_file()
         if jax.process_index() != 0:
             return
         # Settings and numbers alone can be looked at; without the rest no run goes on.
-        written = self._data()["written"] if self.data_path.exists() else {}
-        file = _file_of(self._task_name())
+        written = self.record.read()["written"] if self.data_path.exists() else {}
         for path in (self.config_path, self.task_path, self.metrics_path):
             if (known := written.get(path.name)) is None:
                 continue
-            content = read_file(path, remedy=_REMEDY) if path.exists() else b""
+            content = read_file(path, remedy=REMEDY) if path.exists() else b""
             size = known.partition(" ")[0]
             if path == self.metrics_path and size.isdecimal():  # lines may have been added since
                 content = content[: int(size)]
@@ -192,10 +112,57 @@ class RunFolder:
                 "%s has changed since the run began; the task is as it is now, %s as it was", *both
             )
 
+    def settings(self) -> Settings:
+        """The run's settings.
+
+        Raises:
+          FileNotFoundError: no run has written here, or the file of its task is gone.
+          ValueError: an older version has written here, or the settings are damaged.
+        """
+        file = self._task_file()
+        if file is not None and not file.exists():
+            raise FileNotFoundError(
+                f"the task of the run in {self} is in {file}, which is not there any more; bring it back: "
+                f"{self.task_path} is as it was when the run began"
+            )
+        settings = read_config(self.config_path)
+        # A folder may have been copied or moved, or be somebody else's: it names no place to write to.
+        train = dataclasses.replace(settings.train, out_dir=str(self), fallback_dir=None)
+        return settings._replace(train=train)
+
+    def lock(self) -> FolderLock:
+        """A context manager that keeps other runs out of the folder, which is made if need be.
+
+        With several processes, all of them enter it.
+
+        Raises:
+          BlockingIOError: as it is entered, another run goes on here; the message says which.
+          OSError: as it is entered, the folder cannot be written.
+        """
+        return self._lock
+
+    def _make(self) -> None:
+        make_folder(self.path, f"the folder {self}", "use another --train.out-dir")
+
+    def _task_file(self) -> Path | None:
+        """The user's file that the run's task is in; None if it comes with jaxpar.
+
+        Raises:
+          FileNotFoundError: no run has written here.
+          ValueError: what has is no run of jaxpar, or damaged.
+        """
+        if not self.config_path.exists():
+            raise FileNotFoundError(
+                f"{self} holds no run: there is no {self.config_path.name} in it; give the "
+                f"folder that `train` wrote"
+                + (_known_runs(self.path) or _known_runs(self.path.parent))
+            )
+        return _file_of(_task_of(self.config_path))
+
     def find_run(self) -> str | None:
         """The name of the run in the folder, by data.json or its newest checkpoint; None without both."""
         with contextlib.suppress(OSError, ValueError):
-            return self._data()["run"]
+            return self.record.read()["run"]
         runs = map(run_of, reversed(_numbered(self.checkpoints_path)))
         return next(filter(None, runs), None)
 
@@ -225,20 +192,16 @@ class RunFolder:
                 )
 
     def checkpoints(self, setup: Setup) -> Checkpoints:
-        """The run's checkpoints, with the files that it keeps; the task's data need not be there.
+        """The run's checkpoints, where the files that it keeps are whole; the task's data need not be there.
 
         Raises:
           OSError: no run has written here, or a file cannot be read.
           ValueError: a file is damaged.
         """
-        return Checkpoints(
-            self.checkpoints_path,
-            setup,
-            keep=setup.train.keep_checkpoints,
-            keep_best=setup.train.keep_best,
-            files={name: self.read(name) for name in self._data()["files"]},
-            run=self.find_run(),
-        )
+        known = self.record.read()
+        for name in known["files"]:
+            self.read(name)
+        return Checkpoints(self.checkpoints_path, setup, run=known["run"])
 
     def read(self, name: str) -> str:
         """A file of the task, as it was written.
@@ -247,28 +210,13 @@ class RunFolder:
           OSError: it cannot be read.
           ValueError: it is damaged, or data.json is, or there is no such file.
         """
-        files = self._data()["files"]
+        files = self.record.read()["files"]
         if name not in files:
             raise ValueError(f"the run in {self} keeps no {name}")
-        content = read_file(self.path / name, remedy=_REMEDY)
+        content = read_file(self.path / name, remedy=REMEDY)
         if checksum(content) != files[name]:
-            raise ValueError(
-                f"{self.path / name} is damaged: it is not what was written; {_REMEDY}"
-            )
+            raise ValueError(f"{self.path / name} is damaged: it is not what was written; {REMEDY}")
         return content.decode()
-
-    def _data(self) -> dict[str, Any]:
-        """What the run has written of its data and its files."""
-        try:
-            with in_words(f"read {self.data_path}", _REMEDY):
-                data = read_table(self.data_path, _DATA)
-            require(all(name == Path(name).name for name in data["files"]), "a file is elsewhere")
-            return data
-        except ValueError as error:
-            raise ValueError(
-                f"{self.data_path} is damaged: it is not what was written; {_REMEDY} (a run of another "
-                f"version of jaxpar needs that version)"
-            ) from error
 
     def restore(
         self, mesh: MeshConfig = ONE_DEVICE, *, best: bool = False
@@ -285,37 +233,12 @@ class RunFolder:
           FileNotFoundError: no run has written here, or no such checkpoint.
         """
         settings = self.settings()
-        self._tell_changes()
+        self.check()
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
         setup = Setup.of(settings.task, parallel, settings.train, devices)
         state = self.checkpoints(setup).restore(best=best)
         return setup, evaluated(setup, state)
-
-    def check_data(self, data: Mapping[str, Any]) -> bool:
-        """Whether batches are cut as when the run began; its data and files are the same.
-
-        Args:
-          data: as of `describe_data`.
-        Raises:
-          OSError: what the run has written cannot be read.
-          ValueError: they have changed.
-        """
-        known = self._data()
-        is_cut_alike = known["settings"] == data["settings"]
-        was, now = (
-            {name: each[name] for name in data if is_cut_alike or name not in _OF_SETTINGS}
-            for each in (known, data)
-        )
-        if was != now:
-            before, after = leaves_of(was), leaves_of(now)
-            changed = [n for n in {**before, **after} if before.get(n) != after.get(n)]
-            named = (f"{n} was {before.get(n)}, is {after.get(n)}" for n in changed[:_NAMED])
-            raise ValueError(
-                f"the data are not those that the run in {self} began with: {'; '.join(named)}; bring them "
-                f"back (what comes with Python or a package needs the same version), or start another run"
-            )
-        return is_cut_alike
 
     def start(self, texts: Mapping[str, str]) -> None:
         """Makes the folder and writes what a run can be continued from; the settings come last.
@@ -327,16 +250,15 @@ class RunFolder:
         """
         self._make()
         run = self.find_run() or uuid.uuid4().hex[:16]  # the same wherever the folder is copied
-        self._known = {**read_json(texts[DATA]), "run": run}
-        self._written = WrittenFiles()
         self._append("")
-        self._written.put(self.metrics_path.name, self.metrics_path.read_bytes())
+        self.record.begin({**json.loads(texts[DATA]), "run": run})
+        self.record.put(self.metrics_path.name, self.metrics_path.read_bytes())
         texts = {name: text for name, text in texts.items() if name != DATA}
         for name, text in texts.items():
-            self._written.put(name, text.encode())
+            self.record.put(name, text.encode())
         self.write_checksums()
         for name, text in texts.items():
-            self._write(self.path / name, text)
+            self._write(name, text)
 
     def write_checksums(self) -> None:
         """Writes down how the files of the run are, for whoever continues from here.
@@ -344,13 +266,13 @@ class RunFolder:
         Raises:
           OSError: it cannot be written.
         """
-        self.check_lock()
-        write_table(self.data_path, {**self._known, "written": self._written.checksums()})
+        self._lock.check()
+        self.record.write()
 
-    def _write(self, path: Path, text: str) -> None:
-        with whole_file(path) as file:
+    def _write(self, name: str, text: str) -> None:
+        with whole_file(self.path / name) as file:
             file.write_bytes(text.encode())
-        self._written.put(path.name, text.encode())
+        self.record.put(name, text.encode())
 
     def clear(self) -> None:
         """Removes the files of a run, and no others. A link stays; where it leads, this run's checkpoints go.
@@ -360,13 +282,13 @@ class RunFolder:
         """
         self.check_links()
         if self.holds_run and not self.data_path.exists():
-            self._task_name()
+            self._task_file()
         try:
-            kept = self._data()["files"]
+            kept = self.record.read()["files"]
         except (OSError, ValueError):
             kept = ()
         run = self.find_run()
-        for path in (*self._own_paths(), *(self.path / Path(name).name for name in kept)):
+        for path in (*self._own_paths(), *(self.path / name for name in kept)):
             if path.is_symlink() and path.is_dir():
                 for inner in filter(Path.is_dir, path.iterdir()):
                     is_own = run is not None and run_of(inner) == run
@@ -387,10 +309,10 @@ class RunFolder:
         Raises:
           OSError: it cannot be written.
         """
-        self.check_lock()
+        self._lock.check()
         text = f"{json.dumps(line)}\n"
         self._append(text)
-        self._written.extend(self.metrics_path.name, text.encode())
+        self.record.extend(self.metrics_path.name, text.encode())
 
     def _append(self, text: str) -> None:
         path = self.metrics_path
@@ -398,26 +320,8 @@ class RunFolder:
             file.write(text)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`; none if there is no such file.
-
-        Lines that no run writes are passed over with a warning; a last one that a killed process left
-        unfinished without.
-        """
-        if not self.metrics_path.exists():
-            return []
-        # The last is b"" after a whole line.
-        *contents, _ = read_file(self.metrics_path, remedy=_REMEDY).split(b"\n")
-        lines = [_from_line(content) for content in contents]
-        bad = [str(number) for number, line in enumerate(lines, 1) if line is None]
-        if bad:
-            named = ", ".join(bad[:_NAMED]) + ", ..." * (len(bad) > _NAMED)
-            _log.warning(
-                "%s: line %s is not what a run writes, and passed over; bring the file back from a copy, or "
-                "remove what is wrong",
-                self.metrics_path,
-                named,
-            )
-        return [line for line in lines if line is not None]
+        """The lines of `metrics.jsonl`; see `read_metrics`."""
+        return read_metrics(self.metrics_path)
 
     def rewind_metrics(self, step: int, other: "RunFolder | None" = None) -> None:
         """Leaves in `metrics.jsonl` the lines up to `step`: what continues from there writes the others anew.
@@ -435,7 +339,7 @@ class RunFolder:
         if content:
             with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
                 shutil.copyfile(self.metrics_path, file)
-        self._write(self.metrics_path, kept)
+        self._write(self.metrics_path.name, kept)
         self.write_checksums()
 
 
@@ -504,20 +408,18 @@ def _known_runs(root: Path) -> str:
     return f"; there are {', '.join(names[-3:])}" if names else ""
 
 
-def _from_line(content: bytes) -> dict[str, Any] | None:
-    """What a line says; None if it is none that a run writes."""
-    try:
-        line = read_json(content)
-    except ValueError:
-        return None
-    if type(line.get("step")) is not int:
-        return None
-    split, loss = line.get("split"), line.get("loss")
-    of_split = split in ("train", "valid", "test") and type(loss) in (int, float)
-    return line if of_split or split == "skipped" else None
-
-
 def _file_of(spec: str) -> Path | None:
     """The user's file that a task is in; None if it comes with jaxpar, or is in no file."""
     file, colon, _ = spec.rpartition(":")
     return Path(file).expanduser() if colon else None
+
+
+def _task_of(config: Path) -> str:
+    """The name of the task in a run's settings."""
+    try:
+        name = read_toml(config).get("task")
+    except ValueError as error:
+        raise ValueError(f"{config} is damaged: {error}; {REMEDY}") from error
+    if not isinstance(name, str):
+        raise ValueError(f"{config} names no task, so no run of jaxpar has written it; {REMEDY}")
+    return name

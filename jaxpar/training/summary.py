@@ -66,15 +66,11 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     on_stages = ", ".join(
         f"stage {stage}: {sum(layout.placement[stage::stages])}" for stage in range(stages)
     )
-    kinds = ", ".join(
-        f"{facts.kind_of.count(number)} {name}" for number, name in enumerate(facts.kinds)
-    )
-    what = (
-        f"{len(facts.kind_of)} ({on_stages})" if len(facts.kinds) == 1 else f"{kinds} ({on_stages})"
-    )
+    counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]
+    what = ", ".join(counts) if len(counts) > 1 else str(len(facts.kind_of))
     units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
     units += [f"{format_count(K, 'chunk')} of time"] * (stages > 1)
-    parts = [what] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
+    parts = [f"{what} ({on_stages})"] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     return [("layers", "; ".join(parts))] * bool(parts)
 
 
