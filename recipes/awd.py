@@ -254,7 +254,7 @@ class AWDModel(lm.LanguageModel):
     """The language model with masks and penalties; its layers are of a class that `awd_layer` makes."""
 
     def __init__(self, task: AWD, *, rngs: nnx.Rngs):
-        super().__init__(**task.model_options(), rngs=rngs)
+        super().__init__(task, rngs=rngs)
         self.dropout = 0.0  # before the head: its mask is held, and drawn here
         self.output_dropout, self.word_dropout = task.output_dropout, task.word_dropout
         self.drop_connect, self.ar = task.drop_connect, task.ar

@@ -291,8 +291,8 @@ FLAGS = {
 }  # fmt: skip
 
 IMAGES = {
-    "no channel": (images("--channels", "0"), r"channels=\(0,\): all must be positive"),
-    "negative units": (images("--hidden-sizes", "-1"), r"hidden_sizes=\(-1,\): all must be"),
+    "no channel": (images("--channels", "0"), r"channels=\(0,\): must be positive"),
+    "negative units": (images("--hidden-sizes", "-1"), r"hidden_sizes=\(-1,\): must be"),
     "image without colours": (
         images("--image-shape", "8", "8"), r"image_shape=\(8, 8\): give height, width and colours",
     ),

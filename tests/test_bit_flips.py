@@ -20,8 +20,8 @@ from jaxpar import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.task import find_task
-from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.task import VOCABULARY
+from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.tasks.lm.weights import export_weights, read_weights
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder

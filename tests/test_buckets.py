@@ -18,8 +18,9 @@ from jaxpar.data.bucketed import BucketedBatches, choose_edges
 from jaxpar.mesh import ONE_DEVICE
 from jaxpar.setup import Setup
 from jaxpar.step import batch_sharding
-from jaxpar.tasks.lm.corpus import EOS, load_corpus
+from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.streams import IGNORE, TOKENS, BucketedText, line_places
+from jaxpar.tasks.lm.vocabulary import EOS
 
 SAME_LOSS = 1e-5  # relative, after 12 steps in float32
 PYTHON_DOCS_PADDING = 0.15  # at most, with 5 buckets of lines up to 64 steps, in batches of 16

@@ -45,7 +45,7 @@ FIELDS = [
         {"batch_size": 2**23},
         r"batch_size=8388608 x image_shape=\(8, 8, 1\) are more numbers",
     ),
-    (Images, {"channels": (2**31,)}, r"channels=\(2147483648,\): all must be at most"),
+    (Images, {"channels": (2**31,)}, r"channels=\(2147483648,\): must be at most"),
     (Parallel, {"shares": (10**20, 1)}, r"shares=100000000000000000000: must be below 2\*\*63"),
     (OptimizerConfig, {"hold_steps": 2**31}, "hold_steps=2147483648: must be below 2147483648"),
     (TrainConfig, {"max_skipped": 2**31}, "max_skipped=2147483648: must be below 2147483648"),

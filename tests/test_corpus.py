@@ -10,25 +10,15 @@ import tracemalloc
 from collections import Counter
 from pathlib import Path
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from jaxpar.base.parts import SPLITS
 from jaxpar.tasks.lm import corpus as corpora
-from jaxpar.tasks.lm.corpus import (
-    EOS,
-    UNK,
-    Corpus,
-    Vocabulary,
-    check_tokens,
-    load_corpus,
-    unigram_perplexity,
-)
+from jaxpar.tasks.lm.corpus import Corpus, load_corpus, unigram_perplexity
+from jaxpar.tasks.lm.vocabulary import EOS, UNK, Vocabulary
 
 SPECIALS = (UNK, EOS)
-ABC = Vocabulary((*SPECIALS, "a", "b", "c"))
 
 
 @pytest.fixture(scope="module")
@@ -194,104 +184,12 @@ def test_name_goes_before_a_path(tmp_path, monkeypatch, docs):
     assert len(load_corpus("./python-docs").vocabulary) == 3
 
 
-# Vocabulary.
-
-
-@hypothesis.given(st.lists(st.sampled_from(["a", "b", "c", EOS, UNK])))
-def test_words_round_trip(words):
-    ids = ABC.encode(words, strict=True)
-    assert [ABC.words[i] for i in ids] == words
-    np.testing.assert_array_equal(ABC.encode(ABC.decode(ids)), ids)
-
-
-@hypothesis.given(st.text(st.characters(exclude_characters="\ufffd", codec="utf-8"), min_size=1))
-def test_any_text_round_trips_in_characters(text):
-    vocabulary = Vocabulary((*SPECIALS, *sorted(set(text) - {"\n"})), "chars")
-    assert vocabulary.decode(vocabulary.encode(text, strict=True)) == text
-
-
-@pytest.mark.parametrize("tokenizer", ["spaces", "marks"])
-@hypothesis.given(text=st.text())
-def test_any_text_round_trips_in_words(tokenizer, text):
-    words = Vocabulary(SPECIALS, tokenizer)
-    np.testing.assert_array_equal(
-        words.encode(words.decode(words.encode(text))), words.encode(text)
-    )
-
-
 @pytest.mark.parametrize("name", ["docs", "source"])
 def test_vocabulary_is_read_as_it_was_written(name, request, tmp_path):
     vocabulary = request.getfixturevalue(name).vocabulary
     (tmp_path / "v.json").write_text(vocabulary.to_json(), encoding="utf-8")
     assert Vocabulary.load(tmp_path / "v.json") == vocabulary
     assert json.loads(vocabulary.to_json())["words"] == list(vocabulary.words)
-
-
-def test_empty_text_has_no_tokens():
-    assert ABC.encode("").shape == (0,)
-    assert ABC.encode("").dtype == np.int32
-    assert ABC.decode([]) == ""
-
-
-def test_strict_encoding_names_the_first_unknown_word():
-    with pytest.raises(ValueError, match=r"'bb' is not among the 5 words; nearest are 'b'"):
-        ABC.encode("a bb x", strict=True)
-    assert ABC.decode(ABC.encode("a bb x")) == "a <unk> <unk>"
-
-
-@pytest.mark.parametrize("unknown", [5, -1])
-def test_decoding_an_unknown_id_names_it(unknown):
-    with pytest.raises(ValueError, match=f"token {unknown} at position 1 .* of 5 words"):
-        ABC.decode([0, unknown])
-
-
-@pytest.mark.parametrize(
-    ("words", "tokenizer", "message"),
-    [
-        (("a", EOS), "spaces", "no <unk> among the 2 words"),
-        (("a",), "spaces", "no <unk> and no <eos>"),
-        ((*SPECIALS, "a", "a"), "spaces", "'a' is in the vocabulary 2 times"),
-        (SPECIALS, "bpe", "tokenizer='bpe' is unknown; use spaces or marks or chars"),
-    ],
-)
-def test_vocabulary_refuses(words, tokenizer, message):
-    with pytest.raises(ValueError, match=message):
-        Vocabulary(words, tokenizer)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "a b c",
-        "[]",
-        "[" * 100_000,
-        '{"words": ["a"]}',
-        '{"words": [1], "tokenizer": "chars"}',
-        '{"words": ["<unk>", "<eos>"], "tokenizer": []}',
-        '{"words": ["<unk>", "<eos>"], "tokenizer": "subword", "pieces": 3}',
-    ],
-)
-def test_loading_something_else_names_the_file(tmp_path, content):
-    (tmp_path / "v.json").write_text(content, encoding="utf-8")
-    with pytest.raises(
-        ValueError, match=r"v\.json is not a vocabulary \(.+\); give the vocabulary"
-    ):
-        Vocabulary.load(tmp_path / "v.json")
-
-
-def test_pieces_that_are_no_tokenizer_are_refused():
-    pytest.importorskip("tokenizers")
-    vocabulary = Vocabulary(("<unk>", "<eos>"), "subword", "{")
-    with pytest.raises(ValueError, match=r"^the pieces of the vocabulary are no tokenizer: EOF"):
-        vocabulary.encode("a text")
-
-
-def test_a_vocabulary_has_a_limit(monkeypatch):
-    monkeypatch.setattr("jaxpar.tasks.lm.corpus.MOST_WORDS", 3)
-    with pytest.raises(
-        ValueError, match="a vocabulary of 4 words: must be at most 3; use a smaller"
-    ):
-        Vocabulary(("a", "b", "<unk>", "<eos>"))
 
 
 # Texts in one line.
@@ -314,7 +212,7 @@ def test_a_long_line_takes_little_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tokenizer", ["spaces", "chars", "subword"])
 def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpar.tasks.lm.corpus._PART", 7)
+    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._PART", 7)
     text = "a  cat's\u00a0\tfriend ,, sat\n\n  on  the x" + "y" * 20 + " mat"
     if tokenizer == "subword":
         package = pytest.importorskip("tokenizers")
@@ -336,8 +234,8 @@ def test_a_long_line_has_the_tokens_of_its_words(tokenizer, tmp_path, monkeypatc
 def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch, level):
     if level == "subword":
         pytest.importorskip("tokenizers")
-    monkeypatch.setattr("jaxpar.tasks.lm.corpus._PART", 10)
-    monkeypatch.setattr("jaxpar.tasks.lm.corpus._LONGEST_WORD", 100)
+    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._PART", 10)
+    monkeypatch.setattr("jaxpar.tasks.lm.vocabulary._LONGEST_WORD", 100)
     for split in SPLITS:
         (tmp_path / f"{split}.txt").write_text("a cat " + "x" * 200)
     message = r"the text has 100 characters without a space or newline, after '.*x'; read it with --level ch"
@@ -346,35 +244,7 @@ def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch, level):
     assert len(load_corpus(tmp_path, "char").train) == 207
 
 
-def test_loading_a_missing_vocabulary_names_the_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cannot read .*v\.json: No such file"):
-        Vocabulary.load(tmp_path / "v.json")
-
-
-# Tokens and perplexity.
-
-
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([0, 5, 7], "token 5 at position 1 is outside the vocabulary of 5 words"),
-        ([[0, 1], [2, -3]], "token -3 at position 1, 1 is outside"),
-        ([0.5], "tokens of type float64"),
-    ],
-)
-def test_check_tokens_names_the_first_token_outside(ids, message):
-    with pytest.raises(ValueError, match=message):
-        check_tokens(ids, 5)
-
-
-def test_check_tokens_names_what_it_looks_at():
-    with pytest.raises(ValueError, match="token 6 at position 1, 0 of the targets is outside"):
-        check_tokens([[0], [6]], 5, "targets")
-
-
-def test_check_tokens_lets_all_ids_pass():
-    check_tokens(np.arange(5, dtype=np.uint16), 5)
-    check_tokens([], 5)
+# Perplexity.
 
 
 def test_unigram_perplexity_is_the_formula():
@@ -540,7 +410,7 @@ def test_tokens_of_a_large_text_are_kept_until_it_changes(tmp_path, monkeypatch)
     first, files = read()
     assert len(files) == 1
     reads = []
-    monkeypatch.setattr(corpora, "_vocabulary", lambda *a, **k: reads.append(a))
+    monkeypatch.setattr(Vocabulary, "learn", lambda *a, **k: reads.append(a))
     again, files_again = read()
     assert (reads, files_again) == ([], files)
     assert again.vocabulary == first.vocabulary

@@ -15,9 +15,9 @@ from jaxpar.data.batches import place_batch, put_batch
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
-from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.streams import IGNORE
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.training.evaluate import evaluate
 
 # Sums in another order differ by float32 rounding; 1e-5 is the project's promise.
@@ -203,7 +203,7 @@ def test_the_table_before_a_run(text):
     told = dict(LM(corpus=str(text), num_buckets=3).describe())
     assert told["vocabulary"] == "11"
     assert told["batch"] == "16 rows x 32 steps or less, in buckets"
-    assert told["buckets"].splitlines()[0] == "length  sequences  batches  padding"
+    assert told["batches"].splitlines()[0] == "length  sequences  batches  padding"
 
 
 def test_evaluations_stand_beside_word_frequencies(text):

@@ -121,7 +121,7 @@ def test_python_docs_have_little_padding(rows, steps):
             assert 1 - np.mean(weights) <= PYTHON_DOCS_PADDING
     lines = dict(task.describe())
     assert "lines packed" in lines["batch"]
-    assert lines["packing"].endswith("% of positions are padding")
+    assert lines["batches"].endswith("% of positions are padding")
 
 
 def test_a_task_of_packed_sequences_tells_of_its_padding():

@@ -9,9 +9,9 @@ import pytest
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
-from jaxpar.tasks.lm.corpus import EOS
 from jaxpar.tasks.lm.loaded import TextRun, sample
 from jaxpar.tasks.lm.task import LM
+from jaxpar.tasks.lm.vocabulary import EOS
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 

@@ -18,8 +18,8 @@ import safetensors.numpy
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.nn import GateParams, gru_layer
-from jaxpar.tasks.lm.corpus import Vocabulary
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
+from jaxpar.tasks.lm.vocabulary import Vocabulary
 from jaxpar.tasks.lm.weights import _from_torch, export_weights, import_weights, read_weights
 from jaxpar.training.fit import evaluate_run, fit
 from jaxpar.training.run_folder import RunFolder

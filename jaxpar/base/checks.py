@@ -189,9 +189,11 @@ def require_rate(config: Any, *names: str) -> None:
 def _require_each(
     config: Any, names: Sequence[str], holds: Callable[[Any], bool], rule: str
 ) -> None:
+    """Asks of each number, also of those in a tuple; None, where a field may be it, is none."""
     for name in names:
         value = getattr(config, name)
-        require(holds(value), f"{name}={value}: {rule}")
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        require(all(map(holds, numbers)), f"{name}={value}: {rule}")
 
 
 def check_divides(name: str, size: int, divisors: Mapping[str, int]) -> None:

@@ -4,6 +4,7 @@ Dims: N images of a split, H height, W width, C colours.
 """
 
 import functools
+import importlib.util
 
 import numpy as np
 
@@ -22,12 +23,10 @@ def load_digits() -> dict[str, dict[str, np.ndarray]]:
     Raises:
       ValueError: scikit-learn, which has them, is not installed.
     """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise ValueError(
-            "the digits come with scikit-learn, which is not installed; pip install scikit-learn"
-        ) from error
+    if importlib.util.find_spec("sklearn") is None:
+        raise ValueError("the digits come with scikit-learn; pip install scikit-learn")
+    from sklearn import datasets
+
     points_NP, labels_N = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels_N))
     images_NHWC = (points_NP[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1)

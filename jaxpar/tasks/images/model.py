@@ -4,8 +4,8 @@ Legend of the dim suffixes: B batch, H height, W width, C channels, F features, 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ from jaxpar.model import Stack, Sums
 from jaxpar.nn.conv import Conv
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.linear import Linear
-from jaxpar.tasks.images.sizes import num_features
+
+if TYPE_CHECKING:
+    from jaxpar.tasks.images.task import Images
 
 # Keys of a batch.
 IMAGE, LABEL = "image", "label"
@@ -44,32 +46,16 @@ class HybridConvNet(nnx.Module):
 
     time_major: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        channels: Sequence[int],
-        hidden_sizes: Sequence[int],
-        image_shape: Sequence[int],
-        num_classes: int,
-        *,
-        dropout: float = 0.0,
-        rngs: nnx.Rngs,
-    ):
-        """Draws the parameters.
-
-        Args:
-          channels: of each 3x3 convolution; a 2x2 max pooling follows every second one.
-          hidden_sizes: widths of the dense layers before the last.
-          image_shape: height, width and colours.
-          dropout: rate on the input of every dense layer.
-        """
-        self.dropout = dropout
+    def __init__(self, task: "Images", *, rngs: nnx.Rngs):
+        """Draws the parameters of the network that a task describes."""
+        self.dropout = task.dropout
         self.layers = Stack([], rngs=rngs)
-        sizes = (image_shape[-1], *channels)
+        sizes = (task.image_shape[-1], *task.channels)
         self.convs = nnx.List(
             Conv(*pair, (3, 3), dims=(None, None, INPUT, CHANNELS), rngs=rngs)
             for pair in itertools.pairwise(sizes)
         )
-        widths = (num_features(channels, image_shape), *hidden_sizes, num_classes)
+        widths = (task.num_features, *task.hidden_sizes, task.num_classes)
         names = itertools.islice(itertools.cycle((FEATURES, UNITS)), len(widths) - 1)
         # The classes have no name: they are few, and every device has the whole logits.
         self.widths = (*names, None)

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jaxpar.base.axes import DATA, TENSOR
-from jaxpar.base.checks import MOST, check_divides, require, require_rate, require_sizes
+from jaxpar.base.checks import check_divides, require, require_rate, require_sizes
 from jaxpar.config import OptimizerConfig, Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.task import Task
-from jaxpar.tasks.images.sizes import num_features
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,12 +63,8 @@ class Images(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require_sizes(self, "num_classes", "batch_size")
+        require_sizes(self, "channels", "hidden_sizes", "image_shape", "num_classes", "batch_size")
         require_rate(self, "dropout")
-        for name in ("channels", "hidden_sizes", "image_shape"):
-            sizes = getattr(self, name)
-            require(min(sizes, default=1) > 0, f"{name}={sizes}: all must be positive")
-            require(max(sizes, default=1) <= MOST, f"{name}={sizes}: all must be at most {MOST}")
         require(len(self.channels) > 0, f"channels={self.channels}: give one convolution or more")
         require(
             len(self.image_shape) == 3,
@@ -80,12 +75,18 @@ class Images(Task):
             f"batch_size={self.batch_size} x image_shape={self.image_shape} are more numbers in a batch than "
             f"{MOST_PIXELS}; use fewer or smaller images",
         )
-        num_poolings = len(self.channels) // 2
         require(
-            num_features(self.channels, self.image_shape) > 0,
-            f"image_shape={self.image_shape} is too small for the {num_poolings} poolings of "
+            self.num_features > 0,
+            f"image_shape={self.image_shape} is too small for the {len(self.channels) // 2} poolings of "
             f"{len(self.channels)} convolutions; use fewer channels",
         )
+
+    @property
+    def num_features(self) -> int:
+        """What the convolutions hand to the dense layers per image."""
+        height, width, _ = self.image_shape
+        num_poolings = len(self.channels) // 2
+        return (height >> num_poolings) * (width >> num_poolings) * self.channels[-1]
 
     @property
     def rules(self) -> "Rules":
@@ -98,14 +99,7 @@ class Images(Task):
         """The network."""
         from jaxpar.tasks.images.model import HybridConvNet
 
-        return HybridConvNet(
-            self.channels,
-            self.hidden_sizes,
-            self.image_shape,
-            self.num_classes,
-            dropout=self.dropout,
-            rngs=rngs,
-        )
+        return HybridConvNet(self, rngs=rngs)
 
     def make_batches(self, split: str, seed: int | None = None) -> "ArrayBatches":
         """The images of a split, their labels, and which of them count.

@@ -14,8 +14,8 @@ from jaxpar.base.checks import require
 from jaxpar.data.order import check_at_least
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
-from jaxpar.tasks.lm.corpus import Vocabulary, check_tokens
 from jaxpar.tasks.lm.task import LM, VOCABULARY
+from jaxpar.tasks.lm.vocabulary import Vocabulary, check_tokens
 from jaxpar.training.loaded import LoadedRun, load_run
 from jaxpar.training.run_folder import RunFolder
 

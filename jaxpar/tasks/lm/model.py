@@ -3,8 +3,8 @@
 Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxpar.model import Stack, Sums
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.linear import Linear, matmul
-from jaxpar.nn.lstm import LSTM, extend
+from jaxpar.nn.lstm import extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.tasks.lm.loss import (
     cross_entropy,
@@ -26,58 +26,47 @@ from jaxpar.tasks.lm.loss import (
 )
 from jaxpar.tasks.lm.streams import Batch
 
+if TYPE_CHECKING:
+    from jaxpar.tasks.lm.task import LM
+
 
 class LanguageModel(nnx.Module):
     """Predicts the next token of every place of a text; its batches are `streams.Batch`."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        hidden_size: int,
-        embed_size: int,
-        vocab_size: int,
-        *,
-        rngs: nnx.Rngs,
-        num_words: int | None = None,
-        dropout: float = 0.0,
-        init_range: float = 0.0,
-        tie_embedding: bool = False,
-        dtype: str = "float32",
-        layer: Callable[..., Any] = LSTM,
-    ):
+    def __init__(self, task: "LM", *, rngs: nnx.Rngs):
         """Draws the parameters.
 
         Args:
-          embed_size: E, at most hidden_size, and equal to it if the embedding is tied.
-          vocab_size: V, rows of the table.
-          num_words: ids from here on are padding, and get no probability; None if there are none.
-          dropout: rate on the embedding, between layers and before the head.
-          init_range: the table and all kernels are drawn uniformly within plus and minus this; 0 draws them
-            by their widths.
-          dtype: of activations and matmul inputs.
-          layer: makes one, as `nn.LSTM` does.
+          task: says what they are; its vocab_size V, rows of the table, is known.
+        Raises:
+          ValueError: it is None.
         """
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_words = vocab_size if num_words is None else num_words
-        self.dropout, self.tie_embedding, self.dtype = dropout, tie_embedding, dtype
-        init = uniform(init_range) if init_range else None
+        self.hidden_size, self.vocab_size = task.hidden_size, task.known_vocab_size
+        self.num_words = self.vocab_size if task.num_words is None else task.num_words
+        self.dropout, self.tie_embedding, self.dtype = task.dropout, task.tie_embedding, task.dtype
+        init = uniform(task.init_range) if task.init_range else None
+        E, V = task.embed_size, self.vocab_size
         # A table that is the head as well is drawn and split like a head.
+        tied = task.tie_embedding
         self.embedding = Embedding(
-            vocab_size,
-            embed_size,
-            dims=(VOCAB, INPUT) if tie_embedding else (TOKENS, EMBED),
-            init=init or (lecun_uniform(embed_size) if tie_embedding else UNIT_VARIANCE),
+            V,
+            E,
+            dims=(VOCAB, INPUT) if tied else (TOKENS, EMBED),
+            init=init or (lecun_uniform(E) if tied else UNIT_VARIANCE),
             rngs=rngs,
         )
+        options: dict[str, Any] = {"init": init, "dropout": task.dropout}
+        if task.forget_bias != 1.0:  # as layers have it by themselves
+            options["forget_bias"] = task.forget_bias
 
         def make(rngs: nnx.Rngs) -> Any:
-            return layer(hidden_size, rngs=rngs, init=init, dropout=dropout)
+            return task.layer_class(task.hidden_size, rngs=rngs, **options)
 
-        self.layers = Stack([make] * num_layers, rngs=rngs, unroll=1)  # the smallest
-        if tie_embedding:
-            self.head_bias = named_param(jnp.zeros(vocab_size, jnp.float32), (VOCAB,))
+        self.layers = Stack([make] * task.num_layers, rngs=rngs, unroll=1)  # the smallest
+        if tied:
+            self.head_bias = named_param(jnp.zeros(V, jnp.float32), (VOCAB,))
         else:
-            self.head = Linear(hidden_size, vocab_size, dims=(INPUT, VOCAB), rngs=rngs, init=init)
+            self.head = Linear(task.hidden_size, V, dims=(INPUT, VOCAB), rngs=rngs, init=init)
 
     def prepare(self, sizes: Mapping[str, int]) -> "LanguageModel":
         """The model, its table zero-extended to the width of the layers where `tensor` splits it.
@@ -107,11 +96,16 @@ class LanguageModel(nnx.Module):
 
     def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
-        return self._sums(y_TBH, batch, at)
+        y_TBH, most = dropout(y_TBH, self.dropout, at), logits_at_once(at)
+        targets_TB = jnp.asarray(batch.targets_BT)
+        return linear_cross_entropy(y_TBH, *self._head(), targets_TB, max_logits=most)
 
     def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
-        return self._sums(y_TBH, batch, at, manual_axis=STAGE)
+        kernel_HV, bias_V = self._head(STAGE)
+        y_TBH = dropout(y_TBH, self.dropout, at)
+        logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
+        return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:
@@ -141,15 +135,6 @@ class LanguageModel(nnx.Module):
         """Tokens (batch, time) -> float32 logits (batch, time, vocab); zero state, no dropout."""
         carry = self.layers.initial_carry(tokens_BT.shape[0])
         return self.unroll(tokens_BT, carry)[1].swapaxes(0, 1)
-
-    def _sums(self, y_TBH: jax.Array, batch: Batch, at: At, manual_axis: str | None = None) -> Sums:
-        kernel_HV, bias_V = self._head(manual_axis)
-        y_TBH, targets_TB = dropout(y_TBH, self.dropout, at), jnp.asarray(batch.targets_BT)
-        if manual_axis is None:
-            most = logits_at_once(at)
-            return linear_cross_entropy(y_TBH, kernel_HV, bias_V, targets_TB, max_logits=most)
-        logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
-        return cross_entropy(logits_TBV, targets_TB, manual_axis=manual_axis)
 
     def _head(self, manual_axis: str | None = None) -> tuple[jax.Array, jax.Array]:
         """Kernel [H, V] and bias [V], or this device's part of them, without probability for padding."""

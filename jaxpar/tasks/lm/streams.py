@@ -29,6 +29,7 @@ from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.order import DrawnBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
+from jaxpar.tasks.lm.vocabulary import check_tokens
 
 TOKENS = "tokens"
 IGNORE = -1  # a target that counts in no loss
@@ -109,6 +110,17 @@ class BucketedText(TextBatches, BucketedBatches):
 
     A piece of a line that is cut begins with the last token of the one before: no target is lost.
     """
+
+
+def check_batch(batch: Batch, num_words: int) -> None:
+    """Nothing, if all inputs are ids of words, and all targets are, or `IGNORE`.
+
+    Raises:
+      ValueError: names the first that is not.
+    """
+    inputs, targets = np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT)
+    check_tokens(inputs, num_words, "inputs")
+    check_tokens(np.where(targets == IGNORE, 0, targets), num_words, "targets")
 
 
 def line_places(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndarray]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from jaxpar.tasks.lm.corpus import Corpus
     from jaxpar.tasks.lm.model import LanguageModel
-    from jaxpar.tasks.lm.streams import Batch, BucketedText, PackedText, TokenStreams
+    from jaxpar.tasks.lm.streams import Batch, TextBatches
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
@@ -41,7 +41,9 @@ NAMES = "embedding", "auto", "head"
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
-FORGETFUL = ("lstm", "slstm")  # layers with a forget bias
+# Layers by their names here, and in `jaxpar.nn`; and those that have a forget bias.
+LAYERS = {"lstm": "LSTM", "gru": "GRU", "rglru": "RGLRU", "mingru": "MinGRU", "slstm": "SLSTM"}
+FORGETFUL = ("lstm", "slstm")
 
 _FREE = {"free": True}  # may change between two runs of one state
 
@@ -49,10 +51,6 @@ _FREE = {"free": True}  # may change between two runs of one state
 def padded(num_words: int) -> int:
     """Rows of an embedding for a number of words."""
     return -(-num_words // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-
-# The attribute of a resolved task for the text, once it is read; no part of what the task is.
-_CORPUS = "_corpus"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +120,7 @@ class LM(Task):
         )
         require_sizes(
             self, "num_layers", "hidden_size", "embed_size", "max_vocab", "batch_size", "seq_len",
-            "bucket_multiple",
+            "bucket_multiple", "vocab_size", "num_words",
         )  # fmt: skip
         require(
             self.batch_size * self.seq_len <= MOST_TOKENS,
@@ -136,9 +134,6 @@ class LM(Task):
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
             f"own; leave it out, or use layer='lstm' or 'slstm'",
         )
-        for name in ("vocab_size", "num_words"):
-            if getattr(self, name) is not None:
-                require_sizes(self, name)
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
@@ -173,6 +168,19 @@ class LM(Task):
         return self.num_buckets > 0
 
     @property
+    def known_vocab_size(self) -> int:
+        """The rows of the embedding.
+
+        Raises:
+          ValueError: vocab_size is None.
+        """
+        if self.vocab_size is None:
+            raise ValueError(
+                "vocab_size=None: set it, or let `resolve`, as `fit` does, take it from the corpus"
+            )
+        return self.vocab_size
+
+    @property
     def reads_lines(self) -> bool:
         """Whether each line of the text is read from the initial state."""
         return self.packed or self.num_buckets > 0
@@ -185,44 +193,16 @@ class LM(Task):
         """
         from jaxpar.tasks.lm.model import LanguageModel
 
-        return LanguageModel(**self.model_options(), rngs=rngs)
-
-    def model_options(self) -> dict[str, Any]:
-        """What `LanguageModel` takes, but for `rngs`.
-
-        Raises:
-          ValueError: vocab_size is None.
-        """
-        own = {"forget_bias": self.forget_bias} if self.layer in FORGETFUL else {}
-        return {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "embed_size": self.embed_size,
-            "vocab_size": self._known_vocab_size(),
-            "num_words": self.num_words,
-            "dropout": self.dropout,
-            "init_range": self.init_range,
-            "tie_embedding": self.tie_embedding,
-            "dtype": self.dtype,
-            "layer": functools.partial(self.layer_class, **own),
-        }
+        return LanguageModel(self, rngs=rngs)
 
     @property
     def layer_class(self) -> Any:
         """The class of its layers, of `jaxpar.nn`."""
         from jaxpar import nn
 
-        return {
-            "lstm": nn.LSTM,
-            "gru": nn.GRU,
-            "rglru": nn.RGLRU,
-            "mingru": nn.MinGRU,
-            "slstm": nn.SLSTM,
-        }[self.layer]
+        return getattr(nn, LAYERS[self.layer])
 
-    def make_batches(
-        self, split: str, seed: int | None = None
-    ) -> "TokenStreams | BucketedText | PackedText":
+    def make_batches(self, split: str, seed: int | None = None) -> "TextBatches":
         """Windows of the text as one long stream, or its lines in buckets or packed.
 
         Raises:
@@ -234,7 +214,7 @@ class LM(Task):
 
     def batches_of(
         self, tokens: "np.ndarray", separator: int, seed: int | None = None
-    ) -> "TokenStreams | BucketedText | PackedText":
+    ) -> "TextBatches":
         """The batches of any text.
 
         Args:
@@ -263,22 +243,26 @@ class LM(Task):
 
         from jaxpar.tasks.lm.streams import Batch
 
-        high, shape = self.num_words or self._known_vocab_size(), (self.batch_size, self.seq_len)
+        high, shape = self.num_words or self.known_vocab_size, (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
         return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
 
+    @functools.cached_property
+    def _corpus(self) -> "Corpus":
+        from jaxpar.tasks.lm.corpus import load_corpus
+
+        return load_corpus(self.corpus, self.level, self.max_vocab)
+
     def read_text(self) -> "Corpus":
-        """The corpus, whose words the vocabulary must have room for.
+        """The corpus, whose words the vocabulary must have room for; it is read once.
 
         Raises:
           OSError: it cannot be read.
           ValueError: its words do not fit the vocabulary.
         """
-        from jaxpar.tasks.lm.corpus import LEAST_VOCAB, load_corpus
+        from jaxpar.tasks.lm.corpus import LEAST_VOCAB
 
-        corpus = vars(self).get(_CORPUS) or load_corpus(self.corpus, self.level, self.max_vocab)
-        if _CORPUS in vars(self):
-            object.__setattr__(self, _CORPUS, corpus)
+        corpus = self._corpus
         found, room = len(corpus.vocabulary), self.num_words or self.vocab_size
         name = "vocab_size" if self.num_words is None else "num_words"
         require(
@@ -300,16 +284,12 @@ class LM(Task):
 
         The text is read where vocab_size does not say what is needed.
         """
-        from jaxpar.tasks.lm.corpus import load_corpus
-
-        changes: dict[str, Any] = {}
-        corpus = None
+        task = dataclasses.replace(self)  # a text that has changed since is read again
         if self.vocab_size is None:
-            corpus = load_corpus(self.corpus, self.level, self.max_vocab)
+            corpus = task._corpus
             words = self.num_words or len(corpus.vocabulary)
-            changes |= {"num_words": words, "vocab_size": padded(words)}
-        task = dataclasses.replace(self, **changes)
-        object.__setattr__(task, _CORPUS, corpus)
+            task = dataclasses.replace(self, num_words=words, vocab_size=padded(words))
+            vars(task)["_corpus"] = corpus
         return task
 
     def check(self, parallel: Parallel) -> None:
@@ -325,15 +305,9 @@ class LM(Task):
 
     def check_batch(self, batch: "Batch") -> None:
         """Raises a ValueError for a token outside of the vocabulary."""
-        import numpy as np
+        from jaxpar.tasks.lm.streams import check_batch
 
-        from jaxpar.tasks.lm.corpus import check_tokens
-        from jaxpar.tasks.lm.streams import IGNORE
-
-        num_words = self.num_words or self._known_vocab_size()
-        inputs, targets = np.asarray(batch.inputs_BT), np.asarray(batch.targets_BT)
-        check_tokens(inputs, num_words, "inputs")
-        check_tokens(np.where(targets == IGNORE, 0, targets), num_words, "targets")
+        check_batch(batch, self.num_words or self.known_vocab_size)
 
     # ---- what a person reads, and what is kept ----
 
@@ -353,29 +327,20 @@ class LM(Task):
     def describe(self) -> list[tuple[str, str]]:
         """Text, vocabulary and batches."""
         from jaxpar.base.parts import SPLITS
-        from jaxpar.tasks.lm.streams import TokenStreams
 
         corpus = self.read_text()
         words, sizes = len(corpus.vocabulary), [len(getattr(corpus, split)) for split in SPLITS]
         padding = (self.vocab_size or words) - (self.num_words or self.vocab_size or words)
         splits = ", ".join(f"{n:,} {split}" for n, split in zip(sizes, SPLITS, strict=True))
-        batch = f"{self.batch_size} rows x {self.seq_len} steps"
-        lines = [
+        how = f" = {self.batch_size * self.seq_len:,} tokens"
+        if self.reads_lines:
+            how = ", lines packed" if self.packed else " or less, in buckets"
+        return [
             ("corpus", f"{corpus.name}, {corpus.level}s: {splits}"),
             ("vocabulary", f"{words:,}" + f" + {padding} padding" * bool(padding)),
+            ("batch", f"{self.batch_size} rows x {self.seq_len} steps{how}"),
+            *super().describe(),
         ]
-        if self.reads_lines:
-            how, what = (
-                (", lines packed", "packing")
-                if self.packed
-                else (" or less, in buckets", "buckets")
-            )
-            batches = self.make_batches("train", 0)
-            assert not isinstance(batches, TokenStreams)
-            lines += [("batch", f"{batch}{how}"), (what, batches.to_text())]
-        else:
-            lines += [("batch", f"{batch} = {self.batch_size * self.seq_len:,} tokens")]
-        return lines
 
     def fingerprint(self) -> dict[str, Any]:
         """Tokens and checksum of each split."""
@@ -388,10 +353,3 @@ class LM(Task):
     def files(self) -> dict[str, str]:
         """The vocabulary."""
         return {VOCABULARY: self.read_text().vocabulary.to_json()}
-
-    def _known_vocab_size(self) -> int:
-        if self.vocab_size is None:
-            raise ValueError(
-                "vocab_size=None: set it, or let `resolve`, as `fit` does, take it from the corpus"
-            )
-        return self.vocab_size

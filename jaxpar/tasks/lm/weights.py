@@ -36,9 +36,10 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
-from jaxpar.tasks.lm.corpus import EOS, UNK, Vocabulary, load_corpus
+from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.loaded import load_text_run
 from jaxpar.tasks.lm.task import LM, NAMES, VOCABULARY, padded
+from jaxpar.tasks.lm.vocabulary import EOS, UNK, Vocabulary
 from jaxpar.training.by_layer import by_layer, with_parameters
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.fit import begin_run, choose_folder
@@ -58,17 +59,15 @@ class Weights:
     Attributes:
       kind: of the layers, "lstm" or "gru".
       table_VE: the embedding.
-      w_x_LHGH, w_h_LHGH: the kernels of the layers; rows beyond E of the first w_x are zero.
-      b_L: their biases, [L, rows, H].
+      layers: of all layers, the kernels "w_x" and "w_h" [L, H, G, H], rows beyond E of the first w_x are
+        zero, and the biases "b" [L, rows, H].
       head_VH, bias_V: the head.
       words: in the order of their ids; None if the file does not tell.
     """
 
     kind: str
     table_VE: np.ndarray
-    w_x_LHGH: np.ndarray
-    w_h_LHGH: np.ndarray
-    b_L: np.ndarray
+    layers: Mapping[str, np.ndarray]
     head_VH: np.ndarray
     bias_V: np.ndarray
     words: Sequence[str] | None
@@ -76,15 +75,14 @@ class Weights:
     @property
     def sizes(self) -> dict[str, Any]:
         """Fields of `LM`: num_layers, hidden_size, embed_size and tie_embedding."""
-        (L, H, *_), E = self.w_x_LHGH.shape, self.table_VE.shape[1]
+        (L, H, *_), E = self.layers["w_h"].shape, self.table_VE.shape[1]
         tied = np.array_equal(self.head_VH, self.table_VE)
         return {"num_layers": L, "hidden_size": H, "embed_size": E, "tie_embedding": tied}
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """By the names of the parameters without "params/", as `by_layer` stores them."""
-        layers = {"w_x": self.w_x_LHGH, "w_h": self.w_h_LHGH, "b": self.b_L}
-        arrays = {f"layers/{self.kind}/{name}": array for name, array in layers.items()}
+        arrays = {f"layers/{self.kind}/{name}": array for name, array in self.layers.items()}
         arrays["embedding/table"] = self.table_VE
         if self.sizes["tie_embedding"]:
             return arrays | {"head_bias": self.bias_V}
@@ -371,7 +369,7 @@ def _from_torch(
                 f"task has layer={kind!r}; use --layer {other}"
             )
     pattern = re.compile(re.escape(recurrent) + r"\.weight_hh_l\d+")
-    layers, apart = [], G - num_apart
+    found, apart = [], G - num_apart
     for layer in range(sum(1 for name in tensors if pattern.fullmatch(name))):
         w_x, w_h = (
             file.take(f"{recurrent}.weight_{name}_l{layer}", G * H, size)
@@ -384,8 +382,8 @@ def _from_torch(
         b = np.concatenate([b_x[:apart] + b_h[:apart], b_x[apart:], b_h[apart:]])
         # The rows beyond E meet nothing but zeros; an E beyond H is refused by the task.
         w_x = np.pad(w_x, ((0, 0), (0, max(H - w_x.shape[1], 0))))[:, :H]
-        layers.append([w_x.T.reshape(H, G, H), w_h.T.reshape(H, G, H), b])
-    w_x, w_h, b = map(np.stack, zip(*layers, strict=True))
+        found.append([w_x.T.reshape(H, G, H), w_h.T.reshape(H, G, H), b])
+    stacks = map(np.stack, zip(*found, strict=True))
     bias_V = file.take_bias(f"{head}.bias", V)
     weight = f"{head}.weight"
     head_VH = file.take(weight, V, H) if weight in file.left or E != H else table_VE
@@ -394,7 +392,8 @@ def _from_torch(
             f"there is no place for {', '.join(sorted(file.left))} in an embedding, layers of one direction "
             f"without projections ({kind}), and a linear head"
         )
-    return Weights(kind, table_VE, w_x, w_h, b, head_VH, bias_V, words)
+    layers: dict[str, np.ndarray] = dict(zip(("w_x", "w_h", "b"), stacks, strict=True))
+    return Weights(kind, table_VE, layers, head_VH, bias_V, words)
 
 
 def _read_words(path: Path) -> Sequence[str]:
