@@ -569,7 +569,7 @@ RUNS = {
         ["sample", "run", "--prompt", "the cst"],
         "'cst' is not among the 11 words; nearest are 'sat', 'cat'",
     ),
-    "no length": (["sample", "run", "--length", "0"], "length=0, .*: use a length"),
+    "no length": (["sample", "run", "--length", "0"], "length=0 is too small; use 1 or more"),
     "no temperature": (["sample", "run", "--temperature", "nan"], "temperature=nan"),
     "a sample of images": (
         (damage("config.toml", 'task = "images"\n'), ["sample", "run"]), "run in run is .*images",
