@@ -23,7 +23,7 @@ from jaxpar.step import make_loss_and_grad
 from jaxpar.training.console import evaluation_table
 from jaxpar.training.evaluate import Step, evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.report import Evaluation
+from jaxpar.training.progress import Evaluation
 
 
 def adapting_step(setup: Setup, trained: TrainState, *, rate: float, decay: float) -> Step:

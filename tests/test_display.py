@@ -35,7 +35,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.report import Progress
+from jaxpar.training.progress import Progress
 
 SCHEDULES = (
     ("gpipe", 4, 8),

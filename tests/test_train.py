@@ -38,7 +38,8 @@ from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, mean_of, sum_batches
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.fit import evaluate_run, fit
-from jaxpar.training.report import Report, format_number
+from jaxpar.training.progress import format_number
+from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder, texts_of
 from jaxpar.training.summary import summarize
 

@@ -139,6 +139,11 @@ class Checkpoints:
         """Whether no checkpoint, intact or damaged since, was ever written completely."""
         return not any(self._examine())
 
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint follows a step."""
+        every = self._setup.train.checkpoint_every
+        return every > 0 and step % every == 0
+
     def latest_step(self) -> int | None:
         """The newest step of which there is a whole checkpoint; None if there is none.
 

@@ -19,7 +19,8 @@ from jaxpar.base.output import dropping
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.notebook import NotebookConsole
-from jaxpar.training.report import Evaluation, Progress, Report, Skipped
+from jaxpar.training.progress import Evaluation, Progress, Skipped
+from jaxpar.training.report import Report
 from jaxpar.training.summary import summarize
 
 ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers

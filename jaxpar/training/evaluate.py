@@ -16,7 +16,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
 from jaxpar.step import batch_sharding, make_eval_step
 from jaxpar.task import Task
-from jaxpar.training.report import Evaluation
+from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
 Step = Callable[[TrainState, Any], tuple[TrainState, Sums]]

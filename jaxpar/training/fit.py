@@ -23,7 +23,8 @@ from jaxpar.training.console import ConsoleReport
 from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
-from jaxpar.training.report import Evaluation, FitResult, Report
+from jaxpar.training.progress import Evaluation
+from jaxpar.training.report import FitResult, Report
 from jaxpar.training.run_folder import (
     TASK,
     RunFolder,

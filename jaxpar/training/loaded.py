@@ -13,7 +13,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.report import Evaluation
+from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
 
 

@@ -23,7 +23,8 @@ from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
 from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
-from jaxpar.training.report import Evaluation, FitResult, Progress, Report, Skipped
+from jaxpar.training.progress import Evaluation, Progress, Skipped
+from jaxpar.training.report import FitResult, Report
 from jaxpar.training.run_folder import RunFolder
 
 # A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
@@ -115,7 +116,7 @@ class Run:
                 # The first step is waited for as well: compiling it would hide the others' speed.
                 is_logged = step % config.log_every == 0 or last or step == first_step + 1
                 evaluates = self._validates(step)
-                is_due = config.checkpoint_every and step % config.checkpoint_every == 0
+                is_due = self.checkpoints.is_due(step)
                 if is_logged or evaluates or is_due:
                     for metrics in self._look(waiting, step):
                         losses.append(float(metrics.loss))
