@@ -379,10 +379,10 @@ WRONG = [
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     full('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
     ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\); --debug shows"),
-    full('"valid": (300, 1)', '"valid": (3, 1)', r"split 'valid': .* 3 steps .*\(own\.py, line \d+\)$"),
+    full('"valid": (300, 1)', '"valid": (0, 1)', r"split 'valid': 0 steps are too .*\(own\.py, line \d+\)$"),
     full("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['weight'\] is f"),
     full("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\); --debug shows"),
-    full("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing; .*return \(carry, y\), or wrap"),
+    full("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing; .*return \(carry, y\), or .* or wrap"),
     full('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\); give a na"),
     full("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
 ]  # fmt: skip
