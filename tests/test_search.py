@@ -97,7 +97,7 @@ def configs(draw):
             zero_bubble=pick(False, True),
             placement=placement,
             head=pick("last", "sharded"),
-            unroll=groups == 1 and pick(False, True),
+            unroll=places == stages and pick(False, True),
             remat=pick(False, False, True),
         ),
         shares=shares,
