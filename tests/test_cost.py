@@ -144,7 +144,7 @@ def assert_same_bytes(name, seed):
         ("lm", 0),
         ("gru", 1),
         ("mixed", 2),
-        *(full(name, seed) for name in NAMES[:4] for seed in (3, 4)),
+        *(full(name, seed) for name in NAMES[:4] for seed in (3,)),
     ],
 )
 def test_bytes_over_data_and_stage_are_those_of_the_compiled_step(name, seed):

@@ -237,15 +237,15 @@ LAYOUTS = [
     (FORECAST, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=4)),
     full(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
     full(FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
-    full(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
+    slow(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
     slow(CHARACTERS, make_parallel((1, 1, 1))),
     slow(CHARACTERS, make_parallel((8, 1, 1))),
-    full(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
+    slow(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=4)),
     (CHARACTERS, make_parallel((2, 2, 2), num_microbatches=2, remat=True)),
     full(CHARACTERS, make_parallel((4, 2, 1), shares=(1, 1, 1, 5), placement=(1, 3))),
     slow(TRANSLATE, make_parallel((1, 1, 1))),
     slow(TRANSLATE, make_parallel((8, 1, 1))),
-    full(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
+    slow(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
     (TRANSLATE, make_parallel((2, 2, 2), shares=(1, 3), num_microbatches=4)),
     full(TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
     slow(DIGITS, make_parallel((1, 1, 1))),
@@ -253,7 +253,7 @@ LAYOUTS = [
     full(DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
     full(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
     (DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
-    full(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
+    slow(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
 ]
 
 

@@ -20,6 +20,7 @@ from test_equivalence import (
     make_batch,
     make_settings,
     plain,
+    slow,
 )
 
 import jaxpar.forward
@@ -59,7 +60,7 @@ OPTIONS = [
 
 ROWS = [(OPTIONS[n], False) for n in (1, 6, 7, 8, 10)] + [(OPTIONS[n], True) for n in (4, 5, 11)]
 ROWS += [
-    full(options, tied)
+    (slow if tied else full)(options, tied)
     for options in OPTIONS
     for tied in (False, True)
     if (options, tied) not in ROWS

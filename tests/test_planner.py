@@ -405,7 +405,7 @@ def test_sizes_of_memory_are_numbers_with_units(capsys):
         assert "none of" in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_takes_the_mesh_that_is_planned(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat\n" * 200)
     sizes = "--batch-size 2 --seq-len 4 --num-layers 2 --hidden-size 8 --embed-size 8"
