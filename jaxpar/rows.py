@@ -97,7 +97,7 @@ class _Trial:
             return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
 
         @_quick_jit
-        def layer(variables, carry, x, batch, row=0):
+        def layer(variables, carry, x, batch, row):
             after, y, *sums = nnx.merge(*variables)(carry, x, self.at(batch, row, layer=number))
             return (after, y), [checked_sums(own, f"layer {name}") for own in sums]
 
@@ -108,15 +108,18 @@ class _Trial:
         dims, what = (in_carry, self.in_x, self.in_batch), f"layer {name}"
 
         def run(*inputs: Any) -> Any:
-            return layer(variables, *inputs)[0]
+            return layer(variables, *inputs, 0)[0]
 
-        def sums(row: int, *inputs: Any) -> Any:
-            return layer(variables, *inputs, row)[1]
+        def sums(*inputs: Any, row: int = 0) -> Any:
+            return layer(variables, *inputs, row)[1][0]
 
-        inputs = carry, self.random_x(), self.batch
+        def draw_inputs() -> tuple[Any, ...]:
+            return carry, self.random_x(), self.batch
+
+        inputs = draw_inputs()
         self.check_alone(what, run, inputs, dims, {"carry": in_carry, "output": self.in_x})
-        if sums(0, *inputs):
-            self.check_added(what, sums, lambda: (carry, self.random_x(), self.batch), dims)
+        if self.layout.facts.adds_sums and layer(variables, *inputs, 0)[1]:
+            self.check_added(what, sums, sums, draw_inputs, dims)
 
     def check_last(self) -> None:
         """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
@@ -125,35 +128,45 @@ class _Trial:
             leaves, frozen = variables
             return self.outer.run_last(leaves, frozen, y, self.at(batch, row), is_part=False)
 
-        @_quick_jit
-        def gradients(variables, y, batch):
-            found = jax.grad(lambda y: last(variables, y, batch, 0).loss)(y)
-            # What has no rows is used by all: its gradient is a sum.
-            return jax.tree.map(lambda d, dim: 0.0 if dim == _NOWHERE else d, found, self.in_x)
+        def gradients_and_sums(variables, y, batch):
+            def loss(y):
+                sums = last(variables, y, batch, 0)
+                return sums.loss, sums
 
-        variables, sums = self.draw_outer(self.outer.last), _quick_jit(last)
+            found, sums = jax.grad(loss, has_aux=True)(y)
+            # What has no rows is used by all: its gradient is a sum.
+            return jax.tree.map(
+                lambda d, dim: 0.0 if dim == _NOWHERE else d, found, self.in_x
+            ), sums
+
+        def draw_inputs() -> tuple[Any, ...]:
+            return self.random_x(), self.batch
+
+        variables, dims = self.draw_outer(self.outer.last), (self.in_x, self.in_batch)
+        of_half = functools.partial(_quick_jit(last), variables)
+        of_whole = functools.partial(_quick_jit(gradients_and_sums), variables)
         with jax.default_matmul_precision("float32"):  # whatever the size of a block
-            dims = self.in_x, self.in_batch
             self.check_added(
-                "`last`",
-                lambda row, *inputs: [sums(variables, *inputs, row)],
-                lambda: (self.random_x(), self.batch),
-                dims,
+                "`last`", lambda *inputs: of_whole(*inputs)[1], of_half, draw_inputs, dims
             )
-            run, inputs = functools.partial(gradients, variables), (self.random_x(), self.batch)
-            self.check_alone("last", run, inputs, dims, {"gradient": self.in_x})
+            gradients = {"gradient": self.in_x}
+            self.check_alone(
+                "last", lambda *inputs: of_whole(*inputs)[0], draw_inputs(), dims, gradients
+            )
 
     def check_added(
         self,
         what: str,
-        sums_of: Callable[..., Sequence[Sums]],
+        of_whole: Callable[..., Sums],
+        of_half: Callable[..., Sums],
         draw: Callable[[], tuple[Any, ...]],
         dims: tuple[Any, ...],
     ) -> None:
         """Compares sums of some rows with those of two halves of them, on inputs that are drawn.
 
         Args:
-          sums_of: (number of the first row, inputs) -> the sums.
+          of_whole: inputs -> the sums of all rows.
+          of_half: (inputs, row=number of the first row) -> those of a half.
           dims: of rows, a tree as the inputs.
         Raises:
           ValueError: the halves' do not add up to the whole's.
@@ -161,9 +174,9 @@ class _Trial:
         half, wrong = self.num_rows // 2, None
         for _ in range(TRIES):
             inputs = draw()
-            whole = named(what, lambda inputs=inputs: sums_of(0, *inputs))
-            halves = [sums_of(row, *_cut(inputs, dims, row, row + half)) for row in (0, half)]
-            wrong = _not_added(*(own[0] for own in jax.device_get([whole, *halves])))
+            whole = named(what, lambda inputs=inputs: of_whole(*inputs))
+            halves = [of_half(*_cut(inputs, dims, row, row + half), row=row) for row in (0, half)]
+            wrong = _not_added(*jax.device_get([whole, *halves]))
             if wrong is None:
                 return
         raise ValueError(

@@ -380,4 +380,4 @@ def test_a_prediction_that_rounding_decides_is_no_mix():
         return sums._replace(metrics={"right": right})
 
     check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).layout)
-    assert len(calls) == 6  # three for each of two tries
+    assert len(calls) == 12  # three for each of two tries, then six for the gradients

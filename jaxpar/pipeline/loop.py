@@ -232,10 +232,8 @@ class Loop:
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
         """Sums and cotangent of the unit that has just left the last layer, if there is one."""
         stage = self.stage
-        on_stage, dtypes = (
-            stage.number == self.table.route.stages[-1],
-            jax.tree.map(lambda a: a.dtype, y),
-        )
+        on_stage = stage.number == self.table.route.stages[-1]
+        dtypes = jax.tree.map(lambda a: a.dtype, y)
         if self.spec.head == "sharded":
             active = unit.number >= 0
             # The y of the stage that has it, on all of them.

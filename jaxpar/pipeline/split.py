@@ -20,7 +20,7 @@ from jaxpar.trace.residuals import Residuals, Source
 
 # One layer: (its parameters, what of them is frozen, its carry, inputs, where they lie) -> (carry, outputs).
 # Inputs and outputs are trees of floats of the same shapes and dtypes; so is the carry before and after.
-Layer = Callable[[Any, Any, Any, Any, At], tuple[Any, Any]]
+PlainLayer = Callable[[Any, Any, Any, Any, At], tuple[Any, Any]]
 
 
 class SplitLayer:
@@ -40,7 +40,15 @@ class SplitLayer:
     """
 
     def __init__(
-        self, layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At, *, splits: bool
+        self,
+        layer: PlainLayer,
+        params: Any,
+        frozen: Any,
+        carry: Any,
+        x: Any,
+        at: At,
+        *,
+        splits: bool,
     ):
         """Traces the layer and its backward pass; nothing is computed."""
         self._layer = layer
@@ -97,7 +105,7 @@ class SplitLayer:
 
 
 def _trace(
-    layer: Layer, params: Any, frozen: Any, carry: Any, x: Any, at: At
+    layer: PlainLayer, params: Any, frozen: Any, carry: Any, x: Any, at: At
 ) -> tuple[Residuals, tuple[Any, ...]]:
     """A layer's forward pass, and the arguments to run it with."""
 

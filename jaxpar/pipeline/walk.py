@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import add, vary_like, zeros
-from jaxpar.pipeline.split import Layer
+from jaxpar.pipeline.split import PlainLayer
 
 # What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number) -> sums, row,
 # x, and what it makes besides. Sums are added up in place, such as gradients; a row is changed, such as a
@@ -164,7 +164,7 @@ def make_walk(num_kinds: int, *, has_empty_slots: bool, unroll: bool = False) ->
 
 def run_layers(
     walk: Scan,
-    layers: Sequence[Layer],
+    layers: Sequence[PlainLayer],
     params: Sequence[Any],
     frozen: Sequence[Any],
     carry: Sequence[Any],
@@ -192,7 +192,7 @@ def run_layers(
     return after, y
 
 
-def with_sums(layer: Callable[..., Any]) -> Layer:
+def with_sums(layer: Callable[..., Any]) -> PlainLayer:
     """A layer whose x is (x, sums), to which it adds what it may return as a third: sums of its own."""
 
     def run(params, frozen, carry, x_and_sums, at):
