@@ -182,6 +182,7 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
     adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]
     deal, gather = _deal(layout, mesh)
     b = parallel.microbatch_rows(layout.facts.batch_size)
+    constraint = layout.constraint(mesh, DATA, STAGE)
     pipeline = Pipeline(
         layers=layers,
         first=outer.run_first,
@@ -199,7 +200,8 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
-        layout=layout.constraint(mesh, DATA, STAGE),
+        layout=constraint,
+        lay_out=constraint.of_variables,
     )
 
     def parts(number, others=()):

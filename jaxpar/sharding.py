@@ -208,6 +208,18 @@ class Constraint:
         where = spec if self.manual else NamedSharding(self.mesh, spec)
         return jax.lax.with_sharding_constraint(x, where)
 
+    def of_variables(self, tree: Any) -> Any:
+        """`tree`, its variables laid out by their own dims; of rows of stacked ones, by all but the first."""
+
+        def of(leaf):
+            dims = leaf.get_metadata("out_sharding", None) if is_variable(leaf) else None
+            if not dims:
+                return leaf
+            x = leaf.get_value()
+            return leaf.replace(self(x, *dims[len(dims) - x.ndim :]))
+
+        return jax.tree.map(of, tree, is_leaf=is_variable)
+
 
 def shardings(tree: Any, mesh: Mesh, rules: Rules, memory_kind: str | None = None) -> Any:
     """`tree` with a `NamedSharding` for every array: annotated ones by the rules, others replicated.

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require_instance
+from jaxpar.base.compiler import compiler_options
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.forward import full_table, make_forward, table_of
@@ -28,9 +29,11 @@ from jaxpar.sharding import constrain, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task
 
-# A collective-permute in a branch of the loop over ticks, and where in the model it comes from.
+# A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
+# where in the model it comes from.
 _PERMUTE_OF_A_UNIT = re.compile(
-    r' collective-permute(?:-start)?\(.*op_name="[^"]*/while/body/[^"]*?cond/branch_\d+_fun/([^"]*)"'
+    r' collective-permute(?:-start)?\(.*op_name="[^"]*/while/body/[^"]*?'
+    r'(?:cond/branch_\d+_fun|(?:forward|backward|weights\d)/while/body)/([^"]*)"'
 )
 _STRUCTURE = re.compile(r"(while|body|closed_call|(transpose\()?jvp\(\)\)?)/")
 
@@ -59,7 +62,9 @@ class CompiledStep:
     """
 
     def __init__(self, step: Callable[..., Any], layout: Layout, *, backward: bool, **jit_options):
-        self._jitted, self._layout, self._backward = jax.jit(step, **jit_options), layout, backward
+        self._layout, self._backward = layout, backward
+        options = compiler_options(layout.facts.platform, layout.parallel.mesh.stage)
+        self._jitted = jax.jit(step, compiler_options=options, **jit_options)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         """Runs the step.

@@ -2,12 +2,16 @@
 
 import dataclasses
 import importlib.metadata
+import itertools
 import json
+import math
 import re
+from pathlib import Path
 
 import pytest
 
 from jaxpar.analysis import inspect_step
+from jaxpar.analysis.hlo import Module, arrays
 from jaxpar.analysis.program import lower_step
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.cli.main import main
@@ -16,9 +20,12 @@ from jaxpar.mesh import MeshConfig, described_devices
 from jaxpar.planning import check_fits, estimate_step, plan
 from jaxpar.setup import Setup
 from jaxpar.step import make_train_step
+from jaxpar.task import find_task
 from jaxpar.tasks.lm import LM
 
 pytestmark = pytest.mark.aot
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 TASK = LM(
     8, 512, 512, vocab_size=10240, dropout=0.0, batch_size=128, seq_len=32,
@@ -67,6 +74,97 @@ def test_every_run_is_known_and_what_computes_beside(compiled):
     assert "waits" in table
 
 
+# ---- the loop over ticks has no waste ----
+
+MACHINES, SHAPES = ("v5e:2x4", "h100:1x1x8"), ("dp2pp2tp2", "pp8")
+# What a copy is made of, besides names of arrays.
+_MOVES = {"copy", "copy-start", "transpose", "reshape"}
+_WORK = {"conditional", "while"}
+_NAMES = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+
+
+def _model(name):
+    if name in ("lstm", "gru"):
+        sizes = {"hidden_size": 1024, "embed_size": 1024, "batch_size": 256, "seq_len": 64}
+        return dataclasses.replace(TASK, layer=name, **sizes), (2, 4)
+    if name == "transformer":
+        task = find_task(f"{EXAMPLES}/transformer.py:Characters")()
+        sizes = {"width": 256, "num_layers": 8, "batch_size": 256, "seq_len": 128}
+        return dataclasses.replace(task, **sizes), (8, 1)
+    task = find_task(f"{EXAMPLES}/mixed.py:Digits")(width=256, batch_size=256)
+    return dataclasses.replace(task, num_lstms=4), (2, 4)
+
+
+def _tick(machine, model, shape):
+    """Of a compiled step: its module, the loop over ticks, its permutes, and the buffers of slots."""
+    task, (M, K) = _model(model)
+    parallel = Parallel(shape, PipelineConfig(num_microbatches=M, num_chunks=K))
+    setup = Setup.of(task, parallel, mesh=parallel.mesh.build(described_devices(machine)))
+    module = Module(lower_step(setup).compile().as_text())
+    permutes = [
+        visit
+        for visit in module.visits()
+        if re.match("collective-permute(?!-done)", visit.instruction.opcode)
+        and "/exchange/" in visit.instruction.op_name
+    ]
+    [loop] = {visit.callers[-1] for visit in permutes}
+    num_slots = make_train_step(setup).full_table.num_slots
+    slots = {
+        (dtype, tuple(sorted(dims)))
+        for dtype, dims in arrays(loop.shape)
+        if num_slots in dims and len(dims) > 3 and math.prod(dims) > 50_000
+    }
+    assert len(slots) > 1
+    return module, loop, [visit.instruction for visit in permutes], slots
+
+
+def _kinds(module, instruction):
+    inside = module.fused(instruction) or [instruction]
+    return {each.opcode for each in inside} - _NAMES
+
+
+def _is_slots(instruction, slots):
+    shapes = arrays(re.sub(r"^\((.*?\]).*", r"\1", instruction.shape))
+    return any((dtype, tuple(sorted(dims))) in slots for dtype, dims in shapes)
+
+
+# The whole check compiles these, `pytest -m aot` all of them.
+_QUICK = ("lstm", "dp2pp2tp2"), ("mixed", "dp2pp2tp2"), ("transformer", "pp8")
+compiled_ticks = pytest.mark.parametrize(
+    ("machine", "model", "shape"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[1:] not in _QUICK))
+        for row in itertools.product(MACHINES, ("lstm", "gru", "transformer", "mixed"), SHAPES)
+    ],
+)
+
+
+@compiled_ticks
+def test_ticks_have_no_waste(machine, model, shape):
+    module, loop, permutes, slots = _tick(machine, model, shape)
+    # Both permutes have work of units beside them: a branch, or a loop of one turn or none.
+    assert [i.opcode for i in permutes] == ["collective-permute-start"] * 2
+    for start in permutes:
+        beside = [i.op_name for i in module.beside[start.name] if i.opcode in _WORK]
+        units = [re.search(r"/while/body/(forward|backward|weights\d)/", name) for name in beside]
+        assert any(units), (start.op_name, beside)
+    for visit in module.visits():
+        instruction, callers = visit.instruction, visit.callers
+        # Gradients lie as their parameters do: W would exchange all of them in every tick.
+        assert loop not in callers or not instruction.opcode.startswith("all-to-all"), instruction
+        if any(caller.opcode == "fusion" for caller in callers) or not _is_slots(
+            instruction, slots
+        ):
+            continue
+        kinds = _kinds(module, instruction)
+        if loop in callers:
+            # A prefetch into the memory on the chip is no copy.
+            moved = instruction.opcode == "copy-start" and re.search(r"S\(\d\)", instruction.shape)
+            assert moved or not (kinds and kinds <= _MOVES), (instruction, callers[-1].op_name)
+        else:
+            assert kinds != {"broadcast"}, instruction
+
+
 def test_memory_is_as_stored_for_this_compiler(compiled):
     machine, _, report = compiled
     version = f"{COMPILERS[machine]} {importlib.metadata.version(COMPILERS[machine])}"
@@ -99,8 +197,13 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
         check_fits(estimate_step(large, one, machine="v5e:2x2"))
 
 
+def _slow(machine):
+    return pytest.param(machine, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "machine", ["v5p:2x2x1", "v6e:2x2", "a100:1x1x4", "h200:1x2x2", "b200:1x1x4"]
+    "machine",
+    ["v5p:2x2x1", _slow("v6e:2x2"), _slow("a100:1x1x4"), _slow("h200:1x2x2"), "b200:1x1x4"],
 )
 def test_every_machine_compiles_a_step(machine, capsys):
     flags = "--vocab-size 256 --num-layers 2 --hidden-size 128 --embed-size 128 --batch-size 8 --seq-len 8"

@@ -29,6 +29,7 @@ from jaxpar.nn import named_param
 from jaxpar.pictures import figures
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, init_state
+from jaxpar.step import CompiledStep
 from jaxpar.task import Settings, find_task
 from jaxpar.tasks.lm.corpus import load_corpus
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
@@ -880,3 +881,29 @@ def test_an_evaluation_that_would_give_a_wrong_number_is_refused(whole_walk):
 
     with pytest.raises(ValueError, match=r"nothing in the split 'valid' counts: .* 0\.0"):
         evaluate(Setup.of(Nothing(), parallel), state, "valid")
+
+
+def test_the_host_waits_for_a_device_at_log_lines_alone(text, tmp_path, monkeypatch):
+    """Between them steps are put into its queue, each with a batch that is put on the device before."""
+    happened = []
+
+    def noting(name, function):
+        def note(*arguments, **options):
+            happened.append(name)
+            return function(*arguments, **options)
+
+        return note
+
+    array = type(jnp.zeros(()))
+    monkeypatch.setattr(CompiledStep, "run", noting("step", CompiledStep.run))
+    monkeypatch.setattr(array, "_value", property(noting("wait", array._value.fget)))
+    monkeypatch.setattr(array, "block_until_ready", noting("wait", array.block_until_ready))
+    monkeypatch.setattr(jax, "block_until_ready", noting("wait", jax.block_until_ready))
+    run = make_run(text, tmp_path / "run", eval_every=0)
+    fit(run.task, run.parallel, dataclasses.replace(run.train, num_steps=13, log_every=4))
+    steps = [n for n, name in enumerate(happened) if name == "step"]
+    assert len(steps) >= 13
+    # After the first step, which compiles, each line of four has its steps without a wait between them.
+    assert "wait" in happened[steps[3] : steps[4]]
+    for first in (steps[4], steps[8]):
+        assert happened[first : first + 4] == ["step"] * 4

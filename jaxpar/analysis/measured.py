@@ -1,7 +1,8 @@
 """A pipeline's step as it ran, next to its schedule: when each stage worked, and when it waited.
 
 The profiler records when each operation of the training program began and ended. The loop over ticks runs a
-unit in one branch of a conditional, and nothing in the other: the conditional's n-th run is tick n.
+unit in one branch of a conditional, and nothing in the other, or in a loop of one turn or none
+(`Loop._if_runs`): the n-th run of either is tick n.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from jaxpar.training.profiler import Operation, read_trace, trace
 
 WEIGHTS = "weights"
 PARTS = (FORWARD, HEAD, BACKWARD, WEIGHTS)  # of a tick
-_BRANCH = re.compile(rf"/while/body/(?:closed_call/)?((?:{'|'.join(PARTS)})\d*)/cond$")
+_BRANCH = re.compile(rf"/while/body/(?:closed_call/)?((?:{'|'.join(PARTS)})\d*)/(?:cond|while)$")
 
 
 class Span(NamedTuple):
@@ -187,12 +188,12 @@ def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:
 
 
 def _find_branches(text: str) -> dict[str, tuple[str, str]]:
-    """Instruction -> the conditional of the loop over ticks that it is, or is in, and its part of a tick."""
+    """Instruction -> the branch of the loop over ticks that it is, or is in, and its part of a tick."""
     return {
         visit.instruction.name: (around.name, branch[1])
         for visit in Module(text).visits()
         for around in (*visit.callers, visit.instruction)
-        if around.opcode == "conditional" and (branch := _BRANCH.search(around.op_name))
+        if around.opcode in ("conditional", "while") and (branch := _BRANCH.search(around.op_name))
     }
 
 

@@ -2,8 +2,9 @@
 
 `placement` and `schedules` say where layers lie and when each unit runs, in `lanes`: plain Python and NumPy;
 `tables` makes of a schedule what a compiled program looks up. `split` takes a layer apart into F, B and W,
-`kept` says what lies between them; `walk` goes through the layers of a `stage`, `loop` over ticks. `engine`
-puts it together, and can be used alone: `Pipeline` takes functions (`spec`), a mesh and arrays.
+`kept` says what lies between them, in `buffers`; `walk` goes through the layers of a `stage`, `loop` over
+ticks. `engine` puts it together, and can be used alone: `Pipeline` takes functions (`spec`), a mesh and
+arrays.
 """
 
 from jaxpar.pipeline.engine import Pipeline as Pipeline

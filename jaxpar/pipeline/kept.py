@@ -7,22 +7,22 @@ Under remat neither y nor residuals outlive F: before B `recall` runs the forwar
 and W is not apart, since what it needs would have to be kept. With remat_keeps="carries" (segments, see
 `loop`) residuals are kept as without remat, of one segment's units.
 
-Both lie in buffers [slots + 1, ...]: what is written to slot -1 lies in the last one, which nobody reads.
+Both lie in buffers [slots, ...], which change where a unit runs and are never copied. Each layer writes what
+it saves straight to its place, [slot, row], and reads it there.
 
 Legend: r rows of a kind's stack in a group.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from jaxpar.base.trees import add, shape_of, vary_like, zeros
+from jaxpar.pipeline.buffers import read, read_at, write, write_at
 from jaxpar.pipeline.split import SplitLayer
-from jaxpar.pipeline.stage import Stage, Unit, corner
+from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.walk import pick, put, stack
 
 
@@ -85,76 +85,59 @@ class Residuals:
         """What is kept, in the memory where it is kept."""
         return kept
 
-    def write(self, buffers: Any, saved: Any, slot: ArrayLike) -> Any:
-        """Puts what a forward saved into a slot; the room behind it, for W, stays as it is."""
-
-        def of_layers(buffers, saved):
-            count = len(saved)
-            return [*write(list(buffers[:count]), list(saved), slot), *buffers[count:]]
-
-        return self._of_kinds(of_layers, buffers, saved)
-
-    def write_for_weights(self, buffers: Any, later: Any, slot: ArrayLike) -> Any:
-        """Puts what W needs of B into its places in a slot; see `SplitLayer.places`."""
-        if not self.has_weights:
-            return buffers
-
-        def of_layers(buffers, later, places):
-            buffers = list(buffers)
-            for place, leaf in zip(places, later, strict=True):
-                buffers[place] = write(buffers[place], leaf, slot)
-            return buffers
-
-        return self._of_kinds(of_layers, buffers, later, [kind.places for kind in self.kinds])
-
-    def _of_kinds(self, function: Callable[..., Any], kept: Any, values: Any, *more: Any) -> Any:
-        """What a function makes of every kind's buffers; of every row's, if layers are written out."""
-        if not self._stage.spec.unroll:
-            return tuple(map(function, kept, values, *more))
-        own = [each[0] for each in more]
-        return ([function(*row, *own) for row in zip(kept[0], values[0], strict=True)],)
-
     # ---- F, B and W of a unit ----
 
-    def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        """The layers of a group: the carry, y, and what is kept."""
-        return self._save(unit, group, carry, x)
+    def forward(
+        self, buffers: Any, slot: Any, unit: Unit, group: Any, carry: Any, x: Any
+    ) -> tuple[Any, Any, Any]:
+        """The layers of a group: the carry, y, and the buffers with what is kept in a slot."""
+        stage, kinds = self._stage, self.kinds
+        params, frozen, slots = stage.own(group)
+        at = stage.at(unit)
 
-    def recall(self, buffers: Any, unit: Unit, group: Any, slot: Any) -> tuple[Any, Any]:
-        """y of a unit whose backward pass comes, and its residuals; Nones if they lie in its slot."""
-        return None, None
+        def body(kind, sums, carry, x, reads, layer, buffers, row):
+            carry, y, saved = kinds[kind].forward(*reads, carry, x, at._replace(layer=layer))
+            there = [
+                self._put(a, slot, row, value) for a, value in zip(buffers, saved, strict=False)
+            ]
+            there += buffers[len(saved) :]  # room for W
+            return sums, *vary_like((carry, y, there), x)
+
+        return stage.spec.walk(body, x, (params, frozen), carry, slots, buffers)[1:]
 
     def backward(
-        self, buffers: Any, recalled: Any, slot: Any, group: Any, d_carry: Any, dy: Any, grads: Any
+        self, buffers: Any, slot: Any, group: Any, d_carry: Any, dy: Any, grads: Any
     ) -> tuple[Any, Any, Any, Any]:
         """B of a unit: the vector-Jacobian product of `forward`; where W is apart, that of inputs only.
 
         Args:
-          recalled: the unit's residuals, as of `recall`.
+          buffers, slot: where what `forward` kept lies.
           d_carry: cotangent of the carry after the unit.
           dy: cotangent of y.
           grads: gradients of the stage's layers so far, to which those of the parameters are added; () of
             kinds whose W is apart.
         Returns:
-          the gradients, the cotangent of the carry before the unit, that of x, and for every kind what W
+          the gradients, the cotangent of the carry before the unit, that of x, and the buffers with what W
           needs.
         """
         stage, kinds = self._stage, self.kinds
         _, _, slots = stage.own(group)
-        saved = read(buffers, slot) if recalled is None else recalled
         own, prepared = stage.of_group((grads, self._prepared), group)
 
-        def body(kind, grads, d_carry, dy, reads, layer):
-            weights, saved = reads
-            weights = weights if stage.spec.unroll else kinds[kind].prepare(*weights)
-            d_params, d_carry, dx, later = kinds[kind].backward(weights, saved, d_carry, dy)
-            return vary_like((add(grads, d_params), d_carry, dx, later), dy)
+        def body(kind, grads, d_carry, dy, reads, layer, buffers, row):
+            [weights], split = reads, kinds[kind]
+            weights = weights if stage.spec.unroll else split.prepare(*weights)
+            saved = [self._get(leaf, slot, row) for leaf in buffers[: len(split.saved)]]
+            d_params, d_carry, dx, later = split.backward(weights, saved, d_carry, dy)
+            after = list(buffers)
+            for place, leaf in zip(split.places, later, strict=True):
+                after[place] = self._put(buffers[place], slot, row, leaf)
+            return vary_like((add(grads, d_params), d_carry, dx, after), dy)
 
-        later = [kind.later for kind in kinds]
-        own, d_carry, dx, later = stage.spec.walk(
-            body, dy, (prepared, saved), d_carry, slots, later, sums=own, reverse=True
+        own, d_carry, dx, after = stage.spec.walk(
+            body, dy, (prepared,), d_carry, slots, buffers, sums=own, reverse=True
         )
-        return stage.into_group(grads, own, group), d_carry, dx, later
+        return stage.into_group(grads, own, group), d_carry, dx, after
 
     def weights(self, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
         """Adds W of a unit to the gradients of the stage's layers, type by type: no order is asked for."""
@@ -167,16 +150,14 @@ class Residuals:
         kind, stage = self.kinds[number], self._stage
         prepared, layer_R = self._prepared[number], stage.rows[number]
 
-        def kept(leaf, place):
-            if stage.spec.unroll:
-                return read(buffers[place][leaf], slot)
-            a = buffers[leaf]
-            part = lax.dynamic_slice(a, corner(a, slot, place), (1, 1, *a.shape[2:]))
-            return part.reshape(a.shape[2:])
-
         def of_row(layer, prepare, place, grads):
+            own, row = (buffers[place], None) if stage.spec.unroll else (buffers, place)
+
             def run():
-                parts = [[kept(leaf, place) for leaf in own] for own in (kind.needed, kind.places)]
+                parts = [
+                    [self._get(own[n], slot, row) for n in numbers]
+                    for numbers in (kind.needed, kind.places)
+                ]
                 return add(grads, vary_like(kind.weights(prepare(), *parts), grads))
 
             if not stage.spec.slots.has_empty_slots:
@@ -201,18 +182,13 @@ class Residuals:
 
         return lax.fori_loop(0, count, body, grads)
 
-    def _save(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        """The layers, and their residuals: of every kind leaves [r, ...], or a list of such of rows."""
-        stage, kinds = self._stage, self.kinds
-        params, frozen, slots = stage.own(group)
-        at = stage.at(unit)
+    def _get(self, buffer: jax.Array, slot: Any, row: Any = None) -> jax.Array:
+        """What a layer has kept in a buffer; it has a row there unless layers are written out."""
+        return read_at(buffer, (slot,) if row is None else (slot, row), self._stage.spec.platform)
 
-        def body(kind, sums, carry, x, reads, layer):
-            out = kinds[kind].forward(*reads, carry, x, at._replace(layer=layer))
-            return sums, *vary_like(out, x)
-
-        saved = [kind.saved for kind in kinds]
-        return stage.spec.walk(body, x, (params, frozen), carry, slots, saved)[1:]
+    def _put(self, buffer: jax.Array, slot: Any, row: Any, value: jax.Array) -> jax.Array:
+        place = (slot,) if row is None else (slot, row)
+        return write_at(buffer, place, value, self._stage.spec.platform)
 
 
 class Inputs(Residuals):
@@ -227,29 +203,30 @@ class Inputs(Residuals):
         """What is kept, in the memory where it is kept."""
         return self._move(kept, jax.memory.Space.Host)
 
-    def write(self, buffers: Any, saved: Any, slot: ArrayLike) -> Any:
-        """Puts a unit's carry and x into a slot."""
-        return write(buffers, self.placed(saved), slot)
-
-    def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any, Any]:
-        """The layers of a group: the carry, y, and what is kept."""
+    def forward(
+        self, buffers: Any, slot: Any, unit: Unit, group: Any, carry: Any, x: Any
+    ) -> tuple[Any, Any, Any]:
+        """The layers of a group: the carry, y, and the buffers with what is kept in a slot."""
         after, y = self._stage.forward(unit, group, carry, x)
-        return after, y, (carry, x[0])
+        return after, y, write(buffers, self.placed((carry, x[0])), slot)
 
     def recall(self, buffers: Any, unit: Unit, group: Any, slot: Any) -> tuple[Any, Any]:
-        """y of a unit whose backward pass comes, and its residuals; sums of its layers were added before."""
+        """y of a unit whose backward pass comes, and buffers of one slot with its residuals.
+
+        Sums of its layers were added before.
+        """
         stage = self._stage
         carry, x = self._move(read(buffers, slot), jax.memory.Space.Device)
+        empty = vary_like(stage.buffers(1, super().shapes), stage.here)
 
         def run():
-            _, (y, _), residuals = self._save(unit, group, carry, (x, stage.no_sums))
-            return y, residuals
+            _, (y, _), residuals = super(Inputs, self).forward(
+                empty, 0, unit, group, carry, (x, stage.no_sums)
+            )
+            return vary_like((y, residuals), stage.here)
 
-        out = jax.eval_shape(run)
         return lax.cond(
-            jnp.asarray(unit.number) >= 0,
-            lambda: vary_like(run(), stage.here),
-            lambda: vary_like(zeros(out), stage.here),
+            jnp.asarray(unit.number) >= 0, run, lambda: (vary_like(x, stage.here), empty)
         )
 
     def _move(self, kept: Any, space: Any) -> Any:
@@ -261,24 +238,3 @@ def what_is_kept(stage: Stage, carry: Any, *, splits: bool) -> Residuals:
     if stage.spec.remat:
         return Inputs(stage, carry, splits=False)
     return Residuals(stage, carry, splits=splits)
-
-
-def read(buffers: Any, slot: ArrayLike) -> Any:
-    """What lies in one slot of buffers [slots + 1, ...]; anything for slot -1."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), buffers)
-
-
-def write(buffers: Any, values: Any, slot: ArrayLike) -> Any:
-    """Puts values into one slot of buffers [slots + 1, ...]; slot -1 is the last, which nobody reads."""
-    return jax.tree.map(
-        lambda a, value: lax.dynamic_update_index_in_dim(
-            a, value, jnp.where(jnp.asarray(slot) < 0, a.shape[0] - 1, slot), 0
-        ),
-        buffers,
-        values,
-    )
-
-
-def buffers_of(count: int, shapes: Sequence[Any] | Any, fill: float) -> Any:
-    """Buffers of so many slots, and one more, where slot -1 is written."""
-    return jax.tree.map(lambda a: jnp.full((count + 1, *a.shape), fill).astype(a.dtype), shapes)

@@ -61,7 +61,8 @@ from jax.typing import ArrayLike
 
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, vary_like, zeros
-from jaxpar.pipeline.kept import Residuals, buffers_of, read, write
+from jaxpar.pipeline.buffers import read, write
+from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import Spec
 from jaxpar.pipeline.stage import Stage, Unit
@@ -79,7 +80,8 @@ def scope_of_weights(number: int) -> str:
 class State(NamedTuple):
     """What the loop carries from tick to tick; the backward half is None in evaluation.
 
-    Where a slot or buffer is numbered -1, one that nobody reads is written: there is one more than needed.
+    Activations and cotangents are written in every tick: where a buffer is numbered -1 to the last one, which
+    nobody reads. There is one more than needed.
     """
 
     carry: Any  # for every kind, [rows, B, ...]
@@ -87,7 +89,7 @@ class State(NamedTuple):
     ran_T4: Any  # units that this stage did in each part of a tick
     sums: Any  # of `last`
     layer_sums: Any  # of the layers; () if they add none
-    kept: Any = None  # for the backward of a unit, leaves [residual slots + 1, ...]
+    kept: Any = None  # for the backward of a unit, leaves [residual slots, ...]
     head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
     d_carry: Any = None  # of the sequence on its way back, [rows, b, ...]; of all between segments
@@ -118,23 +120,26 @@ class Loop:
 
     def start(self, carry: Any) -> State:
         """The state before the first tick, with nothing kept and all sums 0."""
-        stage, table, fill = self.stage, self.table, self.spec.buffer_fill
+        stage, table, spec = self.stage, self.table, self.spec
         here, x = stage.here, stage.x_shape
+        buffers = stage.buffers
         state = State(
             carry=carry,
-            arrived_x=buffers_of(table.num_forward_buffers, x, fill),
+            arrived_x=buffers(table.num_forward_buffers + 1, x),
             ran_T4=jnp.zeros((table.forward.unit.shape[1], 4), jnp.int32),
             sums=(),
             layer_sums=(),
         )
         if self.kept is not None:
-            rows = self.spec.microbatch_rows if self.spec.num_segments == 1 else None
-            kept = buffers_of(table.num_slots, self.kept.shapes, fill)
+            rows = spec.microbatch_rows if spec.num_segments == 1 else None
+            kept = buffers(table.num_slots, self.kept.shapes, on_host=spec.keeps_on_host)
             state = state._replace(
                 kept=self.kept.placed(kept),
-                head_dy=buffers_of(0 if self.spec.remat else table.num_slots, x, fill),
-                arrived_dy=buffers_of(table.num_backward_buffers, x, fill),
-                d_carry=jax.tree.map(lambda a: jnp.full_like(a[:, :rows], fill), carry),
+                head_dy=buffers(1 if spec.remat else table.num_slots + 1, x),
+                arrived_dy=buffers(table.num_backward_buffers + 1, x),
+                d_carry=jax.tree.map(
+                    lambda a: jnp.full_like(a[:, :rows], spec.buffer_fill or 0), carry
+                ),
             )
         state = vary_like(state, here)
         # A sharded head's sums are the same on all stages, and so differ over `data` alone.
@@ -145,7 +150,8 @@ class Loop:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
             )
-            state = state._replace(grads=grads)
+            layers = self.spec.lay_out(grads.layers)
+            state = state._replace(grads=grads._replace(layers=layers))
         return state
 
     def run(
@@ -175,16 +181,15 @@ class Loop:
             state, done = self._weights(weights[0], state, 0)
             backward = backward._replace(slot=backward.slot + done)
         y_of_head, recalled = y, None
-        if self.kept:
+        if isinstance(self.kept, Inputs):
             with jax.named_scope(BACKWARD):
                 at = Unit(backward.unit, segment), backward.group, backward.slot
-                again, recalled = self.kept.recall(state.kept, *at)
-                y_of_head = y if again is None else again
+                y_of_head, recalled = self.kept.recall(state.kept, *at)
         if has_head:
             state = self._head(Unit(head.unit, segment), head.slot, y_of_head, state)
         dx = None
         if self.kept:
-            state, dx = self._backward(backward, leave, segment, recalled, state)
+            state, dx = self._backward(backward, leave, segment, recalled, y, state)
             if weights:
                 state, _ = self._weights(weights[1], state, 1)
         if self.meets_once:
@@ -212,21 +217,47 @@ class Loop:
         )
         before = stage.read_carry(state.carry, at.group, m)
 
-        def run():
+        def run(inputs, state):
+            at, unit, before, x = inputs
+            carry, total, _, kept = state
             arguments = unit, at.group, before, (x, stage.no_sums)
-            return kept_of.forward(*arguments) if kept_of else (*stage.forward(*arguments), ())
+            if kept_of:
+                after, (y, sums), kept = kept_of.forward(kept, at.slot, *arguments)
+            else:
+                after, (y, sums) = stage.forward(*arguments)
+            carry = stage.write_carry(carry, after, at.group, stage.microbatch(unit.number))
+            return carry, add(total, sums), y, kept
 
-        kept = jax.eval_shape(run)[2]
-        after, (y, sums), kept = lax.cond(
-            at.unit >= 0,
-            lambda: vary_like(run(), stage.here),
-            lambda: vary_like((before, (x, stage.no_sums), zeros(kept)), stage.here),
-        )
-        carry = stage.write_carry(state.carry, after, at.group, m)
-        state = state._replace(carry=carry, layer_sums=add(state.layer_sums, sums))
-        if kept_of:
-            state = state._replace(kept=kept_of.write(state.kept, kept, at.slot))
-        return state, y
+        changes = state.carry, state.layer_sums, x, state.kept
+        carry, total, y, kept = self._if_runs(at.unit >= 0, run, (at, unit, before, x), changes)
+        return state._replace(carry=carry, layer_sums=total, kept=kept), y
+
+    def _if_runs(
+        self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
+    ) -> Any:
+        """`run(inputs, state)` where a unit runs, and the state as it is where none does, in no time.
+
+        A branch, or a loop of one turn or none: whichever XLA changes the state in without a copy. On CPU
+        that of JAX 0.10 copies all that a branch changes. On GPUs a branch that adds to arrays copies them
+        where it is skipped. On TPUs a loop takes more memory than a branch.
+
+        Args:
+          inputs: what the loop depends on, or its work would be done before it, whether it has a turn or not.
+          adds: whether `run` adds to the state.
+        """
+        here, platform = self.stage.here, self.spec.platform
+        loops = platform == "cpu" or (platform == "gpu" and adds)
+        # Autodiff takes evaluation apart, which keeps nothing.
+        if self.kept is None or not loops:
+            return lax.cond(
+                runs, lambda: vary_like(run(inputs, state), here), lambda: vary_like(state, here)
+            )
+
+        def turn(number, state):
+            own, _ = lax.optimization_barrier((inputs, number))
+            return vary_like(run(own, state), here)
+
+        return lax.fori_loop(0, runs.astype(jnp.int32), turn, vary_like(state, here))
 
     @jax.named_scope(HEAD)
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
@@ -278,46 +309,58 @@ class Loop:
 
     @jax.named_scope(BACKWARD)
     def _backward(
-        self, at: Lane, leave: SharedLane, segment: ArrayLike, recalled: Any, state: State
+        self,
+        at: Lane,
+        leave: SharedLane,
+        segment: ArrayLike,
+        recalled: Any,
+        anything: Any,
+        state: State,
     ) -> tuple[State, Any]:
-        """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs."""
+        """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs.
+
+        Args:
+          recalled: the unit's residuals, if they were made again.
+          anything: what is sent as dx where no unit runs.
+        """
         stage, kept = self.stage, self.kept
         assert kept is not None
         number, in_segments = jnp.maximum(at.unit, 0), self.spec.num_segments > 1
-        is_last_chunk = number % self.table.num_chunks == self.table.num_chunks - 1
-        dy = jax.tree.map(
-            lambda head, arrived: jnp.where(at.source < 0, head, arrived),
-            read(state.head_dy, 0 if self.spec.remat else at.slot),
-            read(state.arrived_dy, at.source),
-        )
 
-        def run():
-            if in_segments:
-                d_carry = stage.read_carry(state.d_carry, at.group, stage.microbatch(number))
-            else:
-                d_carry = jax.tree.map(
-                    lambda a: jnp.where(is_last_chunk, jnp.zeros_like(a), a),
-                    stage.of_group(state.d_carry, at.group),
-                )
-            cotangents = d_carry, (dy, stage.d_sums)
-            own, d_carry, (dx, _), later = kept.backward(
-                state.kept, recalled, at.slot, at.group, *cotangents, grads
+        def run(inputs, changes):
+            at, number, slot = inputs
+            grads, d_carry, _, buffers = changes
+            m = stage.microbatch(number)
+            dy = jax.tree.map(
+                lambda head, arrived: jnp.where(at.source < 0, head, arrived),
+                read(state.head_dy, 0 if self.spec.remat else at.slot),
+                read(state.arrived_dy, at.source),
             )
             if in_segments:
-                m = stage.microbatch(number)
-                return own, stage.write_carry(state.d_carry, d_carry, at.group, m), dx, later
-            return own, stage.into_group(state.d_carry, d_carry, at.group), dx, later
+                after = stage.read_carry(d_carry, at.group, m)
+            else:
+                is_last = number % self.table.num_chunks == self.table.num_chunks - 1
+                after = jax.tree.map(
+                    lambda a: jnp.where(is_last, jnp.zeros_like(a), a),
+                    stage.of_group(d_carry, at.group),
+                )
+            own, before, (dx, _), buffers = kept.backward(
+                buffers, slot, at.group, after, (dy, stage.d_sums), grads
+            )
+            if in_segments:
+                d_carry = stage.write_carry(d_carry, before, at.group, m)
+            else:
+                d_carry = stage.into_group(d_carry, before, at.group)
+            return own, d_carry, dx, buffers
 
         # Of kinds whose W is apart there is no gradient here.
         grads = tuple(
             () if kind.has_weights else own
             for kind, own in zip(kept.kinds, state.grads.layers, strict=True)
         )
-        later = jax.eval_shape(run)[3]
-        grads, d_carry, dx, later = lax.cond(
-            at.unit >= 0,
-            lambda: vary_like(run(), stage.here),
-            lambda: vary_like((grads, state.d_carry, dy, zeros(later)), stage.here),
+        buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
+        grads, d_carry, dx, buffers = self._if_runs(
+            at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, anything, buffers)
         )
         layer_grads = tuple(
             before if kind.has_weights else own
@@ -331,8 +374,9 @@ class Loop:
             lambda: state.grads.first,
         )
         grads = state.grads._replace(layers=layer_grads, first=first_grads)
-        buffers = kept.write_for_weights(state.kept, later, at.slot)
-        return state._replace(d_carry=d_carry, grads=grads, kept=buffers), dx
+        if recalled is None:
+            state = state._replace(kept=buffers)
+        return state._replace(d_carry=d_carry, grads=grads), dx
 
     def _weights(self, at: Lane, state: State, first: int) -> tuple[State, jax.Array]:
         """W of the units of this part of a tick; gradients are changed in place. And 0.
@@ -348,7 +392,8 @@ class Loop:
         for place in range(at.unit.shape[0]):
             here = jax.tree.map(lambda a, place=place: a[place], at)
 
-            def run(here=here, layers=layers, done=done):
+            def run(here, now):
+                layers, done = now
                 after = kept.weights(state.kept, here.slot, here.group, layers)
                 if first:  # nothing in this tick waits for it
                     return after, done
@@ -357,12 +402,9 @@ class Loop:
                 some = jnp.sum(min(jax.tree.leaves(after), key=jnp.size))
                 return after, (some * 0 == 1).astype(jnp.int32)
 
-            def skip(layers=layers, done=done):
-                return layers, done
-
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
-                layers, done = lax.cond(here.unit >= 0, run, skip)
+                layers, done = self._if_runs(here.unit >= 0, run, here, (layers, done), adds=True)
         return state._replace(grads=state.grads._replace(layers=layers)), done
 
     def _exchange(self, part: str, blocks: Any, arrived: Any, arrival: dict[int, Any]) -> Any:

@@ -64,7 +64,9 @@ class Spec:
       first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
       layout: for `At`.
-      buffer_fill: initial value of all buffers; a test fills them with NaN.
+      lay_out: a tree as the parameters of layers -> the same, laid out as they are over the axes that the
+        compiler splits.
+      buffer_fill: initial value of all buffers; None leaves what is there. A test fills them with NaN.
     """
 
     layers: tuple[Layer, ...]
@@ -82,7 +84,8 @@ class Spec:
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
     layout: Callable[..., Any] = anywhere
-    buffer_fill: float = 0.0
+    lay_out: Callable[[Any], Any] = lambda tree: tree
+    buffer_fill: float | None = None
 
     @property
     def platform(self) -> str:

@@ -79,7 +79,6 @@ class SplitLayer:
         if self._cut is None:
             d_weights, d_carry, dx = self._whole(prepared[0], saved, (d_carry, dy))
             return d_weights, d_carry, dx, []
-        saved = saved[: len(self.saved)]  # beyond them is room for `later`
         return (), *self._cut.inputs(prepared, saved, (d_carry, dy))
 
     def weights(self, prepared: Any, needed: list[jax.Array], later: list[jax.Array]) -> Any:

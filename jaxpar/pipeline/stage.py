@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from jaxpar.base.at import At
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.pipeline.buffers import corner, make_buffers
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.pipeline.walk import SlotArrays, run_layers, unstack, with_sums
@@ -176,6 +176,18 @@ class Stage:
 
     # ---- pieces of a unit ----
 
+    def buffers(self, count: int, shapes: Any, *, on_host: bool = False) -> Any:
+        """Buffers of so many slots, for what has these shapes.
+
+        Args:
+          on_host: whether they go to the host's memory, where XLA makes only what is filled.
+        """
+        fill = self.spec.buffer_fill
+        if fill is None and on_host:
+            fill = 0.0
+        in_parts = self.spec.platform == "gpu" and self.spec.mesh.shape[TENSOR] > 1
+        return make_buffers(count, shapes, fill=fill, in_parts=in_parts)
+
     def microbatch(self, number: Any) -> Any:
         """Which one a unit is of."""
         return jnp.maximum(number, 0) // self.num_chunks
@@ -251,8 +263,3 @@ class Stage:
         return jax.tree.map(
             lambda a, p: lax.dynamic_update_slice_in_dim(a, p, group * p.shape[0], 0), tree, part
         )
-
-
-def corner(a: jax.Array, *starts: ArrayLike) -> list[jax.Array]:
-    """Where a part of an array begins: so in its first dims, at 0 in others; of one type, as XLA asks."""
-    return [jnp.asarray(start, jnp.int32) for start in (*starts, *[0] * (a.ndim - len(starts)))]

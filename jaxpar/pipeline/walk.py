@@ -12,7 +12,7 @@ Legend: n slots of a stage, r rows of a kind's stack there.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.at import At
-from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.base.trees import add, vary_like
 from jaxpar.pipeline.split import PlainLayer
 
-# What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number) -> sums, row,
-# x, and what it makes besides. Sums are added up in place, such as gradients; a row is changed, such as a
-# carry; x goes from layer to layer; what is read stays, such as weights.
-Body = Callable[[int, Any, Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
+# What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number, store, place)
+# -> sums, row, x, store. Sums are added up in place, such as gradients; a row is changed, such as a carry; x
+# goes from layer to layer; what is read stays, such as weights. A store is changed in place: it has room for
+# every layer of a kind, and `place` says where that of this layer is.
+Body = Callable[[int, Any, Any, Any, Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
 
 
 class SlotArrays(NamedTuple):
@@ -60,7 +61,7 @@ class Scan:
         reads: Sequence[Sequence[Any]],
         rows: Sequence[Any],
         slots: SlotArrays,
-        makes: Sequence[Any],
+        store: Sequence[Any] | None = None,
         *,
         sums: Sequence[Any] | None = None,
         reverse: bool = False,
@@ -71,89 +72,96 @@ class Scan:
           body: see `Body`.
           reads: each a tree for every kind, leaves [r, ...]; of layers that are written out a list of trees.
           rows: a tree for every kind, leaves [r, ...].
-          makes: shapes and dtypes of what the body makes of a layer of each kind.
+          store: anything for every kind; of layers that are written out a list, and `place` is None. None if
+            nothing is stored.
           sums: as `reads`; as outputs of a scan they would be copied. () where a kind has none.
           reverse: from the last layer to the first.
         Returns:
-          sums and rows after it, x, and what was made: for every kind a tree, or a list where written out.
+          sums and rows after it, x, and the store.
         """
 
         def of_slot(carried, inputs):
-            x, all_sums = carried
+            x, all_sums, store = carried
             place, own, row, layer = inputs
             own_sums = pick(all_sums, place)
-            own_sums, row, x, made = _if_full(
+            own_sums, row, x, store = self._if_full(
                 layer,
-                lambda: body(0, own_sums, row, x, own, layer),
-                lambda: vary_like((own_sums, row, x, zeros(makes[0])), x),
-                self.has_empty_slots,
+                lambda: body(0, own_sums, row, x, own, layer, store, place),
+                lambda: vary_like((own_sums, row, x, store), x),
             )
-            return (x, put(all_sums, place, own_sums)), (row, made)
+            return (x, put(all_sums, place, own_sums), store), row
 
-        places = None if sums is None else jnp.arange(slots.layer.shape[0])
+        places = None
+        if sums is not None or store is not None:
+            places = jnp.arange(slots.layer.shape[0], dtype=jnp.int32)
         inputs = places, [each[0] for each in reads], rows[0], slots.layer
-        start = x, () if sums is None else sums[0]
-        (x, total), (after, made) = lax.scan(of_slot, start, inputs, reverse=reverse)
-        return (total,), (after,), x, (made,)
+        start = x, () if sums is None else sums[0], () if store is None else store[0]
+        (x, total, stored), after = lax.scan(of_slot, start, inputs, reverse=reverse)
+        return (total,), (after,), x, (stored,)
+
+    def _if_full(self, layer: Any, run: Callable[[], Any], skip: Callable[[], Any]) -> Any:
+        """What a slot gives: `skip` where it is empty."""
+        return lax.cond(layer >= 0, run, skip) if self.has_empty_slots else run()
 
 
 @dataclasses.dataclass(frozen=True)
 class Unrolled(Scan):
     """Layers of one kind, written out."""
 
-    def __call__(self, body, x, reads, rows, slots, makes, *, sums=None, reverse=False):
+    def __call__(self, body, x, reads, rows, slots, store=None, *, sums=None, reverse=False):
         """As of `Scan`."""
         numbers = range(len(reads[0][0]))
         own_sums = [()] * len(numbers) if sums is None or not sums[0] else sums[0]
+        stores = [()] * len(numbers) if store is None else store[0]
         out: list[Any] = [()] * len(numbers)
         for number in reversed(numbers) if reverse else numbers:
             row, layer = jax.tree.map(lambda a, n=number: a[n], (rows[0], slots.layer))
 
             def run(x=x, number=number, row=row, layer=layer):
                 own = [each[0][number] for each in reads]
-                return body(0, own_sums[number], row, x, own, layer)
+                return body(0, own_sums[number], row, x, own, layer, stores[number], None)
 
             def skip(x=x, number=number, row=row):
-                return vary_like((own_sums[number], row, x, zeros(makes[0])), x)
+                return vary_like((own_sums[number], row, x, stores[number]), x)
 
-            total, row, x, made = _if_full(layer, run, skip, self.has_empty_slots)
-            out[number] = total, row, made
-        all_sums, all_rows, all_made = map(list, zip(*out, strict=True))
-        return (all_sums if sums and sums[0] else (),), (stack(all_rows),), x, (all_made,)
+            total, row, x, stored = self._if_full(layer, run, skip)
+            out[number] = total, row, stored
+        all_sums, all_rows, all_stored = map(list, zip(*out, strict=True))
+        return (all_sums if sums and sums[0] else (),), (stack(all_rows),), x, (all_stored,)
 
 
 @dataclasses.dataclass(frozen=True)
 class Switch(Scan):
     """Layers of several kinds; an empty slot leaves all as it is."""
 
-    def __call__(self, body, x, reads, rows, slots, makes, *, sums=None, reverse=False):
+    def __call__(self, body, x, reads, rows, slots, store=None, *, sums=None, reverse=False):
         """As of `Scan`."""
 
         def of_slot(state, slot):
             def of_kind(kind):
                 def go(state):
-                    x, *all_of = state
+                    x, rows, sums, store = state
                     own, row, own_sums = pick(
-                        ([each[kind] for each in reads], *(each[kind] for each in all_of[:2])),
-                        slot.place,
+                        ([each[kind] for each in reads], rows[kind], sums[kind]), slot.place
                     )
-                    total, row, x, made = body(kind, own_sums, row, x, own, slot.layer)
-                    parts = zip(all_of, (row, total, made), strict=True)
-                    after = [
-                        (*a[:kind], put(a[kind], slot.place, part), *a[kind + 1 :])
-                        for a, part in parts
-                    ]
-                    return vary_like((x, *after), x)
+                    total, row, x, stored = body(
+                        kind, own_sums, row, x, own, slot.layer, store[kind], slot.place
+                    )
+                    rows = _replaced(rows, kind, put(rows[kind], slot.place, row))
+                    sums = _replaced(sums, kind, put(sums[kind], slot.place, total))
+                    return vary_like((x, rows, sums, _replaced(store, kind, stored)), x)
 
                 return go
 
             branches = [lambda state: state, *map(of_kind, range(len(rows)))]
             return lax.switch(jnp.where(slot.layer < 0, 0, slot.kind + 1), branches, state), None
 
-        sums = ((),) * len(rows) if sums is None else tuple(sums)
-        start = x, tuple(rows), sums, _zero_rows(makes, zip(*reads, rows, strict=True), x)
-        (x, after, total, made), _ = lax.scan(of_slot, start, slots, reverse=reverse)
-        return total, after, x, made
+        nothing = ((),) * len(rows)
+        sums, store = (nothing if each is None else tuple(each) for each in (sums, store))
+        (x, after, total, stored), _ = lax.scan(
+            of_slot, (x, tuple(rows), sums, store), slots, reverse=reverse
+        )
+        return total, after, x, stored
 
 
 def make_walk(num_kinds: int, *, has_empty_slots: bool, unroll: bool = False) -> Scan:
@@ -183,12 +191,11 @@ def run_layers(
       the carry after the window, stacked likewise, and the output of the last layer.
     """
 
-    def run(kind, sums, carry, x, reads, layer):
+    def run(kind, sums, carry, x, reads, layer, store, place):
         after, y = layers[kind](*reads, carry, x, at._replace(layer=layer))
-        return sums, after, y, ()
+        return sums, after, y, store
 
-    made = ((),) * len(layers)
-    _, after, y, _ = walk(run, x, (params, frozen), carry, slots, made)
+    _, after, y, _ = walk(run, x, (params, frozen), carry, slots)
     return after, y
 
 
@@ -227,20 +234,5 @@ def put(tree: Any, place: Any, part: Any) -> Any:
     )
 
 
-def _zero_rows(shapes: Sequence[Any], like: Iterable[Any], x: Any) -> tuple[Any, ...]:
-    """Zeros of these shapes of every kind, as many as there are rows in `like`."""
-
-    def of_kind(own, stacked):
-        def zeros_of_rows(a):
-            return jnp.zeros((len(jax.tree.leaves(stacked)[0]), *a.shape), a.dtype)
-
-        return jax.tree.map(zeros_of_rows, own)
-
-    return vary_like(tuple(map(of_kind, shapes, like)), x)
-
-
-def _if_full(
-    layer: Any, run: Callable[[], Any], skip: Callable[[], Any], may_be_empty: bool
-) -> Any:
-    """What a slot gives: `skip` where it is empty."""
-    return lax.cond(layer >= 0, run, skip) if may_be_empty else run()
+def _replaced(parts: tuple[Any, ...], number: int, part: Any) -> tuple[Any, ...]:
+    return (*parts[:number], part, *parts[number + 1 :])

@@ -345,7 +345,7 @@ class Step:
             return kept
         if pipeline.remat and self.parallel.num_segments == 1:
             kept = self.x_bytes * (1 + (pipeline.remat_keeps == "device"))
-        return (self.schedule.num_slots + 1) * kept
+        return self.schedule.num_slots * kept
 
     @functools.cached_property
     def x_bytes(self) -> float:

@@ -234,7 +234,7 @@ def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, 
         weights = amount(split.weights, prepared, needed, split.later)
     return Kind(
         forward=amount(forward, params, frozen, carry, x, at.batch),
-        backward=amount(split.backward, prepared, split.saved_and_room, carry, x),
+        backward=amount(split.backward, prepared, split.saved, carry, x),
         weights=weights,
         kept=whole_bytes(split.saved_and_room),
     )
