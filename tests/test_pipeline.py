@@ -26,9 +26,11 @@ from test_equivalence import (
 import jaxpar.forward
 from jaxpar.analysis import inspect_step
 from jaxpar.base.at import At
+from jaxpar.base.compiler import compiler_options
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.nn import GateParams, LSTMCarry, lstm_layer
+from jaxpar.pipeline.buffers import order_of_dims
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.placement import make_slots, route_of
 from jaxpar.pipeline.schedules import make_schedule
@@ -763,3 +765,24 @@ def test_the_report_says_which_gradients_are_not_apart():
     assert "recurrent" not in note  # a cell of Flax
     plain = dataclasses.replace(MODEL, dropout=0.0)
     assert not inspect_step(*make_settings((1, 2, 1), (2, 2), plain, zero_bubble=True)[:2]).notes
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize", "order"),
+    [
+        ((16, 128, 4, 1024), 4, (0, 1, 2, 3)),  # four rows make a tile of four
+        ((256, 6, 1024), 2, (0, 1, 2)),  # a third more is less than copies cost
+        ((32, 256, 16, 64), 2, (0, 2, 3, 1)),  # 64 columns would take the room of 128
+        ((2048, 4), 4, (1, 0)),
+    ],
+)
+def test_a_tpu_keeps_arrays_in_an_order_that_wastes_no_room(shape, itemsize, order):
+    assert order_of_dims(shape, itemsize) == order
+
+
+def test_options_of_the_compiler_are_for_stages_and_below_those_of_the_user(monkeypatch):
+    [(name, value)] = compiler_options("gpu", 2).items()
+    assert value == 2
+    assert compiler_options("gpu", 1) == compiler_options("cpu", 2) == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=3")
+    assert compiler_options("gpu", 2) == {}

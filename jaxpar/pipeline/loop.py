@@ -314,14 +314,14 @@ class Loop:
         leave: SharedLane,
         segment: ArrayLike,
         recalled: Any,
-        anything: Any,
+        idle_dx: Any,
         state: State,
     ) -> tuple[State, Any]:
         """Cotangents of a unit's input and carry, and the gradients of its weights or what W needs.
 
         Args:
           recalled: the unit's residuals, if they were made again.
-          anything: what is sent as dx where no unit runs.
+          idle_dx: what is sent as dx where no unit runs.
         """
         stage, kept = self.stage, self.kept
         assert kept is not None
@@ -360,7 +360,7 @@ class Loop:
         )
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
         grads, d_carry, dx, buffers = self._if_runs(
-            at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, anything, buffers)
+            at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
         )
         layer_grads = tuple(
             before if kind.has_weights else own
