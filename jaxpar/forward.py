@@ -201,7 +201,7 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
-        lay_out=constraint.of_variables,
+        lay_out_gradients=constraint.of_variables,
     )
 
     def parts(number, others=()):

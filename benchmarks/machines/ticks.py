@@ -19,7 +19,6 @@ from jaxpar.mesh import described_devices
 from jaxpar.setup import Setup
 
 MACHINE, CLOCK_GHZ = "v5e:2x4", 0.94
-BRANCHES = ("conditional", "while", "fusion")
 
 
 def idle_cycles(text: str) -> int:
@@ -37,12 +36,15 @@ def main() -> None:
     """Prints the table."""
     jax.config.update("jax_platforms", "cpu")
     print("| model | mesh | cycles of an idle tick | us | memory, MB |\n|---|---|---:|---:|---:|")
-    gru = dataclasses.replace(MODELS["lstm 1,024"](), layer="gru")
-    mixed = dataclasses.replace(MODELS["mixed"](), num_lstms=4)
-    of_eight = {"gru": gru, "mixed of 8 layers": mixed}
-    for name in ("lstm 1,024", "gru", "transformer", "mixed of 8 layers"):
-        task = of_eight.get(name) or MODELS[name]()
-        M, K = UNITS.get(name, UNITS["mixed"] if "mixed" in name else UNITS["lstm 1,024"])
+    tasks = {name: make() for name, make in MODELS.items()}
+    rows = (
+        ("lstm 1,024", "lstm 1,024", {}),
+        ("gru", "lstm 1,024", {"layer": "gru"}),
+        ("transformer", "transformer", {}),
+        ("mixed of 8 layers", "mixed", {"num_lstms": 4}),
+    )
+    for name, like, options in rows:
+        task, (M, K) = dataclasses.replace(tasks[like], **options), UNITS[like]
         for shape in ("dp2pp2tp2", "pp8"):
             parallel = Parallel(shape, PipelineConfig(num_microbatches=M, num_chunks=K))
             mesh = parallel.mesh.build(described_devices(MACHINE))

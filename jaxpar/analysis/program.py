@@ -272,9 +272,9 @@ def _with_units(collective: Collective, table: TickTable) -> Collective:
     runs_T = np.arange(table.forward.unit.shape[1]) < table.num_ticks
     # For one device, since W takes other lanes on each stage: the last of the group with the most units.
     group = units[FORWARD].sum((1, 2)).argmax()
-    inner = collective.trip_counts[1:]
     # A unit's work is in a branch, or in a loop of one turn or none (`Loop._if_runs`).
-    in_branch = collective.conditional or inner[:1] == (None,)
+    is_turn = collective.trip_counts[1:2] == (None,)
+    in_branch = collective.conditional or is_turn
     busy_T = units[parts[0]][group, :, -1] if in_branch else np.bool_(True)
-    trips = int((busy_T & runs_T).sum()), *inner[inner[:1] == (None,) :]
+    trips = int((busy_T & runs_T).sum()), *collective.trip_counts[1 + is_turn :]
     return dataclasses.replace(collective, trip_counts=trips, conditional=in_branch)

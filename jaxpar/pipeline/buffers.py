@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-# A TPU moves arrays in tiles of 128 columns and rows of 32 bytes each, or less if the array has fewer rows.
-_COLUMNS, _BYTES_OF_ROWS = 128, 32
+# A TPU moves arrays in tiles of 128 columns, each of 32 bytes (8 rows of float32), or of fewer rows where the
+# array has no more.
+_COLUMNS, _COLUMN_BYTES = 128, 32
 # Room that an order of dims may waste before another one is looked for. A layout that is not the natural one
 # costs copies where a branch between layers of several kinds comes to ask for that.
 _WASTE = 1.5
@@ -59,11 +60,6 @@ def _empty_in_parts(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     dims = " ".join(f"d{n}" for n in range(len(shape)))
     empty.def_partition(partition, sharding_rule=f" -> {dims}")
     return empty(jnp.float32(0))
-
-
-def read(buffers: Any, slot: ArrayLike) -> Any:
-    """What lies in one slot of buffers [slots, ...]; anything for slot -1."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), buffers)
 
 
 def write(buffers: Any, values: Any, slot: ArrayLike) -> Any:
@@ -112,7 +108,7 @@ def order_of_dims(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
     def waste(last_two):
         rows, columns = (shape[dim] for dim in last_two)
-        tile = min(_BYTES_OF_ROWS // itemsize, 1 << (rows - 1).bit_length())
+        tile = min(_COLUMN_BYTES // itemsize, 1 << (rows - 1).bit_length())
         wasted = math.prod(
             -(-size // unit) * unit / size for size, unit in ((rows, tile), (columns, _COLUMNS))
         )

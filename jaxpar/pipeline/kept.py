@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.base.trees import add, shape_of, vary_like, zeros
-from jaxpar.pipeline.buffers import read, read_at, write, write_at
+from jaxpar.pipeline.buffers import read_at, write, write_at
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.walk import pick, put, stack
@@ -95,10 +95,10 @@ class Residuals:
         params, frozen, slots = stage.own(group)
         at = stage.at(unit)
 
-        def body(kind, sums, carry, x, reads, layer, buffers, row):
+        def body(kind, sums, carry, x, reads, layer, buffers, place):
             carry, y, saved = kinds[kind].forward(*reads, carry, x, at._replace(layer=layer))
             there = [
-                self._put(a, slot, row, value) for a, value in zip(buffers, saved, strict=False)
+                self._put(a, value, slot, *place) for a, value in zip(buffers, saved, strict=False)
             ]
             there += buffers[len(saved) :]  # room for W
             return sums, *vary_like((carry, y, there), x)
@@ -124,14 +124,14 @@ class Residuals:
         _, _, slots = stage.own(group)
         own, prepared = stage.of_group((grads, self._prepared), group)
 
-        def body(kind, grads, d_carry, dy, reads, layer, buffers, row):
+        def body(kind, grads, d_carry, dy, reads, layer, buffers, place):
             [weights], split = reads, kinds[kind]
             weights = weights if stage.spec.unroll else split.prepare(*weights)
-            saved = [self._get(leaf, slot, row) for leaf in buffers[: len(split.saved)]]
+            saved = [self._get(leaf, slot, *place) for leaf in buffers[: len(split.saved)]]
             d_params, d_carry, dx, later = split.backward(weights, saved, d_carry, dy)
             after = list(buffers)
-            for place, leaf in zip(split.places, later, strict=True):
-                after[place] = self._put(buffers[place], slot, row, leaf)
+            for number, leaf in zip(split.places, later, strict=True):
+                after[number] = self._put(buffers[number], leaf, slot, *place)
             return vary_like((add(grads, d_params), d_carry, dx, after), dy)
 
         own, d_carry, dx, after = stage.spec.walk(
@@ -151,11 +151,11 @@ class Residuals:
         prepared, layer_R = self._prepared[number], stage.rows[number]
 
         def of_row(layer, prepare, place, grads):
-            own, row = (buffers[place], None) if stage.spec.unroll else (buffers, place)
+            own, at = (buffers[place], ()) if stage.spec.unroll else (buffers, (place,))
 
             def run():
                 parts = [
-                    [self._get(own[n], slot, row) for n in numbers]
+                    [self._get(own[n], slot, *at) for n in numbers]
                     for numbers in (kind.needed, kind.places)
                 ]
                 return add(grads, vary_like(kind.weights(prepare(), *parts), grads))
@@ -182,12 +182,11 @@ class Residuals:
 
         return lax.fori_loop(0, count, body, grads)
 
-    def _get(self, buffer: jax.Array, slot: Any, row: Any = None) -> jax.Array:
-        """What a layer has kept in a buffer; it has a row there unless layers are written out."""
-        return read_at(buffer, (slot,) if row is None else (slot, row), self._stage.spec.platform)
+    def _get(self, buffer: jax.Array, *place: Any) -> jax.Array:
+        """What a layer has kept in a buffer, in its slot and row; without a row if layers are written out."""
+        return read_at(buffer, place, self._stage.spec.platform)
 
-    def _put(self, buffer: jax.Array, slot: Any, row: Any, value: jax.Array) -> jax.Array:
-        place = (slot,) if row is None else (slot, row)
+    def _put(self, buffer: jax.Array, value: jax.Array, *place: Any) -> jax.Array:
         return write_at(buffer, place, value, self._stage.spec.platform)
 
 
@@ -216,7 +215,7 @@ class Inputs(Residuals):
         Sums of its layers were added before.
         """
         stage = self._stage
-        carry, x = self._move(read(buffers, slot), jax.memory.Space.Device)
+        carry, x = self._move(pick(buffers, slot), jax.memory.Space.Device)
         empty = vary_like(stage.buffers(1, super().shapes), stage.here)
 
         def run():

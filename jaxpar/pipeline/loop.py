@@ -61,12 +61,13 @@ from jax.typing import ArrayLike
 
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, vary_like, zeros
-from jaxpar.pipeline.buffers import read, write
+from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.tables import SharedLane, TickTable
+from jaxpar.pipeline.walk import pick
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
@@ -150,7 +151,7 @@ class Loop:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
             )
-            layers = self.spec.lay_out(grads.layers)
+            layers = self.spec.lay_out_gradients(grads.layers)
             state = state._replace(grads=grads._replace(layers=layers))
         return state
 
@@ -213,7 +214,7 @@ class Loop:
         x = lax.cond(
             (enter.unit >= 0) & (stage.number == self.table.route.stages[0]),
             lambda: stage.first(unit),
-            lambda: read(state.arrived_x, at.source),
+            lambda: pick(state.arrived_x, at.source),
         )
         before = stage.read_carry(state.carry, at.group, m)
 
@@ -333,8 +334,8 @@ class Loop:
             m = stage.microbatch(number)
             dy = jax.tree.map(
                 lambda head, arrived: jnp.where(at.source < 0, head, arrived),
-                read(state.head_dy, 0 if self.spec.remat else at.slot),
-                read(state.arrived_dy, at.source),
+                pick(state.head_dy, 0 if self.spec.remat else at.slot),
+                pick(state.arrived_dy, at.source),
             )
             if in_segments:
                 after = stage.read_carry(d_carry, at.group, m)

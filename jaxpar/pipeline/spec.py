@@ -64,7 +64,7 @@ class Spec:
       first_rows: where each data-parallel group's rows begin in the batch, for `At`; None if all
         have as many.
       layout: for `At`.
-      lay_out: a tree as the parameters of layers -> the same, laid out as they are over the axes that the
+      lay_out_gradients: those of layers -> the same, laid out as the parameters over the axes that the
         compiler splits.
       buffer_fill: initial value of all buffers; None leaves what is there. A test fills them with NaN.
     """
@@ -84,7 +84,7 @@ class Spec:
     first_gradient: FirstGradient | None = None
     first_rows: tuple[int, ...] | None = None
     layout: Callable[..., Any] = anywhere
-    lay_out: Callable[[Any], Any] = lambda tree: tree
+    lay_out_gradients: Callable[[Any], Any] = lambda tree: tree
     buffer_fill: float | None = None
 
     @property

@@ -26,7 +26,7 @@ from jaxpar.pipeline.split import PlainLayer
 # What is done with one layer: (number of its kind, sums, its row, x, what it reads, its number, store, place)
 # -> sums, row, x, store. Sums are added up in place, such as gradients; a row is changed, such as a carry; x
 # goes from layer to layer; what is read stays, such as weights. A store is changed in place: it has room for
-# every layer of a kind, and `place` says where that of this layer is.
+# every layer of a kind, and `place` has the numbers of this layer's in it: its row, or none.
 Body = Callable[[int, Any, Any, Any, Any, Any, Any, Any], tuple[Any, Any, Any, Any]]
 
 
@@ -72,7 +72,7 @@ class Scan:
           body: see `Body`.
           reads: each a tree for every kind, leaves [r, ...]; of layers that are written out a list of trees.
           rows: a tree for every kind, leaves [r, ...].
-          store: anything for every kind; of layers that are written out a list, and `place` is None. None if
+          store: anything for every kind; of layers that are written out a list, and `place` is (). None if
             nothing is stored.
           sums: as `reads`; as outputs of a scan they would be copied. () where a kind has none.
           reverse: from the last layer to the first.
@@ -86,7 +86,7 @@ class Scan:
             own_sums = pick(all_sums, place)
             own_sums, row, x, store = self._if_full(
                 layer,
-                lambda: body(0, own_sums, row, x, own, layer, store, place),
+                lambda: body(0, own_sums, row, x, own, layer, store, (place,)),
                 lambda: vary_like((own_sums, row, x, store), x),
             )
             return (x, put(all_sums, place, own_sums), store), row
@@ -119,7 +119,7 @@ class Unrolled(Scan):
 
             def run(x=x, number=number, row=row, layer=layer):
                 own = [each[0][number] for each in reads]
-                return body(0, own_sums[number], row, x, own, layer, stores[number], None)
+                return body(0, own_sums[number], row, x, own, layer, stores[number], ())
 
             def skip(x=x, number=number, row=row):
                 return vary_like((own_sums[number], row, x, stores[number]), x)
@@ -145,7 +145,7 @@ class Switch(Scan):
                         ([each[kind] for each in reads], rows[kind], sums[kind]), slot.place
                     )
                     total, row, x, stored = body(
-                        kind, own_sums, row, x, own, slot.layer, store[kind], slot.place
+                        kind, own_sums, row, x, own, slot.layer, store[kind], (slot.place,)
                     )
                     rows = _replaced(rows, kind, put(rows[kind], slot.place, row))
                     sums = _replaced(sums, kind, put(sums[kind], slot.place, total))
