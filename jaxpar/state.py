@@ -36,7 +36,8 @@ class TrainState(Shown):
         finite. One more than the settings allow halts the state: it stays as it was before that step.
       params: `nnx.State` of what is trained; variables carry the names of their dims.
       frozen: `nnx.State` of all other variables of the model.
-      opt_state: of optax; what mirrors a parameter carries its named dims too.
+      opt_state: of optax; what mirrors a parameter carries its named dims too. Empty if the task has no
+        optimizer.
       carry: the state of layers between windows: by kind of layer, variables annotated likewise.
       param_rules, opt_rules, carry_rules: what parameters, optimizer state and carry are laid out by.
       opt_memory: kind of memory that holds the optimizer state; None for the devices' own.
@@ -244,7 +245,7 @@ def _initial_state(setup: Setup, model: Any) -> TrainState:
         skipped=jnp.zeros((), jnp.int32),
         params=params,
         frozen=frozen,
-        opt_state=setup.optimizer.init(params),
+        opt_state=setup.optimizer.init(params) if setup.task.has_optimizer else (),
         carry=model.layers.initial_carry(layout.facts.batch_size),
         param_rules=layout.param_rules,
         opt_rules=layout.opt_rules,

@@ -188,8 +188,26 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
     return length
 
 
-class _HostStep(CompiledStep):
-    """A compiled program up to the gradients; after it the optimizer, on the host.
+class _GradientStep(CompiledStep):
+    """A compiled program up to the gradients, which does not see the optimizer's state."""
+
+    def run(self, state: TrainState, batch: Any) -> Any:
+        return super().run(_without_optimizer(state), batch)
+
+    def lower(self, state: TrainState, batch: Any) -> Any:
+        return super().lower(_without_optimizer(state), batch)
+
+
+class _ValueAndGrad(_GradientStep):
+    """Gradients for an optimizer of the user's: parameters stay as they are, outside of the program."""
+
+    def run(self, state: TrainState, batch: Any) -> Any:
+        (loss, (step, carry, sums)), grads = super().run(state, batch)
+        return (loss, (dataclasses.replace(state, step=step, carry=carry), sums)), grads
+
+
+class _HostStep(_GradientStep):
+    """Gradients; after them the optimizer, on the host.
 
     Args:
       refuse: state -> the state after a step whose update does not apply; None if every update does.
@@ -206,23 +224,19 @@ class _HostStep(CompiledStep):
         )
 
     def run(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        before = _without_optimizer(state)
-        split, grads, scale, rate, applies, metrics = super().run(before, batch)
+        split, grads, scale, rate, applies, metrics = super().run(state, batch)
         if (
             self._refuse is not None
             and applies
             and not self._host.gives_finite(split.params, grads, state.opt_state, scale, rate)
         ):
-            split, applies = self._refuse(before), jnp.zeros_like(applies)
+            split, applies = self._refuse(_without_optimizer(state)), jnp.zeros_like(applies)
             metrics = metrics._replace(skipped=split.skipped)
         params, opt_state = self._host.update(
             split.params, grads, state.opt_state, applies, scale, rate
         )
         params = self._gather(state.params, params)
         return dataclasses.replace(split, params=params, opt_state=opt_state), metrics
-
-    def lower(self, state: TrainState, batch: Any) -> Any:
-        return super().lower(_without_optimizer(state), batch)
 
 
 def _without_optimizer(state: TrainState) -> TrainState:
@@ -263,11 +277,11 @@ def make_train_step(
 
 def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
     train, layout, mesh, optimizer = setup.train, setup.layout, setup.mesh, setup.optimizer
-    value_and_grad = make_loss_and_grad(setup, seed=train.seed)
+    loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
     is_safe, on_host = isinstance(optimizer, Safe), setup.parallel.update == "host"
 
     def gradients(state: TrainState, batch: Any, table: TickTable | None):
-        (loss, (carry, sums)), grads = value_and_grad(state, batch, table)
+        (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
         initial = layout.initial_carry(state.params, state.frozen)
         # The update runs where the optimizer state lies: what is split is updated in parts.
         with jax.named_scope("update"):
@@ -349,6 +363,49 @@ def check_program(program: jax.stages.Compiled) -> None:
         )
 
 
+def value_and_grad(
+    task: Task | Setup,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+) -> CompiledStep:
+    """Loss and gradients of a global batch, compiled for the mesh: for an optimizer and a loop of your own.
+
+    They are those that `make_train_step` updates by, with its dropout, its checks and its promise: any mesh
+    gives those of one device. The rest is yours: gradients are not clipped, a batch's `rate` is not used, and
+    a loss or gradient that is not finite comes back as it is. The task needs no optimizer;
+    `state.opt_state` is neither read nor changed.
+
+    Args:
+      task, parallel, mesh: as for `make_train_step`.
+      train: its seed is that of dropout. None takes the task's own settings.
+    Returns:
+      (state, batch) -> ((loss, (state, sums)), grads), as of `jax.value_and_grad(..., has_aux=True)`. The
+      loss is `sums.loss / sums.weight`, float32; where that weight is 0, `sums.loss`. The state is the given
+      one, which is not consumed, with one step more and the carry for the next window; its parameters are the
+      same arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter. In one
+      process a batch may be of NumPy; in several, `data.batches.place_batch` puts it onto the
+      `batch_sharding` of the setup.
+    Raises:
+      ValueError: sizes do not fit the mesh.
+    """
+    setup = Setup.of(task, parallel, train, mesh)
+    return setup.keep(_value_and_grad, setup.train.seed)
+
+
+def _value_and_grad(setup: Setup, seed: int) -> CompiledStep:
+    loss_and_grad = make_loss_and_grad(setup, seed=seed)
+
+    def step(state: TrainState, batch: Any, table: TickTable | None):
+        (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
+        return (loss, (state.step + 1, carry, sums)), grads
+
+    states = state_shardings(abstract_state(setup), setup.mesh)
+    replicated = NamedSharding(setup.mesh, P())
+    out = (replicated, (replicated, states.carry, replicated)), states.params
+    return _ValueAndGrad(step, setup.layout, backward=True, out_shardings=out)
+
+
 def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., Any]:
     """(state, batch, table=None) -> ((mean loss, (carry, sums)), gradients); not compiled.
 
@@ -369,10 +426,10 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
         carry, sums = forward(params, state.frozen, state.carry, batch, key, table)
         return mean_loss(sums), (carry, sums)
 
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+    differentiate = jax.value_and_grad(loss, has_aux=True)
 
     def run(state, batch, table=None):
-        return value_and_grad(state.params, state, batch, table)
+        return differentiate(state.params, state, batch, table)
 
     return run
 

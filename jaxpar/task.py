@@ -39,7 +39,8 @@ class Task:
     """What is learned: derive a frozen dataclass, whose fields are its options.
 
     A task must have `make_model` and `make_batches`, and either `make_optimizer` or a field
-    `optimizer: OptimizerConfig`. The rest has defaults. A field with `metadata={"free": True}` may change
+    `optimizer: OptimizerConfig`, unless a loop of your own updates its parameters (`value_and_grad`). The
+    rest has defaults. A field with `metadata={"free": True}` may change
     between two runs of one checkpoint: it changes no array's shape or meaning.
 
     Attributes:
@@ -75,6 +76,11 @@ class Task:
     def variable_length(self) -> bool:
         """Whether batches may have fewer time steps than `example_batch`."""
         return False
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether it says how it is trained: `fit` and `make_train_step` need that."""
+        return hasattr(self, "optimizer") or type(self).make_optimizer is not Task.make_optimizer
 
     def make_model(self, rngs: "nnx.Rngs") -> Any:
         """The model; see `model.Model`."""
