@@ -6,7 +6,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -205,6 +205,52 @@ class ModelFacts:
             return own
         own = own.with_names(self.traces.sums.metrics)
         return add(own, of_layers) if of_layers else own
+
+    @functools.cached_property
+    def outputs(self) -> dict[str, Any]:
+        """Shapes of what `predict` gives of a batch, as the model sees it: [T, B, ...], or [B, ...].
+
+        Raises:
+          ValueError: the model has no such method, or it returns something else.
+        """
+        name = type(self.model).__name__
+        if not hasattr(self.model, "predict"):
+            raise ValueError(
+                f"model {name} has no method predict, which says what the output of each row is; write "
+                f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
+            )
+        _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
+
+        def predict(model, x, batch):
+            return self.predicted(model.predict(x, batch, self.at(batch)))
+
+        found = _traced("predict", predict, self.model, self.traces.x, self.block)
+        sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
+        for key, output in found.items():
+            if list(output.shape[: len(sizes)]) != sizes:
+                dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
+                raise ValueError(
+                    f"`predict` of {name} returns {in_words(output)} as {key!r} for a block of {sizes}; let "
+                    f"it return arrays {dims}"
+                )
+        return found
+
+    def predicted(self, outputs: Any) -> dict[str, jax.Array]:
+        """What `predict` returned.
+
+        Raises:
+          ValueError: it is not arrays by name.
+        """
+        is_table = isinstance(outputs, Mapping) and outputs
+        wrong = [] if is_table else [outputs]
+        if is_table:
+            wrong = [own for own in outputs.values() if not isinstance(own, np.ndarray | jax.Array)]
+        if wrong:
+            raise ValueError(
+                f"`predict` of {type(self.model).__name__} returns {in_words(wrong[0])}"
+                f"{' in its dict' * bool(is_table)}; let it return a dict of arrays by name"
+            )
+        return {name: jnp.asarray(own) for name, own in outputs.items()}
 
     def of_layer(self, kind: str, out: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a layer returned; where any kind adds sums, all do.
