@@ -1,8 +1,8 @@
 """A deep teacher and a small student on one mesh, with one loss between them: handwritten digits.
 
-The teacher is told every label, the student one in ten; of all digits it learns what the teacher says of them
-(Hinton et al. 2015, arXiv:1503.02531). Both learn at the same time, by one optimizer: the tasks have none, for
-the loop is in this file. What is printed at the end has the same student beside it, without a teacher.
+The teacher is told every label, the student one in ten; of all digits it learns what the teacher says of
+them (Hinton et al. 2015, arXiv:1503.02531). Both learn at the same time, by one optimizer. The task has none,
+for the loop is in this file. The same student without a teacher is printed beside them.
 
     python examples/distillation.py
 """
@@ -91,7 +91,10 @@ class Digits(Task):
         digits = load_digits(split)
         number = np.arange(len(digits["label"]))
         is_told = number % (self.told if split == "train" else 1) == 0
-        beside = {"is_told": is_told.astype(np.float32), "chances": np.zeros((len(number), 10), "f4")}
+        beside = {
+            "is_told": is_told.astype(np.float32),
+            "chances": np.zeros((len(number), 10), "f4"),
+        }
         return ArrayBatches({**digits, **beside}, self.batch_size, seed)
 
 
@@ -107,22 +110,79 @@ def load_digits(split):
     return {"image": images, "label": labels[mine].astype(np.int32)}
 
 
-# --- The loop. A pair is a teacher and a student.
+# --- The loop. A pair is a teacher and a student: tasks, states, batches, gradients.
 
 
-def make_pair_step(tasks, parallel):
-    """(states, batches) -> ((loss, states), gradients), each of a pair: one loss for both.
+def make_pair_step(pair, parallel):
+    """(states, batches) -> ((loss, states), gradients): one loss for both, each of the others a pair.
 
-    What the teacher says is part of the student's batch. It is a target: the student's loss does not teach
-    the teacher.
+    What the teacher says of the student's digits becomes part of the student's batch. It is a target: the
+    student's loss has no gradient with respect to the teacher.
     """
-    ask = jaxpar.make_predict_step(tasks[0], parallel)
-    steps = [jaxpar.value_and_grad(task, parallel) for task in tasks]
+    ask = jaxpar.make_predict_step(pair[0], parallel)
+    teach, learn = (jaxpar.value_and_grad(task, parallel) for task in pair)
 
     def run(states, batches):
-        _, said = ask(states[0], batches[1])  # of the student's digits
-        found = map(lambda run, *args: run(*args), steps, states, (batches[0], {**batches[1], **said}))
-        ((first, (teacher, _)), of_teacher), ((second, (student, _)), of_student) = found
+        teacher, student = states
+        _, said = ask(teacher, batches[1])
+        (first, (teacher, _)), of_teacher = teach(teacher, batches[0])
+        (second, (student, _)), of_student = learn(student, {**batches[1], **said})
         return (first + second, (teacher, student)), (of_teacher, of_student)
 
     return run
+
+
+def train(run, states, batches, num_steps):
+    """The states after so many steps by one optimizer for all of their parameters."""
+    rate = optax.cosine_decay_schedule(3e-3, num_steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+    def update(params, grads, opt_state):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = tuple(state.params for state in states)
+    opt_state = optimizer.init(params)  # each number lies where its parameter does
+    for step in range(num_steps):
+        (loss, states), grads = run(states, tuple(own.batch(step) for own in batches))
+        params, opt_state = update(params, grads, opt_state)
+        states = tuple(
+            dataclasses.replace(state, params=own)
+            for state, own in zip(states, params, strict=True)
+        )
+        if (step + 1) % 100 == 0:
+            print(f"step {step + 1}/{num_steps}  loss {float(loss):.3f}")
+    return states
+
+
+def main(mesh="dp2pp2", num_steps=300):
+    """Trains a teacher and a student, then the same student alone; the rows of a table."""
+    parallel = Parallel(mesh, PipelineConfig(num_microbatches=2))
+    teacher, student = Digits(num_layers=8, width=64), Digits(told=10)
+    learn = jaxpar.value_and_grad(student, parallel)
+
+    def run_alone(states, batches):
+        (loss, (state, _)), grads = learn(*states, *batches)
+        return (loss, (state,)), (grads,)
+
+    def trained(tasks, run):
+        states = tuple(jaxpar.init_state(task, parallel) for task in tasks)
+        batches = [task.make_batches("train", seed=0) for task in tasks]
+        return train(run, states, batches, num_steps)
+
+    both = trained((teacher, student), make_pair_step((teacher, student), parallel))
+    (alone,) = trained((student,), run_alone)
+    rows = {
+        "teacher": (teacher, both[0]),
+        "student": (student, both[1]),
+        "student without teacher": (student, alone),
+    }
+    for name, (task, state) in rows.items():
+        metrics = evaluate(Setup.of(task, parallel), state, "test").metrics
+        print(f"{name:24}", *(f"{key} {value:.3f}" for key, value in metrics.items()), sep="  ")
+
+
+if __name__ == "__main__":
+    jaxpar.simulate_devices(4)  # leave this out on real devices
+    main()

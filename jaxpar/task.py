@@ -84,7 +84,7 @@ class Task:
 
     def make_model(self, rngs: "nnx.Rngs") -> Any:
         """The model; see `model.Model`."""
-        raise NotImplementedError(f"task {self.name} has no make_model(self, rngs); write one")
+        raise ValueError(f"task {self.name} has no make_model(self, rngs); write one")
 
     def make_batches(self, split: str, seed: int | None = None) -> "Batches":
         """The batches of a split.
@@ -93,9 +93,7 @@ class Task:
           split: "train", "valid" or "test".
           seed: of their order; None for evaluation, where every row counts once.
         """
-        raise NotImplementedError(
-            f"task {self.name} has no make_batches(self, split, seed=None); write one"
-        )
+        raise ValueError(f"task {self.name} has no make_batches(self, split, seed=None); write one")
 
     def make_optimizer(self, num_steps: int) -> "optax.GradientTransformation":
         """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
@@ -183,7 +181,7 @@ class Task:
 
     def _optimizer(self) -> Any:
         if not hasattr(self, "optimizer"):
-            raise NotImplementedError(
+            raise ValueError(
                 f"task {self.name} has neither make_optimizer(self, num_steps) nor a field "
                 f"optimizer: OptimizerConfig; write one"
             )

@@ -25,7 +25,13 @@ from jaxpar.data.batches import place_batch
 from jaxpar.nn import named_param
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
-from jaxpar.step import batch_sharding, check_program, make_loss_and_grad, make_train_step
+from jaxpar.step import (
+    batch_sharding,
+    check_program,
+    make_loss_and_grad,
+    make_train_step,
+    value_and_grad,
+)
 from jaxpar.task import Settings
 
 pytestmark = pytest.mark.law
@@ -403,8 +409,9 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     refused = functools.partial(
         pytest.raises, ValueError, match="between the devices of 'tensor' within a unit"
     )
-    with refused():
-        make_train_step(task, parallel)(state, batch)
+    for make_step in (make_train_step, value_and_grad):
+        with refused():
+            make_step(task, parallel)(state, batch)
     program = jax.jit(make_loss_and_grad(Setup.of(task, parallel))).lower(state, batch).compile()
     with refused():
         check_program(program)

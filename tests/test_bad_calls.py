@@ -50,6 +50,7 @@ class Made:
         self.abstract = abstract_state(Setup.of(TASK, Parallel(MESH)))
         self.step = jaxpar.make_train_step(TASK, MESH)
         self.eval = make_eval_step(TASK, MESH)
+        self.grad = jaxpar.value_and_grad(TASK, MESH)
         self.rngs = nnx.Rngs(0)
 
 
@@ -95,6 +96,12 @@ CALLS = {
     "train step of a dict": (lambda m: jaxpar.make_train_step({}, MESH), A_TASK),
     "train step on a number": (lambda m: jaxpar.make_train_step(TASK, 3), A_LAYOUT),
     "train step with a number": (lambda m: jaxpar.make_train_step(TASK, MESH, 3), "use a TrainConfig"),
+    "gradients of a dict": (lambda m: jaxpar.value_and_grad({}, MESH), A_TASK),
+    "gradients on a number": (lambda m: jaxpar.value_and_grad(TASK, 3), A_LAYOUT),
+    "gradients with a number": (lambda m: jaxpar.value_and_grad(TASK, MESH, 3), "use a TrainConfig"),
+    "gradients on too many devices": (
+        lambda m: jaxpar.value_and_grad(TASK, "dp16"), "needs 16 devices, there are 8",
+    ),
     "evaluation step of a dict": (lambda m: make_eval_step({}, MESH), A_TASK),
     "evaluation step on a list": (lambda m: make_eval_step(TASK, []), A_LAYOUT),
     "a look at a dict": (lambda m: jaxpar.inspect_step({}), A_TASK),
@@ -121,6 +128,12 @@ CALLS = {
     ),
     "no state": (lambda m: m.step({}, batch()), A_STATE),
     "an abstract state": (lambda m: m.step(m.abstract, batch()), "the state is abstract; make one"),
+    "gradients of too many rows": (lambda m: m.grad(m.state, batch(16)), r"int32\[16, 4\]"),
+    "gradients of tokens beyond the vocabulary": (
+        lambda m: m.grad(m.state, batch(token=99)), "token 99 .* vocabulary of 32",
+    ),
+    "gradients of a state of another mesh": (lambda m: m.grad(m.other, batch()), "lies on a mesh of"),
+    "gradients of parameters alone": (lambda m: m.grad(m.state.params, batch()), A_STATE),
     "evaluation of too many rows": (lambda m: m.eval(m.state, batch(16)), r"int32\[16, 4\]"),
     "evaluation of a state of another mesh": (lambda m: m.eval(m.other, batch()), "lies on a mesh of"),
     "evaluation of no state": (lambda m: m.eval(None, batch()), A_STATE),

@@ -13,7 +13,7 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
-from jaxpar.step import batch_sharding, make_eval_step, make_loss_and_grad, make_train_step
+from jaxpar.step import batch_sharding, make_eval_step, make_train_step, value_and_grad
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
@@ -111,9 +111,10 @@ def loss_and_grads(settings):
     state = init_state(settings.task, settings.parallel, mesh=mesh)
     audit(state)
     state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = jax.jit(make_loss_and_grad(Setup.of(settings.task, settings.parallel, mesh=mesh)))
-    (loss, (carry, _)), grads = run(state, make_batch(settings, mesh))
-    return float(loss), by_layer(grads, settings), by_layer(carry, settings)
+    run = value_and_grad(*settings, mesh)
+    (loss, (state, _)), grads = run(state, make_batch(settings, mesh))
+    audit(dataclasses.replace(state, params=grads))
+    return float(loss), by_layer(grads, settings), by_layer(state.carry, settings)
 
 
 @functools.cache
@@ -230,7 +231,7 @@ def test_dropout_masks_are_new_at_every_step_and_the_same_on_every_mesh():
     def gradients(settings):
         mesh = settings.parallel.mesh.build()
         state = init_state(settings.task, settings.parallel, mesh=mesh)
-        run = jax.jit(make_loss_and_grad(Setup.of(settings.task, settings.parallel, mesh=mesh)))
+        run = value_and_grad(*settings, mesh)
         batch = make_batch(settings, mesh)
         states = [dataclasses.replace(state, step=state.step + step) for step in (0, 1)]
         return [by_layer(run(each, batch)[1], settings) for each in states]

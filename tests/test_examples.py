@@ -27,7 +27,7 @@ from jaxpar.data.batches import place_batch
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step import batch_sharding, make_train_step
 from jaxpar.task import find_task
 
 pytestmark = pytest.mark.law
@@ -71,8 +71,8 @@ class PlainStack(nnx.Module):
             self.items = nnx.List([make(rngs) for make in makers])
 
 
-def run_plainly(model, carry, batch, key):
-    """Sums of a batch, and the carry of every layer after it."""
+def run_plainly(model, carry, batch, key, last="last"):
+    """Sums of a batch, or what another method for them gives, and the carry of every layer after it."""
     time_major = getattr(model, "time_major", True)
     block = jax.tree.map(
         lambda a: jnp.swapaxes(a, 0, 1) if time_major and np.ndim(a) > 1 else jnp.asarray(a), batch
@@ -82,7 +82,7 @@ def run_plainly(model, carry, batch, key):
     for number, layer in enumerate(model.layers.items):
         new, x = layer(carry[number], x, at._replace(layer=number))
         after.append(new)
-    return model.last(x, block, at._replace(layer=len(after))), after
+    return getattr(model, last)(x, block, at._replace(layer=len(after))), after
 
 
 class Plain:
@@ -102,12 +102,14 @@ class Plain:
             for layer in self.model.layers.items
         ]
 
-    def loss(self, params, carry, batch, step):
+    def model_of(self, params):
         leaves, structure = jax.tree.flatten_with_path(self.state)
         values = [params[name_of(path)] for path, _ in leaves]
-        model = nnx.merge(self.graphdef, jax.tree.unflatten(structure, values))
+        return nnx.merge(self.graphdef, jax.tree.unflatten(structure, values))
+
+    def loss(self, params, carry, batch, step):
         key = jax.random.fold_in(jax.random.key(0), step)
-        sums, carry = run_plainly(model, carry, batch, key)
+        sums, carry = run_plainly(self.model_of(params), carry, batch, key)
         return sums.loss / sums.weight, (sums, carry)
 
     def two_batches(self, params):
@@ -218,17 +220,15 @@ def assert_batches_equal_plain(task, parallel):
     state, batches = init_state(task, parallel, mesh=mesh), task.make_batches("train", 0)
     audit(state)
     assert_close(by_layer(state.params, layout), initial_params(task))
-    run = jax.jit(make_loss_and_grad(Setup.of(task, parallel, mesh=mesh)))
+    run = jaxpar.value_and_grad(task, parallel, mesh=mesh)
     for number, (loss, sums, grads, carry) in enumerate(plain_batches(task)):
         batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel, mesh=mesh)))
-        state = dataclasses.replace(state, step=jnp.int32(number))
-        (actual, (after, actual_sums)), actual_grads = run(state, batch)
+        (actual, (state, actual_sums)), actual_grads = run(state, batch)
         assert abs(float(actual) - loss) <= RELATIVE_ERROR * abs(loss)
         assert_close(named(actual_sums), sums)
         assert_close(by_layer(actual_grads, layout), grads)
-        assert_close(carry_by_layer(after, layout), carry)
-        where = jax.tree.map(lambda a: a.sharding, state.carry)
-        state = dataclasses.replace(state, carry=jax.device_put(after, where))
+        assert_close(carry_by_layer(state.carry, layout), carry)
+        audit(dataclasses.replace(state, params=actual_grads))
 
 
 LAYOUTS = [
@@ -464,3 +464,54 @@ def test_translation_refuses_chunks_of_time():
     parallel = make_parallel((1, 2, 4), num_chunks=2)
     with pytest.raises(ValueError, match="num_chunks=2 would show a decoder one part"):
         init_state(make_task(TRANSLATE), parallel)
+
+
+# --- Two models with one loss between them.
+
+
+def of_distillation(**options):
+    return find_task(f"{FOLDER}/distillation.py:Digits")(width=8, batch_size=16, **options)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        make_parallel((2, 2, 1), num_microbatches=2),
+        full(make_parallel((1, 4, 1), num_microbatches=4)),
+        full(make_parallel((2, 2, 2), shares=(1, 3))),
+        full(make_parallel((8, 1, 1))),
+    ],
+    ids=label,
+)
+def test_a_pair_has_the_loss_and_the_gradients_of_one_device(parallel):
+    tasks = of_distillation(num_layers=6), of_distillation(num_layers=4, told=3)
+    module, plain = sys.modules[type(tasks[0]).__module__], [plain_program(task) for task in tasks]
+    batches = [task.make_batches("train", 0).batch(0) for task in tasks]
+    states = [init_state(task, parallel) for task in tasks]
+    layouts = [Setup.of(task, parallel).layout for task in tasks]
+    params = list(map(by_layer, (state.params for state in states), layouts))
+
+    @jax.value_and_grad
+    def loss(params):
+        target = plain[0].model_of(jax.lax.stop_gradient(params[0]))
+        carries = [own.initial_carry() for own in plain]
+        said, _ = run_plainly(target, carries[0], batches[1], None, "predict")
+        pairs = zip(plain, params, carries, (batches[0], {**batches[1], **said}), strict=True)
+        return sum(own.loss(*rest, 0)[0] for own, *rest in pairs)
+
+    expected, expected_grads = loss(params)
+    (found, states), grads = module.make_pair_step(tasks, parallel)(states, batches)
+    assert abs(float(found) - float(expected)) <= RELATIVE_ERROR * float(expected)
+    for own, layout, wanted in zip(grads, layouts, expected_grads, strict=True):
+        assert_close(by_layer(own, layout), wanted)
+    assert [int(state.step) for state in states] == [1, 1]
+
+
+def test_a_student_gains_by_its_teacher(capsys):
+    module = sys.modules[type(of_distillation()).__module__]
+    with jax.numpy_dtype_promotion("standard"):  # strict is of these tests
+        module.main("dp4pp2", 100)
+    printed = capsys.readouterr().out
+    found = dict(re.findall(r"^([\w ]+?)  .*accuracy (\S+)$", printed, re.MULTILINE))
+    assert float(found["student"]) > 0.03 + float(found["student without teacher"]), printed
+    assert float(found["teacher"]) > 0.9, printed

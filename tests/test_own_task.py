@@ -353,6 +353,7 @@ print("once", find_task(spec_of(Own())) is Own)
 
 SUMS = 'jaxpar.Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum(abs(error))})'
 BATCHES = 'jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed)'
+OPTIMIZER = FILE[FILE.index("    optimizer: jaxpar") : FILE.index("\n\n    unit")]
 STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 WRONG = [
@@ -362,6 +363,9 @@ WRONG = [
     full(SUMS, "None", "`last` of Forecaster returns nothing; return jaxpar"),
     full(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
     ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*; write last\(self, y,"),
+    ("def make_model", "def build", r"Forecast has no make_model\(self, rngs\); write one$"),
+    full("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\); write on"),
+    (OPTIMIZER, "", r"Forecast has neither make_optimizer\(self, .* nor a field optimizer: .*; write one$"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
     full(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
     (STACK, "[GRU(width, rngs=rngs)]", r"Forecaster\.layers is a plain list .*self\.layers = jaxpar\.S"),

@@ -19,7 +19,12 @@ from jaxpar.nn import Stateless
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
-from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.step import (
+    batch_sharding,
+    make_loss_and_grad,
+    make_train_step,
+    value_and_grad,
+)
 from jaxpar.tasks.images.task import Images
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
@@ -110,11 +115,16 @@ def test_a_norm_over_the_batch_is_refused_before_a_file_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def gradients(task, parallel, mesh):
+    return value_and_grad(task, parallel, mesh=mesh)
+
+
 def test_a_step_of_ones_own_refuses_it_where_rows_lie_apart():
     task = task_of(lambda carry, x, at: (carry, batch_norm(x)))
     for mesh, units in (((2, 1, 1), {}), ((1, 1, 1), {"num_microbatches": 2})):
-        with pytest.raises(ValueError, match="layer layer0 mixes"):
-            loss_on(task, mesh, checked, **units)
+        for make_step in (checked, gradients):
+            with pytest.raises(ValueError, match="layer layer0 mixes"):
+                loss_on(task, mesh, make_step, **units)
     _, metrics = loss_on(task, (1, 1, 1), checked)
     assert float(metrics.loss) == pytest.approx(loss_on(task, (1, 1, 1), unchecked), rel=1e-5)
 

@@ -146,7 +146,8 @@ def require_instance(name: str, value: Any, kind: Any, use: str) -> None:
         raise ValueError(
             f"{name}={value.__name__} is a class; give an object of it, {value.__name__}()"
         )
-    raise ValueError(f"{name}={_SHORT.repr(value)} ({type(value).__name__}): use {use}")
+    shown = " ".join(_SHORT.repr(value).split())  # a tree of arrays has many lines
+    raise ValueError(f"{name}={shown} ({type(value).__name__}): use {use}")
 
 
 def check_takes(function: Any, arguments: Sequence[str], what: str, use: str) -> None:
