@@ -364,7 +364,7 @@ WRONG = [
     full(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
     ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*; write last\(self, y,"),
     ("def make_model", "def build", r"Forecast has no make_model\(self, rngs\); write one$"),
-    full("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\); write on"),
+    full("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\); write o"),
     (OPTIMIZER, "", r"Forecast has neither make_optimizer\(self, .* nor a field optimizer: .*; write one$"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
     full(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),

@@ -6,6 +6,11 @@ That loss, gradients and carry are those of one device is among the laws: `test_
 
 import dataclasses
 import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +23,7 @@ from test_equivalence import MODEL, assert_close, by_layer, full, make_batch, ma
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.hosts.launch import _environ, _free_port
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
@@ -102,6 +108,63 @@ def test_a_loop_of_ones_own_trains_as_jaxpar_does(mesh, units, layout, pipeline,
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert_close(by_layer(state.params, settings), by_layer(wanted.params, settings))
     assert_close(by_layer(state.carry, settings), by_layer(wanted.carry, settings))
+
+
+# The loop of docs/models.md, as each of several processes runs it.
+LOOP = """
+import dataclasses
+import jax
+import optax
+from models import Regress
+
+import jaxpar
+from jaxpar import MeshConfig, Parallel, PipelineConfig
+from jaxpar.data.batches import place_batch
+from jaxpar.hosts.distributed import start_processes
+from jaxpar.setup import Setup
+from jaxpar.step import batch_sharding
+
+start_processes()
+task, optimizer = Regress(("gru", "dense"), batch_size=8, seq_len=4), optax.adam(1e-2)
+mesh = MeshConfig(data=2, stage=2, devices=(0, 1, 2, 3)) if jax.device_count() > 4 else "dp2pp2"
+parallel = Parallel(mesh, PipelineConfig(num_microbatches=2), fsdp=True)
+state, step = jaxpar.init_state(task, parallel), jaxpar.value_and_grad(task, parallel)
+opt_state, batches = optimizer.init(state.params), task.make_batches("train", 0)
+
+@jax.jit
+def update(params, grads, opt_state):
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+losses = []
+for number in range(3):
+    batch = place_batch(batches, number, batch_sharding(Setup.of(task, parallel)))
+    batch = batches.batch(number) if number == 2 else batch  # whole in each process
+    (loss, (state, _)), grads = step(state, batch)
+    with jax.numpy_dtype_promotion("standard"):
+        params, opt_state = update(state.params, grads, opt_state)
+    state = dataclasses.replace(state, params=params)
+    losses.append(float(loss))
+print(losses)
+"""
+
+
+@pytest.mark.full
+def test_several_processes_share_a_loop(capsys):
+    address = f"127.0.0.1:{_free_port()}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOOP], env=_environ(os.environ, address, 2, index, 2),
+            stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    found = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
+    exec(LOOP, {})
+    expected = json.loads(capsys.readouterr().out)
+    assert len({*expected}) == 3
+    for losses in found:
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 # --- A task without an optimizer.
