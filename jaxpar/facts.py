@@ -230,8 +230,8 @@ class ModelFacts:
             if list(output.shape[: len(sizes)]) != sizes:
                 dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
                 raise ValueError(
-                    f"`predict` of {name} returns {in_words(output)} as {key!r} for a block of {sizes}; let "
-                    f"it return arrays {dims}"
+                    f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
+                    f"block of {sizes}; let it return arrays {dims}"
                 )
         return found
 
