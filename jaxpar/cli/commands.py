@@ -347,7 +347,7 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Runs train or evaluate in several processes here, or prints a script for a cluster.
+    """Runs train, evaluate or predict in several processes here, or prints a script for a cluster.
 
     Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
