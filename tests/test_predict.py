@@ -448,6 +448,12 @@ def test_images_have_probabilities():
     np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("task", [TASK, jaxpar.images.Images()])
+def test_a_split_that_is_not_there_is_refused(task):
+    with pytest.raises(ValueError, match="there is no split 'tset'; use one of train, valid, test"):
+        task.make_batches("tset")
+
+
 # ---- what is refused ----
 
 
