@@ -9,6 +9,7 @@ not grow with the data. Batches are finished by parts, of about `PART_SECONDS`: 
 the last part, and ends with the same files. Dims: N places of the data, B batch rows, T time steps.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -76,7 +77,7 @@ def predict(
         _run(data, state, memory, quiet=quiet)
         return memory.arrays
     folder = _Folder(Path(out).expanduser(), data, of or {})
-    with folder.lock:
+    with folder.lock, folder.opened:
         _run(data, state, folder, quiet=quiet)
     return {name: np.load(folder.path_of(name), mmap_mode="r") for name in data.shapes}
 
@@ -96,8 +97,13 @@ def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> No
                 progress.update(bar, completed=number + 1)
             data.write_last(out)
             out.finish(state, stop)
-            is_short = time.monotonic() - began < PART_SECONDS / 2
-            finished, part = stop, in_process_0(functools.partial(int, part * (1 + is_short)))
+            seconds = time.monotonic() - began
+            finished, part = stop, in_process_0(functools.partial(_next_part, part, seconds))
+
+
+def _next_part(part: int, seconds: float) -> int:
+    """How many batches the part after one of so many has, which took so long."""
+    return part if seconds >= PART_SECONDS / 2 else 2 * part
 
 
 class _Data:
@@ -112,12 +118,13 @@ class _Data:
         self.num_batches, facts = batches.num_windows, setup.layout.facts
         if not self.num_batches:
             raise ValueError("there are no batches to predict; give more rows, or smaller batches")
-        self._in_order = batches if isinstance(batches, DrawnBatches) else None
-        if self._in_order and self._in_order.places(0).at.ndim > 1 and not facts.time_major:
-            self._in_order = None  # of steps, and there are outputs for rows alone
-        self.has_steps = bool(self._in_order and self._in_order.places(0).at.ndim > 1)
+        self._in_order, self.has_steps = None, False
         num_places = self.num_batches * batches.batch_size
-        num_places = self._in_order.length if self._in_order else num_places
+        if isinstance(batches, DrawnBatches):
+            has_steps = batches.places(0).at.ndim > 1
+            if facts.time_major or not has_steps:  # else there are outputs for rows alone
+                self._in_order, self.has_steps = batches, has_steps
+                num_places = batches.length
 
         def whole(output: Any) -> jax.ShapeDtypeStruct:
             steps = output.shape[: facts.time_major and not self.has_steps]
@@ -203,6 +210,7 @@ class _Folder(_Memory):
 
     Attributes:
       lock: keeps others out.
+      opened: closes the files at the end.
     """
 
     def __init__(self, path: Path, data: _Data, of: Mapping[str, Any]):
@@ -211,6 +219,7 @@ class _Folder(_Memory):
         arrays = {name: f"{s.dtype}{list(s.shape)}" for name, s in data.shapes.items()}
         first = f"{hash_rows(data.batches.batch(0), 0):016x}"
         self._of = {**of, "arrays": arrays, "first batch": first, "batches": data.num_batches}
+        self.opened = contextlib.ExitStack()
         self._finished, self._files = 0, dict[str, int]()
         for name in arrays:
             require(
@@ -245,6 +254,7 @@ class _Folder(_Memory):
         path, shape = self.path_of(name), self._data.shapes[name]
         if name not in self._files:
             self._files[name] = os.open(path, os.O_RDWR)
+            self.opened.callback(os.close, self._files[name])
         file, place_bytes = self._files[name], values[:1].nbytes
         first = os.fstat(file).st_size - shape.size * shape.dtype.itemsize
         with in_words(f"write {path}", WRITABLE):
@@ -259,9 +269,6 @@ class _Folder(_Memory):
                 self._path.absolute() / f"{_CARRY}{number}",
                 unflatten_dict(by_layer(state.carry, self._data.setup.layout), sep="/"),
                 together=self._together,
-                seal=lambda _: None,
-                clean_up=lambda: None,
-                on_failure=lambda: None,
             ).wait()
         in_process_0(lambda: self._note(number))
 
