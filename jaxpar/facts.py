@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, DATA, STAGE
-from jaxpar.base.checks import check_takes
+from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
@@ -230,10 +230,33 @@ class ModelFacts:
             if list(output.shape[: len(sizes)]) != sizes:
                 dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
                 raise ValueError(
-                    f"`predict` of {name} returns {in_words(output)} as {key!r} for a block of {sizes}; let "
-                    f"it return arrays {dims}"
+                    f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
+                    f"block of {sizes}; let it return arrays {dims}"
                 )
         return found
+
+    def after_layers(
+        self,
+        model: Any,
+        y: Any,
+        at: At,
+        of_layers: Any = (),
+        *,
+        predicts: bool,
+        is_part: bool = False,
+    ) -> Any:
+        """What a model gives of the y of its layers: the sums of `last`, or what it predicts.
+
+        Args:
+          of_layers: sums that layers have added.
+          is_part: whether the model has a part of the parameters (`last_part`, `predict_part`).
+        """
+        at = at._replace(layer=len(self.kind_of))
+        if predicts:
+            run = model.predict_part if is_part else model.predict
+            return self.predicted(run(y, at.batch, at))
+        run = model.last_part if is_part else model.last
+        return self.total(run(y, at.batch, at), of_layers)
 
     def predicted(self, outputs: Any) -> dict[str, jax.Array]:
         """What `predict` returned.
@@ -241,14 +264,16 @@ class ModelFacts:
         Raises:
           ValueError: it is not arrays by name.
         """
-        is_table = isinstance(outputs, Mapping) and outputs
-        wrong = [] if is_table else [outputs]
-        if is_table:
-            wrong = [own for own in outputs.values() if not isinstance(own, np.ndarray | jax.Array)]
-        if wrong:
-            raise ValueError(
-                f"`predict` of {type(self.model).__name__} returns {in_words(wrong[0])}"
-                f"{' in its dict' * bool(is_table)}; let it return a dict of arrays by name"
+        what = f"`predict` of {type(self.model).__name__} returns"
+        use = "let it return a dict of arrays by name"
+        require(
+            isinstance(outputs, Mapping) and len(outputs) > 0,
+            f"{what} {in_words(outputs)}; {use}",
+        )
+        for own in outputs.values():
+            require(
+                isinstance(own, np.ndarray | jax.Array),
+                f"{what} {in_words(own)} in its dict; {use}",
             )
         return {name: jnp.asarray(own) for name, own in outputs.items()}
 

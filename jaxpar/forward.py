@@ -163,11 +163,8 @@ def run_block(
     no_sums = () if predicts else facts.no_sums
     start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
     carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
-    at = at._replace(layer=len(facts.kind_of))
     with jax.named_scope("head"):
-        if predicts:
-            return carry, facts.predicted(model.predict(y, at.batch, at))
-        return carry, facts.total(model.last(y, at.batch, at), of_layers)
+        return carry, facts.after_layers(model, y, at, of_layers, predicts=predicts)
 
 
 def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):

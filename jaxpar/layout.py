@@ -304,8 +304,8 @@ class Outer:
             return self.merge(leaves).first(batch, facts.at(batch))
 
         def last(leaves):
-            model, batch = self.merge(leaves), zeros(facts.block)
-            return self._after_layers(model, zeros(facts.traces.x), facts.at(batch), is_part=False)
+            model, at = self.merge(leaves), facts.at(zeros(facts.block))
+            return facts.after_layers(model, zeros(facts.traces.x), at, predicts=predicts)
 
         self.first, self.last = uses(first), uses(last)
 
@@ -328,16 +328,8 @@ class Outer:
 
     def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
         """`last` of the model with the leaves that it uses, or `predict`; or a part of either."""
-        at = at._replace(layer=len(self.layout.facts.kind_of))
-        return self._after_layers(self._with(self.last, leaves, frozen), y, at, is_part=is_part)
-
-    def _after_layers(self, model: Any, y: Any, at: At, *, is_part: bool) -> Any:
-        facts = self.layout.facts
-        if self._predicts:
-            return facts.predicted(
-                (model.predict_part if is_part else model.predict)(y, at.batch, at)
-            )
-        return facts.total((model.last_part if is_part else model.last)(y, at.batch, at))
+        model, facts = self._with(self.last, leaves, frozen), self.layout.facts
+        return facts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:
         """The model with leaves of these numbers; of the others it has shapes."""

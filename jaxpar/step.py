@@ -491,8 +491,8 @@ def make_predict_step(
 
 
 def _make_predict_step(setup: Setup) -> CompiledStep:
-    check_rows_alone(setup.layout, predicts=True)
     forward = make_forward(setup.layout, setup.mesh, predicts=True)
+    check_rows_alone(setup.layout, predicts=True)
 
     def step(state: TrainState, batch: Any, table: TickTable | None):
         carry, outputs = forward(state.params, state.frozen, state.carry, batch, None, table)
