@@ -380,11 +380,12 @@ def value_and_grad(
       task, parallel, mesh: as for `make_train_step`.
       train: its seed is that of dropout. None takes the task's own settings.
     Returns:
-      (state, batch) -> ((loss, (state, sums)), grads), as of `jax.value_and_grad(..., has_aux=True)`. The loss
-      is `sums.loss / sums.weight`, float32; where that weight is 0, `sums.loss`. The state is the given one,
-      which is not consumed, with one step more and the carry for the next window; its parameters are the same
-      arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter. A batch may be of
-      NumPy, the whole of it in every process; `data.batches.place_batch` reads the rows of this process alone.
+      (state, batch) -> ((loss, (state, sums)), grads), as of `jax.value_and_grad(..., has_aux=True)`. The
+      loss is `sums.loss / sums.weight`, float32; where that weight is 0, `sums.loss`. The state is the given
+      one, which is not consumed, with one step more and the carry for the next window; its parameters are the
+      same arrays. Gradients are an `nnx.State` as `state.params`, each laid out as its parameter. A batch may
+      be of NumPy, the whole of it in every process; `data.batches.place_batch` reads the rows of this process
+      alone.
     Raises:
       ValueError: sizes do not fit the mesh.
     """
