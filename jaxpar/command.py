@@ -10,6 +10,8 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 # An option of a command, which is off where it is not given; those of tasks and settings have a --no- too.
 Switch = FlagCreatePairsOff[bool]
 
+_OF_EACH_PROCESS = {"simulate", "compile_cache", "debug"}
+
 
 class Command(Protocol):
     """What a command line asks for: a dataclass, whose fields are options and whose docstring is the help."""
@@ -48,3 +50,23 @@ class TrainedOptions(Options):
     run_dir: Annotated[str, Positional, arg(metavar="RUN_DIR")] = dataclasses.field(kw_only=True)
     best: Switch = False
     mesh: MeshConfig = ONE_DEVICE
+
+    def start_processes(self) -> None:
+        """Joins the processes of a group, which then have the same options; nothing, in one that runs alone.
+
+        Raises:
+          ValueError: the mesh is of one device, or options differ; or as of `hosts.start_processes`.
+        """
+        from jaxpar.hosts.agree import agree
+        from jaxpar.hosts.distributed import start_processes
+
+        if start_processes() is None:
+            return
+        if self.mesh == ONE_DEVICE:
+            raise ValueError(
+                f"{type(self).__name__.lower()} runs in several processes, and without --mesh it takes one "
+                f"device; give a --mesh over all devices, or set JAXPAR_NUM_PROCESSES=1"
+            )
+        names = {field.name for field in dataclasses.fields(self)} - _OF_EACH_PROCESS
+        asked_for = {name: getattr(self, name) for name in sorted(names)}
+        agree(asked_for, remedy="start all of them with the same options", last=True)
