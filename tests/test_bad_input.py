@@ -128,7 +128,9 @@ FLAGS = {
     "a start of a resumed run": (
         resume("--start", "run"), "start is for a run that begins, and resume for one that goes on",
     ),
-    "weights of 3 bits": (["export", "run", "-o", "m", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'"),
+    "weights of 3 bits": (
+        ["export", "run", "-o", "m", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'",
+    ),
     "a word too many": (["evaluate", "run", "valid"], "Unrecognized options: valid "),
     "no file to export to": (["export", "run"], "Missing from .* export: -o FILE, --output FILE"),
     "nothing to export": (["export"], "Missing from .*: RUN_DIR .* --output FILE"),

@@ -265,7 +265,7 @@ FILES = {
         without("lstm.weight_ih_l0"), r"has no lstm\.weight_ih_l0, which belongs to lstm\.weight_hh_l0",
     ),
     "half a layer": (
-        without("lstm.weight_hh_l1"), r"has lstm\.bias_hh_l1, .*weight_ih_l1, for which the model has no place",
+        without("lstm.weight_hh_l1"), r"has lstm\.bias_hh_l1, .*weight_ih_l1, for which the model has no pl",
     ),
     "projections": (
         lambda t: t | {"lstm.weight_hr_l0": t["head.weight"]}, r"has lstm\.weight_hr_l0, for which the model",

@@ -165,7 +165,7 @@ def open_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
     import tensorstore
 
     context = tensorstore.Context()  # they are in one database
-    base = {"driver": "file", "path": f"{path / _ARRAYS}/"}
+    base = {"driver": "file", "path": f"{path.resolve() / _ARRAYS}/"}
     opened = {
         name: tensorstore.open(
             {

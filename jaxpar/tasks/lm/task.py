@@ -356,5 +356,4 @@ class LM(Task):
         """The rows of the words that both know, by whatever ids; and PyTorch's names as the model's."""
         from jaxpar.tasks.lm.weights import with_words
 
-        own, kept = self.read_text().vocabulary.words, weights.texts.get(VOCABULARY)
-        return with_words(weights, self, own, kept)
+        return with_words(weights, self, weights.texts.get(VOCABULARY))

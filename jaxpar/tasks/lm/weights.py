@@ -43,11 +43,10 @@ _OF_WORDS = {"embedding.table": 0, "head.kernel": 1, "head.bias": 0, "head_bias"
 # ---- in ----
 
 
-def with_words(weights: Weights, task: "LM", own: Sequence[str], vocabulary: str | None) -> Weights:
+def with_words(weights: Weights, task: "LM", vocabulary: str | None) -> Weights:
     """The weights with PyTorch's names changed to the model's, and its rows those of the same words.
 
     Args:
-      own: words of the model, in the order of their ids.
       vocabulary: that a run has kept, as JSON; None: the words are in a file's metadata, if anywhere.
     Raises:
       ValueError: the words are not told, or not those of the rows.
@@ -57,6 +56,7 @@ def with_words(weights: Weights, task: "LM", own: Sequence[str], vocabulary: str
     if not found:
         return weights
     words = _words_of(weights) if vocabulary is None else Vocabulary.from_json(vocabulary).words
+    own = task.read_text().vocabulary.words
     num_rows = {weights.tensors[name].shape[dim] for name, dim in found.items()}
     ids = {word: number for number, word in enumerate(words)}
     if len(ids) < len(words) or len(words) > min(num_rows):
