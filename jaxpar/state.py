@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -20,7 +20,15 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
-from jaxpar.sharding import Rules, array_of, check_sizes, misplaced, named_leaves, shardings
+from jaxpar.sharding import (
+    Rules,
+    array_of,
+    check_sizes,
+    is_variable,
+    misplaced,
+    named_leaves,
+    shardings,
+)
 from jaxpar.task import Task
 from jaxpar.trace.counts import reductions
 
@@ -119,18 +127,27 @@ def init_state(
     return _with_host_state(setup, make(_key_data(setup.train.seed if seed is None else seed)))
 
 
-def draw_variables(setup: Setup) -> tuple[nnx.State, nnx.State]:
-    """Parameters and other variables of the model, as `init_state` draws them; the rest is not made."""
+def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
+    """Parameters and other variables of the model, as `init_state` draws them; the rest is not made.
+
+    Args:
+      without: names of those that are not drawn either, and are zeros.
+    """
     target = abstract_state(setup)
     check_room(target, setup.mesh)
 
     def make(key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
         model = setup.layout.make(jax.random.wrap_key_data(key_data))
-        return setup.layout.facts.split(model)[1:]
+        trees = setup.layout.facts.split(model)[1:]
+        leaves = [
+            jax.tree.map(jnp.zeros_like, leaf) if name in without else leaf
+            for tree in trees
+            for name, leaf in named_leaves(tree)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(trees, is_leaf=is_variable), leaves)
 
-    return jax.jit(make, out_shardings=_places((target.params, target.frozen)))(
-        _key_data(setup.train.seed)
-    )
+    draw = jax.jit(make, out_shardings=_places((target.params, target.frozen)))
+    return draw(_key_data(setup.train.seed))
 
 
 def state_of(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:

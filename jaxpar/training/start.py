@@ -7,6 +7,7 @@ Nothing is lost in silence: each tensor of the source has a place in the model, 
 
 import collections
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,7 +33,7 @@ from jaxpar.training.by_layer import kind_of
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Rows, Tensor, Weights, in_ranges, named_rows, open_files
 
-_ALL = slice(None)
+_READ_BYTES = 1 << 26  # at once; what is stored as one piece is unpacked whole for each
 _NAMED = 4  # tensors that a message names
 _LEAVE = "leave them over (--start-leave PATTERN, Start(leave=...))"
 
@@ -154,18 +155,24 @@ class Taken:
         Raises:
           OSError: the weights cannot be read; in all processes.
         """
-        trees = draw_variables(self.setup)
+        target = abstract_state(self.setup)
+        found = self.weights.tensors.keys() - self.weights.rows
+        whole = {
+            variable
+            for tree in (target.params, target.frozen)
+            for variable, _, names in named_rows(tree, self.setup.layout)
+            if all(name in found for name in names if name)
+        }
+        trees = draw_variables(self.setup, without=whole)
         return state_of(self.setup, *together(lambda: [self._filled(tree) for tree in trees]))
 
     def _filled(self, tree: nnx.State) -> nnx.State:
         """Variables with the values that are taken; the old ones are gone."""
         leaves = []
-        for leaf, names in named_rows(tree, self.setup.layout):
+        for _, leaf, names in named_rows(tree, self.setup.layout):
             found = [(row, name) for row, name in enumerate(names) if name in self.weights.tensors]
             if found:
-                array = array_of(leaf)
-                filled = self._fill(array, found, is_stacked=kind_of(leaf) is not None)
-                array.delete()
+                filled = self._fill(array_of(leaf), found, is_stacked=kind_of(leaf) is not None)
                 leaf = leaf.replace(filled)
             leaves.append(leaf)
         return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_variable), leaves)
@@ -176,33 +183,37 @@ class Taken:
         """An array with the tensors of these names in these rows, or as the whole of it."""
         parts = []
         for shard in array.addressable_shards:
-            values = np.array(shard.data)
-            rows, index = (
-                (values, shard.index) if is_stacked else (values[None], (_ALL, *shard.index))
-            )
+            part, index = shard.data, shard.index
+            if not is_stacked:
+                part, index = part[None], (slice(None), *index)
             first = index[0].start or 0
-            here = [(row - first, name) for row, name in names if 0 <= row - first < len(rows)]
-            self._fill_rows(rows, here, index[1:])
-            parts.append(jax.device_put(values, shard.device))
+            here = [(row - first, name) for row, name in names if 0 <= row - first < len(part)]
+            part = self._fill_part(part, here, index[1:])
+            parts.append(part if is_stacked else part[0])
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-    def _fill_rows(
-        self, rows: np.ndarray, names: list[tuple[int, str]], index: tuple[slice, ...]
-    ) -> None:
-        """Reads a device's part of some tensors into rows, those of one stored array at once."""
-        together_read = collections.defaultdict[int, list[tuple[int, str]]](list)
+    def _fill_part(
+        self, part: jax.Array, names: list[tuple[int, str]], index: tuple[slice, ...]
+    ) -> jax.Array:
+        """A device's rows, in place; of those of one stored array as many are read at once as are small."""
+        most = max(_READ_BYTES // max(part.nbytes // max(len(part), 1), 1), 1)
+        stored = collections.defaultdict[Any, list[tuple[int, str]]](list)
         for place, name in names:
-            together_read[id(self.weights.tensors[name].rows)].append((place, name))
-        for group in together_read.values():
+            only = name if name in self.weights.rows else ""
+            stored[id(self.weights.tensors[name].rows), only].append((place, name))
+        for group in (g[at : at + most] for g in stored.values() for at in range(0, len(g), most)):
             tensors = [self.weights.tensors[name] for _, name in group]
-            wanted, into = self._places(group[0][1], index, rows.shape[1:])
+            wanted, into = self._places(group[0][1], index)
             block = tensors[0].rows.read([tensor.row for tensor in tensors], wanted)
-            for values, (place, _) in zip(block, group, strict=True):
-                rows[place : place + 1][:, *into] = values
+            for values, (place, name) in zip(block, group, strict=True):
+                if name in self.weights.rows:
+                    drawn = np.array(part[place])
+                    drawn[into] = values
+                    values = drawn
+                part = _put(part, np.int32(place), np.asarray(values, part.dtype))
+        return part
 
-    def _places(
-        self, name: str, index: tuple[slice, ...], shape: tuple[int, ...]
-    ) -> tuple[Any, Any]:
+    def _places(self, name: str, index: tuple[slice, ...]) -> tuple[Any, Any]:
         """For each dim, what a device reads of a tensor, and where it goes in the device's part."""
         wanted: list[Any] = list(index)
         into: list[Any] = [slice(None)] * len(index)
@@ -212,6 +223,12 @@ class Taken:
             into[dim] = np.flatnonzero(mine >= 0)
             wanted[dim] = mine[into[dim]]
         return tuple(wanted), tuple(into)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(part: jax.Array, row: jax.Array, values: jax.Array) -> jax.Array:
+    """The array with other values in a row, where it lay."""
+    return jax.lax.dynamic_update_index_in_dim(part, values, row, 0)
 
 
 def find_weights(setup: Setup, start: Start) -> Taken:
@@ -231,7 +248,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
     state, variables = abstract_state(setup), {}
     for tree in (state.params, state.frozen):
-        for leaf, own in named_rows(tree, setup.layout):
+        for _, leaf, own in named_rows(tree, setup.layout):
             shape = leaf.shape if kind_of(leaf) is None else leaf.shape[1:]
             one = jax.ShapeDtypeStruct(shape, leaf.dtype)
             variables |= {name: one for name in own if name}

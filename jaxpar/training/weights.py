@@ -51,8 +51,8 @@ _DTYPES = {
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
-def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """The variables of a model's state, each with the names of its tensors.
+def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """The names and variables of a model's state, each with the names of its tensors.
 
     Of one that stacks layers there is a name for each row, "" for an empty one; of others one name.
 
@@ -63,10 +63,10 @@ def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[Any, tuple[str, ...]
     for name, leaf in named_leaves(tree):
         kind = kind_of(leaf)
         if kind is None:
-            yield leaf, (name,)
+            yield name, leaf, (name,)
             continue
         stack, inner = name.split(f".{kind}.", 1)
-        yield leaf, tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows_of[kind])
+        yield name, leaf, tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows_of[kind])
 
 
 # ---- out ----
@@ -92,7 +92,7 @@ def outgoing(trees: Sequence[Any], layout: Layout) -> dict[str, Outgoing]:
       trees: parameters and other variables, in the slots of the layout; on devices.
     """
     found: dict[str, Outgoing] = {}
-    for leaf, names in (each for tree in trees for each in named_rows(tree, layout)):
+    for _, leaf, names in (each for tree in trees for each in named_rows(tree, layout)):
         array, is_stacked = array_of(leaf), kind_of(leaf) is not None
         shape = array.shape[1:] if is_stacked else array.shape
         for row, name in enumerate(names):
