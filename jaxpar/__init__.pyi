@@ -21,6 +21,7 @@ from jaxpar.training.start import Start as Start
 from jaxpar.training.loaded import load_run as load_run
 from jaxpar.state import init_state as init_state
 from jaxpar.step import make_train_step as make_train_step
+from jaxpar.step import make_predict_step as make_predict_step
 
 # What a step does.
 from jaxpar.analysis import inspect_step as inspect_step

@@ -6,7 +6,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, DATA, STAGE
-from jaxpar.base.checks import check_takes
+from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
@@ -205,6 +205,77 @@ class ModelFacts:
             return own
         own = own.with_names(self.traces.sums.metrics)
         return add(own, of_layers) if of_layers else own
+
+    @functools.cached_property
+    def outputs(self) -> dict[str, Any]:
+        """Shapes of what `predict` gives of a batch, as the model sees it: [T, B, ...], or [B, ...].
+
+        Raises:
+          ValueError: the model has no such method, or it returns something else.
+        """
+        name = type(self.model).__name__
+        if not hasattr(self.model, "predict"):
+            raise ValueError(
+                f"model {name} has no method predict, which says what the output of each row is; write "
+                f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
+            )
+        _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
+
+        def predict(model, x, batch):
+            return self.predicted(model.predict(x, batch, self.at(batch)))
+
+        found = _traced("predict", predict, self.model, self.traces.x, self.block)
+        sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
+        for key, output in found.items():
+            if list(output.shape[: len(sizes)]) != sizes:
+                dims = "[time, rows, ...]" if self.time_major else "[rows, ...]"
+                raise ValueError(
+                    f"`predict` of {name} returns an array of shape {list(output.shape)} as {key!r} for a "
+                    f"block of {sizes}; let it return arrays {dims}"
+                )
+        return found
+
+    def after_layers(
+        self,
+        model: Any,
+        y: Any,
+        at: At,
+        of_layers: Any = (),
+        *,
+        predicts: bool,
+        is_part: bool = False,
+    ) -> Any:
+        """What a model gives of the y of its layers: the sums of `last`, or what it predicts.
+
+        Args:
+          of_layers: sums that layers have added.
+          is_part: whether the model has a part of the parameters (`last_part`, `predict_part`).
+        """
+        at = at._replace(layer=len(self.kind_of))
+        if predicts:
+            run = model.predict_part if is_part else model.predict
+            return self.predicted(run(y, at.batch, at))
+        run = model.last_part if is_part else model.last
+        return self.total(run(y, at.batch, at), of_layers)
+
+    def predicted(self, outputs: Any) -> dict[str, jax.Array]:
+        """What `predict` returned.
+
+        Raises:
+          ValueError: it is not arrays by name.
+        """
+        what = f"`predict` of {type(self.model).__name__} returns"
+        use = "let it return a dict of arrays by name"
+        require(
+            isinstance(outputs, Mapping) and len(outputs) > 0,
+            f"{what} {in_words(outputs)}; {use}",
+        )
+        for own in outputs.values():
+            require(
+                isinstance(own, np.ndarray | jax.Array),
+                f"{what} {in_words(own)} in its dict; {use}",
+            )
+        return {name: jnp.asarray(own) for name, own in outputs.items()}
 
     def of_layer(self, kind: str, out: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a layer returned; where any kind adds sums, all do.

@@ -21,7 +21,7 @@ from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import Sums, values, wrap_like
+from jaxpar.model import values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
@@ -34,11 +34,17 @@ _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked 
 
 
 def make_forward(
-    layout: Layout, mesh: Mesh, wrap: Callable[[Layer], Layer] | None = None
-) -> Callable[..., tuple[Any, Sums]]:
+    layout: Layout,
+    mesh: Mesh,
+    wrap: Callable[[Layer], Layer] | None = None,
+    *,
+    predicts: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
     """(params, frozen, carry, batch, dropout key, table, beside) -> (carry, sums), over one window.
 
     Args:
+      predicts: instead of the sums, what the model's `predict` gives: arrays by name, [time, rows, ...] or
+        [rows, ...], rows in the order of the batch.
       wrap: makes layers that are looked into: their parameters are (parameters, others), their carry
         (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
         the carry those of the carry come back, by kind.
@@ -50,8 +56,12 @@ def make_forward(
             layer if start is None else _from_learned_start(layer, start)
             for layer, start in zip(layers, layout.learned_starts, strict=True)
         )
+    if predicts:
+        _ = layout.facts.outputs  # what is wrong with them is said now
+        wrap = _without_sums
     layers = layers if wrap is None else tuple(map(wrap, layers))
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
+    run = functools.partial(run, layout, mesh, layers, predicts)
 
     def forward(params, frozen, carry, batch, key, table, beside=None):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
@@ -65,7 +75,7 @@ def make_forward(
         if beside is not None:
             others, of_carry = beside
             flat = tuple(zip(flat, of_carry, strict=True))
-        after, sums = run(layout, mesh, layers, params, others, frozen, flat, batch, key, table)
+        after, sums = run(params, others, frozen, flat, batch, key, table)
         by_kind = zip(layout.facts.kinds, after, strict=True)
         if beside is not None:
             return {kind: others for kind, (_, others) in by_kind}, sums
@@ -86,12 +96,19 @@ def _from_learned_start(layer: Callable[..., Any], start: Callable[..., Any]):
     return run
 
 
+def _without_sums(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer whose sums are not wanted."""
+    return lambda *args: layer(*args)[:2]
+
+
 def _with_others(params: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
     """Parameters of the layers by kind, as layers that are looked into take them; see `make_forward`."""
     return tuple(zip(params, others, strict=True)) if others else params
 
 
-def _run_at_once(layout: Layout, mesh, layers, params, others, frozen, carry, batch, key, table):
+def _run_at_once(
+    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
+):
     """The whole batch and window as one block on every data-parallel group."""
 
     def run(params, others, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
@@ -105,7 +122,7 @@ def _run_at_once(layout: Layout, mesh, layers, params, others, frozen, carry, ba
             time_major=layout.facts.time_major,
             platform=layout.facts.platform,
         )
-        return run_block(layout, layers, params, others, frozen, carry, at)
+        return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
 
     if mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand:
         return run(params, others, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
@@ -119,30 +136,35 @@ def _run_at_once(layout: Layout, mesh, layers, params, others, frozen, carry, ba
         first_row = group * (layout.facts.batch_size // mesh.shape[DATA])
         at_layout = layout.constraint(mesh, DATA)
         carry, sums = run(params, others, frozen, carry, batch, key, first_row, at_layout)
+        if predicts:
+            return carry, vary_like(sums, group)
         with jax.named_scope("loss"):
             return carry, lax.psum(vary_like(sums, group), DATA)
 
     rows = jax.tree.map(lambda a: P(DATA) if jnp.ndim(a) else P(), batch)
+    of_block = P(None, DATA) if layout.facts.time_major else P(DATA)
     return jax.shard_map(
         run_shard,
         mesh=mesh,
         axis_names={DATA},
         in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
-        out_specs=(P(None, DATA), P()),
+        out_specs=(P(None, DATA), of_block if predicts else P()),
     )(params, others, frozen, carry, batch, key)
 
 
-def run_block(layout: Layout, layers, params, others, frozen, carry, at: At):
-    """All of a model on a block of rows and time steps: the carry, and the sums."""
+def run_block(
+    layout: Layout, layers, params, others, frozen, carry, at: At, *, predicts: bool = False
+):
+    """All of a model on a block of rows and time steps: the carry, and the sums or what `predict` gives."""
     model, facts = layout.merge(params, frozen), layout.facts
     with jax.named_scope("first"):
         x = model.first(at.batch, at._replace(layer=len(facts.kind_of) + 1))
     own = _with_others(layout.of_layers(params), others), layout.of_layers(frozen)
-    start = x, vary_like(facts.no_sums, (carry, x))  # in a loop over layers all is of one type
+    no_sums = () if predicts else facts.no_sums
+    start = x, vary_like(no_sums, (carry, x))  # in a loop over layers all is of one type
     carry, (y, of_layers) = _run_stack(layout, layers, *own, carry, start, at)
     with jax.named_scope("head"):
-        sums = model.last(y, at.batch, at._replace(layer=len(facts.kind_of)))
-        return carry, facts.total(sums, of_layers)
+        return carry, facts.after_layers(model, y, at, of_layers, predicts=predicts)
 
 
 def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
@@ -171,13 +193,17 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
     return tuple(carry), x
 
 
-def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, batch, key, table):
+def _run_in_units(
+    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
+):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
     if hasattr(model, "prepare"):
         model = model.prepare(mesh.shape)
-    outer = Outer(layout, model)
+    outer = Outer(layout, model, predicts=predicts)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
+    # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
+    sharded = sharded and (not predicts or hasattr(model, "predict_part"))
     # If all of `first` is frozen there is no gradient to add to.
     adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]
     deal, gather = _deal(layout, mesh)
@@ -191,7 +217,8 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
         slots=layout.slots,
         chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
         microbatch_rows=b,
-        adds_sums=layout.facts.adds_sums,
+        collects="rows" if predicts else "sums",
+        adds_sums=layout.facts.adds_sums and not predicts,
         head="sharded" if sharded else "last",
         last_specs=_last_specs(layout, outer),
         config=parallel.pipeline,
@@ -214,7 +241,10 @@ def _run_in_units(layout: Layout, mesh, layers, params, others, frozen, carry, b
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
-    sums, carry, _ = pipeline.sums(parts(0, others), carry, block, table, frozen=parts(1), key=key)
+    run = pipeline.forward if predicts else pipeline.sums
+    sums, carry, _ = run(parts(0, others), carry, block, table, frozen=parts(1), key=key)
+    if predicts:
+        sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
 
 

@@ -273,18 +273,21 @@ class Layout:
 class Outer:
     """Variables outside the stack, as flat lists that an engine can take; and the functions that use them.
 
+    What follows the layers is `last`, or where rows are predicted the model's `predict`.
+
     Attributes:
       states, leaves: of what is trained, and of all other variables; of the layers too.
       first, last: likewise the numbers of the leaves that each uses.
     """
 
-    def __init__(self, layout: Layout, model: Any):
+    def __init__(self, layout: Layout, model: Any, *, predicts: bool = False):
         """Looks at what `first` and `last` use.
 
         Args:
           model: of the layout, or what its `prepare` made of it; abstract or with values.
+          predicts: whether `predict` follows the layers.
         """
-        self.layout, facts = layout, layout.facts
+        self.layout, facts, self._predicts = layout, layout.facts, predicts
         self.graphdef, *self.states = facts.split(model)
         paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
         shapes = jax.tree.map(shape_of, self.leaves)
@@ -301,8 +304,8 @@ class Outer:
             return self.merge(leaves).first(batch, facts.at(batch))
 
         def last(leaves):
-            model, batch = self.merge(leaves), zeros(facts.block)
-            return facts.total(model.last(zeros(facts.traces.x), batch, facts.at(batch)))
+            model, at = self.merge(leaves), facts.at(zeros(facts.block))
+            return facts.after_layers(model, zeros(facts.traces.x), at, predicts=predicts)
 
         self.first, self.last = uses(first), uses(last)
 
@@ -324,11 +327,9 @@ class Outer:
         return tuple(jax.tree.leaves(model.add_first_gradient(own, dx, at.batch, at)))
 
     def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
-        """`last` of the model with the leaves that it uses; or `last_part`."""
-        at = at._replace(layer=len(self.layout.facts.kind_of))
-        model = self._with(self.last, leaves, frozen)
-        sums = (model.last_part if is_part else model.last)(y, at.batch, at)
-        return self.layout.facts.total(sums)
+        """`last` of the model with the leaves that it uses, or `predict`; or a part of either."""
+        model, facts = self._with(self.last, leaves, frozen), self.layout.facts
+        return facts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:
         """The model with leaves of these numbers; of the others it has shapes."""

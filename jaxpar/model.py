@@ -126,6 +126,12 @@ class Model(Protocol):
     #   `last` on every stage of a pipeline at once (head="sharded"): each has its part of the parameters
     #   whose dims the rules map to `stage`, and all have y, in float32. Combines what the parts give by
     #   collectives over `stage`.
+    # def predict(self, y, batch, at) -> dict[str, Array]
+    #   What is predicted for each row, by name: arrays [time, rows, ...], or [rows, ...] without time; for
+    #   `LoadedRun.predict`.
+    # def predict_part(self, y, batch, at) -> dict[str, Array]
+    #   `predict` on every stage at once, as `last_part`; all give the same. Without it the last stage has
+    #   the whole parameters of `predict` while it runs.
     # def prepare(self, sizes) -> Model
     #   The model as a step that runs in units uses it, with work done on its parameters that is needed once a
     #   step, not once a unit. `sizes` are those of the mesh's axes.

@@ -2,8 +2,9 @@
 
 A step gives each device, and each microbatch, some of the rows. What mixes rows, as a norm by the statistics
 of a batch or a loss that balances a batch do, would give another loss on every mesh, and no error. It is
-found before a run, on a few rows: where one of them is replaced, `first` and each kind of layer must give the
-same bits for all others; and what `last` gives for two halves must add up to what it gives for the whole.
+found before a run, on a few rows: where one of them is replaced, `first`, each kind of layer and `predict`
+must give the same bits for all others; and what `last` gives for two halves must add up to what it gives for
+the whole.
 """
 
 import collections
@@ -36,25 +37,30 @@ _NOWHERE = -1  # the dim of rows of an array that has none
 _passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
 
 
-def check_rows_alone(layout: Layout) -> None:
+def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     """Checks that no row of a batch depends on another, by running parts of the model on random numbers.
 
     Each part is drawn and run by itself on one device, in its real size, on few rows; not again in a process
     for an equal model.
 
+    Args:
+      predicts: whether the model's `predict` is looked at, instead of its `last`.
     Raises:
-      ValueError: `first` or a layer mixes rows, or sums of `last` do not add up.
+      ValueError: `first`, a layer or `predict` mixes rows, or sums of `last` do not add up.
     """
     batch = layout.task.example_batch()
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     batch = jax.tree.map(lambda a: np.asarray(a)[:num_rows] if np.ndim(a) else a, batch)
     graphdef, state = nnx.split(layout.facts.model)
-    model = (graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
+    model = (predicts, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
     if num_rows and model not in _passed:
-        trial = _Trial(layout, batch, num_rows)
+        trial = _Trial(layout, batch, num_rows, predicts=predicts)
         for kind in range(len(layout.facts.kinds)):
             trial.check_layer(kind)
-        trial.check_last()
+        if predicts:
+            trial.check_predict()
+        else:
+            trial.check_last()
         _passed.append(model)
 
 
@@ -66,10 +72,11 @@ class _Trial:
       in_batch, in_x: trees of the dim of rows in each of their arrays.
     """
 
-    def __init__(self, layout: Layout, batch: Any, num_rows: int):
+    def __init__(self, layout: Layout, batch: Any, num_rows: int, *, predicts: bool):
         """Looks at `first`, which tells the shapes of x."""
         self.layout, self.batch, self.num_rows = layout, batch, num_rows
-        self.outer, self.rng = Outer(layout, layout.abstract_model()), np.random.default_rng(0)
+        self.outer = Outer(layout, layout.abstract_model(), predicts=predicts)
+        self.rng = np.random.default_rng(0)
         self.in_batch = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else _NOWHERE, batch)
 
         @_quick_jit
@@ -153,6 +160,20 @@ class _Trial:
             self.check_alone(
                 "last", lambda *inputs: of_whole(*inputs)[0], draw_inputs(), dims, gradients
             )
+
+    def check_predict(self) -> None:
+        """By all that it gives."""
+        facts = self.layout.facts
+
+        @_quick_jit
+        def predict(variables, y, batch):
+            leaves, frozen = variables
+            return self.outer.run_last(leaves, frozen, y, self.at(batch), is_part=False)
+
+        run = functools.partial(predict, self.draw_outer(self.outer.last))
+        dims = {f"output {name!r}": int(facts.time_major) for name in sorted(facts.outputs)}
+        inputs = self.random_x(), self.batch
+        self.check_alone("predict", run, inputs, (self.in_x, self.in_batch), dims)
 
     def check_added(
         self,

@@ -414,6 +414,40 @@ def _make_eval_step(setup: Setup) -> CompiledStep:
     return CompiledStep(step, setup.layout, backward=False)
 
 
+def make_predict_step(
+    task: Task | Setup,
+    parallel: Parallel | MeshConfig | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+) -> CompiledStep:
+    """What the model predicts for a batch, without dropout, compiled for the mesh.
+
+    Args:
+      task, parallel, train, mesh: as for `make_train_step`.
+    Returns:
+      (state, batch) -> (carry, outputs); of the state parameters and carry are read. Outputs are those of the
+      model's `predict`, arrays by name, [rows, time, ...] or without time [rows, ...], laid out as the batch.
+      For a batch that is shorter than the task's example they have its full length.
+    Raises:
+      ValueError: sizes do not fit the mesh, or the model does not say what it predicts.
+    """
+    return Setup.of(task, parallel, train, mesh).keep(_make_predict_step)
+
+
+def _make_predict_step(setup: Setup) -> CompiledStep:
+    forward = make_forward(setup.layout, setup.mesh, predicts=True)
+    check_rows_alone(setup.layout, predicts=True)
+
+    def step(state: TrainState, batch: Any, table: TickTable | None):
+        carry, outputs = forward(state.params, state.frozen, state.carry, batch, None, table)
+        if setup.layout.facts.time_major:
+            outputs = jax.tree.map(lambda a: a.swapaxes(0, 1), outputs)
+        return carry, outputs
+
+    where = batch_sharding(setup)
+    return CompiledStep(step, setup.layout, backward=False, out_shardings=(None, where))
+
+
 def batch_sharding(setup: Setup) -> NamedSharding:
     """How the arrays of a batch lie on the mesh between steps: rows as the rules say, in the user's order.
 

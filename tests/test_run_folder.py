@@ -89,7 +89,7 @@ def test_one_run_at_a_time_and_the_other_is_named(run, text):
     with another_process(run) as process:
         message = (
             rf"run is in use: process {process.pid} on {re.escape(socket.gethostname())} has it since "
-            r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d; let it end, or use another --train\.out-dir"
+            r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d; let it end, or use another folder"
         )
         for use in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(BlockingIOError, match=message):

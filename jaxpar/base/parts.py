@@ -11,6 +11,12 @@ RATE = "rate"  # what the learning rate of its step is multiplied by
 WEIGHT = "weight"  # how much each place counts; 0 is padding
 
 
+def check_split(split: str) -> None:
+    """Raises a ValueError if a split is none of `SPLITS`."""
+    if split not in SPLITS:
+        raise ValueError(f"there is no split {split!r}; use one of {', '.join(SPLITS)}")
+
+
 def part_of(batch: Any, name: str, default: Any = None) -> Any:
     """A field or key of a batch, if it has it."""
     if isinstance(batch, Mapping):

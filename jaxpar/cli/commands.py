@@ -208,10 +208,8 @@ class Plan(TaskOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate(TrainedOptions):
-    """Prints how good a trained model is on the validation and test data of its run.
-
-    On one device, or on any --mesh.
+class BatchOptions(TrainedOptions):
+    """Options of commands that run a trained model on data.
 
     Attributes:
       batch_size: rows of a batch, if not as in training: 1 reads a text as one stream.
@@ -220,6 +218,20 @@ class Evaluate(TrainedOptions):
 
     batch_size: int | None = None
     seq_len: int | None = None
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Those that are given."""
+        sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate(BatchOptions):
+    """Prints how good a trained model is on the validation and test data of its run.
+
+    On one device, or on any --mesh.
+    """
 
     def run(self) -> int:
         """The exit code, 0."""
@@ -231,13 +243,8 @@ class Evaluate(TrainedOptions):
         from jaxpar.training.run_folder import RunFolder
 
         self.start_processes()
-        sizes = {"batch_size": self.batch_size, "seq_len": self.seq_len}
-        evaluations = evaluate_run(
-            RunFolder(self.run_dir),
-            self.mesh,
-            best=self.best,
-            **{name: size for name, size in sizes.items() if size is not None},
-        )
+        folder = RunFolder(self.run_dir)
+        evaluations = evaluate_run(folder, self.mesh, best=self.best, **self.sizes)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
         return 0
@@ -272,6 +279,38 @@ class Export(TrainedOptions):
             print(
                 f"wrote {', '.join(map(str, written))}: the weights of {run.folder} after step {run.step}"
             )
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Predict(BatchOptions):
+    """Writes what a trained model predicts for each row of some data, in the order of the data.
+
+    A model says what that is by its method predict: a language model gives the log-likelihood of each token,
+    one of images the probability of each class. Each is a file NAME.npy. If it is stopped, the same command
+    goes on. On one device, or on any --mesh.
+
+    Attributes:
+      data: a split, such as test, or what else the task's make_batches knows; of a language model also a
+        file of text.
+      out: the folder, a new one.
+    """
+
+    data: Annotated[str, Positional, arg(metavar="DATA")] = dataclasses.field(kw_only=True)
+    out: Annotated[str, arg(aliases=["-o"], metavar="FOLDER")] = dataclasses.field(kw_only=True)
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        import jax
+
+        from jaxpar.training.loaded import load_run
+
+        self.start_processes()
+        run = load_run(self.run_dir, self.mesh, best=self.best)
+        outputs = run.predict(self.data, self.out, **self.sizes)
+        if jax.process_index() == 0:
+            for name, array in outputs.items():
+                print(f"wrote {Path(self.out) / name}.npy: {array.dtype}{list(array.shape)}")
         return 0
 
 
@@ -367,7 +406,7 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Runs train, evaluate or export in several processes here, or prints a script for a cluster.
+    """Runs train, evaluate, predict or export in several processes here, or prints a script for a cluster.
 
     Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
@@ -433,6 +472,7 @@ COMMANDS: dict[str, type[Command]] = {
     "train": Train,
     "plan": Plan,
     "evaluate": Evaluate,
+    "predict": Predict,
     "export": Export,
     "inspect": Inspect,
     "plot": Plot,

@@ -107,10 +107,11 @@ class Pipeline(Spec):
         frozen: PipelineParams | None = None,
         key: jax.Array | None = None,
     ) -> tuple[Any, Any, jax.Array]:
-        """`sums` without its own gradients: autodiff differentiates the loop and keeps every residual.
+        """`sums` without its own gradients; or the rows that `last` gives, [T, B, ...] or [B, ...].
 
-        This is the GPipe schedule as autodiff gives it for free: an oracle for tests, and a baseline for
-        benchmarks. Arguments as of `sums`; the table has no backward pass, and concrete values.
+        Arguments as of `sums`; the table has no backward pass. If it has concrete values, autodiff
+        differentiates the loop and keeps every residual: the GPipe schedule as autodiff gives it for free, an
+        oracle for tests and a baseline for benchmarks.
         """
         frozen = frozen or self.nothing_frozen
         self._check(params, frozen, carry, batch, table)
@@ -150,8 +151,9 @@ class Pipeline(Spec):
                 state = loop.run(loop.start(carry), known if fixed else table.num_ticks)
             return self._results(state)
 
+        rows = P(None, DATA) if self.rows_dim else P(DATA)
         results = (
-            P(),
+            P() if self.collects == "sums" else rows,
             P(STAGE, DATA),
             P(DATA, None, None, STAGE),
             *([specs] if with_gradients else []),
@@ -170,6 +172,8 @@ class Pipeline(Spec):
     def _results(self, state: State) -> tuple[Any, ...]:
         """What all devices have made together: sums, carry, what was counted, and gradients."""
         over_head = (DATA,) if self.head == "sharded" else (DATA, STAGE)
+        if self.collects == "rows":
+            return self._rows(state.sums), state.carry, state.ran_T4[None, ..., None]
         sums = self._sum(state.sums, *over_head)
         if self.adds_sums:
             sums = add(sums, self._sum(state.layer_sums, DATA, STAGE))
@@ -184,6 +188,19 @@ class Pipeline(Spec):
                 last=self._sum(state.grads.last, *over_head),
             )
         return (*out, grads)
+
+    def _rows(self, rows: Any) -> Any:
+        """The rows that were collected, on all stages: those of the last layer's stage, zeros on others."""
+        if self.head == "sharded":
+            return rows
+
+        def of_all(a):
+            wide = a.dtype
+            if wide.itemsize < 4:  # XLA's CPU compiler aborts on a sum of bfloat16
+                wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
+            return self._sum(a.astype(wide), STAGE).astype(a.dtype)
+
+        return jax.tree.map(of_all, rows)
 
     @property
     def _has_axes(self) -> bool:

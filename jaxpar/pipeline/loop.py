@@ -60,7 +60,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpar.base.axes import DATA, STAGE
-from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.base.trees import add, vary_like
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
@@ -88,7 +88,7 @@ class State(NamedTuple):
     carry: Any  # for every kind, [rows, B, ...]
     arrived_x: Any  # activations that wait for their tick, [buffers + 1, t, b, ...]
     ran_T4: Any  # units that this stage did in each part of a tick
-    sums: Any  # of `last`
+    sums: Any  # of `last`, or its rows
     layer_sums: Any  # of the layers; () if they add none
     kept: Any = None  # for the backward of a unit, leaves [residual slots, ...]
     head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
@@ -145,7 +145,7 @@ class Loop:
         state = vary_like(state, here)
         # A sharded head's sums are the same on all stages, and so differ over `data` alone.
         head_like = lax.axis_index(DATA) if self.spec.head == "sharded" else here
-        sums = vary_like(zeros(stage.sums_shape), head_like)
+        sums = vary_like(stage.nothing_collected, head_like)
         state = state._replace(sums=sums, layer_sums=stage.no_sums)
         if self.kept is not None:
             grads = jax.tree.map(
@@ -262,7 +262,7 @@ class Loop:
 
     @jax.named_scope(HEAD)
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
-        """Sums and cotangent of the unit that has just left the last layer, if there is one."""
+        """Sums (or rows) and cotangent of the unit that has just left the last layer, if there is one."""
         stage = self.stage
         on_stage = stage.number == self.table.route.stages[-1]
         dtypes = jax.tree.map(lambda a: a.dtype, y)
@@ -278,12 +278,12 @@ class Loop:
             active = (unit.number >= 0) & on_stage
 
         if not self.kept:
-            sums = lax.cond(
-                active,
-                lambda: vary_like(add(state.sums, stage.last(stage.params.last, y, unit)), y),
-                lambda: state.sums,
-            )
-            return state._replace(sums=sums)
+
+            def collect():
+                of_unit = stage.last(stage.params.last, y, unit)
+                return vary_like(stage.collect(state.sums, of_unit, unit), y)
+
+            return state._replace(sums=lax.cond(active, collect, lambda: state.sums))
 
         def loss(params, y):
             sums = stage.last(params, y, unit)

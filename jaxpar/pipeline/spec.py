@@ -22,7 +22,8 @@ Layer = Callable[[Any, Any, Any, Any, At], tuple[Any, ...]]
 # Before the first layer: (its parameters, what of them is frozen, where the unit lies) -> x.
 First = Callable[[Any, Any, At], Any]
 # After the last layer: (its parameters, what of them is frozen, y, where the unit lies) -> sums, a tree of
-# float32 scalars whose first leaf is the loss. y is float32 if the head is sharded.
+# float32 scalars whose first leaf is the loss. y is float32 if the head is sharded. Where rows are collected,
+# any tree of arrays [t, b, ...], or [b, ...] without time.
 Last = Callable[[Any, Any, Any, At], Any]
 # Adds what `first` contributes: (gradients so far, parameters, frozen, where the unit lies, dx) -> gradients.
 FirstGradient = Callable[[Any, Any, Any, At, Any], Any]
@@ -53,6 +54,8 @@ class Spec:
       slots: where each layer lies (`placement.make_slots`).
       chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
       microbatch_rows: b, rows of a microbatch on one data-parallel device.
+      collects: what `last` gives of each unit: "sums", which are added up, or "rows", which are put in their
+        places. Rows are for the forward pass alone, and layers add no sums then.
       adds_sums: whether layers return sums; all of them or none.
       head: "last" runs `last` on one stage only, that of the last layer; with "sharded" every stage runs it
         on its part of the parameters, and `last` combines the parts by collectives over `stage`.
@@ -76,6 +79,7 @@ class Spec:
     slots: Slots
     chunk_len: int | None
     microbatch_rows: int
+    collects: Literal["sums", "rows"] = "sums"
     adds_sums: bool = False
     head: Head = "last"
     last_specs: tuple[Any, Any] = (P(), P())

@@ -51,8 +51,8 @@ class Stage:
       key: of dropout.
       number: of the stage, and `first_row` of the group in the batch.
       here: a value that differs over both axes, as everything does that is cast to be like it.
-      num_chunks: K of the batch, at most `max_chunks`; `num_groups` V, of layers.
-      x_shape, sums_shape: of what layers pass on, and of what `last` gives.
+      num_chunks: K of the batch, at most `max_chunks`; `num_groups` V, of layers; `num_rows` B.
+      x_shape, sums_shape: of what layers pass on, and of what `last` gives of a unit.
     """
 
     spec: Spec
@@ -68,6 +68,7 @@ class Stage:
     num_chunks: Any
     max_chunks: int
     num_groups: int
+    num_rows: int
     x_shape: Any = None
     sums_shape: Any = None
 
@@ -109,9 +110,9 @@ class Stage:
         num_rows = table.max_microbatches * spec.microbatch_rows
         first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * num_rows, num_rows)
         first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
-        of_table = table.num_chunks, table.max_chunks, table.route.num_groups
+        sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
         stage = cls(
-            *(spec, params, frozen, batch, slots, rows, key, number, first_row, here, *of_table)
+            *(spec, params, frozen, batch, slots, rows, key, number, first_row, here, *sizes)
         )
         unit = Unit(jnp.int32(0))
         x = jax.eval_shape(lambda: stage.first(unit))
@@ -154,8 +155,32 @@ class Stage:
         return lax.psum(jax.tree.map(lambda a: a.astype(jnp.float32), y), STAGE)
 
     def last(self, params: Any, y: Any, unit: Unit) -> Any:
-        """The sums of a unit."""
+        """The sums of a unit, or its rows."""
         return self.spec.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
+
+    @property
+    def nothing_collected(self) -> Any:
+        """What `last` has given before the first unit: zeros, of rows all that the device has."""
+        if self.spec.collects == "sums":
+            return zeros(self.sums_shape)
+        num_chunks, rows_dim = self.max_chunks * self.spec.num_segments, self.spec.rows_dim
+
+        def whole(a):
+            steps = [size * num_chunks for size in a.shape[:rows_dim]]
+            return jnp.zeros((*steps, self.num_rows, *a.shape[rows_dim + 1 :]), a.dtype)
+
+        return jax.tree.map(whole, self.sums_shape)
+
+    def collect(self, so_far: Any, of_unit: Any, unit: Unit) -> Any:
+        """What `last` has given so far, with what it gives of a unit."""
+        if self.spec.collects == "sums":
+            return add(so_far, of_unit)
+        place = self.place(unit)[1 - self.spec.rows_dim :]  # (time, row), or (row,) without time
+
+        def put(a, part):
+            return lax.dynamic_update_slice(a, part, corner(a, *place))
+
+        return jax.tree.map(put, so_far, of_unit)
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -192,16 +217,18 @@ class Stage:
         """Which one a unit is of."""
         return jnp.maximum(number, 0) // self.num_chunks
 
+    def place(self, unit: Unit) -> tuple[Any, Any]:
+        """The first time step of a unit within the window, and its first row within the device's."""
+        number = jnp.maximum(unit.number, 0)
+        k, row = number % self.num_chunks, self.microbatch(number) * self.spec.microbatch_rows
+        chunk = unit.segment * self.max_chunks + k if self.spec.num_segments > 1 else k
+        return chunk * (self.spec.chunk_len or 0), row
+
     def at(self, unit: Unit) -> At:
         """Where a unit lies, and its part of the batch."""
-        number = jnp.maximum(unit.number, 0)
         t, b = self.spec.chunk_len or 0, self.spec.microbatch_rows
-        k, row = number % self.num_chunks, self.microbatch(number) * b
+        time, row = self.place(unit)
         K = self.max_chunks * self.spec.num_segments
-
-        def time():
-            in_segments = self.spec.num_segments > 1
-            return (unit.segment * self.max_chunks + k) * t if in_segments else k * t
 
         def cut(a):
             if not jnp.ndim(a):
@@ -211,12 +238,12 @@ class Stage:
             # What has one step is the same for all chunks, and one chunk has all steps, however many.
             is_cut = K > 1 and a.shape[0] > 1
             steps = t if is_cut else a.shape[0]
-            start = time() if steps != a.shape[0] else 0
+            start = time if steps != a.shape[0] else 0
             return lax.dynamic_slice(a, corner(a, start, row), (steps, b, *a.shape[2:]))
 
         return At(
             layer=0,
-            time=time(),
+            time=time,
             row=self.first_row + row,
             key=self.key,
             batch=jax.tree.map(cut, self.batch),

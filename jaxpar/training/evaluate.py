@@ -69,17 +69,23 @@ def sum_batches(
     for window in range(checked.num_windows):
         before_batch()
         batch = place_batch(checked, window, sharding)
-        if not window and not starts_of(batch):
-            raise ValueError(
-                "the first batch says starts=False: it would continue with the carried state of training; "
-                "let it say True"
-            )
+        if not window:
+            check_begins(batch)
         state, window_sums = step(state, batch)
         sums.append(window_sums)  # stays on the device
         do_not_run_ahead(setup.mesh, window_sums)
     if not sums:
         raise ValueError("there are no batches to evaluate; give more rows, or smaller batches")
     return jax.tree.map(lambda *parts: math.fsum(map(float, parts)), *jax.device_get(sums))
+
+
+def check_begins(batch: Any) -> None:
+    """Raises a ValueError if the first batch of an epoch goes on with the state of another."""
+    if not starts_of(batch):
+        raise ValueError(
+            "the first batch says starts=False: it would continue with the carried state of training; "
+            "let it say True"
+        )
 
 
 def _counting(setup: Setup) -> Step:

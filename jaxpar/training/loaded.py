@@ -8,13 +8,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
+from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.training.evaluate import evaluate
+from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data
+from jaxpar.training.predict import predict
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing, outgoing, write_weights
@@ -63,6 +66,54 @@ class LoadedRun:
         """
         self.folder.record.check_data(describe_data(self.setup))
         return evaluate(self.setup, self.state, split)
+
+    def predict(
+        self,
+        data: Batches | str,
+        out: str | PathLike[str] | None = None,
+        *,
+        quiet: bool = False,
+        **sizes: int,
+    ) -> dict[str, np.ndarray]:
+        """What the model predicts for each row of some data, as its method `predict` says, by name.
+
+        Batches that know where their rows lie in the data, as jaxpar's do, have it in the order of the data:
+        [N, ...] for arrays of N rows (`ArrayBatches`), or of N steps, however they are read (one series,
+        packed or bucketed sequences). Others have [batches x rows, ...] in the order of their rows. Where
+        nothing is predicted, such as for a step in no batch, there is NaN, or 0 among integers.
+
+        Args:
+          data: a split of the run's data, such as "test", or batches of your own.
+          out: a folder, for more than the memory holds: each output is a file NAME.npy there, written as it
+            is predicted. A prediction that was killed goes on there if it is asked for again. None keeps all
+            in memory; several processes need a folder that all of them see.
+          quiet: shows no progress bar.
+          sizes: fields of the task that shall differ from training, such as batch_size=1.
+        Returns:
+          arrays by name; those of a folder are memory-mapped.
+        Raises:
+          ValueError: the model has no `predict`, or it mixes rows; batches do not fit the task; the folder
+            has other predictions.
+          OSError: the data cannot be read, or the folder not be written.
+        """
+        setup, state = self.setup, self.state
+        if sizes:
+            setup, state = in_batches(setup, state, **sizes)
+        run = dataclasses.replace(self, setup=setup, state=state)
+        batches = run.batches(data) if isinstance(data, str) else data
+        name = data if isinstance(data, str) else type(data).__name__
+        of = {"run": self.folder.record.read()["run"], "step": self.step, "data": name}
+        return predict(setup, state, batches, out, of=of, quiet=quiet)
+
+    def batches(self, data: str) -> Batches:
+        """The batches of a split of the run's data, in the order of evaluation.
+
+        Raises:
+          ValueError: there is no such split, or the data have changed since the run began.
+          OSError: they cannot be read.
+        """
+        self.folder.record.check_data(describe_data(self.setup))
+        return self.setup.task.make_batches(data)
 
     def export(
         self, path: str | PathLike[str], *, dtype: str | None = None, torch: bool = False

@@ -94,8 +94,7 @@ class FolderLock:
             holder = os.pread(file, _MESSAGE_BYTES, 0)
             os.close(file)
             raise BlockingIOError(
-                f"{self._folder} is in use: {_describe(holder)}; let it end, or use another "
-                f"--train.out-dir"
+                f"{self._folder} is in use: {_describe(holder)}; let it end, or use another folder"
             ) from None
         except OSError as error:
             if error.errno not in _UNKNOWN:

@@ -56,9 +56,9 @@ class Writing:
         arrays: Mapping[str, Any],
         *,
         together: Together,
-        seal: Callable[[Path], None],
-        clean_up: Callable[[], None],
-        on_failure: Callable[[], None],
+        seal: Callable[[Path], object] = lambda _: None,
+        clean_up: Callable[[], object] = lambda: None,
+        on_failure: Callable[[], object] = lambda: None,
     ):
         self._path, self._together = path, together
         self._seal, self._clean_up, self._on_failure = seal, clean_up, on_failure

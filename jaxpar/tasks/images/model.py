@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Keys of a batch.
 IMAGE, LABEL = "image", "label"
 
+PROBABILITIES = "probabilities"  # what is predicted
+
 # Dims, besides those in `axes`.
 CHANNELS = "channels"  # what a convolution computes
 FEATURES = "features"  # widths of dense layers, in turn: what enters the first of them is features,
@@ -94,6 +96,10 @@ class HybridConvNet(nnx.Module):
                 jnp.sum(weight_B),
                 {"accuracy": jnp.sum(weight_B * is_right_B.astype(weight_B.dtype))},
             )
+
+    def predict(self, x_BF: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
+        """The probability of each class: float32 [B, V]."""
+        return {PROBABILITIES: jax.nn.softmax(self.classify(x_BF, at), axis=-1)}
 
     def classify(self, x_BF: jax.Array, at: At) -> jax.Array:
         """The dense layers: float32 logits [B, V]."""

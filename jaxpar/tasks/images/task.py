@@ -105,12 +105,14 @@ class Images(Task):
         """The images of a split, their labels, and which of them count.
 
         Raises:
-          ValueError: the images do not fit the model, or are not installed.
+          ValueError: there is no such split, or the images do not fit the model, or are not installed.
         """
+        from jaxpar.base.parts import check_split
         from jaxpar.data.array import ArrayBatches
         from jaxpar.tasks.images.digits import load_digits
         from jaxpar.tasks.images.model import IMAGE, LABEL
 
+        check_split(split)
         arrays = load_digits()[split]
         shape, classes = arrays[IMAGE].shape[1:], int(arrays[LABEL].max()) + 1
         for name, known in (("image_shape", shape), ("num_classes", classes)):

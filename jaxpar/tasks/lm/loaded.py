@@ -6,12 +6,16 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from os import PathLike
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.checks import require
+from jaxpar.base.files import read_text
+from jaxpar.base.parts import SPLITS
+from jaxpar.data.batches import Batches
 from jaxpar.data.order import check_at_least
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
@@ -35,6 +39,27 @@ class TextRun(LoadedRun):
           ValueError, OSError: it is damaged, or cannot be read.
         """
         return Vocabulary.from_json(self.folder.read(VOCABULARY))
+
+    def batches(self, data: str) -> Batches:
+        """The batches of a split of the run's data, or of a file of text.
+
+        A text is read with the run's vocabulary, in which other words are `<unk>`, and as the task says: as
+        one stream, or by lines.
+
+        Args:
+          data: "train", "valid" or "test"; or the path of a file.
+        Raises:
+          ValueError, OSError: as of `LoadedRun.batches`, or the file is too short, or no text.
+        """
+        if data in SPLITS:
+            return super().batches(data)
+        if not Path(data).expanduser().exists():
+            raise FileNotFoundError(
+                f"{data} is neither a split ({', '.join(SPLITS)}) nor a file of text; give one of these"
+            )
+        tokens = self.vocabulary.encode(read_text(Path(data).expanduser()))
+        assert isinstance(self.setup.task, LM)
+        return self.setup.task.batches_of(tokens, self.vocabulary.separator)
 
     def logits(self, text: str) -> np.ndarray:
         """What the model expects after each token of a text, read from the start of a line.

@@ -71,6 +71,12 @@ def _nll(manual_axis: str | None, logits_TBV, targets_TB) -> jax.Array:
 
 def _nll_fwd(manual_axis: str | None, logits_TBV, targets_TB):
     """The sum, and what its gradient is made of: one `exp` per logit serves both."""
+    nll_TB, exp_TBV, sum_TB = _nll_of_each(manual_axis, logits_TBV, targets_TB)
+    return jnp.sum(nll_TB), (exp_TBV, sum_TB, targets_TB)
+
+
+def _nll_of_each(manual_axis: str | None, logits_TBV, targets_TB):
+    """Of each target, 0 where there is none; and the exponentials, with their sums."""
     max_TB = jnp.max(logits_TBV, axis=-1)
     target_TB = _pick(logits_TBV, targets_TB, manual_axis)
     if manual_axis is not None:
@@ -82,7 +88,7 @@ def _nll_fwd(manual_axis: str | None, logits_TBV, targets_TB):
     if manual_axis is not None:
         sum_TB, target_TB = lax.psum((sum_TB, target_TB), manual_axis)
     nll_TB = jnp.where(targets_TB != IGNORE, jnp.log(sum_TB) + (max_TB - target_TB), 0.0)
-    return jnp.sum(nll_TB), (exp_TBV, sum_TB, targets_TB)
+    return nll_TB, exp_TBV, sum_TB
 
 
 def _nll_bwd(manual_axis: str | None, saved, d_nll: jax.Array):
@@ -96,6 +102,33 @@ def _nll_bwd(manual_axis: str | None, saved, d_nll: jax.Array):
 
 
 _nll.defvjp(_nll_fwd, _nll_bwd)
+
+
+@jax.named_scope("log_likelihood")
+def log_likelihood(
+    logits_TBV: jax.Array, targets_TB: jax.Array, *, manual_axis: str | None = None
+) -> jax.Array:
+    """Of each target, float32 [T, B], in nats; 0 where it is `IGNORE`. Arguments as of `cross_entropy`."""
+    return -_nll_of_each(manual_axis, logits_TBV, targets_TB)[0]
+
+
+def linear_log_likelihood(
+    y_TBH: jax.Array,
+    kernel_HV: jax.Array,
+    bias_V: jax.Array,
+    targets_TB: jax.Array,
+    *,
+    max_logits: int,
+) -> jax.Array:
+    """`log_likelihood(y @ kernel + bias, targets)`, a few time steps at a time, as `linear_cross_entropy`."""
+
+    def step(_, chunk):
+        y_tBH, targets_tB = chunk
+        return None, log_likelihood(_logits(y_tBH, kernel_HV, bias_V), targets_tB)
+
+    num_chunks, *padded = _padded(y_TBH, targets_TB, kernel_HV.shape[1], max_logits)
+    found_CtB = lax.scan(step, None, _cut(num_chunks, *padded))[1]
+    return found_CtB.reshape(-1, targets_TB.shape[1])[: len(targets_TB)]
 
 
 def linear_cross_entropy(
@@ -118,11 +151,7 @@ def linear_cross_entropy(
       targets_TB: int32.
       max_logits: how many are computed at once; at least those of `MIN_ROWS` rows.
     """
-    (T, B), V = targets_TB.shape, kernel_HV.shape[1]
-    num_chunks = min(-(-T * B // max(max_logits // V, MIN_ROWS)), T)
-    padding = -T % num_chunks
-    y_TBH = jnp.pad(y_TBH, ((0, padding), (0, 0), (0, 0)))
-    targets_TB = jnp.pad(targets_TB, ((0, padding), (0, 0)), constant_values=IGNORE)
+    num_chunks, y_TBH, targets_TB = _padded(y_TBH, targets_TB, kernel_HV.shape[1], max_logits)
     nll: Any = _linear_nll(num_chunks, y_TBH, kernel_HV, bias_V, targets_TB)
     return Sums(nll, jnp.sum(targets_TB != IGNORE, dtype=jnp.float32))
 
@@ -162,7 +191,21 @@ _linear_nll.defvjp(_linear_nll_fwd, _linear_nll_bwd)
 
 
 def _sums(y_tBH: jax.Array, kernel_HV, bias_V, targets_tB) -> Sums:
-    return cross_entropy(matmul(y_tBH, kernel_HV) + bias_V[None, None], targets_tB)
+    return cross_entropy(_logits(y_tBH, kernel_HV, bias_V), targets_tB)
+
+
+def _logits(y_tBH: jax.Array, kernel_HV, bias_V) -> jax.Array:
+    return matmul(y_tBH, kernel_HV) + bias_V[None, None]
+
+
+def _padded(y_TBH: jax.Array, targets_TB: jax.Array, V: int, max_logits: int) -> tuple[Any, ...]:
+    """In how many chunks of time so many logits are computed; and both, with steps that fill the last one."""
+    T, B = targets_TB.shape
+    num_chunks = min(-(-T * B // max(max_logits // V, MIN_ROWS)), T)
+    padding = -T % num_chunks
+    y_TBH = jnp.pad(y_TBH, ((0, padding), (0, 0), (0, 0)))
+    targets_TB = jnp.pad(targets_TB, ((0, padding), (0, 0)), constant_values=IGNORE)
+    return num_chunks, y_TBH, targets_TB
 
 
 def _pick(logits_TBV: jax.Array, targets_TB: jax.Array, manual_axis: str | None) -> jax.Array:

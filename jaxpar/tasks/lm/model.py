@@ -21,6 +21,8 @@ from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.tasks.lm.loss import (
     cross_entropy,
     linear_cross_entropy,
+    linear_log_likelihood,
+    log_likelihood,
     logits_at_once,
     without_padding,
 )
@@ -28,6 +30,8 @@ from jaxpar.tasks.lm.streams import Batch
 
 if TYPE_CHECKING:
     from jaxpar.tasks.lm.task import LM
+
+LOG_LIKELIHOOD = "log_likelihood"  # what is predicted
 
 
 class LanguageModel(nnx.Module):
@@ -102,10 +106,24 @@ class LanguageModel(nnx.Module):
 
     def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
-        kernel_HV, bias_V = self._head(STAGE)
-        y_TBH = dropout(y_TBH, self.dropout, at)
-        logits_TBV = matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
+        logits_TBV = self._logits_part(dropout(y_TBH, self.dropout, at))
         return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
+
+    def predict(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
+        """The log-likelihood of each target, in nats: float32 [T, B]."""
+        targets_TB, most = jnp.asarray(batch.targets_BT), logits_at_once(at)
+        found_TB = linear_log_likelihood(y_TBH, *self._head(), targets_TB, max_logits=most)
+        return {LOG_LIKELIHOOD: found_TB}
+
+    def predict_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
+        """`predict` on every stage with its part of the vocabulary."""
+        logits_TBV, targets_TB = self._logits_part(y_TBH), jnp.asarray(batch.targets_BT)
+        return {LOG_LIKELIHOOD: log_likelihood(logits_TBV, targets_TB, manual_axis=STAGE)}
+
+    def _logits_part(self, y_TBH: jax.Array) -> jax.Array:
+        """Those of this stage's part of the vocabulary."""
+        kernel_HV, bias_V = self._head(STAGE)
+        return matmul(y_TBH, kernel_HV, jnp.dtype(self.dtype)) + bias_V[None, None]
 
     @jax.named_scope("head")
     def logits(self, y: jax.Array) -> jax.Array:

@@ -205,8 +205,11 @@ class LM(Task):
 
         Raises:
           OSError: the text cannot be read.
-          ValueError: it is too short, or its words do not fit the vocabulary.
+          ValueError: there is no such split, it is too short, or its words do not fit the vocabulary.
         """
+        from jaxpar.base.parts import check_split
+
+        check_split(split)
         corpus = self.read_text()
         return self.batches_of(getattr(corpus, split), corpus.vocabulary.separator, seed)
 

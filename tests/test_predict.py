@@ -1,0 +1,538 @@
+"""Predictions: for every row of the data, in its order, what one device gives; kills lose none."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxpar
+from jaxpar import MeshConfig, Parallel, PipelineConfig, Stack, Sums
+from jaxpar.cli.main import main
+from jaxpar.nn import Stateless
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.tasks.lm import LM
+from jaxpar.tasks.lm.model import LanguageModel
+from jaxpar.tasks.lm.streams import line_places
+from jaxpar.training.predict import predict
+
+full = pytest.mark.full
+WORDS, SEPARATOR = 11, 0
+TASK = LM(
+    num_layers=4, hidden_size=8, embed_size=6, vocab_size=16, num_words=WORDS, batch_size=4, seq_len=8
+)  # fmt: skip
+READ = {
+    "stream": TASK,
+    "packed": dataclasses.replace(TASK, packed=True),
+    "buckets": dataclasses.replace(TASK, num_buckets=3, bucket_multiple=2),
+}
+MESHES = {
+    "dp4": Parallel("dp4"),
+    "tp2": Parallel("tp2"),
+    "microbatches": Parallel("dp2", PipelineConfig(num_microbatches=2, num_chunks=4)),
+    "shares": Parallel("dp2pp2", shares=(3, 1)),
+    "all axes": Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, num_chunks=4)),
+    "fsdp": Parallel("dp2pp2", PipelineConfig(num_chunks=4, head="last"), fsdp=True),
+    "empty stages": Parallel("pp4", PipelineConfig(placement=(0, 3, 0, 1), num_chunks=4)),
+    "interleaved": Parallel(
+        "pp2", PipelineConfig("interleaved", num_groups=2, num_chunks=4, num_microbatches=2)
+    ),
+    "v": Parallel("pp2", PipelineConfig("v", num_chunks=4, num_microbatches=2)),
+    "remat": Parallel("dp2pp2", PipelineConfig(remat=True, num_chunks=4)),
+    "segments": Parallel(
+        "pp2", PipelineConfig(remat=True, remat_keeps="carries", num_chunks=8, head="last")
+    ),
+}
+ROWS = [
+    ("stream", "dp4"), ("packed", "tp2"), ("buckets", "microbatches"), ("packed", "shares"),
+    ("buckets", "all axes"), ("stream", "fsdp"), ("stream", "empty stages"), ("packed", "interleaved"),
+    ("buckets", "v"), ("stream", "remat"), ("stream", "segments"),
+]  # fmt: skip
+
+
+def text_of(num_tokens=117):
+    """Tokens of lines of drawn lengths."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(1, WORDS, num_tokens, dtype=np.int32)
+    tokens[rng.random(num_tokens) < 0.15] = SEPARATOR
+    return tokens
+
+
+def plain(task, tokens):
+    """The log-likelihood of every token but the first: piece after piece, by the model called as it is."""
+    setup = Setup.of(task, "dp1")
+    state = init_state(setup, seed=3)
+    model = setup.layout.merge(state.params, state.frozen)
+    B, T, num_steps = task.batch_size, task.seq_len, len(tokens) - 1
+    bounds = np.arange(B + 1) * num_steps // B
+    starts, lengths = bounds[:-1], np.diff(bounds)
+    if task.reads_lines:
+        starts, lengths = line_places(tokens, SEPARATOR)
+    if task.num_buckets:  # what is longer than a batch begins anew
+        pieces = [
+            (s + n, min(T, m - n))
+            for s, m in zip(starts, lengths, strict=True)
+            for n in range(0, m, T)
+        ]
+        starts, lengths = zip(*pieces, strict=True)
+    found = np.full(len(tokens), np.nan, np.float32)
+    for start, length in zip(starts, lengths, strict=True):
+        logits_TV = model(tokens[None, start : start + length])[0]
+        each = jax.nn.log_softmax(logits_TV)[
+            np.arange(length), tokens[start + 1 : start + length + 1]
+        ]
+        found[start : start + length] = each
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: plain(task, text_of()) for name, task in READ.items()}
+
+
+def predicted(task, parallel, batches=None, **options):
+    setup = Setup.of(task, parallel)
+    batches = task.batches_of(text_of(), SEPARATOR) if batches is None else batches
+    return predict(setup, init_state(setup, seed=3), batches, quiet=True, **options)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("read", "mesh"), ROWS)
+def test_every_token_has_its_log_likelihood_on_any_mesh(read, mesh, expected):
+    found = predicted(READ[read], MESHES[mesh])
+    np.testing.assert_allclose(found["log_likelihood"], expected[read], rtol=1e-5, atol=1e-6)
+    assert np.isnan(found["log_likelihood"]).sum() == 1
+
+
+def test_a_head_in_parts_is_gathered_where_a_model_predicts_as_a_whole(monkeypatch):
+    task = dataclasses.replace(TASK, hidden_size=6)
+    monkeypatch.delattr(LanguageModel, "predict_part")
+    found = predicted(task, Parallel("pp2", PipelineConfig(num_chunks=2, head="sharded")))
+    np.testing.assert_allclose(
+        found["log_likelihood"], plain(task, text_of()), rtol=1e-5, atol=1e-6
+    )
+
+
+# ---- any model, any batches ----
+
+
+class Silent(nnx.Module):
+    """Rows without time; it does not say what it predicts."""
+
+    time_major = False
+
+    def __init__(self, rngs):
+        def layer(rngs):
+            return Stateless(nnx.Linear(4, 4, rngs=rngs))
+
+        self.layers = Stack([layer] * 2, rngs=rngs)
+
+    def first(self, batch, at):
+        return batch["x"]
+
+    def last(self, y, batch, at):
+        return Sums(jnp.sum(y**2), jnp.float32(len(y)))
+
+
+class Net(Silent):
+    """What it predicts has many types."""
+
+    def predict(self, y, batch, at):
+        return {
+            "y": y.astype(jnp.bfloat16), "sign": y[:, 0] > 0, "best": jnp.argmax(y, axis=1),
+            "small": (batch["x"][:, :2] * 30).astype(jnp.int8),
+        }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(jaxpar.Task):
+    """Arrays in memory, or batches of one's own."""
+
+    batch_size: int = 8
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig()
+
+    def make_model(self, rngs):
+        return Net(rngs)
+
+    def make_batches(self, split, seed=None):
+        x = np.random.default_rng(1).standard_normal((21, 4)).astype(np.float32)
+        return jaxpar.ArrayBatches({"x": x}, self.batch_size, seed)
+
+
+class Own:
+    """Batches that do not say where their rows lie."""
+
+    batch_size, num_windows = 8, 2
+
+    def batch(self, step, rows=slice(None)):
+        x = np.arange(32, dtype=np.float32).reshape(8, 4) / 10 + step
+        return {"x": x[rows], "weight": np.ones(8, np.float32)[rows]}
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("mesh", ["dp2", "pp2", "dp2pp2"])
+def test_rows_without_time_come_in_their_order_and_in_their_types(mesh):
+    parallel = Parallel(mesh, PipelineConfig(num_microbatches=2))
+    task = Rows()
+    found = predicted(task, parallel, task.make_batches("test"))
+    one = predicted(task, "dp1", jaxpar.ArrayBatches(task.make_batches("test").arrays, 8))
+    x = task.make_batches("test").arrays["x"]
+    assert {name: a.dtype for name, a in found.items()} == {
+        "y": np.float32, "sign": bool, "best": np.int32, "small": np.int8,
+    }  # fmt: skip
+    np.testing.assert_array_equal(found["small"], (x[:, :2] * 30).astype(np.int8))
+    for name, array in found.items():
+        assert len(array) == 21
+        np.testing.assert_allclose(array, one[name], rtol=2**-7)
+    assert found["sign"].any()
+    assert not found["sign"].all()
+
+
+def test_batches_that_do_not_know_their_places_keep_their_order():
+    found = predicted(Rows(), Parallel("dp2"), Own())
+    whole = np.concatenate([Own().batch(n)["x"] for n in range(2)])
+    np.testing.assert_array_equal(found["small"], (whole[:, :2] * 30).astype(np.int8))
+
+
+def test_short_batches_of_ones_own_end_in_nan():
+    task = READ["buckets"]
+    tokens = text_of()
+    own = Listed(task.batches_of(tokens, SEPARATOR))
+    found = predicted(task, Parallel("pp2", PipelineConfig(num_chunks=4)), own)["log_likelihood"]
+    assert found.shape == (own.num_windows * task.batch_size, task.seq_len)
+    for number in range(own.num_windows):
+        batch = own.batch(number)
+        rows = found[number * task.batch_size :][: task.batch_size]
+        length = batch.targets_BT.shape[1]
+        assert np.isnan(rows[:, length:]).all()
+        assert (rows[:, :length] != 0)[batch.targets_BT >= 0].all()
+
+
+class Listed:
+    """Batches of others, without what else these can do."""
+
+    def __init__(self, batches):
+        self.batch, self.num_windows, self.batch_size = (
+            batches.batch, batches.num_windows, batches.batch_size,
+        )  # fmt: skip
+
+
+# ---- in a folder ----
+
+
+@pytest.mark.law
+def test_a_folder_has_what_the_memory_has(tmp_path):
+    inside = predicted(TASK, MESHES["dp4"])
+    outside = predicted(TASK, MESHES["dp4"], out=tmp_path / "new")
+    np.testing.assert_array_equal(outside["log_likelihood"], inside["log_likelihood"])
+    loaded = np.load(tmp_path / "new/log_likelihood.npy")
+    np.testing.assert_array_equal(loaded, inside["log_likelihood"])
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {
+        "log_likelihood.npy", "predictions.json",
+    }  # fmt: skip
+    again = predicted(TASK, MESHES["dp4"], out=tmp_path / "new")  # nothing is left to do
+    np.testing.assert_array_equal(again["log_likelihood"], inside["log_likelihood"])
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("mesh", ["all axes", "dp4"])
+def test_an_interrupted_prediction_goes_on_from_its_carry_on_any_mesh(mesh, tmp_path):
+    tokens = np.tile(text_of(), 4)
+    batches = TASK.batches_of(tokens, SEPARATOR)
+    inside = predicted(TASK, MESHES["all axes"], batches)["log_likelihood"]
+    whole = batches.batch
+
+    def stop(step, rows=slice(None)):
+        if step == 6:
+            raise KeyboardInterrupt
+        return whole(step, rows)
+
+    batches.batch = stop
+    with pytest.raises(KeyboardInterrupt):
+        predicted(TASK, MESHES["all axes"], batches, out=tmp_path)
+    assert json.loads((tmp_path / "predictions.json").read_text())["finished"] == 3
+    assert (tmp_path / "carry-3").is_dir()
+    read = []
+
+    def watched(step, rows=slice(None)):
+        read.append(step)
+        return whole(step, rows)
+
+    batches.batch = watched
+    found = predicted(TASK, MESHES[mesh], batches, out=tmp_path)["log_likelihood"]
+    np.testing.assert_allclose(found, inside, rtol=1e-5, atol=1e-6)
+    assert min(read[1:]) == 3  # the first is looked at to know the data
+    assert not [*tmp_path.glob("carry-*")]
+
+
+# A task that kills its process where a file says so.
+KILLED = """
+import dataclasses, os, signal
+from pathlib import Path
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+import jaxpar
+from jaxpar.nn import GRU
+
+class Batches(jaxpar.SeriesBatches):
+    def batch(self, step, rows=slice(None)):
+        at = Path(__file__).with_name("kill")
+        if at.exists() and step == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().batch(step, rows)
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = jaxpar.Stack([lambda rngs: GRU(4, rngs=rngs)] * 2, rngs=rngs)
+    def first(self, batch, at):
+        return batch["x"]
+    def last(self, y, batch, at):
+        return jaxpar.Sums(jnp.sum((y - batch["x"]) ** 2), jnp.sum(batch["weight"]))
+    def predict(self, y, batch, at):
+        return {"next": y}
+
+@dataclasses.dataclass(frozen=True)
+class Series(jaxpar.Task):
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig()
+    def make_model(self, rngs):
+        return Model(rngs)
+    def make_batches(self, split, seed=None):
+        x = np.random.default_rng(0).standard_normal((400, 4)).astype(np.float32)
+        return Batches({"x": x}, 4, 5, seed)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("killed")
+    (folder / "series.py").write_text(KILLED)
+    assert command(folder, "train", "series.py:Series", "--train.num-steps", "2",
+                   "--optimizer.warmup-steps", "0", "--train.out-dir", "run") == 0  # fmt: skip
+    assert command(folder, "predict", "run", "test", "--out", "whole") == 0
+    return folder
+
+
+def command(folder, *arguments):
+    """The exit code of a command line there."""
+    run = [sys.executable, "-m", "jaxpar", *arguments]
+    return subprocess.run(run, cwd=folder, capture_output=True, timeout=300, check=False).returncode
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
+    out = f"out{num_processes}"
+    launch = ["launch", "--processes", "2", "--", "predict", "--mesh", "dp2"]
+    run = [*(launch if num_processes == 2 else ["predict"]), "run", "test", "--out", out]
+    (trained / "kill").touch()
+    assert command(trained, *run) != 0
+    found = json.loads((trained / out / "predictions.json").read_text())
+    assert found["finished"] == 7
+    assert np.isnan(np.load(trained / out / "next.npy")).any()
+    (trained / "kill").unlink()
+    assert command(trained, *run) == 0
+    whole, after = (np.load(trained / name / "next.npy") for name in ("whole", out))
+    assert whole.shape == (400, 4)
+    assert not np.isnan(whole).any()
+    if num_processes == 1:
+        assert (trained / out / "next.npy").read_bytes() == (
+            trained / "whole/next.npy"
+        ).read_bytes()
+    np.testing.assert_allclose(after, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_the_rows(tmp_path):
+    """In a process of its own: what one output array has would show, and so would all of them."""
+    code = f"""
+import dataclasses, resource, sys
+import jax.numpy as jnp, numpy as np
+from flax import nnx
+import jaxpar
+from jaxpar.setup import Setup
+from jaxpar.training.predict import predict
+
+class Model(nnx.Module):
+    time_major = False
+    def __init__(self, rngs):
+        self.layers = jaxpar.Stack([], rngs=rngs)
+        self.out = nnx.Linear(1, 64, rngs=rngs)
+    def first(self, batch, at):
+        return batch["x"]
+    def last(self, y, batch, at):
+        return jaxpar.Sums(jnp.sum(self.out(y)), jnp.float32(len(y)))
+    def predict(self, y, batch, at):
+        return {{"y": self.out(y)}}
+
+@dataclasses.dataclass(frozen=True)
+class Task(jaxpar.Task):
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig()
+    def make_model(self, rngs):
+        return Model(rngs)
+    def make_batches(self, split, seed=None):
+        return jaxpar.ArrayBatches({{"x": np.ones((int(split), 1), np.float32)}}, 4096, seed)
+    def example_batch(self):
+        return {{"x": np.ones((4096, 1), np.float32), "weight": np.ones(4096, np.float32)}}
+
+setup = Setup.of(Task(), "dp1")
+state = jaxpar.init_state(setup)
+peaks = []
+for rows in (8192, 600_000):
+    predict(setup, state, Task().make_batches(str(rows)), f"{tmp_path}/{{rows}}", quiet=True)
+    peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+print(peaks[1] - peaks[0])
+"""
+    run = [sys.executable, "-c", code]
+    grown = int(subprocess.run(run, capture_output=True, check=True, text=True).stdout)
+    output_bytes = (tmp_path / "600000/y.npy").stat().st_size
+    assert output_bytes > 600_000 * 64 * 4
+    assert grown < 0.3 * output_bytes
+
+
+# ---- of a run ----
+
+
+@pytest.fixture(scope="module")
+def text_run(text, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    sizes = [
+        "--hidden-size",
+        "8",
+        "--embed-size",
+        "8",
+        "--num-layers",
+        "2",
+        "--optimizer.warmup-steps",
+        "0",
+    ]
+    run = ["--train.num-steps", "3", "--train.out-dir", str(folder)]
+    assert main(["train", "lm", "--corpus", str(text), *sizes, *run]) == 0
+    return jaxpar.load_run(folder)
+
+
+def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, capsys):
+    found = text_run.predict("valid", quiet=True)["log_likelihood"]
+    loss = text_run.evaluate("valid").loss
+    np.testing.assert_allclose(-np.nanmean(found), loss, rtol=1e-5)
+    (tmp_path / "other.txt").write_text((text / "valid.txt").read_text())
+    other = text_run.predict(str(tmp_path / "other.txt"), quiet=True)["log_likelihood"]
+    np.testing.assert_array_equal(other, found)
+    one = text_run.predict("valid", quiet=True, batch_size=1)["log_likelihood"]
+    np.testing.assert_allclose(one[:3], found[:3], rtol=1e-4)  # the first of 16 streams
+    out = tmp_path / "out"
+    assert (
+        main(["predict", str(text_run.folder), "valid", "--mesh", "dp2pp2", "--out", str(out)]) == 0
+    )
+    assert f"wrote {out}/log_likelihood.npy: float32[{len(found)}]" in capsys.readouterr().out
+    np.testing.assert_allclose(np.load(out / "log_likelihood.npy"), found, rtol=1e-5, atol=1e-6)
+    with pytest.raises(
+        ValueError, match=r"holds other predictions: of data valid, not test; give another"
+    ):
+        text_run.predict("test", out, quiet=True)
+
+
+def test_images_have_probabilities():
+    pytest.importorskip("sklearn")
+    task = jaxpar.images.Images(channels=(4, 4), hidden_sizes=(8,), batch_size=64, dropout=0.5)
+    one, many = (
+        predicted(task, parallel, task.make_batches("test"))["probabilities"]
+        for parallel in ("dp1", Parallel(MeshConfig(data=2, tensor=2)))
+    )
+    assert len(one) == len(task.make_batches("test").arrays["label"])
+    np.testing.assert_allclose(one.sum(axis=1), 1, rtol=1e-5)
+    np.testing.assert_allclose(one, many, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("task", [TASK, jaxpar.images.Images()])
+def test_a_split_that_is_not_there_is_refused(task):
+    with pytest.raises(ValueError, match="there is no split 'tset'; use one of train, valid, test"):
+        task.make_batches("tset")
+
+
+# ---- what is refused ----
+
+
+def of_model(method):
+    """A task whose model predicts so."""
+
+    class Wrong(Net):
+        predict = method
+
+    @dataclasses.dataclass(frozen=True)
+    class Other(Rows):
+        def make_model(self, rngs):
+            return Wrong(rngs)
+
+    return Other()
+
+
+REFUSED = {
+    "an array": (lambda self, y, batch, at: y, r"`predict` of Wrong returns an array of shape \[8, 4\]"),
+    "nothing": (lambda self, y, batch, at: None, r"returns nothing; let it return a dict of arrays by name"),
+    "none in it": (lambda self, y, batch, at: {"y": None}, r"returns nothing in its dict; let it"),
+    "a sum": (
+        lambda self, y, batch, at: {"y": jnp.sum(y)},
+        r"an array of shape \[\] as 'y' for a block of \[8\]; let it return arrays \[rows, \.\.\.\]",
+    ),
+    "rows that mix": (
+        lambda self, y, batch, at: {"a": y, "p": jax.nn.softmax(y, axis=0)},
+        r"predict mixes the rows of a batch: .* its output 'p' changes in others",
+    ),
+    "other arguments": (
+        lambda self, y: {"y": y}, r"model Wrong: predict.*write predict\(self, y, batch, at\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_prediction_is_refused(name):
+    method, message = REFUSED[name]
+    task = of_model(method)
+    with pytest.raises(ValueError, match=message):
+        predicted(task, "dp2", task.make_batches("test"))
+
+
+def test_a_model_that_does_not_say_what_it_predicts_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Other(Rows):
+        def make_model(self, rngs):
+            return Silent(rngs)
+
+    with pytest.raises(ValueError, match=r"model Silent has no method predict, which says what"):
+        predicted(Other(), "dp1", Rows().make_batches("test"))
+
+
+def test_folders_of_something_else_are_refused(tmp_path):
+    task = Rows()
+    batches = task.make_batches("test")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/thesis.txt").touch()
+    with pytest.raises(
+        FileExistsError, match=r"used holds thesis\.txt, and no predictions; give an empty"
+    ):
+        predicted(task, "dp1", batches, out=tmp_path / "used")
+    predicted(task, "dp1", batches, out=tmp_path / "done")
+    with pytest.raises(
+        ValueError, match=r"done holds other predictions: of first batch .*; give another"
+    ):
+        predicted(
+            task, "dp1", jaxpar.ArrayBatches({"x": -batches.arrays["x"]}, 8), out=tmp_path / "done"
+        )
+    path = tmp_path / "done/predictions.json"
+    path.write_text(path.read_text().replace('"finished": 3', '"finished": 2'))
+    with pytest.raises(ValueError, match=r"predictions\.json is not what was written"):
+        predicted(task, "dp1", batches, out=tmp_path / "done")
+
+
+def test_a_state_of_training_is_not_gone_on_with():
+    class Going(Own):
+        def batch(self, step, rows=slice(None)):
+            return {**super().batch(step, rows), "starts": False}
+
+    with pytest.raises(ValueError, match="first batch says starts=False"):
+        predicted(dataclasses.replace(Rows()), "dp1", Going())
