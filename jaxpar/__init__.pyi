@@ -17,6 +17,7 @@ from jaxpar.mesh import simulate_devices as simulate_devices
 
 # A run; or its parts.
 from jaxpar.training.fit import fit as fit
+from jaxpar.training.start import Start as Start
 from jaxpar.training.loaded import load_run as load_run
 from jaxpar.state import init_state as init_state
 from jaxpar.step import make_train_step as make_train_step

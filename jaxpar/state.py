@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import jax
@@ -20,7 +20,15 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.mesh import MeshConfig
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
-from jaxpar.sharding import Rules, array_of, check_sizes, misplaced, named_leaves, shardings
+from jaxpar.sharding import (
+    Rules,
+    array_of,
+    check_sizes,
+    is_variable,
+    misplaced,
+    named_leaves,
+    shardings,
+)
 from jaxpar.task import Task
 from jaxpar.trace.counts import reductions
 
@@ -115,32 +123,74 @@ def init_state(
       ValueError: sizes do not fit the mesh or its memory; raised before anything is traced.
     """
     setup = Setup.of(task, parallel, train, mesh)
+    check_room(abstract_state(setup), setup.mesh)
+    make = setup.keep(_initializer, setup.train.num_steps)
+    return _with_host_state(setup, make(_key_data(setup.train.seed if seed is None else seed)))
+
+
+def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.State, nnx.State]:
+    """Parameters and other variables of the model, as `init_state` draws them; the rest is not made.
+
+    Args:
+      without: names of those that are not drawn either, and are zeros.
+    """
     target = abstract_state(setup)
     check_room(target, setup.mesh)
-    make = setup.keep(_initializer, setup.train.num_steps)
-    seed = setup.train.seed if seed is None else seed
-    state = make(np.asarray(jax.random.key_data(jax.random.key(seed))))
-    if setup.parallel.update != "host":
-        return state
-    host = HostOptimizer(setup.optimizer)
-    split = jax.device_put(state.params, shardings(state.params, setup.mesh, state.opt_rules))
-    return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
+
+    def make(key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
+        model = setup.layout.make(jax.random.wrap_key_data(key_data))
+        trees = setup.layout.facts.split(model)[1:]
+        leaves = [
+            jax.tree.map(jnp.zeros_like, leaf) if name in without else leaf
+            for tree in trees
+            for name, leaf in named_leaves(tree)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(trees, is_leaf=is_variable), leaves)
+
+    draw = jax.jit(make, out_shardings=_places((target.params, target.frozen)))
+    return draw(_key_data(setup.train.seed))
+
+
+def state_of(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
+    """The state before the first step with these parameters and other variables, which are donated."""
+    make = _begin(setup, setup.layout.merge, donate_argnums=(0, 1))
+    return _with_host_state(setup, make(params, frozen))
+
+
+def _key_data(seed: int) -> np.ndarray:
+    return np.asarray(jax.random.key_data(jax.random.key(seed)))
 
 
 def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
-    """What makes a state of a key's data: one program for all seeds.
+    """What makes a state of a key's data: one program for all seeds."""
+    return _begin(setup, lambda data: setup.layout.make(jax.random.wrap_key_data(data)))
 
-    Without the optimizer's state where that is kept on the host.
-    """
+
+def _begin(
+    setup: Setup, make_model: Callable[..., Any], **options: Any
+) -> Callable[..., TrainState]:
+    """What makes a state of a model, without the optimizer's state where that is kept on the host."""
     target, on_host = abstract_state(setup), setup.parallel.update == "host"
     made = dataclasses.replace(target, opt_state=()) if on_host else target
 
-    def make(key_data: jax.Array) -> TrainState:
-        key = jax.random.wrap_key_data(key_data)
-        state = _initial_state(setup, setup.layout.make(key))
+    def make(*args: Any) -> TrainState:
+        state = _initial_state(setup, make_model(*args))
         return dataclasses.replace(state, opt_state=()) if on_host else state
 
-    return jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, made))
+    return jax.jit(make, out_shardings=_places(made), **options)
+
+
+def _places(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _with_host_state(setup: Setup, state: TrainState) -> TrainState:
+    """With the optimizer's state, where that is kept on the host."""
+    if setup.parallel.update != "host":
+        return state
+    host, target = HostOptimizer(setup.optimizer), abstract_state(setup)
+    split = jax.device_put(state.params, shardings(state.params, setup.mesh, state.opt_rules))
+    return dataclasses.replace(state, opt_state=host.init(split, target.opt_state))
 
 
 def check_room(state: TrainState, mesh: Mesh) -> None:
@@ -184,7 +234,7 @@ def evaluated(setup: Setup, state: TrainState) -> TrainState:
 
 
 def _evaluated_params(setup: Setup) -> Callable[..., nnx.State]:
-    where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup).params)
+    where = _places(abstract_state(setup).params)
     return jax.jit(setup.task.evaluated_params, out_shardings=where)
 
 

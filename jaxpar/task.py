@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from jaxpar.data.batches import Batches
     from jaxpar.sharding import Rules
+    from jaxpar.training.weights import Weights
 
 # Those that come with jaxpar, by the name that a command line gives them: module and class.
 TASKS = {"lm": ("jaxpar.tasks.lm.task", "LM"), "images": ("jaxpar.tasks.images.task", "Images")}
@@ -178,6 +179,19 @@ class Task:
     def files(self) -> dict[str, str]:
         """Texts that belong to the model, such as a vocabulary, by the name of their file."""
         return {}
+
+    def take_weights(self, weights: "Weights") -> "Weights":
+        """The weights of a start, as this task's model takes them; by default as they are.
+
+        For a task whose model has rows for what its data have, such as words, or that knows the names of
+        another program.
+
+        Args:
+          weights: by the names that they have, or get by `Start.rename`; nothing is read yet.
+        Raises:
+          ValueError: they are not for this task.
+        """
+        return weights
 
     def _optimizer(self) -> Any:
         if not hasattr(self, "optimizer"):

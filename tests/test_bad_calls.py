@@ -184,9 +184,14 @@ CALLS = {
     "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
     "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': write a TPU slice"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
-    "weights of no run": (lambda m: jaxpar.lm.export_weights("nowhere", "x"), "nowhere holds no run"),
-    "weights from no file": (
-        lambda m: jaxpar.lm.import_weights("nowhere", "x", TASK), "cannot read the weights .*nowhere",
+    "a start of a number": (
+        lambda m: jaxpar.fit(TASK, start=3), r"start=3 \(int\): use a path, or jaxpar\.Start\(path, rename",
+    ),
+    "a start at an address": (lambda m: jaxpar.Start("gs://a/b"), "start='gs://a/b' is an address"),
+    "a name for nothing": (lambda m: jaxpar.Start("a", rename=("b",)), r"rename=\('b',\): use"),
+    "half a pattern": (lambda m: jaxpar.Start("a", leave=("(",)), r"start: '\(' is no regular expression"),
+    "a start and a resumed run": (
+        lambda m: jaxpar.fit(TASK, start="a", resume=True), "start is for a run that begins, and resume for",
     ),
     "a corpus of no file": (lambda m: jaxpar.lm.load_corpus("nowhere"), "no corpus 'nowhere': it is neither"),
     "a corpus of a number": (lambda m: jaxpar.lm.load_corpus(3), r"corpus=3 \(int\): use python-docs, "),

@@ -79,11 +79,6 @@ def resume(*more):
     return ["train", "--resume", "--train.out-dir", "run", *more]
 
 
-def import_(*more):
-    file = () if "-i" in more else ("-i", "model.safetensors")
-    return ["import", "new", *file, "--corpus", "text", "--batch-size", "8", *more]
-
-
 def damage(name, content="{"):
     """Writes something else into a file of the run."""
 
@@ -124,7 +119,18 @@ FLAGS = {
     ),
     "no width": (train("--hidden-size"), "value for argument '--hidden-size'. Expected 1"),
     "devices by name": (train("--devices", "gpu"), r"parsing --devices: .*\['gpu'\].*INT"),
-    "too few names": (import_("--names", "a", "b"), "value for argument '--names'. Expected 3 values"),
+    "a start without its file": (
+        train("--start-leave", "a"), "--start-rename and --start-leave are for the names of weights to begin",
+    ),
+    "a name without its pattern": (
+        train("--start", "run", "--start-rename", "a"), r"--start-rename a: write PATTERN=NAME, such as 'enc",
+    ),
+    "a start of a resumed run": (
+        resume("--start", "run"), "start is for a run that begins, and resume for one that goes on",
+    ),
+    "weights of 3 bits": (
+        ["export", "run", "-o", "m", "--dtype", "int3"], "invalid choice 'int3' for argument '--dtype'",
+    ),
     "a word too many": (["evaluate", "run", "valid"], "Unrecognized options: valid "),
     "no file to export to": (["export", "run"], "Missing from .* export: -o FILE, --output FILE"),
     "nothing to export": (["export"], "Missing from .*: RUN_DIR .* --output FILE"),
@@ -457,19 +463,39 @@ FILES = {
         r"cannot write new/metrics\.jsonl: Is a directory",
     ),
     "weights that are not there": (
-        import_("-i", "none.safetensors"), r"cannot read the weights .*none\.safetensors",
+        train("--start", "none.safetensors"), r"cannot read the weights none\.safetensors: No such file",
     ),
-    "no weights": (import_("-i", "no.safetensors"), r"no\.safetensors is not a safetensors file"),
-    "weights by other names": (
-        import_("--names", "embedding", "rnn", "head"), r"no tensor rnn\.weight_hh_l0; .*--names",
+    "no weights": (train("--start", "no.safetensors"), r"no\.safetensors is not a safetensors file"),
+    "no weights in a folder": (
+        train("--start", "text"), r"text holds no run, and neither model\.safetensors and model\.safe",
     ),
-    "weights without words": (import_(), "does not contain the words of its vocabulary; give them"),
-    "words of another model": (
-        (
-            lambda world: (world / "words.txt").write_text("\n".join(WORDS[1:])),
-            import_("--vocabulary", "words.txt"),
-        ),
-        "1 of the 11 words of the corpus are unknown to the model, such as '<eos>'",
+    "weights without words": (
+        train("--start", "model.safetensors"), "does not tell the words of its rows; write them into",
+    ),
+    "weights of other sizes": (
+        train("--start", "run", "--hidden-size", "16"),
+        r"run after step 2 is of other sizes than the model: head\.kernel is 8x384 there and 16x384 here",
+    ),
+    "weights of more layers": (
+        train("--start", "run", "--num-layers", "1"),
+        r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, for which the model has no",
+    ),
+    "weights that nobody takes": (
+        train("--start", "run", "--start-leave", ".*"), "nothing of run after step 2 is taken; leave over le",
+    ),
+    "a pattern that fits nothing": (
+        train("--start", "run", "--start-leave", "encoder"),
+        r"start: 'encoder' fits no tensor of run after step 2; it has embedding\.table, head\.bias, head\.k",
+    ),
+    "no pattern": (
+        train("--start", "run", "--start-leave", "lay("), r"start: 'lay\(' is no regular expression: missing",
+    ),
+    "a group that is not there": (
+        train("--start", "run", "--start-rename", r"head\.bias=\1"), r"start: '\\\\1' cannot replace 'head\\",
+    ),
+    "two names for one": (
+        train("--start", "run", "--start-rename", r"head\..*=head.bias"),
+        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias; rename or leave",
     ),
     "an export into a file": (
         ["export", "run", "-o", "empty.txt/model"], r"cannot write empty\.txt/model: empty\.txt is no folder",
@@ -477,10 +503,6 @@ FILES = {
     "an export into no folder": (
         ["export", "run", "-o", "no/model"], "cannot write no/model: no does not exist; make that folder, or",
     ),
-    "a width beside the weights": (
-        import_("--hidden-size", "8"), "Unrecognized options: --hidden-size, 8 ",
-    ),
-    "three biases": (["export", "run", "-o", "m", "--num-biases", "3"], "num_biases=3: use 2"),
 }  # fmt: skip
 
 RUNS = {
@@ -511,7 +533,7 @@ RUNS = {
     ),
     "an export of images": (
         (damage("config.toml", 'task = "images"\n'), ["export", "run", "-o", "m"]),
-        r"run in run is of the task images; give one of the task lm, or .* jaxpar\.load_run\('run'\)\.params",
+        r"run/checkpoints/2 holds a state of LM, not of Images",
     ),
     "a prompt in several words": (
         ["sample", "run", "--prompt", "the", "cat"], "Unrecognized options: cat ",

@@ -16,15 +16,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import OptimizerConfig, Parallel, TrainConfig
+from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
 from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.task import find_task
 from jaxpar.tasks.lm.task import VOCABULARY
 from jaxpar.tasks.lm.vocabulary import Vocabulary
-from jaxpar.tasks.lm.weights import export_weights, read_weights
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.weights import open_files
 
 # What Python and its libraries say of bytes that mean nothing to them.
 RAW = r"codec|Expecting|Extra data|delimiter|KeyError|control char|Traceback|'utf-8'|DATA_LOSS|_NOT_|INVALID"
@@ -49,7 +49,7 @@ def run(text, tmp_path_factory):
         num_steps=4, log_every=1, eval_every=2, checkpoint_every=2, out_dir=str(folder)
     )
     fit(task, ONE, train)
-    export_weights(folder, folder / "model.safetensors")
+    load_run(folder).export(folder / "model.safetensors")
     return folder
 
 
@@ -70,6 +70,12 @@ def settings(path):
 # Plain files, which tell what a change of theirs makes another.
 PLAIN = {"settings": r"config\.toml", "metrics": r"metrics\.jsonl"}
 
+
+def weights(path):
+    found = open_files(path / "model.safetensors")
+    return {name: tensor.whole() for name, tensor in found.tensors.items()}, found.texts["words"]
+
+
 # All that is read of a run.
 READERS = {
     "settings": settings,
@@ -78,7 +84,7 @@ READERS = {
     "best": lambda path: arrays(RunFolder(path).restore(best=True)[1]),
     "metrics": lambda path: (RunFolder(path).check(), RunFolder(path).metrics())[1],
     "vocabulary": lambda path: Vocabulary.from_json(RunFolder(path).read(VOCABULARY)),
-    "weights": lambda path: vars(read_weights(path / "model.safetensors")),
+    "weights": weights,
 }
 
 

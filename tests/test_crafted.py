@@ -116,7 +116,7 @@ def nothing():
 
 
 TRAIN = ["train", "lm", "--devices", "0", "--corpus", "text"]
-IMPORT = ["import", "new", "--corpus", "text", "-i", "w"]
+START = [*TRAIN, "--start", "w"]
 RESUME = ["train", "--resume", "--train.out-dir", "run"]
 EMBEDDING = {"embedding.weight": tensor("F32", 1, 1, size=4)}
 MODEL = {
@@ -169,34 +169,19 @@ CRAFTED = {
         write("text/train.txt", "a cat " + "x" * 3_000_000), TRAIN, "the text has 1,048,576 characters witho",
     ),
     # Weights and vocabularies
-    "weights in a pipe": (pipe("w"), IMPORT, f"cannot read the weights w: {PIPE}; give a safetensors file"),
+    "weights in a pipe": (pipe("w"), START, f"cannot read the weights w: {PIPE}; give a safetensors file"),
     "weights of 8 bits": (
-        weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), IMPORT,
+        weights({"embedding.weight": tensor("F8_E4M3", 4, 4, size=16)}, 16), START,
         r"w: embedding\.weight is of the type F8_E4M3, which NumPy does not have; convert it to F32 or BF16",
     ),
-    "weights that are cut": (weights(EMBEDDING, 3), IMPORT, "w is not a safetensors file, or not all of it"),
+    "weights that are cut": (weights(EMBEDDING, 3), START, "w is not a safetensors file, or not all of it"),
     "a header without end": (
-        write("w", struct.pack("<Q", 2**60) + b"{}"), IMPORT, "w is not a safetensors file, or not all of it",
+        write("w", struct.pack("<Q", 2**60) + b"{}"), START, "w is not a safetensors file, or not all of it",
     ),
     "weights of 1e20 rows": (
-        weights({"embedding.weight": tensor("F32", 10**20, 4)}), IMPORT, "w is not a safetensors file",
+        weights({"embedding.weight": tensor("F32", 10**20, 4)}), START, "w is not a safetensors file",
     ),
-    "weights of nothing": (
-        weights({"embedding.weight": tensor("F32", 0, 9), "lstm.weight_hh_l0": tensor("F32", 0, 10**12)}),
-        IMPORT, r"w: embedding\.weight is 0 x 9 and lstm\.weight_hh_l0 0 x 1000000000000: that is no model",
-    ),
-    "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), IMPORT, "'words' in its metadata is not a"),
-    "a vocabulary in a pipe": (
-        with_model(pipe("v")), [*IMPORT, "--vocabulary", "v"], f"cannot read the vocabulary v: {PIPE}; give",
-    ),
-    "a vocabulary nested deeply": (
-        with_model(write("v.json", DEEP)), [*IMPORT, "--vocabulary", "v.json"],
-        r"v\.json is not a vocabulary \(it is not JSON, or nested too deeply\); give the vocabulary\.json",
-    ),
-    "a vocabulary of numbers": (
-        with_model(write("v.json", '{"words": [1], "tokenizer": "spaces"}')),
-        [*IMPORT, "--vocabulary", "v.json"], r"v\.json is not a vocabulary \(its words, tokenizer or pieces",
-    ),
+    "words nested deeply": (weights(EMBEDDING, 4, words=DEEP), START, "'words' in its metadata is not a"),
     # Machines
     # Runs
     "a model of 1.2 TB": (
@@ -447,8 +432,6 @@ RUNS_THE_FILE = {
     "export": ["export", "run", "-o", "x", "--mesh", "dp9"],
 }
 RUNS_NO_FILE = {
-    "import": IMPORT,
-    "import with a run's words": [*IMPORT, "--vocabulary", "run/vocabulary.json"],
     "plot curves": ["plot", "curves", "run", "-o", "curves.svg"],
     "doctor": ["doctor", "--help"],
 }

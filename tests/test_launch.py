@@ -426,8 +426,11 @@ def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
 
 
 MISTAKES = {
-    "nothing to launch": (["--processes", "2"], r"given nothing to start; write train or evaluate"),
-    "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate"),
+    "nothing to launch": (
+        ["--processes", "2"],
+        r"given nothing to start; write train or evaluate or export",
+    ),
+    "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate or"),
     "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),
     "simulate": (["--", "train", "--simulate=4"], r"leave --simulate out after --"),
     "elastic without a folder": (

@@ -170,22 +170,21 @@ def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
 def test_weights_go_out_and_come_in(run, text, tmp_path, capsys):
     out_dir, _ = run
     file, new = str(tmp_path / "model.safetensors"), str(tmp_path / "new")
-    assert main(["export", str(out_dir), "-o", file]) == 0
-    more = ["--corpus", str(text), "--batch-size", "8", "--seq-len", "4"]
-    more += ["--optimizer.warmup-steps", "0", "--train.num-steps", "1"]
-    assert main(["import", new, "-i", file, *more]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"wrote {file}: 2 layers of 8, embedding of 8, vocabulary of 11",
-        f"wrote {new}: 2 layers of 8, embedding of 8, vocabulary of 11; use it "
-        f"with evaluate, sample, or train --resume --train.out-dir {new}",
-    ]
-    for command in ("evaluate", "sample"):
-        printed = []
-        for folder in (str(out_dir), new):
-            assert main([command, folder]) == 0
-            printed.append(capsys.readouterr().out)
-        assert printed[0] == printed[1]
-    assert main(["train", "--resume", "--train.out-dir", new]) == 0
+    more = ["--devices", "0", "--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
+    more += ["--corpus", str(text), "--batch-size", "8", "--seq-len", "4", "--overwrite"]
+    more += ["--optimizer.warmup-steps", "0", "--train.num-steps", "1", "--train.out-dir", new]
+    told = []
+    for torch in ((), ("--torch",)):
+        assert main(["export", str(out_dir), "-o", file, *torch]) == 0
+        [line] = capsys.readouterr().out.splitlines()
+        assert line == f"wrote {file}: the weights of {out_dir} after step 4"
+        assert main(["train", "lm", "--start", file, *more]) == 0
+        printed = capsys.readouterr().out
+        assert f"begins with the weights of {file}\n" in printed
+        assert re.search(r"^taken +layers\.0-1\.w_h +8x4x8 *$", printed, re.MULTILINE)
+        told.append(re.search(r"step 1/1  loss +\S+", printed)[0])
+    assert main(["train", "lm", "--start", str(out_dir), *more]) == 0
+    assert re.search(r"step 1/1  loss +\S+", capsys.readouterr().out)[0] == told[0] == told[1]
 
 
 def test_resume_takes_the_settings_of_the_run(run, capsys):
@@ -266,8 +265,7 @@ HELP = {
     ("plot", "curves"): ["plot curves [-h]", "[RUN_DIR ...]"],
     ("evaluate",): ["RUN_DIR", "--mesh SHAPE", "--best"],
     ("sample",): ["--temperature FLOAT"],
-    ("export",): ["--num-biases INT"],
-    ("import",): ["--corpus STR", "--train.num-steps INT"],
+    ("export",): ["--torch", "--dtype {None,bfloat16}", "-o FILE"],
     ("launch",): ["train lm --mesh dp2pp2tp2", "--devices-per-process INT"],
     ("doctor",): ["--debug"],
 }  # fmt: skip
@@ -285,18 +283,17 @@ def test_help_tells_the_options(command, capsys):
 
 
 def test_options_that_mean_nothing_are_not_there(capsys):
-    """A mesh is given in one way; `plan` looks for its own; weights come with their sizes."""
+    """A mesh is given in one way; `plan` looks for its own."""
     printed = ""
-    for command in (["train", "lm"], ["plan", "lm"], ["import"]):
+    for command in (["train", "lm"], ["plan", "lm"]):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
         printed += capsys.readouterr().out
     assert "--mesh." not in printed
-    train, plan, import_ = re.split("usage: ", printed)[1:]
+    train, plan = re.split("usage: ", printed)[1:]
     assert "--mesh" in train
     for option in ("--mesh", "--pipeline", "--fsdp", "--train."):
         assert option not in plan
-    assert "--hidden-size" not in import_
 
 
 def test_debug_raises_the_error(text):

@@ -197,7 +197,7 @@ def test_options_in_the_text_exist():
 
 HELPS = (
     ["train", "lm"], ["train", "images"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
-    ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["sample"], ["export"], ["import"], ["launch"],
+    ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["sample"], ["export"], ["launch"],
 )  # fmt: skip
 # Of pip, pytest, mkdocs, Slurm and Open MPI; and of a model of the reader's.
 OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--rows", "--help"}

@@ -78,7 +78,7 @@ TOLD = {
     "train lm --help": (0, "--hidden-size INT"),
     "train images --help": (0, "--channels [INT [INT ...]]"),
     "plot schedule lm --help": (0, "--meshes"),
-    "import --help": (0, "--names STR STR STR"),
+    "export --help": (0, "--torch"),
     "train lm --hiden-size 3": (2, "--hidden-size INT"),
     "train lm --hidden-size wide": (2, "--hidden-size"),
     "train images --chanels 3": (2, "--channels [INT [INT ...]]"),

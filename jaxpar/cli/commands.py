@@ -16,6 +16,7 @@ from jaxpar.task import Settings, Task
 
 if TYPE_CHECKING:
     from jaxpar import planning
+    from jaxpar.training.start import Start
 
 # Pictures of a task's step, and those that need no task.
 PICTURES = ("schedule", "timeline", "bubble", "memory", "bytes")
@@ -68,7 +69,7 @@ class RunOptions(TaskOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Train(RunOptions):
-    """Trains a model and evaluates it: a language model, one of images, or yours.
+    r"""Trains a model and evaluates it: a language model, one of images, or yours.
 
     Ctrl-C stops it after the current step, with its state saved; --resume continues. --mesh auto plans, and
     takes the mesh and pipeline that are quickest here. The exit code is 0 at the end, 2 after a mistake of
@@ -76,6 +77,9 @@ class Train(RunOptions):
     signal.
 
     Attributes:
+      start: begin with these weights: a run's folder, or a file, index or folder of safetensors.
+      start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
+      start_leave: patterns for names of weights there that are left over: 'layers\.[45]\..*'.
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
       resume_or_begin: continue the run in --train.out-dir, or begin it there: one command for every start
         of a job.
@@ -88,6 +92,9 @@ class Train(RunOptions):
       profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
     """
 
+    start: Annotated[str | None, arg(metavar="PATH")] = None
+    start_rename: Annotated[tuple[str, ...], arg(metavar="[PATTERN=NAME ...]")] = ()
+    start_leave: Annotated[tuple[str, ...], arg(metavar="[PATTERN ...]")] = ()
     resume: Switch = False
     resume_or_begin: Switch = False
     overwrite: Switch = False
@@ -105,15 +112,35 @@ class Train(RunOptions):
         from jaxpar.training.fit import fit
 
         task, parallel, train = self._settled()
+        goes_on = self.resume and self.resume_or_begin
         result = fit(
             task,
             parallel,
             train,
+            start=None if goes_on else self._start(),
             resume=self.resume,
             overwrite=self.overwrite,
             profile=self.profile,
         )
         return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+    def _start(self) -> "Start | None":
+        """The weights to begin with."""
+        from jaxpar.training.start import Start
+
+        if self.start is None:
+            if self.start_rename or self.start_leave:
+                raise ValueError(
+                    "--start-rename and --start-leave are for the names of weights to begin with; give those "
+                    "with --start PATH"
+                )
+            return None
+        if wrong := [pair for pair in self.start_rename if "=" not in pair]:
+            raise ValueError(
+                f"--start-rename {wrong[0]}: write PATTERN=NAME, such as 'encoder\\.(.*)=embedding.\\1'"
+            )
+        pairs = (pair.rpartition("=") for pair in self.start_rename)
+        return Start(self.start, tuple((old, new) for old, _, new in pairs), self.start_leave)
 
     def _settled(self) -> Settings:
         """The settings with what the planner chooses, or holds against the memory."""
@@ -220,6 +247,38 @@ class Evaluate(BatchOptions):
         evaluations = evaluate_run(folder, self.mesh, best=self.best, **self.sizes)
         if jax.process_index() == 0:
             make_console().print(evaluation_table(evaluations))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Export(TrainedOptions):
+    """Writes the weights of a trained model as safetensors, by the names of its parameters.
+
+    More than 5 GB become several files and model.safetensors.index.json, as Hugging Face's tools have them.
+
+    Attributes:
+      output: the file, such as model.safetensors.
+      dtype: of all floating-point numbers; by default as they are.
+      torch: names and layout of torch.nn.LSTM or GRU, for a language model (lm) of such layers.
+    """
+
+    output: Annotated[str, arg(aliases=["-o"], metavar="FILE")] = dataclasses.field(kw_only=True)
+    dtype: Literal["bfloat16"] | None = None
+    torch: Switch = False
+
+    def run(self) -> int:
+        """The exit code, 0."""
+        import jax
+
+        from jaxpar.training.loaded import load_run
+
+        self.start_processes()
+        run = load_run(self.run_dir, self.mesh, best=self.best)
+        written = run.export(self.output, dtype=self.dtype, torch=self.torch)
+        if jax.process_index() == 0:
+            print(
+                f"wrote {', '.join(map(str, written))}: the weights of {run.folder} after step {run.step}"
+            )
         return 0
 
 
@@ -347,7 +406,7 @@ class PlotRuns(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Runs train, evaluate or predict in several processes here, or prints a script for a cluster.
+    """Runs train, evaluate, predict or export in several processes here, or prints a script for a cluster.
 
     Such as: launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
@@ -414,6 +473,7 @@ COMMANDS: dict[str, type[Command]] = {
     "plan": Plan,
     "evaluate": Evaluate,
     "predict": Predict,
+    "export": Export,
     "inspect": Inspect,
     "plot": Plot,
     "launch": Launch,

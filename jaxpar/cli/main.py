@@ -1,7 +1,7 @@
 """From a command line to an exit code: which command it is, and how a mistake ends.
 
     train | plan | inspect TASK       plot KIND TASK
-    evaluate | sample | export | import RUN_DIR       predict RUN_DIR DATA
+    evaluate | sample | export RUN_DIR       predict RUN_DIR DATA
 
 TASK is lm, images, or path/to/file.py:Name, a task of your own. Its fields are options: `train TASK --help`
 lists them.

@@ -15,7 +15,7 @@ from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 
 Platform = Literal["gpu", "cpu"]
 
-COMMANDS = ("train", "evaluate", "predict")
+COMMANDS = ("train", "evaluate", "predict", "export")
 OUT_DIR = "--train.out-dir"
 NOTICE_SECONDS = 120  # before the end that the cluster has set
 MAX_RESTARTS = 100  # of a JobSet, so that one that always fails ends some day

@@ -41,7 +41,7 @@ from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.checksums import checksums, find_changed, read_table, write_table
-from jaxpar.training.writing import HALF_WRITTEN, Writing
+from jaxpar.training.writing import HALF_WRITTEN, Writing, open_arrays
 
 _DESCRIPTION = "checkpoint.json"
 # What a checkpoint says of itself.
@@ -187,6 +187,24 @@ class Checkpoints:
         with _reading_in_words(path):
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
         return from_layers(target, self._setup.layout, dict(named_leaves(loaded, "/")))
+
+    def stored(self) -> tuple[int, dict[str, Any]]:
+        """The variables of the newest whole checkpoint's model where they lie, to be read in parts.
+
+        Returns:
+          its step, and TensorStore's arrays by the names of `by_layer`: `array[0, 2:4].read().result()`.
+        Raises:
+          FileNotFoundError: there is no checkpoint that is whole.
+          ValueError: it cannot be read.
+        """
+        from orbax.checkpoint import v1 as orbax
+
+        path = self._folder / str(self._resolve(None))
+        with _reading_in_words(path):
+            known = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
+            _check_chunks(known)
+            names = [name for name in known if name.startswith(("params/", "frozen/"))]
+            return int(path.name), open_arrays(path, names)
 
     def described(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.

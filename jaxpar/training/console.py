@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +23,9 @@ from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report
 from jaxpar.training.summary import summarize
+
+if TYPE_CHECKING:
+    from jaxpar.training.start import Taken
 
 ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers
 
@@ -50,6 +54,14 @@ class ConsoleReport(Report):
             facts.add_row(name, Text(value))  # brackets are no markup
         self.console.print(facts, "")
         self.console.print(state, "", highlight=False)
+
+    def start(self, taken: "Taken") -> None:
+        """Which weights are taken, new and left over."""
+        self._print(f"begins with the weights of {taken.weights.source}")
+        table = FittingTable("", "parameter", "shape", "")
+        for row in taken.to_rows():
+            table.add_row(*map(Text, row))
+        self.console.print(table, "", highlight=False)
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Where it goes; a live line where there can be one."""

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ from jaxpar.training.run_folder import (
     next_run_folder,
     texts_of,
 )
+from jaxpar.training.start import Start, find_weights
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def fit(
     parallel: Parallel | MeshConfig | str | None = None,
     train: TrainConfig | None = None,
     *,
+    start: Start | str | PathLike[str] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     profile: bool = False,
@@ -58,8 +61,9 @@ def fit(
       parallel: the layout on devices, or its mesh, or the shape of that such as "dp2pp2tp2"; None is the
         task's own.
       train: None is the task's own; `out_dir=None` takes the next free folder of runs/0001, runs/0002...
+      start: weights to begin with, instead of drawn ones: a run, or files of safetensors; see `Start`.
       resume: continue from the newest whole checkpoint in `train.out_dir` (None: of the latest numbered
-        run), or from the start if there is none yet; the mesh may be another one.
+        run), or from the start if there is none yet, with the same weights; the mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
       report: receives what happens while it runs; None prints it (`ConsoleReport`).
@@ -67,7 +71,8 @@ def fit(
 
     Raises:
       ValueError: sizes do not fit each other or the mesh, a part of the model mixes rows of the batch, a
-        split has no batches of the task's sizes, or the data have changed since the run began.
+        split has no batches of the task's sizes, the data have changed since the run began, or weights to
+        begin with do not fit the model.
       FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow the step to
         be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
         same batch.
@@ -83,17 +88,23 @@ def fit(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place; leave out one of them",
     )
+    start = Start.of(start)
+    require(
+        start is None or not resume,
+        "start is for a run that begins, and resume for one that goes on with its own weights; leave out one "
+        "of them",
+    )
     given = Parallel.of(parallel, task.parallel)
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
-        task, given, {"task": task.name, "train": train, **options},
+        task, given, {"task": task.name, "train": train, "start": start, **options},
         remedy="start all of them with the same options",
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
     silent = quiet or jax.process_index() > 0
     report = Report() if silent else report or ConsoleReport()
-    with open_run(setup, folder, report, **options) as run:
+    with open_run(setup, folder, report, start=start, **options) as run:
         return run.train()
 
 
@@ -124,6 +135,7 @@ def open_run(
     folder: RunFolder | None,
     report: Report,
     *,
+    start: Start | None = None,
     resume: bool,
     overwrite: bool,
     profile: bool,
@@ -133,7 +145,7 @@ def open_run(
     Args:
       folder: as of `choose_folder`.
       report: hears of it; of all processes, those that shall say something have one that does.
-      resume, overwrite, profile: as of `fit`.
+      start, resume, overwrite, profile: as of `fit`.
     Raises:
       ValueError, OSError: as of `fit`.
     """
@@ -149,15 +161,22 @@ def open_run(
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
     data = describe_data(setup)
-    texts = texts_of(setup, data)  # and these?
-    batches = HashedBatches(task, task.make_batches("train", train.seed))
     before = folder if resume else None
+    if before is not None:
+        start = Start.from_json(before.record.read().get("start"))
+    begins = before is None or before.checkpoints(setup).is_empty
+    taken = find_weights(setup, start) if start is not None and begins else None
+    texts = texts_of(setup, {**data, "start": start and start.to_json()})  # and these?
+    batches = HashedBatches(task, task.make_batches("train", train.seed))
     is_cut_alike = before is not None and before.record.check_data(data)
-    found: dict[str, object] = {TASK: checksum(texts.get(TASK, "").encode())}
+    told = [] if taken is None else taken.to_rows()
+    found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}
     if setup.parallel.has_equal_shares:  # others say that devices differ
         found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
     agree(data, found, remedy="give all of them the same data, task and devices", last=True)
     report.plan(setup, target)
+    if taken is not None:
+        report.start(taken)
 
     with contextlib.ExitStack() as stack:
         state = None
@@ -177,7 +196,7 @@ def open_run(
             folder, setup = stack.enter_context(begun)
         checkpoints = stack.enter_context(folder.checkpoints(setup))
         if state is None:
-            state = init_state(setup)
+            state = init_state(setup) if taken is None else taken.state()
         audit(state)
         stack.callback(report.close)
         yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)

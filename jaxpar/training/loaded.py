@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import importlib
+from collections.abc import Mapping
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.predict import predict
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.weights import Outgoing, outgoing, write_weights
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -111,6 +114,38 @@ class LoadedRun:
         """
         self.folder.record.check_data(describe_data(self.setup))
         return self.setup.task.make_batches(data)
+
+    def export(
+        self, path: str | PathLike[str], *, dtype: str | None = None, torch: bool = False
+    ) -> list[Path]:
+        """Writes the weights as a safetensors file by the names of the model's own tree; see `write_weights`.
+
+        Args:
+          path: of the file, such as model.safetensors.
+          dtype: "bfloat16", of all floating-point tensors; None leaves them as they are.
+          torch: with PyTorch's names and layout, of a run whose class knows them (`lm.TextRun`).
+        Returns:
+          the files that were written.
+        Raises:
+          ValueError: `dtype` is another, or PyTorch has no such layers.
+          OSError: a file cannot be written.
+        """
+        if dtype not in (None, "bfloat16"):
+            raise ValueError(f"dtype={dtype!r}: use 'bfloat16', or None for weights as they are")
+        tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
+        tensors = self._to_torch(tensors) if torch else tensors
+        return write_weights(path, tensors, self._texts(), dtype)
+
+    def _to_torch(self, tensors: Mapping[str, Outgoing]) -> Mapping[str, Outgoing]:
+        """The tensors by PyTorch's names."""
+        raise ValueError(
+            f"torch=True: the run is of the task {self.setup.task.name}, whose layers PyTorch does not have; "
+            f"leave it out (--torch), and the names are those of its parameters"
+        )
+
+    def _texts(self) -> dict[str, str]:
+        """What a file of its weights tells besides them."""
+        return {}
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: what was reported while it ran."""

@@ -3,11 +3,15 @@
 import dataclasses
 import signal
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxpar.config import short_name
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.progress import Evaluation, Progress, Skipped, format_number
+
+if TYPE_CHECKING:
+    from jaxpar.training.start import Taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,9 @@ class Report:
 
     def plan(self, setup: Setup, state: TrainState) -> None:
         """Before anything is compiled; `state` is abstract."""
+
+    def start(self, taken: "Taken") -> None:
+        """After `plan`, of a run that begins with weights; nothing of them is read yet."""
 
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Before the first step taken here; `step` were taken before."""

@@ -17,7 +17,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +158,27 @@ class Writing:
             return reason
         inner = Path(path).is_relative_to(self._partial)
         return f"{reason} ({Path(path).relative_to(self._partial) if inner else path})"
+
+
+def open_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Arrays of a whole checkpoint, by names with slashes, as TensorStore's, of which parts are read."""
+    import tensorstore
+
+    context = tensorstore.Context()  # they are in one database
+    base = {"driver": "file", "path": f"{path.resolve() / _ARRAYS}/"}
+    opened = {
+        name: tensorstore.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {
+                    "driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"
+                },
+            },
+            context=context, read=True, open=True,
+        )
+        for name in names
+    }  # fmt: skip
+    return {name: array.result() for name, array in opened.items()}
 
 
 def _handler() -> orbax.PyTreeCheckpointHandler:

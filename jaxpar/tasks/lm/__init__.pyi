@@ -8,7 +8,5 @@ from jaxpar.tasks.lm.vocabulary import Vocabulary as Vocabulary
 from jaxpar.tasks.lm.corpus import load_corpus as load_corpus
 from jaxpar.tasks.lm.loaded import TextRun as TextRun
 from jaxpar.tasks.lm.loaded import sample as sample
-from jaxpar.tasks.lm.weights import export_weights as export_weights
-from jaxpar.tasks.lm.weights import import_weights as import_weights
 
 __all__: list[str]

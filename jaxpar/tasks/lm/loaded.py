@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
 from jaxpar.tasks.lm.task import LM, VOCABULARY
 from jaxpar.tasks.lm.vocabulary import Vocabulary, check_tokens
+from jaxpar.tasks.lm.weights import WORDS, to_torch
 from jaxpar.training.loaded import LoadedRun, load_run
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.weights import Outgoing
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,6 +74,13 @@ class TextRun(LoadedRun):
         """
         logits_BTV = self._run(self.state.params, self._read(text)[None])
         return np.asarray(logits_BTV)[0, :, : len(self.vocabulary)]
+
+    def _to_torch(self, tensors: Mapping[str, Outgoing]) -> Mapping[str, Outgoing]:
+        assert isinstance(self.setup.task, LM)
+        return to_torch(tensors, self.setup.task)
+
+    def _texts(self) -> dict[str, str]:
+        return {WORDS: json.dumps(self.vocabulary.words)}
 
     @functools.cached_property
     def _run(self) -> Callable[..., jax.Array]:

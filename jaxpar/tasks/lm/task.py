@@ -28,15 +28,13 @@ if TYPE_CHECKING:
     from jaxpar.tasks.lm.corpus import Corpus
     from jaxpar.tasks.lm.model import LanguageModel
     from jaxpar.tasks.lm.streams import Batch, TextBatches
+    from jaxpar.training.weights import Weights
 
 # The vocabulary is padded to a multiple of this, so that it splits over any usual mesh and every mesh
 # trains the same model (Megatron-LM does likewise, arXiv:1909.08053).
 VOCAB_MULTIPLE = 384
 
 VOCABULARY = "vocabulary.json"
-
-# The modules of a file of weights, if nobody says otherwise; the layers are "lstm" or "gru".
-NAMES = "embedding", "auto", "head"
 
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
@@ -356,3 +354,9 @@ class LM(Task):
     def files(self) -> dict[str, str]:
         """The vocabulary."""
         return {VOCABULARY: self.read_text().vocabulary.to_json()}
+
+    def take_weights(self, weights: "Weights") -> "Weights":
+        """The rows of the words that both know, by whatever ids; and PyTorch's names as the model's."""
+        from jaxpar.tasks.lm.weights import with_words
+
+        return with_words(weights, self, weights.texts.get(VOCABULARY))

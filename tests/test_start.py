@@ -1,0 +1,423 @@
+"""The law: weights that leave a run and come into another are the same numbers, wherever either lies."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from models import Regress
+
+from jaxpar import (
+    MeshConfig,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Start,
+    TrainConfig,
+    fit,
+    init_state,
+    lm,
+    load_run,
+    make_train_step,
+)
+from jaxpar.setup import Setup
+from jaxpar.sharding import array_of, named_leaves
+from jaxpar.state import audit
+from jaxpar.training import weights
+from jaxpar.training.by_layer import kind_of
+from jaxpar.training.report import Report
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.start import find_weights
+from jaxpar.training.weights import in_ranges, open_files, outgoing, write_weights
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+ONE = Parallel(MeshConfig(devices=(0,)))
+ADAM = OptimizerConfig(learning_rate=0.01, warmup_steps=0)
+MIXED = Regress(kinds=("gru", "dense", "gru", "cell", "dense"))
+FROZEN = dataclasses.replace(MIXED, freeze="outputs")
+TEXT = lm.LM(num_layers=3, hidden_size=8, embed_size=4, batch_size=8, seq_len=4, optimizer=ADAM)
+SIZED = dataclasses.replace(TEXT, num_words=11, vocab_size=384)
+
+
+def on(mesh, placement="balanced", num_groups=1):
+    schedule = "1f1b" if num_groups == 1 else "interleaved"
+    pipeline = PipelineConfig(placement=placement, schedule=schedule, num_groups=num_groups)
+    return Parallel(mesh, dataclasses.replace(pipeline, num_microbatches=2))
+
+
+# Task, where it is written, and where it is read.
+LAYOUTS = {
+    "empty slots": (MIXED, on("pp2", (3, 2)), on("dp2pp2", (1, 4))),
+    "interleaved": (MIXED, on("pp2", (2, 1, 1, 1), 2), Parallel("dp2", fsdp=True)),
+    "frozen": (FROZEN, on("pp2tp2", (4, 1)), ONE),
+    "words": (SIZED, on("pp2tp2", (1, 2)), on("tp2")),
+}
+
+
+def plain(state, setup):
+    """Every tensor by its name; layers are taken out of their stacks one by one."""
+    model = setup.layout.merge(state.params, state.frozen)
+    found = {}
+    for name, leaf in named_leaves(nnx.state(model)):
+        if not name.startswith("layers."):
+            found[name] = np.asarray(leaf[...])
+    for number in range(len(model.layers)):
+        for name, leaf in named_leaves(nnx.state(model.layers.layer(number))):
+            found[f"layers.{number}.{name}"] = np.asarray(leaf[...])
+    return found
+
+
+def begun(task, parallel=ONE, seed=1):
+    setup = Setup.of(task, parallel, TrainConfig(num_steps=4))
+    return init_state(setup, seed=seed), setup
+
+
+def trees(state):
+    return state.params, state.frozen
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        assert array.dtype == other[name].dtype, name
+        np.testing.assert_array_equal(array, other[name], err_msg=name)
+
+
+def write(path, task, parallel, **options):
+    state, setup = begun(task, parallel)
+    tensors = outgoing(trees(state), setup.layout)
+    return write_weights(path, tensors, {"a": "text"}, **options)
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_are_the_same_numbers_wherever_they_lie(name, tmp_path):
+    task, source, target = LAYOUTS[name]
+    path = tmp_path / "model.safetensors"
+    assert write(path, task, source) == [path]
+    tensors = safetensors.numpy.load_file(path)
+    assert_same(tensors, plain(*begun(task, source)))
+    drawn, setup = begun(task, target, seed=0)
+    state = find_weights(setup, Start(str(path), leave=LEFT if task is SIZED else ())).state()
+    audit(state)
+    of_words = {n: a for n, a in plain(drawn, setup).items() if re.fullmatch(LEFT[0], n)}
+    assert_same(plain(state, setup), {**tensors, **(of_words if task is SIZED else {})})
+    rows = dict(zip(setup.layout.facts.kinds, setup.layout.slots.rows, strict=True))
+    for (where, leaf), other in zip(
+        named_leaves((state.params, state.opt_state)),
+        jax.tree.leaves((drawn.params, drawn.opt_state)),
+        strict=True,
+    ):
+        assert (leaf.shape, array_of(leaf).sharding) == (other.shape, other.sharding), where
+        if kind_of(leaf):
+            empty = [row for row, layer in enumerate(rows[kind_of(leaf)]) if layer < 0]
+            assert not np.any(leaf[...][np.array(empty, int)]), where
+
+
+LEFT = (r"(embedding|head)\..*",)  # nobody knows the words of a task without a text
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array([[-0.0, np.nan], [0.0, -np.inf]], np.float32),
+        np.array([[-0.0, 1.5], [3.0, -2.0]], ml_dtypes.bfloat16),
+        np.array([[-1, 2], [3, -128]], np.int8),
+        np.array([[True, False], [False, True]]),
+    ],
+    ids=lambda array: array.dtype.name,
+)
+def test_a_row_of_a_stack_that_stages_split_is_picked_bit_by_bit(array):
+    mesh = MeshConfig(stage=2, tensor=2).build()
+    stack = jax.device_put(array, NamedSharding(mesh, P("stage", "tensor")))
+    for row in range(2):
+        picked = weights._pick(stack, np.int32(row), stack.sharding)
+        assert picked.sharding.spec == P("tensor")
+        assert np.asarray(picked).tobytes() == array[row].tobytes()
+
+
+def test_many_tensors_are_in_several_files_with_an_index(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "LIMIT_BYTES", 4000)
+    *files, index = write(tmp_path / "model.safetensors", MIXED, on("pp2", (3, 2)))
+    number = len(files)
+    names = [f"model-{n:05}-of-{number:05}.safetensors" for n in range(1, number + 1)]
+    assert number > 2
+    assert [file.name for file in files] == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, index.name]
+    described = json.loads(index.read_text())
+    expected, found = plain(*begun(MIXED)), {}
+    for file in files:
+        tensors = safetensors.numpy.load_file(file)
+        assert sum(array.nbytes for array in tensors.values()) <= 4000 or len(tensors) == 1
+        assert {described["weight_map"][name] for name in tensors} == {file.name}
+        found |= tensors
+    assert_same(found, expected)
+    assert described["metadata"]["total_size"] == sum(a.nbytes for a in expected.values())
+    assert described["weight_map"].keys() == expected.keys()
+    for path in (index, tmp_path):
+        assert_same({n: t.whole() for n, t in open_files(path).tensors.items()}, expected)
+    name = min(described["weight_map"])
+    wrong = {
+        r"is not an index of safetensors files": {"weight_map": {name: "../model"}},
+        r"do not belong together, they differ in ": {"weight_map": {name: names[0]}},
+        r"cannot read the weights .*/none": {"weight_map": {name: "none"}},
+    }
+    for message, content in wrong.items():
+        index.write_text(json.dumps(content))
+        with pytest.raises((ValueError, OSError), match=message):
+            open_files(index)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        ValueError, match=r"holds both model\.safetensors and model\.safetensors\.index"
+    ):
+        open_files(tmp_path)
+
+
+def test_a_file_of_several_that_changed_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "LIMIT_BYTES", 4000)
+    *files, index = write(tmp_path / "model.safetensors", MIXED, ONE)
+    content = bytearray(files[1].read_bytes())
+    content[-1] ^= 1
+    files[1].write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"{files[1].name} is damaged: it is not what was exported"
+    ):
+        open_files(index)
+
+
+def test_numbers_of_16_bits_are_asked_for(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write(path, MIXED, on("pp2", (3, 2)), dtype="bfloat16")
+    expected = {name: a.astype(ml_dtypes.bfloat16) for name, a in plain(*begun(MIXED)).items()}
+    assert_same(safetensors.numpy.load_file(path), expected)
+    taken = find_weights(Setup.of(MIXED, ONE, TrainConfig(num_steps=4)), Start(str(path)))
+    assert {note for *_, note in taken.to_rows()} == {"bfloat16 as float32"}
+    [scale] = [leaf for name, leaf in named_leaves(taken.state().params) if name == "scale"]
+    np.testing.assert_array_equal(scale[...], expected["scale"].astype(np.float32))
+
+
+def test_other_types_are_told(tmp_path):
+    tensors = {"a": weights.Outgoing((1,), np.dtype(np.complex64), lambda: None)}
+    with pytest.raises(ValueError, match="a is of the type complex64, which safetensors does not"):
+        write_weights(tmp_path / "a", tensors, {})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of a model of one's own on a pipeline, with empty slots."""
+    out_dir = tmp_path_factory.mktemp("runs") / "run"
+    return fit(MIXED, on("pp2", (3, 2)), train(out_dir), quiet=True)
+
+
+def train(out_dir, num_steps=2):
+    return TrainConfig(num_steps=num_steps, log_every=2, out_dir=str(out_dir))
+
+
+class Notes(Report):
+    """What it hears of weights."""
+
+    def __init__(self):
+        self.rows = []
+
+    def start(self, taken):
+        self.rows += taken.to_rows()
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("optimizer", [ADAM, MIXED.optimizer], ids=lambda o: o.name)
+def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them(
+    run, tmp_path, optimizer
+):
+    """By hand, with another optimizer, and by a run and by its file."""
+    task, parallel = dataclasses.replace(MIXED, optimizer=optimizer), on("dp2pp2", (1, 4))
+    loaded = load_run(run.out_dir, "dp2pp2")
+    loaded.export(tmp_path / "model.safetensors")
+    setup = Setup.of(task, parallel, train(None))
+    places = jax.tree.map(lambda leaf: leaf.sharding, init_state(setup).params)
+    own = {}
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    rows = dict(zip(setup.layout.facts.kinds, setup.layout.slots.rows, strict=True))
+    state = init_state(setup)
+    for name, leaf in named_leaves(state.params):
+        kind = name.split(".")[1] if name.startswith("layers.") else None
+        names = [name] if kind is None else [
+            "" if n < 0 else name.replace(f".{kind}.", f".{n}.") for n in rows[kind]
+        ]  # fmt: skip
+        arrays = [tensors.get(each, np.zeros(leaf.shape[1:], np.float32)) for each in names]
+        own[name] = arrays[0] if kind is None else np.stack(arrays)
+    params = jax.tree.unflatten(jax.tree.structure(state.params), own.values())
+    state = dataclasses.replace(state, params=jax.device_put(params, places))
+    step, batches, losses = make_train_step(setup), task.make_batches("train", 0), []
+    for number in range(2):
+        state, metrics = step(state, batches.batch(number))
+        losses.append(float(metrics.loss))
+    for number, start in enumerate((run.out_dir, tmp_path / "model.safetensors")):
+        folder = tmp_path / str(number)
+        result = fit(task, parallel, train(folder), start=start, quiet=True)
+        assert result.losses == losses
+        assert result.first_step == 0
+
+
+def test_parts_are_renamed_left_over_and_new(run, tmp_path):
+    """Fewer layers, another order of kinds, another head, one part frozen; told before the first step."""
+    kinds = ("dense", "gru", "cell", "cell")
+    task = Regress(kinds=kinds, freeze="inputs", optimizer=ADAM)
+    start = Start(
+        str(run.out_dir),
+        rename=(
+            (r"layers\.0\.(.*)", r"layers.1.\1"),
+            (r"layers\.1\.(.*)", r"layers.0.\1"),
+            (r"layers\.3\.(.*)", r"layers.2.\1"),
+        ),
+        leave=(r"layers\.[24]\..*", r"outputs\..*"),
+    )
+    notes = Notes()
+    result = fit(task, on("pp2"), train(tmp_path / "run", 1), start=start, report=notes)
+    there = RunFolder(run.out_dir).restore()[1]
+    old, new = (
+        {n: v[...] for n, v in named_leaves(trees(s))} for s in (there, start_of(task, start))
+    )
+    drawn = {n: v[...] for n, v in named_leaves(trees(init_state(task, ONE)))}
+    np.testing.assert_array_equal(new["1.inputs.kernel"], old["0.inputs.kernel"])
+    np.testing.assert_array_equal(new["0.scale"], old["0.scale"])
+    np.testing.assert_array_equal(new["0.outputs.kernel"], drawn["0.outputs.kernel"])
+    assert not np.array_equal(new["0.outputs.kernel"], old["0.outputs.kernel"])
+    for name in ("0.layers.gru.w_x", "0.layers.dense.kernel"):
+        np.testing.assert_array_equal(new[name], old[name][:1], err_msg=name)
+    recurrent = [name for name in old if name.startswith("0.layers.recurrent")]
+    assert recurrent
+    for name in recurrent:
+        np.testing.assert_array_equal(new[name][0], old[name][0], err_msg=name)
+        np.testing.assert_array_equal(new[name][1], drawn[name][1], err_msg=name)
+    assert len(result.losses) == 1
+    told = {(what, name): note for what, name, _, note in notes.rows}
+    assert told["taken", "layers.1.w_x"] == "was layers.0.w_x"
+    assert told["taken", "scale"] == ""
+    assert told["new", "outputs.kernel"] == ""
+    assert told["left over", "layers.4.kernel"] == ""
+    assert told["left over", "outputs.kernel"] == ""
+    assert {what for what, _ in told} == {"taken", "new", "left over"}
+
+
+def start_of(task, start):
+    return find_weights(Setup.of(task, ONE, TrainConfig(num_steps=4)), start).state()
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies(Regress):
+    """Its optimizer keeps where the parameters began, and its run evaluates that."""
+
+    def make_optimizer(self, num_steps):
+        def init(params):
+            return jax.tree.map(jnp.copy, params)
+
+        def update(updates, state, params=None):
+            return jax.tree.map(lambda g: -0.01 * g, updates), state
+
+        return optax.GradientTransformation(init, update)
+
+    def evaluated_params(self, params, opt_state):
+        return opt_state[-1] if isinstance(opt_state, tuple) else opt_state
+
+
+def test_the_optimizer_begins_with_the_weights_too(run):
+    state = start_of(Copies(kinds=MIXED.kinds), Start(str(run.out_dir)))
+    kept = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    for own, copied in zip(jax.tree.leaves(state.params), kept, strict=True):
+        np.testing.assert_array_equal(own, copied)
+
+
+def test_what_is_evaluated_is_exported(tmp_path, run):
+    """A run of such a task is not started from: its file is."""
+    task = Copies(kinds=MIXED.kinds)
+    begun = fit(task, ONE, train(tmp_path / "run"), start=run.out_dir, quiet=True)
+    with pytest.raises(
+        ValueError, match="evaluates other parameters than it trains; write them to"
+    ):
+        find_weights(Setup.of(MIXED, ONE, train(None)), Start(str(begun.out_dir)))
+    loaded = load_run(begun.out_dir)
+    [path] = loaded.export(tmp_path / "model.safetensors")
+    load_run(run.out_dir).export(tmp_path / "before.safetensors")
+    found = safetensors.numpy.load_file(path)
+    assert_same(found, safetensors.numpy.load_file(tmp_path / "before.safetensors"))
+
+
+def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weights(run, tmp_path):
+    task, out_dir = dataclasses.replace(MIXED, optimizer=ADAM), tmp_path / "new"
+    start = Start(os.path.relpath(run.out_dir), leave=("scale",))
+    first = fit(task, ONE, train(out_dir), start=start, quiet=True)
+    shutil.rmtree(out_dir / "checkpoints")
+    notes = Notes()
+    again = fit(task, ONE, train(out_dir), resume=True, report=notes)
+    assert again.losses == first.losses
+    assert ("left over", "scale") in {row[:2] for row in notes.rows}
+    notes = Notes()
+    more = fit(task, ONE, train(out_dir, 3), resume=True, report=notes)
+    assert more.first_step == 2
+    assert notes.rows == []
+    shutil.rmtree(out_dir / "checkpoints")  # and what it began with is known still
+    assert fit(task, ONE, train(out_dir), resume=True, quiet=True).losses == first.losses
+
+
+def test_names_of_neighbouring_layers_are_one():
+    names = ["layers.0.w", "layers.1.w", "layers.3.w", "layers.2.b", "head.bias", "a.7.b"]
+    assert in_ranges(names) == ["layers.0-1,3.w", "layers.2.b", "head.bias", "a.7.b"]
+
+
+OTHER = "a zebra ran to the mat\nthe cat sat\n"
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "pp2tp2"])
+def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
+    """The others of the new text are drawn; and what was of the old one alone is told."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for split, times in (("train", 50), ("valid", 5), ("test", 5)):
+        (folder / f"{split}.txt").write_text(OTHER * times)
+    first = fit(
+        dataclasses.replace(TEXT, corpus=str(text)), ONE, train(tmp_path / "run"), quiet=True
+    )
+    task = dataclasses.replace(TEXT, corpus=str(folder))
+    setup = Setup.of(task, on(mesh), TrainConfig(num_steps=4))
+    old = load_run(first.out_dir)
+    [path] = old.export(tmp_path / "model.safetensors")
+    old_words, words = old.vocabulary.words, setup.task.read_text().vocabulary.words
+    known = [word for word in words if word in old_words]
+    assert {"the", "<eos>"} < {*known}
+    assert {*words} - {*known} == {"zebra"}
+    drawn = tensors_of(init_state(setup), setup)
+    there = tensors_of(old.state, old.setup)
+    for source in (first.out_dir, path):
+        taken = find_weights(setup, Start(str(source)))
+        assert {note for *_, note in taken.to_rows() if note} == {
+            f"{len(known)} of its {len(old_words)} words, 1 are new"
+        }
+        here = tensors_of(taken.state(), setup)
+        assert_same(
+            *({n: a for n, a in each.items() if n.startswith("layers")} for each in (here, there))
+        )
+        for name, axis in (("embedding.table", 0), ("head.kernel", 1), ("head.bias", 0)):
+            for row, word in enumerate([*words, ""]):  # then what pads them
+                is_known = word in known
+                like = there if is_known else drawn
+                other = old_words.index(word) if is_known else row
+                expected = np.take(like[name], other, axis)
+                np.testing.assert_array_equal(
+                    np.take(here[name], row, axis), expected, err_msg=word
+                )
+
+
+def tensors_of(state, setup):
+    return {n: np.asarray(t.gather()) for n, t in outgoing(trees(state), setup.layout).items()}
