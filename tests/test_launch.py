@@ -428,7 +428,7 @@ def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
 MISTAKES = {
     "nothing to launch": (
         ["--processes", "2"],
-        r"given nothing to start; write train or evaluate or export",
+        r"given nothing to start; write train, evaluate, predict or export",
     ),
     "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate or"),
     "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),

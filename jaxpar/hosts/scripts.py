@@ -132,8 +132,8 @@ def check_command(command: Sequence[str], num_processes: int, devices_per_proces
     if not command or command[0] not in COMMANDS:
         given = repr(command[0]) if command else "nothing"
         raise ValueError(
-            f"launch was given {given} to start; write {' or '.join(COMMANDS)} and its arguments "
-            f"after --, such as: launch --processes 2 -- train lm --mesh dp2"
+            f"launch was given {given} to start; write {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]} and its "
+            f"arguments after --, such as: launch --processes 2 -- train lm --mesh dp2"
         )
 
 
