@@ -430,7 +430,10 @@ MISTAKES = {
         ["--processes", "2"],
         r"given nothing to start; write train, evaluate, predict or export",
     ),
-    "sample": (["--", "sample", "runs/1"], r"given 'sample' to start; write train or evaluate or"),
+    "sample": (
+        ["--", "sample", "runs/1"],
+        r"given 'sample' to start; write train, evaluate, predict or export",
+    ),
     "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),
     "simulate": (["--", "train", "--simulate=4"], r"leave --simulate out after --"),
     "elastic without a folder": (
