@@ -31,6 +31,7 @@ GUIDES = (
     "planning",
     "recipes",
     "training",
+    "using",
     "analysis",
 )
 PAGES = ("README.md", *(f"docs/{name}.md" for name in (*GUIDES, "pytorch", "mxnet")))
@@ -67,6 +68,11 @@ PRINTED = {
     "docs/models.md": ("(None, 'tensor')", "\n39  loss 0.0"),
     "docs/parallelism.md": (),
     "docs/training.md": ("runs/0001",),
+    "docs/using.md": (
+        "begins with the weights of runs/0001",
+        "left over  head.bias",
+        "layers.0.w_x",
+    ),
     "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
 }
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
@@ -116,7 +122,9 @@ GUIDE, CLASSIFIER = "docs/models.md", "# gestures.py"
 def test_commands_of_the_readme_run(tmp_path):
     [own] = [block for block in blocks("python") if block.startswith(OWN)]
     (tmp_path / "forecast.py").write_text(own)
-    pages = ("README.md", "docs/planning.md", "docs/recipes.md", "docs/analysis.md")
+    (tmp_path / "other.txt").write_text("the value of an object is returned\n" * 300)
+    names = ("planning", "recipes", "analysis", "using")
+    pages = ("README.md", *(f"docs/{name}.md" for name in names))
     for command in dict.fromkeys(tuple(command) for page in pages for command in commands(page)):
         # Which other tests run; a machine's compiler may not be there.
         if {"images", "curves", "--compare", "--machine"} & {*command} or (
@@ -131,9 +139,14 @@ def test_commands_of_the_readme_run(tmp_path):
         )
         printed = run("-m", "jaxpar", *command, *devices, *small, cwd=tmp_path)
         assert printed.strip(), command
-    written = {path.name for path in tmp_path.iterdir()} - {"forecast.py", "__pycache__"}
+    given = {"forecast.py", "other.txt", "__pycache__"}
+    written = {path.name for path in tmp_path.iterdir()} - given
     pictures = {"timeline.svg", "bytes.png", "strategies.html", "bubble.png", "memory.png"}
-    assert written == {"runs", *pictures}
+    predicted, weights = (
+        {"scores", "predicted", "stream"},
+        {"model.safetensors", "half.safetensors"},
+    )
+    assert written == {"runs", *pictures, *predicted, *weights}
 
 
 @pytest.mark.full
@@ -197,7 +210,8 @@ def test_options_in_the_text_exist():
 
 HELPS = (
     ["train", "lm"], ["train", "images"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
-    ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["sample"], ["export"], ["launch"],
+    ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["predict"], ["sample"], ["export"],
+    ["launch"],
 )  # fmt: skip
 # Of pip, pytest, mkdocs, Slurm and Open MPI; and of a model of the reader's.
 OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--rows", "--help"}
