@@ -83,6 +83,11 @@ class Task:
         """Whether it says how it is trained: `fit` and `make_train_step` need that."""
         return hasattr(self, "optimizer") or type(self).make_optimizer is not Task.make_optimizer
 
+    @property
+    def evaluates_others(self) -> bool:
+        """Whether it evaluates other parameters than it trains; see `evaluated_params`."""
+        return type(self).evaluated_params is not Task.evaluated_params
+
     def make_model(self, rngs: "nnx.Rngs") -> Any:
         """The model; see `model.Model`."""
         raise ValueError(f"task {self.name} has no make_model(self, rngs); write one")

@@ -57,8 +57,10 @@ def arrays(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def earlier_state(folder):
-    return arrays(folder.checkpoints(Setup.of(*folder.settings())).restore(step=2))
+def whole_state(path, **options):
+    folder = RunFolder(path)
+    folder.check()
+    return arrays(folder.checkpoints(Setup.of(*folder.settings())).restore(**options))
 
 
 def settings(path):
@@ -79,9 +81,9 @@ def weights(path):
 # All that is read of a run.
 READERS = {
     "settings": settings,
-    "state": lambda path: arrays(RunFolder(path).restore()[1]),
-    "earlier state": lambda path: earlier_state(RunFolder(path)),
-    "best": lambda path: arrays(RunFolder(path).restore(best=True)[1]),
+    "state": whole_state,
+    "earlier state": lambda path: whole_state(path, step=2),
+    "best": lambda path: whole_state(path, best=True),
     "metrics": lambda path: (RunFolder(path).check(), RunFolder(path).metrics())[1],
     "vocabulary": lambda path: Vocabulary.from_json(RunFolder(path).read(VOCABULARY)),
     "weights": weights,

@@ -83,7 +83,7 @@ class Run:
         return [tuple(line.get(name) for name in names) for line in self.folder.metrics()]
 
     def state(self):
-        _, state = self.folder.restore()
+        state = self.folder.checkpoints(Setup.of(*self.folder.settings())).restore()
         return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 

@@ -641,7 +641,7 @@ def test_a_run_stops_with_the_state_before_and_goes_on_if_told_to(poisoned, tmp_
         with pytest.raises(FloatingPointError, match=message):
             go_on(settings, folder.path, 20)
     assert folder.checkpoints(Setup.of(*settings)).steps() == [1, bad[0]]
-    _, state = folder.restore()
+    state = folder.checkpoints(Setup.of(*settings)).restore()
     assert_same(state, arrays_of(go_on(settings, tmp_path / "before", bad[0]).state))
 
     result = go_on(settings, folder.path, 20, nonfinite="skip", learning_rate=0.01)

@@ -193,7 +193,6 @@ def test_a_validation_that_a_signal_ends_is_made_up_for(text, tmp_path, monkeypa
         line for line in lines(whole) if line[1] != "train"
     ]
     assert run.checkpoints(Setup.of(*run.settings())).stored_losses().keys() == {3, 6}
-    for ours, theirs in zip(
-        *(map(jax.tree.leaves, (run.restore()[1], whole.restore()[1]))), strict=True
-    ):
+    states = (each.checkpoints(Setup.of(*each.settings())).restore() for each in (run, whole))
+    for ours, theirs in zip(*map(jax.tree.leaves, states), strict=True):
         assert (ours == theirs).all()

@@ -490,8 +490,9 @@ def test_a_state_is_read_where_its_text_is_gone(text, tmp_path):
     shutil.rmtree(own)
     setup, state = folder.restore()
     assert setup.task.num_words == result.setup.task.num_words
-    for actual, expected in zip(jax.tree.leaves(state), jax.tree.leaves(result.state), strict=True):
-        np.testing.assert_array_equal(np.array(actual), np.array(expected))
+    expected = dataclasses.replace(result.state, opt_state=())
+    for own, other in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        np.testing.assert_array_equal(np.array(own), np.array(other))
     words = (folder.path / "vocabulary.json").read_text()
     (folder.path / "vocabulary.json").write_text(words.replace("cat", "cow"))
     with pytest.raises(

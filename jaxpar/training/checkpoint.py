@@ -159,7 +159,9 @@ class Checkpoints:
         """Steps of which there is a whole checkpoint, in their order."""
         return sorted(self._examine()[0])
 
-    def restore(self, step: int | None = None, *, best: bool = False) -> TrainState:
+    def restore(
+        self, step: int | None = None, *, best: bool = False, with_optimizer: bool = True
+    ) -> TrainState:
         """The state of a checkpoint, on the mesh of the setup, in its placement and layout.
 
         Every process reads the shards of its own devices. Mesh, placement, microbatches, `fsdp`,
@@ -167,6 +169,7 @@ class Checkpoints:
 
         Args:
           step: None takes the latest; or with `best` that with the lowest of `losses`.
+          with_optimizer: whether the optimizer's state is read; else it is empty.
         Raises:
           FileNotFoundError: there is no such checkpoint that is whole.
           ValueError: it holds another task, another optimizer, or carried state with a different
@@ -176,6 +179,8 @@ class Checkpoints:
 
         path = self._folder / str(self._resolve(step, best))
         target = abstract_state(self._setup)
+        if not with_optimizer:
+            target = dataclasses.replace(target, opt_state=())
         check_room(target, self._setup.mesh)
         abstract = abstract_by_layer(target, self._setup.layout)
         before, now = self.described(int(path.name)), _describe(self._setup.task)
@@ -183,8 +188,12 @@ class Checkpoints:
         with _reading_in_words(path):
             stored = dict(named_leaves(orbax.metadata(str(path)).metadata, "/"))
             _check_chunks(stored)
+        if not with_optimizer:
+            stored = {n: own for n, own in stored.items() if not n.startswith("opt_state/")}
         _check_arrays(path, stored, abstract, (before["optimizer"], now["optimizer"]))
-        with _reading_in_words(path):
+        asked_for_alone = orbax.Context()
+        asked_for_alone.pytree.loading.partial_load = True
+        with _reading_in_words(path), asked_for_alone:
             loaded = orbax.load(str(path), unflatten_dict(abstract, sep="/"))
         return from_layers(target, self._setup.layout, dict(named_leaves(loaded, "/")))
 

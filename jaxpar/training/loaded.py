@@ -30,7 +30,7 @@ class LoadedRun:
     Attributes:
       folder: of the run.
       setup: task, layout, mesh and settings; what the task left open is filled in.
-      state: parameters, optimizer state, and the steps taken.
+      state: parameters, what is carried, and the steps taken; the optimizer's state is left out.
     """
 
     folder: RunFolder

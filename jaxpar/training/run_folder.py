@@ -224,7 +224,7 @@ class RunFolder:
         """The run's setup on this mesh, and a state there, to be looked at and used.
 
         The mesh need not be the one that the run had; with another number of stages the layers are
-        placed anew. Its parameters are those that the task evaluates.
+        placed anew. Its parameters are those that the task evaluates; the optimizer's state is left out.
 
         Args:
           best: the state with the lowest validation loss that has been kept and is whole, not the newest.
@@ -237,8 +237,9 @@ class RunFolder:
         devices = mesh.build()
         parallel = settings.parallel.on_mesh(mesh.resolve(devices.size))
         setup = Setup.of(settings.task, parallel, settings.train, devices)
-        state = self.checkpoints(setup).restore(best=best)
-        return setup, evaluated(setup, state)
+        checkpoints = self.checkpoints(setup)
+        state = checkpoints.restore(best=best, with_optimizer=setup.task.evaluates_others)
+        return setup, dataclasses.replace(evaluated(setup, state), opt_state=())
 
     def start(self, texts: Mapping[str, str]) -> None:
         """Makes the folder and writes what a run can be continued from; the settings come last.

@@ -28,7 +28,6 @@ from jaxpar.model import made
 from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, is_variable
 from jaxpar.state import TrainState, abstract_state, draw_variables, state_of
-from jaxpar.task import Task
 from jaxpar.training.by_layer import kind_of
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Rows, Tensor, Weights, in_ranges, named_rows, open_files
@@ -271,7 +270,7 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     """The newest state of a run, its layers by their numbers."""
     task = folder.settings().task
     folder.check()
-    if type(task).evaluated_params is not Task.evaluated_params:
+    if task.evaluates_others:
         raise ValueError(
             f"the task of the run in {folder} evaluates other parameters than it trains; write them to a "
             f"file (python -m jaxpar export {folder} -o model.safetensors), and start from that"
