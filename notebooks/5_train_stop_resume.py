@@ -9,14 +9,20 @@
 # ---
 
 # %% [markdown]
-# # 5. Train, stop, resume on another mesh, sample
+# # 5. Train, stop, resume on another mesh, use
 #
 # A language model on text that every Python has: its own documentation. It is stopped in the middle and resumed on other
-# devices, and its losses are those of a run that never stopped.
+# devices, and its losses are those of a run that never stopped. Then it is used: it says how likely each word of a text is, writes
+# text, and another run begins with its weights.
 
 # %%
+import builtins
 import dataclasses
 import signal
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
 
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, lm
@@ -94,12 +100,59 @@ for evaluation in resumed.evaluations.values():
     print(evaluation.to_text())
 
 # %% [markdown]
+# ## What it says of each word
+#
+# The run is loaded onto two stages and reads the test text through them. For each word there is its log-likelihood, in the
+# order of the text, and together they are the perplexity from above.
+
+# %%
+run = jaxpar.load_run(resumed.out_dir, MeshConfig(stage=2, devices=(0, 1)))
+likelihood = run.predict("test", quiet=True)["log_likelihood"]
+print(f"{len(likelihood):,} words, perplexity {np.exp(-np.nanmean(likelihood)):.2f}")
+
+# %% [markdown]
+# Another text is a file, here what Python says of its built-in functions and types. It is read with the vocabulary of the
+# run, which was cut to 600 words: all others are `<unk>`.
+
+# %%
+owners = [builtins, *(thing for thing in vars(builtins).values() if isinstance(thing, type))]
+members = (member for owner in owners for member in vars(owner).values())
+texts = {text for member in members if isinstance(text := getattr(member, "__doc__", None), str)}
+Path("builtins.txt").write_text("\n".join(sorted(texts)))
+likelihood = run.predict("builtins.txt", quiet=True)["log_likelihood"]
+print(f"{len(likelihood):,} words, perplexity {np.exp(-np.nanmean(likelihood)):.1f}")
+words, tokens = run.vocabulary.words, run.vocabulary.encode(Path("builtins.txt").read_text())
+for n in range(2000, 2008):
+    print(f"{words[tokens[n + 1]]:10} {likelihood[n]:6.2f}")
+
+# %% [markdown]
 # ## Text
 #
-# Rare words are all `<unk>` here, because the vocabulary was cut to 600. On one device:
+# On one device:
 
 # %%
 print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
+
+# %% [markdown]
+# ## Another run begins with its weights
+#
+# On that text, another mesh and with a new optimizer. Rows of words are found by the words; what is new is drawn. Beside it a
+# run that begins with drawn weights alone:
+
+# %%
+other = dataclasses.replace(task, corpus="builtins.txt")
+for name, start in (("drawn", None), ("tuned", resumed.out_dir)):
+    config = TrainConfig(num_steps=40, out_dir=name)
+    result = jaxpar.fit(other, "dp4", config, start=start, quiet=True)
+    print(f"{name}  {result.evaluations['test'].to_text()}")
+
+# %% [markdown]
+# As a file for other programs, whose names are those of the model's own tree:
+
+# %%
+[path] = run.export("model.safetensors")
+for name, array in safetensors.numpy.load_file(path).items():
+    print(f"{name:18} {array.dtype} {array.shape}")
 
 # %% [markdown]
 # ## What was learned
@@ -107,4 +160,5 @@ print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
 # - `fit` ends after the current step when it is told to stop, and `resume=True` continues from the saved state.
 # - A state is saved whole, by the names of its arrays; any mesh can load it.
 # - The losses are those of the run that never stopped, to the rounding of sums.
-# - The command line does the same: `train lm`, Ctrl-C, `train --resume --mesh dp4`, `sample`.
+# - A run says of each row what its model predicts, on any mesh; another run begins with its weights.
+# - The command line does the same: `train lm`, Ctrl-C, `train --resume --mesh dp4`, `predict`, `sample`, `train --start`, `export`.

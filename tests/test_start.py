@@ -5,6 +5,9 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,7 @@ from jaxpar import (
     load_run,
     make_train_step,
 )
+from jaxpar.hosts.launch import _environ, _free_port
 from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import audit
@@ -421,3 +425,118 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
 
 def tensors_of(state, setup):
     return {n: np.asarray(t.gather()) for n, t in outgoing(trees(state), setup.layout).items()}
+
+
+# A model that is too big to be held twice, in each of two processes.
+WIDE = """
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import jaxpar
+
+
+class Dense(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (width, width)))
+
+    def __call__(self, carry, x, at):
+        return carry, x + jnp.tanh(x @ self.w[...])
+
+
+class Model(nnx.Module):
+    time_major = False
+
+    def __init__(self, width, rngs):
+        self.layers = jaxpar.Stack([lambda rngs: Dense(width, rngs=rngs)] * 8, rngs=rngs)
+
+    def first(self, batch, at):
+        return batch["x"]
+
+    def last(self, y, batch, at):
+        return jaxpar.Sums(jnp.sum((y - 1) ** 2), jnp.float32(y.size))
+
+    def predict(self, y, batch, at):
+        return {"y": y}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide(jaxpar.Task):
+    width: int = 2048
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig(warmup_steps=0)
+
+    def make_model(self, rngs):
+        return Model(self.width, rngs)
+
+    def make_batches(self, split, seed=None):
+        x = np.random.default_rng(0).standard_normal((16, self.width)).astype(np.float32)
+        return jaxpar.ArrayBatches({"x": x}, 8, seed)
+"""
+WORK = """
+import re
+import sys
+
+import jax
+import jaxpar
+from jaxpar.hosts.distributed import start_processes
+from jaxpar.setup import Setup
+from jaxpar.training.start import find_weights
+from wide import Wide
+
+def memory(name):
+    status = open("/proc/self/status").read()
+    return int(re.search(rf"{name}:\\s+(\\d+)", status)[1]) * 1024
+
+def train(folder, width):
+    train = jaxpar.TrainConfig(num_steps=1, out_dir=folder)
+    jaxpar.fit(Wide(width), "pp2", train, quiet=True)
+    return ()  # its step has gradients beside the state
+
+def use(folder, width):
+    run = jaxpar.load_run(folder, "pp2")
+    run.predict("test", folder + "/predicted", quiet=True)
+    yield memory("VmHWM")
+    run.export(folder + "/model.safetensors")
+    yield memory("VmHWM")
+
+def start(source, width):
+    state = find_weights(Setup.of(Wide(width), "pp2"), jaxpar.Start(source)).state()
+    yield memory("VmHWM")
+
+start_processes()
+work, *file = sys.argv[1].partition("/")
+for folder, width in (("small", 16), ("wide", 2048)):
+    before = memory("VmRSS")  # of the wide one: with all that is imported and compiled once
+    done = {"train": train, "use": use, "start": start}[work](folder + "".join(file), width)
+    peaks = [peak - before for peak in done]
+print(*peaks)
+"""
+STATE_BYTES = 3 * 8 * 2048**2 * 4  # parameters, and two moments of each
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process")
+def test_no_process_holds_what_two_share(tmp_path):
+    """What is trained by two is predicted with, exported, and started from by two."""
+    (tmp_path / "wide.py").write_text(WIDE)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+
+    def run(what):
+        address = f"127.0.0.1:{_free_port()}"
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", WORK, what], env=_environ(environ, address, 2, index, 1),
+                stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        found = [process.communicate(timeout=300)[0] for process in processes]
+        return [[int(peak) / STATE_BYTES for peak in printed.split()] for printed in found]
+
+    run("train")
+    for what in ("use", "start", "start/model.safetensors"):
+        for peaks in run(what):
+            assert peaks
+            assert max(peaks) < 0.75, (what, peaks)

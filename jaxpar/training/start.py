@@ -24,6 +24,7 @@ from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_shape
 from jaxpar.base.files import refuse_address
 from jaxpar.hosts.agree import together
+from jaxpar.mesh import release_freed_memory
 from jaxpar.model import made
 from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, is_variable
@@ -163,7 +164,9 @@ class Taken:
             if all(name in found for name in names if name)
         }
         trees = draw_variables(self.setup, without=whole)
-        return state_of(self.setup, *together(lambda: [self._filled(tree) for tree in trees]))
+        trees = together(lambda: [self._filled(tree) for tree in trees])
+        release_freed_memory()
+        return state_of(self.setup, *trees)
 
     def _filled(self, tree: nnx.State) -> nnx.State:
         """Variables with the values that are taken; the old ones are gone."""
