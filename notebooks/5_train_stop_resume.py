@@ -103,18 +103,14 @@ for evaluation in resumed.evaluations.values():
 # ## What it says of each word
 #
 # The run is loaded onto two stages and reads the test text through them. For each word there is its log-likelihood, in the
-# order of the text, and together they are the perplexity from above.
+# order of the text, and together they are the perplexity from above. Another text is a file, here what Python says of its
+# built-in functions and types; words outside the vocabulary of the run are `<unk>`.
 
 # %%
 run = jaxpar.load_run(resumed.out_dir, MeshConfig(stage=2, devices=(0, 1)))
 likelihood = run.predict("test", quiet=True)["log_likelihood"]
 print(f"{len(likelihood):,} words, perplexity {np.exp(-np.nanmean(likelihood)):.2f}")
 
-# %% [markdown]
-# Another text is a file, here what Python says of its built-in functions and types. It is read with the vocabulary of the
-# run, which was cut to 600 words: all others are `<unk>`.
-
-# %%
 owners = [builtins, *(thing for thing in vars(builtins).values() if isinstance(thing, type))]
 members = (member for owner in owners for member in vars(owner).values())
 texts = {text for member in members if isinstance(text := getattr(member, "__doc__", None), str)}
@@ -128,7 +124,7 @@ for n in range(2000, 2008):
 # %% [markdown]
 # ## Text
 #
-# On one device:
+# Rare words are all `<unk>` here, because the vocabulary was cut to 600. On one device:
 
 # %%
 print(lm.sample(resumed.out_dir, "the value of", length=40, seed=3))
