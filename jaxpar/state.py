@@ -208,8 +208,9 @@ def check_room(state: TrainState, mesh: Mesh) -> None:
         all_of, what = 1, "on a device, which"
         if on_cpu:
             all_of, what = len(devices), f"on {format_count(len(devices), 'device')}, this machine"
+        arrays = f"parameters{' and optimizer state' if jax.tree.leaves(state.opt_state) else ''}"
         raise ValueError(
-            f"parameters and optimizer state alone need {format_bytes(all_of * here)} {what} has "
+            f"{arrays} alone need {format_bytes(all_of * here)} {what} has "
             f"{format_bytes(all_of * room)}; use a smaller model, or more devices or machines to split it "
             f"over"
         )

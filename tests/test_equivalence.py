@@ -13,7 +13,13 @@ from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.sharding import is_variable
 from jaxpar.state import audit, init_state
-from jaxpar.step import batch_sharding, make_eval_step, make_train_step, value_and_grad
+from jaxpar.step import (
+    batch_sharding,
+    make_eval_step,
+    make_loss_and_grad,
+    make_train_step,
+    value_and_grad,
+)
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
@@ -111,10 +117,9 @@ def loss_and_grads(settings):
     state = init_state(settings.task, settings.parallel, mesh=mesh)
     audit(state)
     state = dataclasses.replace(state, carry=nonzero_carry(state))
-    run = value_and_grad(*settings, mesh)
-    (loss, (state, _)), grads = run(state, make_batch(settings, mesh))
-    audit(dataclasses.replace(state, params=grads))
-    return float(loss), by_layer(grads, settings), by_layer(state.carry, settings)
+    run = jax.jit(make_loss_and_grad(Setup.of(settings.task, settings.parallel, mesh=mesh)))
+    (loss, (carry, _)), grads = run(state, make_batch(settings, mesh))
+    return float(loss), by_layer(grads, settings), by_layer(carry, settings)
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """`value_and_grad`: what a loop of one's own is given, and that it then trains as `fit` does.
 
-That loss, gradients and carry are those of one device is among the laws: `test_equivalence` and
-`test_examples` ask this function.
+That loss, gradients and carry are those of one device is among the laws: `test_examples` asks this function.
 """
 
 import dataclasses
