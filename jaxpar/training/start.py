@@ -125,11 +125,11 @@ class Taken:
 
     def to_rows(self) -> list[tuple[str, str, str, str]]:
         """What is taken, new and left over: (which of them, names, shape, what is to be said)."""
-        groups = collections.defaultdict[tuple[str, str, str, str], list[str]](list)
+        groups = collections.defaultdict[tuple[str, str, str, str, bool], list[str]](list)
 
         def add(what: str, name: str, shape: tuple[int, ...], note: str = "") -> None:
             key = re.sub(r"^(\w+)\.\d+\.", r"\1.*.", name)
-            groups[what, key, format_shape(shape), note].append(name)
+            groups[what, key, format_shape(shape), note, name in self.sources].append(name)
 
         for name, tensor in self.weights.tensors.items():
             dtype, notes = self.variables[name].dtype, []
@@ -143,7 +143,7 @@ class Taken:
         for name, shape in self.left.items():
             add("left over", name, shape)
         rows = []
-        for (what, _, shape, note), names in groups.items():
+        for (what, _, shape, note, _), names in groups.items():
             before = in_ranges([self.sources[name] for name in names if name in self.sources])
             note = "; ".join(filter(None, [f"was {', '.join(before)}" if before else "", note]))
             rows.append((what, ", ".join(in_ranges(names)), shape, note))
