@@ -157,7 +157,7 @@ def open_run(
             f"task {task.name} goes by validations (after_validation), and eval_every=0 has none before the "
             f"end; set eval_every, such as to an epoch's steps"
         )
-    task.make_optimizer(train.num_steps)  # is there one?
+    _ = setup.optimizer  # is there one?
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
     data = describe_data(setup)
