@@ -20,6 +20,7 @@ from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
+from jaxpar.pipeline.placement import PartCosts
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import inlined, is_call
@@ -128,23 +129,19 @@ class ModelFacts:
         return self.task.rules.axes_of(BATCH) == (DATA,)
 
     @functools.cached_property
-    def layer_costs(self) -> tuple[float, ...]:
-        """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
+    def costs(self) -> PartCosts:
+        """FLOPs of each part over a whole batch; where layers have none, 1 is that of a forward pass."""
         by_kind = [amount(trace, *args).flops for trace, args in self.traces.layers]
-        if not any(by_kind):
-            return (1.0,) * len(self.kind_of)
-        return tuple(by_kind[kind] for kind in self.kind_of)
-
-    @functools.cached_property
-    def last_work(self) -> float:
-        """Work of what follows the layers, in mean layers."""
+        forward = [by_kind[kind] for kind in self.kind_of]
+        if not any(forward):
+            forward = [1.0] * len(forward)
         graphdef, state = nnx.split(self.model)
 
         def last(state, x, batch):
             return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
 
         flops = amount(last, state, self.traces.x, self.block).flops
-        return flops / float(np.mean(self.layer_costs))
+        return PartCosts(tuple((f, 2 * f) for f in forward), last=(flops, 2 * flops))
 
     @functools.cached_property
     def whole_window(self) -> tuple[str, ...]:
