@@ -192,6 +192,11 @@ class Parallel:
         is_able = self.mesh.stage > 1 and not pipeline.remat and pipeline.schedule != "gpipe"
         return pipeline.zero_bubble and is_able
 
+    @property
+    def num_units(self) -> int:
+        """Of equal size, into which a batch is cut."""
+        return sum(self.group_shares) * self.pipeline.num_microbatches * self.num_chunks
+
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, given those of a batch."""
         return batch_size // (sum(self.group_shares) * self.pipeline.num_microbatches)

@@ -270,17 +270,19 @@ class Layout:
     @functools.cached_property
     def whole_kinds(self) -> tuple[str, ...]:
         """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
-        facts, whole = self.facts, []
-        layers = zip(facts.kinds, self.layer_functions(), *self.of_row, strict=True)
-        for (name, function, params, frozen), (_, args) in zip(
-            layers, facts.traces.layers, strict=True
+        pairs = zip(self.facts.kinds, self.split_layers, strict=True)
+        return tuple(name for name, layer in pairs if not layer.has_weights)
+
+    @functools.cached_property
+    def split_layers(self) -> tuple[SplitLayer, ...]:
+        """One layer of each kind in parts, on a whole batch."""
+        facts, split = self.facts, list[SplitLayer]()
+        for (_, (_, carry, x, batch)), function, params, frozen in zip(
+            facts.traces.layers, self.layer_functions(), *self.of_row, strict=True
         ):
-            _, carry, x, batch = args
-            at = facts.at(batch)
             own = params, frozen, carry, (x, facts.no_sums)
-            if not SplitLayer(with_sums(function), *own, at, splits=True).has_weights:
-                whole.append(name)
-        return tuple(whole)
+            split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
+        return tuple(split)
 
 
 class Outer:
