@@ -109,6 +109,8 @@ class Parallel:
       pipeline: how a batch moves through the stages.
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
         is three times as fast as the second; None gives all of them the same.
+      speeds: how fast the devices of each stage are, beside each other, such as (1, 1, 2, 2) for two last
+        stages that are twice as fast; balanced placements go by it. None takes all of them for equal.
       fsdp: store parameters split over `data` as well, gathered once a step (arXiv:2304.11277).
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
         "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
@@ -118,6 +120,7 @@ class Parallel:
     mesh: MeshConfig = DATA_PARALLEL
     pipeline: PipelineConfig = PipelineConfig()
     shares: tuple[int, ...] | None = None
+    speeds: tuple[float, ...] | None = None
     fsdp: bool = False
     update: Literal["replicated", "sharded", "host"] = "replicated"
 
@@ -129,6 +132,11 @@ class Parallel:
             self.shares is None or (len(self.shares) > 0 and min(self.shares) > 0),
             f"shares={self.shares}: every data-parallel group needs at least one part; leave a "
             f"device without work out of the mesh (devices=...)",
+        )
+        require(
+            self.speeds is None or (len(self.speeds) > 0 and min(self.speeds) > 0),
+            f"speeds={self.speeds}: every stage needs one above 0, such as (1, 2) for a second stage that is "
+            f"twice as fast as the first",
         )
 
     @classmethod
@@ -207,12 +215,12 @@ class Parallel:
 
     def on_mesh(self, mesh: MeshConfig) -> Self:
         """The same on another mesh, without what was chosen for the old number of stages or groups."""
-        pipeline, shares = self.pipeline, self.shares
+        pipeline, shares, speeds = self.pipeline, self.shares, self.speeds
         if mesh.stage != self.mesh.stage:
-            pipeline = dataclasses.replace(pipeline, placement="balanced")
+            pipeline, speeds = dataclasses.replace(pipeline, placement="balanced"), None
         if mesh.data != self.mesh.data:
             shares = None
-        return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares)
+        return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares, speeds=speeds)
 
     def check(self, batch_size: int, num_steps: int | None) -> None:
         """Checks that batches divide as the layout requires.
@@ -233,6 +241,11 @@ class Parallel:
             len(self.group_shares) == sizes[DATA],
             f"shares={self.group_shares} are {len(self.group_shares)} parts for data={sizes[DATA]}; give one "
             f"to every data-parallel group",
+        )
+        require(
+            self.speeds is None or len(self.speeds) == sizes[STAGE],
+            f"speeds={self.speeds} are {len(self.speeds or ())} for stage={sizes[STAGE]}; give one to every "
+            f"stage",
         )
         parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
         if self.pipeline.num_microbatches > 1:

@@ -139,21 +139,33 @@ class ModelFacts:
         def last(params, x, frozen, block):
             return nnx.merge(graphdef, params, frozen).last(x, block, self.at(block))
 
-        by_kind = []
-        for (run, (state, carry, _, _)), name in zip(self.traces.layers, self.kinds, strict=True):
-            trained = params.get(LAYERS_OF_MODEL, {}).get(name, {})
-            own, others = nnx.split_state(state, _in(trained), ...)
+        by_kind = [_passes(*each) for each in self.layer_totals]
+        layers = tuple(by_kind[kind] for kind in self.kind_of)
+        return PartCosts(
+            layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
+            first=_passes(_total(first), ((params,), frozen, block)),
+            last=_passes(_total(last), ((params, x), frozen, block)),
+        )
+
+    @property
+    def layer_totals(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """Of each kind, what a layer gives of a whole batch added up, and shapes of the arguments.
+
+        The gradient in the first argument is what a backward pass computes.
+        """
+        params, totals = self.params, []
+        for (run, (state, carry, x, block)), name in zip(
+            self.traces.layers, self.kinds, strict=True
+        ):
+            own, others = nnx.split_state(
+                state, _in(params.get(LAYERS_OF_MODEL, {}).get(name, {})), ...
+            )
 
             def layer(own, carry, x, others, block, run=run):
                 return run(nnx.merge_state(own, others), carry, x, block)
 
-            by_kind.append(_passes(layer, (own, carry, x), others, block))
-        layers = tuple(by_kind[kind] for kind in self.kind_of)
-        return PartCosts(
-            layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
-            first=_passes(first, (params,), frozen, block),
-            last=_passes(last, (params, x), frozen, block),
-        )
+            totals.append((_total(layer), ((own, carry, x), others, block)))
+        return totals
 
     @functools.cached_property
     def whole_window(self) -> tuple[str, ...]:
@@ -338,16 +350,21 @@ def _in(state: Any) -> Callable[..., bool]:
     return lambda path, _: tuple(path) in paths
 
 
-def _passes(function: Callable[..., Any], inputs: tuple[Any, ...], *others: Any) -> Passes:
-    """FLOPs of a part, forward and backward, with the gradients of these inputs."""
+def _total(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(inputs, *others) -> the sum of all floats that a function of these gives."""
 
     def total(inputs, *others):
         out = jax.tree.leaves(function(*inputs, *others))
         floats = (leaf for leaf in out if jnp.issubdtype(leaf.dtype, jnp.floating))
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in floats)
 
-    forward = amount(total, inputs, *others).flops
-    return forward, amount(jax.grad(total), inputs, *others).flops - forward
+    return total
+
+
+def _passes(total: Callable[..., Any], args: tuple[Any, ...]) -> Passes:
+    """FLOPs forward and backward, with the gradient in the first argument."""
+    forward = amount(total, *args).flops
+    return forward, amount(jax.grad(total), *args).flops - forward
 
 
 def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:

@@ -132,8 +132,10 @@ class Layout:
     @property
     def costs(self) -> PartCosts:
         """Of the parts of the model, in FLOPs; nothing for what all stages share."""
-        costs = self.facts.costs
-        alone = self.parallel.mesh.stage > 1 and self.head == "last"
+        costs, parallel = self.facts.costs, self.parallel
+        if parallel.speeds:
+            costs = costs._replace(speeds=tuple(parallel.speeds[s] for s in self.route.stages))
+        alone = parallel.mesh.stage > 1 and self.head == "last"
         return costs if alone else costs._replace(last=(0.0, 0.0))
 
     @functools.cached_property

@@ -24,6 +24,7 @@ SETTINGS = Settings(
         MeshConfig(2, -1, 2, devices=(0, 3, 1)),
         PipelineConfig(num_chunks=4, placement=(2, 3)),
         shares=(3, 1),
+        speeds=(1, 2.5),
         fsdp=True,
     ),
     TrainConfig(out_dir="runs/x"),
@@ -89,6 +90,7 @@ def test_keys_are_the_options_of_the_command_line(tmp_path):
     assert next(iter(tables)) == "task"
     assert tables["mesh"] == {"data": 2, "stage": -1, "tensor": 2, "devices": [0, 3, 1]}
     assert (tables["hidden_size"], tables["fsdp"], tables["shares"]) == (192, True, [3, 1])
+    assert tables["speeds"] == [1, 2.5]
     assert tables["optimizer"]["learning_rate"] == 1e-5
     assert tables["pipeline"]["placement"] == [2, 3]
     named = Parallel("pp2tp4", PipelineConfig(placement="first,0|1 , last"))

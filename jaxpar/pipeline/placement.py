@@ -29,11 +29,13 @@ class PartCosts(NamedTuple):
       layers: of each.
       first, last: before the layers, and after them, on the stage where they run; (0, 0) for what all stages
         share, since none of them waits for it. `last` has its backward pass at once: it counts as forward.
+      speeds: of the device of each place, by which its costs are divided; () if all are equal.
     """
 
     layers: tuple[Passes, ...]
     first: Passes = (0.0, 0.0)
     last: Passes = (0.0, 0.0)
+    speeds: tuple[float, ...] = ()
 
     def of_places(self, placement: Sequence[int]) -> np.ndarray:
         """The costs of both passes in every place of a placement, [2, places]."""
@@ -41,7 +43,7 @@ class PartCosts(NamedTuple):
         cost_2P = np.stack([np.diff(sums[ends]) for sums in self.sums()])
         cost_2P[:, 0] += self.first
         cost_2P[0, -1] += sum(self.last)
-        return cost_2P
+        return cost_2P / (self.speeds or 1.0)
 
     def sums(self) -> list[np.ndarray]:
         """For both passes, what the layers before each cost, and at the end what all cost."""
@@ -113,6 +115,8 @@ def _spans_of_places(costs: PartCosts, number: int, num_places: int, most: int) 
     spans = [cost_BE] * num_places
     spans[0] = spans[0] + costs.first[number]
     spans[-1] = spans[-1] + sum(costs.last) * (number == 0)
+    if costs.speeds:
+        return [span / speed for span, speed in zip(spans, costs.speeds, strict=True)]
     return spans
 
 

@@ -112,7 +112,8 @@ def plan(
 
     Args:
       task, train: as `fit` takes them.
-      parallel: its shares, and the devices that its mesh names, are kept; everything else is searched for.
+      parallel: its shares, its speeds and the devices that its mesh names are kept; everything else is
+        searched for.
       machine: or its text, as of `find_machine`; None: the devices that JAX has, on which the finalists run.
       num_finalists: so many that fit are compiled; 0 relies on arithmetic.
       tensor: sizes of `tensor` to try; None tries all.
@@ -204,6 +205,7 @@ def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, 
         layers=tuple(zip(forward, map(sum, zip(*backward, strict=True)), strict=True)),
         first=(first, gradient),
         last=(0.0 if step.shares_head else last, 0.0),
+        speeds=step.layout.costs.speeds,
     )
     places = parallel.mesh.stage * parallel.num_groups
     fewest = -(-len(kind_of) // places)

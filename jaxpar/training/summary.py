@@ -32,6 +32,8 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     ]
     if not parallel.has_equal_shares:
         rows.append(("shares", " : ".join(map(str, parallel.group_shares))))
+    if parallel.speeds:
+        rows.append(("speeds", " : ".join(f"{speed:g}" for speed in parallel.speeds)))
     steps = format_count(train.num_steps, "step")
     rows.append(
         ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
@@ -75,7 +77,10 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
-    """The share of the work that each stage has, and what a better placement would gain."""
+    """The share of the work that each stage has, and what a better placement would gain.
+
+    Where speeds are given it is the share of the time.
+    """
     costs, stages = layout.costs, layout.parallel.mesh.stage
     if stages == 1:
         return []
@@ -84,7 +89,12 @@ def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     layer = float(np.sum(costs.layers)) / len(costs.layers)
     head = sum(costs.last) / layer
     line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(work_S))
-    lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
+    lines = [
+        (
+            "time" if costs.speeds else "work",
+            line + f"; the head is that of {head:.1f} layers" * (head >= 0.05),
+        )
+    ]
     best = balanced(costs, len(layout.placement))
     takes, least = (tick_cost(costs, placement) for placement in (layout.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
