@@ -32,11 +32,11 @@ jaxpar.simulate_devices(8)
 # stage with fewer layers has an empty slot, which costs nothing but memory. A backward pass costs two forward passes.
 
 # %%
-plain, twice, head = (1, 2), (2, 4), (1.5, 3)
-equal, unequal = PartCosts((plain,) * 7), PartCosts((twice, *(plain,) * 6))
-print("equal layers          ", balance(equal, 4)[0])
-print("the first one is twice", balance(unequal, 4)[0])
-print("and a heavy head      ", balance(unequal._replace(last=head), 4)[0])
+plain, twice, head = (1, 2), (2, 4), (2, 4)
+print("equal layers           ", balance(PartCosts((plain,) * 7), 4)[0])
+print("the first one is twice ", balance(PartCosts((twice, *(plain,) * 6)), 4)[0])
+print("sixteen                ", balance(PartCosts((plain,) * 16), 4)[0])
+print("sixteen, and a head    ", balance(PartCosts((plain,) * 16, last=head), 4)[0])
 
 # %% [markdown]
 # ## The head is work, too
