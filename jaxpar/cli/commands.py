@@ -195,7 +195,9 @@ class Plan(TaskOptions):
         from jaxpar.cli.options import train_command
 
         _compile_only(self.machine)
-        parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
+        parallel = dataclasses.replace(
+            self.parallel, mesh=MeshConfig()
+        )  # shares and speeds are kept
         settings = Settings(self.task.resolve(), parallel, self.train)
         ranking = _plan(settings, self.machine, _num_bytes(self.memory))
         print(

@@ -99,6 +99,12 @@ class StepCost(Printed):
         return self.settings.parallel
 
     @property
+    def layout(self) -> Layout:
+        """Of the task's model on these devices."""
+        task, parallel, train = self.settings
+        return Layout(counts_of(task, train.num_steps, self.machine.platform).facts, parallel)
+
+    @property
     def estimated_seconds(self) -> float:
         """Of a step, by arithmetic; of a compiled program, with the transfers that it waits for."""
         return sum(self.parts.values()) - self.parts["sending"] + self.waiting
@@ -287,15 +293,18 @@ class Step:
         works = zip(*(kind[:3] for kind in self.kinds), strict=True)
         costs = [self.layers_GSK @ np.asarray([*map(seconds_of, work)]) for work in works]
         costs = costs or [np.zeros(self.layers_GSK.shape[:2])] * 3
+        speed_S = np.asarray(self.parallel.speeds or (1.0,) * self.sizes[STAGE])
+        costs = [cost_GS / speed_S for cost_GS in costs]
         layers_S = np.sum(costs, axis=(0, 1)) * self.units
         first, gradient, last = map(seconds_of, self.around)
-        costs[0][0, 0] += first
-        costs[1][0, 0] += gradient
+        costs[0][0, 0] += first / speed_S[0]
+        costs[1][0, 0] += gradient / speed_S[0]
         halves_T2S, lane = self.schedule.work_at(*costs), self.schedule.forward
         route = self.schedule.route
         group, stage = route.groups[-1], route.stages[-1]
         leaves_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
-        halves_T2S[:, 0, slice(None) if self.shares_head else [stage]] += leaves_T[:, None] * last
+        where = slice(None) if self.shares_head else [stage]
+        halves_T2S[:, 0, where] += leaves_T[:, None] * last / speed_S[where]
         halves_T2S *= self.parallel.num_segments
         busy_S = halves_T2S.sum((0, 1))
         busiest = int(busy_S.argmax())
