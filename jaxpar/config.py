@@ -18,6 +18,7 @@ from jaxpar.base.checks import (
     require_rate,
 )
 from jaxpar.base.files import refuse_address
+from jaxpar.base.stage_names import NamedPlacement, read_placement
 from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
 
 
@@ -36,10 +37,12 @@ class PipelineConfig:
       num_groups: groups of layers on each stage, for "interleaved"; "v" has 2, the others 1.
       zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them, in no
         more memory. With remat they stay, since W needs more than remat keeps; and with "gpipe".
-      placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
-        ticks are the shortest, the head included; "even"; or the numbers themselves.
+      placement: which layers are on each stage (and group): "balanced" by `placement.balance`, so that
+        ticks are the shortest, the head included; "even"; their numbers, such as (3, 3, 2); or all
+        parts by name, such as "first, 0-2 | 3-5 | 6-7, last". A stage may have none.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
-        (the model must have a method `last_part`); "auto" is "sharded" where the model has one.
+        (the model must have a method `last_part`); "auto" is as the placement names it, or "sharded" where
+        the model has such a method.
       unroll: unroll the layers of a stage, with their weights laid out for it once a step: faster where
         chunks are short, at the price of more memory and a larger program. Only for layers of one kind,
         without groups.
@@ -80,6 +83,20 @@ class PipelineConfig:
             f"num_groups={self.num_groups} with schedule={self.schedule!r}; use 2 or more groups with "
             f'"interleaved", and 1 with the others',
         )
+        if named := self.named_placement:
+            object.__setattr__(self, "placement", str(named))
+            require(
+                self.head in ("auto", "last" if named.has_last else "sharded"),
+                f"head={self.head!r} with placement={self.placement!r}; name last in the placement for one "
+                f"stage, leave it out for all of them, and use head='auto'",
+            )
+
+    @property
+    def named_placement(self) -> NamedPlacement | None:
+        """The placement, if it is given in words."""
+        if isinstance(self.placement, str) and self.placement not in ("balanced", "even"):
+            return read_placement(self.placement)
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +191,11 @@ class Parallel:
         pipeline = self.pipeline
         is_able = self.mesh.stage > 1 and not pipeline.remat and pipeline.schedule != "gpipe"
         return pipeline.zero_bubble and is_able
+
+    @property
+    def num_units(self) -> int:
+        """Of equal size, into which a batch is cut."""
+        return sum(self.group_shares) * self.pipeline.num_microbatches * self.num_chunks
 
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, given those of a batch."""

@@ -20,6 +20,7 @@ from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
+from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import inlined, is_call
@@ -128,23 +129,31 @@ class ModelFacts:
         return self.task.rules.axes_of(BATCH) == (DATA,)
 
     @functools.cached_property
-    def layer_costs(self) -> tuple[float, ...]:
-        """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
-        by_kind = [amount(trace, *args).flops for trace, args in self.traces.layers]
-        if not any(by_kind):
-            return (1.0,) * len(self.kind_of)
-        return tuple(by_kind[kind] for kind in self.kind_of)
+    def costs(self) -> PartCosts:
+        """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
+        (graphdef, params, frozen), x, block = self.split(self.model), self.traces.x, self.block
 
-    @functools.cached_property
-    def last_work(self) -> float:
-        """Work of what follows the layers, in mean layers."""
-        graphdef, state = nnx.split(self.model)
+        def first(params, frozen, block):
+            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
 
-        def last(state, x, batch):
-            return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
+        def last(params, x, frozen, block):
+            return nnx.merge(graphdef, params, frozen).last(x, block, self.at(block))
 
-        flops = amount(last, state, self.traces.x, self.block).flops
-        return flops / float(np.mean(self.layer_costs))
+        by_kind = []
+        for (run, (state, carry, _, _)), name in zip(self.traces.layers, self.kinds, strict=True):
+            trained = params.get(LAYERS_OF_MODEL, {}).get(name, {})
+            own, others = nnx.split_state(state, _in(trained), ...)
+
+            def layer(own, carry, x, others, block, run=run):
+                return run(nnx.merge_state(own, others), carry, x, block)
+
+            by_kind.append(_passes(layer, (own, carry, x), others, block))
+        layers = tuple(by_kind[kind] for kind in self.kind_of)
+        return PartCosts(
+            layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
+            first=_passes(first, (params,), frozen, block),
+            last=_passes(last, (params, x), frozen, block),
+        )
 
     @functools.cached_property
     def whole_window(self) -> tuple[str, ...]:
@@ -321,6 +330,24 @@ class ModelFacts:
 @functools.lru_cache(maxsize=8)
 def _known(task: Task, platform: str) -> ModelFacts:
     return ModelFacts(task, platform)
+
+
+def _in(state: Any) -> Callable[..., bool]:
+    """A filter for the variables that have the path of one in a state."""
+    paths = {path for path, _ in nnx.to_flat_state(nnx.State(state))}
+    return lambda path, _: tuple(path) in paths
+
+
+def _passes(function: Callable[..., Any], inputs: tuple[Any, ...], *others: Any) -> Passes:
+    """FLOPs of a part, forward and backward, with the gradients of these inputs."""
+
+    def total(inputs, *others):
+        out = jax.tree.leaves(function(*inputs, *others))
+        floats = (leaf for leaf in out if jnp.issubdtype(leaf.dtype, jnp.floating))
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in floats)
+
+    forward = amount(total, inputs, *others).flops
+    return forward, amount(jax.grad(total), inputs, *others).flops - forward
 
 
 def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:

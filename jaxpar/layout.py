@@ -19,7 +19,14 @@ from jaxpar.base.trees import shape_of, zeros
 from jaxpar.config import Parallel
 from jaxpar.facts import LAYERS_OF_MODEL, ModelFacts, called, flatten
 from jaxpar.model import NO_SLOTS
-from jaxpar.pipeline.placement import Route, Slots, make_slots, resolve_placement, route_of
+from jaxpar.pipeline.placement import (
+    PartCosts,
+    Route,
+    Slots,
+    make_slots,
+    resolve_placement,
+    route_of,
+)
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
@@ -51,10 +58,13 @@ class Layout:
                 f"remat_keeps='carries': segments are for batches of one length, those of task {task.name} "
                 f"have any; use remat_keeps='device' or 'host'"
             )
-        if parallel.pipeline.head == "sharded" and stages > 1 and not facts.can_share_head:
+        if self.head == "sharded" and stages > 1 and not facts.can_share_head:
+            what, use = "head='sharded'", "head='last'"
+            if named := parallel.pipeline.named_placement:
+                what, use = f"placement={str(named)!r} leaves out last", "last on the last stage"
             raise ValueError(
-                f"head='sharded': model {type(facts.model).__name__} has no method last_part, which runs the "
-                f"head on every stage with its part of it; use head='last', or write one"
+                f"{what}: model {type(facts.model).__name__} has no method last_part, which runs the head on "
+                f"every stage with its part of it; use {use}, or write one"
             )
         if parallel.runs_in_units and not facts.divides_by_hand:
             raise ValueError(
@@ -84,9 +94,13 @@ class Layout:
     @functools.cached_property
     def head(self) -> str:
         """Where what follows the layers runs in a pipeline: "last" or "sharded"."""
-        asked = self.parallel.pipeline.head
-        wanted = "sharded" if self.facts.can_share_head else "last"
-        return wanted if asked == "auto" or self.parallel.mesh.stage == 1 else asked
+        pipeline, shares = self.parallel.pipeline, self.facts.can_share_head
+        if self.parallel.mesh.stage > 1:
+            if pipeline.head != "auto":
+                return pipeline.head
+            if named := pipeline.named_placement:
+                shares = not named.has_last
+        return "sharded" if shares else "last"
 
     @functools.cached_property
     def placement(self) -> tuple[int, ...]:
@@ -94,14 +108,12 @@ class Layout:
         facts, stages = self.facts, self.parallel.mesh.stage
         if stages == 1 or not facts.kind_of:
             return (len(facts.kind_of),)
-        costs = facts.layer_costs
+        pipeline = self.parallel.pipeline
         return resolve_placement(
-            self.parallel.pipeline.placement,
-            len(facts.kind_of),
+            pipeline.named_placement or pipeline.placement,
+            self.costs,
             stages,
             self.parallel.num_groups,
-            self.last_cost,
-            None if len(set(costs)) == 1 else costs,
         )
 
     @property
@@ -118,10 +130,11 @@ class Layout:
         return make_slots(self.placement, self.route.stages, self.facts.kind_of)
 
     @property
-    def last_cost(self) -> float:
-        """Work of the last stage alone, in mean layers: what follows them, unless all stages share it."""
+    def costs(self) -> PartCosts:
+        """Of the parts of the model, in FLOPs; nothing for what all stages share."""
+        costs = self.facts.costs
         alone = self.parallel.mesh.stage > 1 and self.head == "last"
-        return self.facts.last_work if alone else 0.0
+        return costs if alone else costs._replace(last=(0.0, 0.0))
 
     @functools.cached_property
     def rules(self) -> Rules:
@@ -257,17 +270,19 @@ class Layout:
     @functools.cached_property
     def whole_kinds(self) -> tuple[str, ...]:
         """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
-        facts, whole = self.facts, []
-        layers = zip(facts.kinds, self.layer_functions(), *self.of_row, strict=True)
-        for (name, function, params, frozen), (_, args) in zip(
-            layers, facts.traces.layers, strict=True
+        pairs = zip(self.facts.kinds, self.split_layers, strict=True)
+        return tuple(name for name, layer in pairs if not layer.has_weights)
+
+    @functools.cached_property
+    def split_layers(self) -> tuple[SplitLayer, ...]:
+        """One layer of each kind in parts, on a whole batch."""
+        facts, split = self.facts, list[SplitLayer]()
+        for (_, (_, carry, x, batch)), function, params, frozen in zip(
+            facts.traces.layers, self.layer_functions(), *self.of_row, strict=True
         ):
-            _, carry, x, batch = args
-            at = facts.at(batch)
             own = params, frozen, carry, (x, facts.no_sums)
-            if not SplitLayer(with_sums(function), *own, at, splits=True).has_weights:
-                whole.append(name)
-        return tuple(whole)
+            split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
+        return tuple(split)
 
 
 class Outer:

@@ -99,6 +99,12 @@ class StepCost(Printed):
         return self.settings.parallel
 
     @property
+    def layout(self) -> Layout:
+        """Of the task's model on these devices."""
+        task, parallel, train = self.settings
+        return Layout(counts_of(task, train.num_steps, self.machine.platform).facts, parallel)
+
+    @property
     def estimated_seconds(self) -> float:
         """Of a step, by arithmetic; of a compiled program, with the transfers that it waits for."""
         return sum(self.parts.values()) - self.parts["sending"] + self.waiting

@@ -83,7 +83,9 @@ def describe(parallel: Parallel) -> str:
         words += [f"K={pipeline.num_chunks}"] + [f"head={pipeline.head}"] * (
             pipeline.head != "auto"
         )
-        if not isinstance(pipeline.placement, str) and len(set(pipeline.placement)) > 1:
+        if named := pipeline.named_placement:
+            words.append(f"placement={str(named)!r}")
+        elif not isinstance(pipeline.placement, str) and len(set(pipeline.placement)) > 1:
             words.append(f"placement={','.join(map(str, pipeline.placement))}")
     words += ["remat"] * (pipeline.remat and parallel.runs_in_units) + ["fsdp"] * parallel.fsdp
     return " ".join(words + [f"update={parallel.update}"] * (parallel.update != "replicated"))

@@ -7,10 +7,11 @@ import numpy as np
 
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.display import format_count
+from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import short_name
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
-from jaxpar.pipeline.placement import LAYER_COST, tick_cost
+from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of
 
@@ -63,44 +64,36 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     parallel, facts = layout.parallel, layout.facts
     stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
-    on_stages = ", ".join(
-        f"stage {stage}: {sum(layout.placement[stage::stages])}" for stage in range(stages)
-    )
+    named = NamedPlacement(layout.placement, has_last=layout.head == "last")
     counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]
     what = ", ".join(counts) if len(counts) > 1 else str(len(facts.kind_of))
     units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
     units += [f"{format_count(K, 'chunk')} of time"] * (stages > 1)
-    parts = [f"{what} ({on_stages})"] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
+    what += f" ({named})" * (stages > 1)
+    parts = [what] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     return [("layers", "; ".join(parts))] * bool(parts)
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
     """The share of the work that each stage has, and what a better placement would gain."""
-    parallel, stages = layout.parallel, layout.parallel.mesh.stage
+    costs, stages = layout.costs, layout.parallel.mesh.stage
     if stages == 1:
         return []
-    head, costs = layout.last_cost, np.asarray(layout.facts.layer_costs)
-    costs = costs / costs.mean()
-    parts = np.split(costs, np.cumsum(layout.placement)[:-1])
-    work = [float(part.sum()) for part in parts]  # of every place, in layers of the mean cost
-    work[-1] += head
-    on_stage = [sum(work[stage::stages]) / sum(work) for stage in range(stages)]
-    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
+    work_P = costs.of_places(layout.placement).sum(axis=0)
+    work_S = np.bincount(layout.route.stages, work_P) / work_P.sum()
+    layer = float(np.sum(costs.layers)) / len(costs.layers)
+    head = sum(costs.last) / layer
+    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(work_S))
     lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
-    pipeline = dataclasses.replace(parallel.pipeline, placement="balanced")
-    best = Layout(layout.facts, dataclasses.replace(parallel, pipeline=pipeline)).placement
-    passes = costs.tolist(), ((LAYER_COST - 1) * costs).tolist()
-    takes, least = (
-        tick_cost(placement, *passes, head_cost=LAYER_COST * head)
-        for placement in (layout.placement, best)
-    )
+    best = balanced(costs, len(layout.placement))
+    takes, least = (tick_cost(costs, placement) for placement in (layout.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
         lines.append(
             (
                 "warning",
                 f"stages wait for each other: a tick of placement={layout.placement} takes as long as "
-                f"{takes / LAYER_COST:.1f} layers, of placement={best} as {least / LAYER_COST:.1f}; a step "
-                f"would be up to {takes / least:.2f} times as fast",
+                f"{takes / layer:.1f} layers, of placement={best} as {least / layer:.1f}; a step would be up "
+                f"to {takes / least:.2f} times as fast",
             )
         )
     return lines
