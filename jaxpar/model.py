@@ -138,8 +138,6 @@ class Model(Protocol):
     # def draw(self, key) -> Model
     #   The model with what is drawn once a step of its parameters alone, such as dropped weights, from the
     #   step's key; not called in evaluation.
-    # def add_first_gradient(self, grads, dx, batch, at) -> grads
-    #   Adds the gradient of `first` to `grads`, an `nnx.State` of what it uses and is trained.
 
 
 class _Source:

@@ -121,13 +121,17 @@ class Pipeline(Spec):
         if self.remat and with_gradients:
             table = table.with_remat()
         layers = (P(STAGE),) * len(self.layers)
+        of_first = self.first_specs or (P(), P())
         of_last = self.last_specs if self.head == "sharded" else (P(), P())
-        specs = PipelineParams(P(), layers, of_last[0])
+        specs, of_frozen = (
+            PipelineParams(first, layers, last)
+            for first, last in zip(of_first, of_last, strict=True)
+        )
         rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
         slots = (self.slots.layers, self.slots.kinds, self.slots.places)
         arguments = (
             (params, specs),
-            (frozen, PipelineParams(P(), layers, of_last[1])),
+            (frozen, of_frozen),
             (carry, P(STAGE, DATA)),
             (batch, jax.tree.map(self._batch_spec, batch)),
             (SlotArrays(*(jnp.asarray(part, jnp.int32) for part in slots)), P(STAGE)),
@@ -181,9 +185,10 @@ class Pipeline(Spec):
         if state.grads is None:
             return out
         layers = state.grads.layers
+        over_first = (DATA, STAGE) if self.first_specs is None else (DATA,)
         with jax.named_scope(BACKWARD), jax.named_scope("gradients"):
             grads = PipelineParams(
-                first=self._sum(state.grads.first, DATA, STAGE),
+                first=self._sum(state.grads.first, *over_first),
                 layers=self._sum(tuple(map(stack, layers)) if self.unroll else layers, DATA),
                 last=self._sum(state.grads.last, *over_head),
             )

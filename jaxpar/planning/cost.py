@@ -25,13 +25,14 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.ends import owner
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.pipeline.placement import UP
 from jaxpar.planning.counts import Array, Counts, Kind, Part, counts_of, part_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.setup import Setup
-from jaxpar.sharding import Rules, split_over_data
+from jaxpar.sharding import Rules, off_stages, split_over_data
 from jaxpar.task import Settings, Task
 from jaxpar.trace.counts import Amount
 
@@ -204,6 +205,7 @@ class Step:
         self.counts, self.parallel, self.train = counts, parallel, train
         self.layout, facts = Layout(counts.facts, parallel), counts.facts
         self.sizes, share = parallel.mesh.sizes, max(parallel.group_shares)
+        self.shares_first = bool(self.layout.parts[0])
         self.shares_head = self.sizes[STAGE] > 1 and self.layout.head == "sharded"
         self.schedule = step_schedule(parallel, share)
         self.num_ticks = self.schedule.num_ticks * parallel.num_segments
@@ -289,13 +291,16 @@ class Step:
         costs = costs or [np.zeros(self.layers_GSK.shape[:2])] * 3
         layers_S = np.sum(costs, axis=(0, 1)) * self.units
         first, gradient, last = map(seconds_of, self.around)
-        costs[0][0, 0] += first
-        costs[1][0, 0] += gradient
-        halves_T2S, lane = self.schedule.work_at(*costs), self.schedule.forward
-        route = self.schedule.route
-        group, stage = route.groups[-1], route.stages[-1]
-        leaves_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
-        halves_T2S[:, 0, slice(None) if self.shares_head else [stage]] += leaves_T[:, None] * last
+        schedule, route = self.schedule, self.schedule.route
+        halves_T2S = schedule.work_at(*costs)
+        for lane, half, place, on_all, work in (
+            (schedule.forward, 0, 0, self.shares_first, first),
+            (schedule.backward, 1, 0, self.shares_first, gradient),
+            (schedule.forward, 0, -1, self.shares_head, last),
+        ):
+            group, stage = route.groups[place], route.stages[place]
+            is_there_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
+            halves_T2S[:, half, slice(None) if on_all else [stage]] += is_there_T[:, None] * work
         halves_T2S *= self.parallel.num_segments
         busy_S = halves_T2S.sum((0, 1))
         busiest = int(busy_S.argmax())
@@ -375,12 +380,27 @@ class Step:
             if is_split and self.part(array, split_over_data(rules)) != computed:
                 size = computed.elements * array.itemsize
                 yield Sent(f"parameter {array.name}", "all-gather", (DATA,), size, 1)
-        own = (*([] if not self.shares_head else self.last),)
+        in_units, own_last = self.parallel.runs_in_units, self.counts.facts.has_last_part
+        ends = (
+            (counts.first, self.shares_first, self.layout.parts[0]),
+            (counts.last, self.shares_head, None if own_last else self.layout.parts[1]),
+        )
         for array in counts.params:
-            size = self.part(array, rules).elements * FLOAT
-            on_all = self.parallel.runs_in_units and array.kind is None and array not in own
-            axes = (DATA, STAGE) if on_all else (DATA,)
-            yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
+            if array.kind is not None or not in_units:
+                size = self.part(array, rules).elements * FLOAT
+                yield Sent(f"gradient {array.name}", "all-reduce", (DATA,), size, 1)
+        for numbers, on_all, names in ends if in_units else ():
+            for array in (counts.params[n] for n in numbers):
+                in_parts = on_all and (names is None or owner(array.path) in names)
+                size = self.part(array, rules if in_parts else off_stages(rules)).elements * FLOAT
+                axes = (DATA,) if on_all else (DATA, STAGE)
+                yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
+
+    def _outputs(self, number: int) -> float:
+        """Bytes, in float32, of what the parts of an end give for a unit; of the first or the last one."""
+        facts, parts = self.counts.facts, self.layout.parts[number]
+        made = sum(facts.uses[number].called[name] for name in parts)
+        return made * FLOAT * self.unit.x / (facts.x_numbers * np.dtype(self.counts.dtype).itemsize)
 
     def _over_stages(self) -> Iterator[Sent]:
         x, ticks = self.x_bytes, self.num_ticks
@@ -391,8 +411,17 @@ class Step:
             for step in filter(None, sorted(lane.arrival, reverse=True)):
                 name = f"{what}, one stage {'up' if step == UP else 'down'}"
                 yield Sent(name, "collective-permute", (STAGE,), x, ticks)
+        as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
+        if self.shares_first:
+            made = self._outputs(0)
+            yield Sent(
+                "parts of what is before the layers", "all-reduce", (STAGE,), made, self.units
+            )
+            yield Sent("its cotangents", "all-reduce", (STAGE,), as_float, self.units)
         if self.shares_head:
-            as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
+            if not self.counts.facts.has_last_part:
+                made = self._outputs(1)
+                yield Sent("outputs of the shared head", "all-reduce", (STAGE,), made, self.units)
             yield Sent("inputs of the shared head", "all-reduce", (STAGE,), as_float, ticks)
             yield Sent("their cotangents", "all-reduce", (STAGE,), as_float, self.units)
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import LAYERS
-from jaxpar.base.trees import add, shape_of, whole_bytes
+from jaxpar.base.trees import shape_of, whole_bytes
 from jaxpar.config import Parallel
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout, Outer
@@ -40,6 +40,11 @@ class Array(NamedTuple):
     shape: tuple[int, ...]
     itemsize: int
     kind: int | None
+
+    @property
+    def path(self) -> str:
+        """The name as the model's modules have it."""
+        return self.name.replace(".", "/")
 
 
 class Part(NamedTuple):
@@ -106,7 +111,7 @@ class Counts:
     Attributes:
       facts: of the task.
       params, frozen, opt_state, carry: the arrays of the state.
-      last: numbers of the parameters that are used after the layers.
+      first, last: numbers of the parameters that are used before the layers, and after them.
       dtype, width: of what goes from layer to layer; the size of its last dim.
       batch_bytes: of a whole batch.
     """
@@ -133,7 +138,7 @@ class Counts:
             )
         )
         self._outer = Outer(layout, layout.abstract_model())
-        self.last = self._outer.last[0]
+        self.first, self.last = self._outer.first[0], self._outer.last[0]
         self.dtype = str(jax.tree.leaves(facts.traces.x)[0].dtype)
         self.width = jax.tree.leaves(facts.traces.x)[0].shape[-1]
         self.batch_bytes = whole_bytes(facts.batch)
@@ -183,10 +188,7 @@ class Counts:
             return outer.run_first(leaves, frozen, facts.at(batch))
 
         def first_gradient(grads, leaves, frozen, batch, dx):
-            if hasattr(facts.model, "add_first_gradient"):
-                return outer.add_first_gradient(grads, leaves, frozen, facts.at(batch), dx)
-            _, vjp = jax.vjp(lambda leaves: first(leaves, frozen, batch), leaves)
-            return add(grads, vjp(dx)[0])
+            return outer.add_first_gradient(grads, leaves, frozen, facts.at(batch), dx)
 
         def last(leaves, frozen, y, batch):
             def loss(leaves, y):

@@ -5,14 +5,15 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_count
 from jaxpar.config import short_name
+from jaxpar.ends import owner
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import LAYER_COST, tick_cost
 from jaxpar.setup import Setup
-from jaxpar.sharding import annotated, dims_of
+from jaxpar.sharding import annotated, dims_of, named_leaves
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -25,6 +26,7 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     rows = [
         *_describe_mesh(setup),
         *_describe_layers(setup.layout),
+        *describe_ends(setup.layout),
         *describe_balance(setup.layout),
         *_describe_tensor(setup.layout),
         *task.describe(),
@@ -72,6 +74,24 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     units += [f"{format_count(K, 'chunk')} of time"] * (stages > 1)
     parts = [f"{what} ({on_stages})"] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     return [("layers", "; ".join(parts))] * bool(parts)
+
+
+def describe_ends(layout: Layout) -> list[tuple[str, str]]:
+    """What of the model outside of its layers a stage has a part of, what it has whole, and why."""
+    stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
+    if stages == 1:
+        return []
+    variables = *named_leaves(layout.params, "/"), *named_leaves(layout.frozen, "/")
+    for path, variable in variables:
+        name, dims = owner(path) or path, dims_of(variable)
+        if LAYERS not in dims:
+            split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
+            (parts if split else whole)[name] = None
+    told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
+    for name in whole:
+        why = layout.why_whole(ends[name]) if name in ends else ""
+        told.append(f"all of {name}" + f" ({why})" * bool(why))
+    return [("on a stage", "; ".join(told))] * bool(told)
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
