@@ -39,7 +39,8 @@ class PipelineConfig:
       placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
         ticks are the shortest, the head included; "even"; or the numbers themselves.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
-        (the model must have a method `last_part`); "auto" is "sharded" where the model has one.
+        (the model must have a method `last_part`, or call linear layers whose outputs divide); "auto" is
+        "sharded" where the model has the method, or less is sent so.
       unroll: unroll the layers of a stage, with their weights laid out for it once a step: faster where
         chunks are short, at the price of more memory and a larger program. Only for layers of one kind,
         without groups.

@@ -49,7 +49,7 @@ class End(NamedTuple):
     Attributes:
       name: "embedding", or "embeddings/0".
       dim: the name of the dim that is split.
-      base: the name that this has by itself; "" for none.
+      what: rows or columns.
       size: of that dim.
       num_params: its numbers.
       num_outputs: what its calls give of a whole batch, before and after the layers, numbers.
@@ -57,7 +57,7 @@ class End(NamedTuple):
 
     name: str
     dim: str
-    base: str
+    what: str
     size: int
     num_params: int
     num_outputs: tuple[int, int]
@@ -257,7 +257,7 @@ def ends(model: Any, of: tuple[Uses, Uses]) -> dict[str, End]:
         found[name] = End(
             name=name,
             dim=f"{base}{OF}{name}",
-            base=base,
+            what="rows" if type(module) in _TABLES else "columns",
             size=params[key].shape[dim],
             num_params=sum(math.prod(param.shape) for param in params.values()),
             num_outputs=(of[0].called.get(name, 0), of[1].called.get(name, 0)),

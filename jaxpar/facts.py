@@ -216,16 +216,18 @@ class ModelFacts:
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
         x = self.traces.x
+        first, last = (
+            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(x)))
+            for place in (0, -1)
+        )
+        return first, last
 
-        def first(model: Any) -> Any:
-            batch = zeros(self.block)
+    def run_end(self, place: int, model: Any, x: Any) -> Any:
+        """`first` of a model (place 0), or `last` (-1) of x, on a whole batch of zeros, for tracing."""
+        batch = zeros(self.block)
+        if place == 0:
             return model.first(batch, self.at(batch))
-
-        def last(model: Any) -> Any:
-            batch = zeros(self.block)
-            return model.last(zeros(x), batch, self.at(batch))
-
-        return uses(self.model, first), uses(self.model, last)
+        return model.last(x, batch, self.at(batch))
 
     @functools.cached_property
     def ends(self) -> dict[str, End]:

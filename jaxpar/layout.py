@@ -51,8 +51,8 @@ from jaxpar.sharding import (
 from jaxpar.task import Task
 from jaxpar.trace.counts import used_inputs
 
-# The share of a stage's layers, or of the work of one, that is not worth a thought.
-LITTLE = 0.1
+# The share of a stage's layers, or of the work of one, that is not worth a thought; nor are so few numbers.
+LITTLE, FEW = 0.1, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,14 +174,14 @@ class Layout:
         return tuple(
             end
             for end in self.facts.ends.values()
-            if not self.why_whole(end) or (wants_head and end.num_outputs[1] and self.fits(end))
+            if not self.why_whole(end)
+            or (wants_head and end.num_outputs[1] and not end.size % self.num_parts(end))
         )
 
-    def fits(self, end: End) -> bool:
-        """Whether the dim that would be split divides by the axes."""
-        sizes, rules = self.parallel.mesh.sizes, self.task.rules
-        axes = STAGE, *rules.axes_of(end.dim)
-        return end.size % math.prod(sizes[axis] for axis in axes) == 0
+    def num_parts(self, end: End) -> int:
+        """Into how many parts an end would be split, those over other axes counted."""
+        axes = STAGE, *self.task.rules.axes_of(end.dim)
+        return math.prod(self.parallel.mesh.sizes[axis] for axis in axes)
 
     def why_whole(self, end: End) -> str:
         """Why a stage has all of an end, in words; "" where a part is the better choice.
@@ -196,11 +196,11 @@ class Layout:
         x = facts.x_numbers / sizes[DATA] if after else 0.0
         rest = sum(uses.flops for uses in facts.uses if end.name in uses.called)
         layers = facts.layer_numbers / sizes[STAGE]
-        if not self.fits(end):
-            return f"its {end.size:,} {end.base or 'parts'} do not divide by {sizes[STAGE]}"
+        if end.size % self.num_parts(end):
+            return f"{end.size:,} {end.what} do not divide by {self.num_parts(end)}"
         if rest > LITTLE * facts.layer_flops:
             return "all stages would compute what is with it"
-        is_large = not after and end.num_params > LITTLE * layers
+        is_large = not after and end.num_params > max(LITTLE * layers, FEW)
         if 2 * before + after + 2 * x <= end.num_params or is_large:
             return ""
         return "parts would send more"

@@ -125,7 +125,7 @@ class Model(Protocol):
     # def last_part(self, y, batch, at) -> Sums
     #   `last` on every stage of a pipeline at once (head="sharded"): each has its part of the parameters
     #   whose dims the rules map to `stage`, and all have y, in float32. Combines what the parts give by
-    #   collectives over `stage`.
+    #   collectives over `stage`. Without it, what `last` calls can be in parts, as in `first` (`ends`).
     # def predict(self, y, batch, at) -> dict[str, Array]
     #   What is predicted for each row, by name: arrays [time, rows, ...], or [rows, ...] without time; for
     #   `LoadedRun.predict`.

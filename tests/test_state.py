@@ -48,9 +48,9 @@ from jaxpar.tasks.lm.task import LM
 # No law of the state is about dropout, half of what there is to compile.
 MODEL = dataclasses.replace(WITH_MASKS, dropout=0.0)
 
-# (2, 2, 2): stages split layers and words, tensor shards split units and the embedding, both the vocabulary.
+# (2, 2, 2): stages split layers, tensor shards split units and the embedding, both the vocabulary.
 SHARDS = {
-    "embedding.table": ((96, 16), (48, 8)),
+    "embedding.table": ((96, 16), (96, 8)),
     "head.kernel": ((16, 96), (16, 24)),
     "head.bias": ((96,), (24,)),
     "layers.lstm.w_x": ((8, 16, 4, 16), (4, 16, 4, 8)),

@@ -43,8 +43,10 @@ rows of the device, which each unit reads and writes in the rows of its microbat
 
 Collectives of a tick, outside of any branch: a permute over `stage` for each direction in which activations
 and cotangents move, two in all, four of "v" (`_exchange`); with a sharded head the sum of y over `stage`, and
-what `last` combines (`_head`). Over `data` there is none: what is summed over it is summed after the loop
-(`engine`). What layers exchange over `tensor` the compiler puts in.
+what `last` combines (`_head`). Where all stages have parts of `first`, a branch that they take together adds
+up what these give (`_enter`), and one puts the dx of the unit that leaves on all stages (`_leave`). Over
+`data` there is none: what is summed over it is summed after the loop (`engine`). What layers exchange over
+`tensor` the compiler puts in.
 
 Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
 """
@@ -71,6 +73,8 @@ from jaxpar.pipeline.walk import pick
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+# What comes before the layers, within forward and backward.
+ENTER, LEAVE = "enter", "leave"
 
 
 def scope_of_weights(number: int) -> str:
@@ -229,6 +233,7 @@ class Loop:
         carry, total, y, kept = self._if_runs(at.unit >= 0, run, (at, unit, before, x), changes)
         return state._replace(carry=carry, layer_sums=total, kept=kept), y
 
+    @jax.named_scope(ENTER)
     def _enter(self, entering: Unit, own: Unit, arrived: Any) -> Any:
         """What goes into the layers: of the batch where a unit enters, else what has arrived.
 
@@ -246,6 +251,7 @@ class Loop:
 
         return lax.cond(is_there, enter, lambda: arrived)
 
+    @jax.named_scope(LEAVE)
     def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: Any) -> Any:
         """The gradients of what comes before the layers, with those of the unit that leaves the first layer.
 

@@ -396,11 +396,21 @@ class Step:
                 axes = (DATA,) if on_all else (DATA, STAGE)
                 yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
 
-    def _outputs(self, number: int) -> float:
-        """Bytes, in float32, of what the parts of an end give for a unit; of the first or the last one."""
-        facts, parts = self.counts.facts, self.layout.parts[number]
-        made = sum(facts.uses[number].called[name] for name in parts)
-        return made * FLOAT * self.unit.x / (facts.x_numbers * np.dtype(self.counts.dtype).itemsize)
+    def _of_parts(self, place: int) -> Iterator[Sent]:
+        """What modules in parts give and take, before the layers (place 0) or after them (-1)."""
+        facts, counts = self.counts.facts, self.counts
+        share = self.unit.x / (facts.x_numbers * np.dtype(counts.dtype).itemsize)  # of the batch
+        for name in sorted(self.layout.parts[place]):
+            arrays = [a for a in (*counts.params, *counts.frozen) if owner(a.path) == name]
+            axes = [self.part(array, self.layout.rules).axes for array in arrays]
+            is_split = any(TENSOR in each for own in axes for each in own)
+            made, again, inputs = counts.summed[place][name]
+            outputs = (made + again * (place == 0)) / (self.sizes[TENSOR] if is_split else 1)
+            for what, number in (
+                (f"outputs of {name}", outputs),
+                (f"cotangents in {name}", inputs),
+            ):
+                yield Sent(what, "all-reduce", (STAGE,), number * share * FLOAT, self.units)
 
     def _over_stages(self) -> Iterator[Sent]:
         x, ticks = self.x_bytes, self.num_ticks
@@ -413,17 +423,14 @@ class Step:
                 yield Sent(name, "collective-permute", (STAGE,), x, ticks)
         as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
         if self.shares_first:
-            made = self._outputs(0)
-            yield Sent(
-                "parts of what is before the layers", "all-reduce", (STAGE,), made, self.units
-            )
-            yield Sent("its cotangents", "all-reduce", (STAGE,), as_float, self.units)
+            yield from self._of_parts(0)
+            yield Sent("cotangents of x", "all-reduce", (STAGE,), as_float, self.units)
         if self.shares_head:
-            if not self.counts.facts.has_last_part:
-                made = self._outputs(1)
-                yield Sent("outputs of the shared head", "all-reduce", (STAGE,), made, self.units)
             yield Sent("inputs of the shared head", "all-reduce", (STAGE,), as_float, ticks)
-            yield Sent("their cotangents", "all-reduce", (STAGE,), as_float, self.units)
+            if self.counts.facts.has_last_part:
+                yield Sent("their cotangents", "all-reduce", (STAGE,), as_float, self.units)
+            else:
+                yield from self._of_parts(-1)
 
     def _over_tensor(self) -> Iterator[Sent]:
         """What split matrices exchange; see above."""
