@@ -7,11 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_checkpoint
+import test_predict
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from models import FEATURES, MAKERS, WIDTH, Regress
 from test_any_model import assert_same
+from test_checkpoint import (
+    RELATIVE_ERROR,
+    TASK,
+    assert_bit_equal,
+    canonical,
+    make_setup,
+    next_losses,
+    restore,
+)
 from test_cost import sums_of
 from test_equivalence import MODEL, assert_same_as_plain, full, make_settings, on_devices
 
@@ -23,11 +34,12 @@ from jaxpar.nn import dropout
 from jaxpar.planning.cost import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
-from jaxpar.state import abstract_state
+from jaxpar.state import abstract_state, audit
 from jaxpar.tasks.lm.task import LM
 from jaxpar.training.summary import describe_ends
 
 WORDS = 64
+run = test_checkpoint.run  # a fixture
 
 
 class Ends(nnx.Module):
@@ -143,6 +155,37 @@ def test_any_model_with_ends_in_parts_equals_its_definition(large, mesh, how, pi
         expected.add("out")
     assert found == expected
     assert_same(task, parallel)
+
+
+UNTIED = dataclasses.replace(TASK, vocab_size=128, num_layers=4)  # tasks of this file alone
+TIED = dataclasses.replace(UNTIED, tie_embedding=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (make_setup((1, 4, 1), task=UNTIED), make_setup((2, 2, 2), task=UNTIED, update="host")),
+        full(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
+        full(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
+    ],
+)
+def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
+    assert any("embedding.table" in parts_of(*setup) for setup in (before, after))
+    folder, expected, losses = run(before)
+    state = restore(folder, after)
+    audit(state)
+    assert_bit_equal(canonical(state, *after), expected)
+    np.testing.assert_allclose(next_losses(after, state), losses, rtol=RELATIVE_ERROR)
+
+
+@pytest.mark.parametrize("tied", [False, full(True)])
+def test_predictions_of_a_table_in_rows_equal_plain(large, tied):
+    task = dataclasses.replace(test_predict.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
+    parallel = Parallel("pp2", PipelineConfig(num_chunks=2))
+    assert "embedding.table" in parts_of(task, parallel)
+    found, text = test_predict.predicted(task, parallel), test_predict.text_of()
+    expected = test_predict.plain(task, text)
+    np.testing.assert_allclose(found["log_likelihood"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("layer", ["jaxpar", "flax"])
