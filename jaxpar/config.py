@@ -41,8 +41,8 @@ class PipelineConfig:
         ticks are the shortest, the head included; "even"; their numbers, such as (3, 3, 2); or all
         parts by name, such as "first, 0-2 | 3-5 | 6-7, last". A stage may have none.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
-        (the model must have a method `last_part`); "auto" is as the placement names it, or "sharded" where
-        the model has such a method.
+        (the model must have a method `last_part`, or call linear layers whose outputs divide); "auto" is as
+        the placement names it, or "sharded" where the model has the method, or less is sent so.
       unroll: unroll the layers of a stage, with their weights laid out for it once a step: faster where
         chunks are short, at the price of more memory and a larger program. Only for layers of one kind,
         without groups.

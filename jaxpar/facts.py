@@ -5,6 +5,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,13 +20,14 @@ from jaxpar.base.axes import BATCH, DATA, STAGE
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
+from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
 from jaxpar.pipeline.placement import PartCosts, Passes
+from jaxpar.sharding import dims_of
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import inlined, is_call
 
-LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
 WHY_SAME = ", since layers of a stack pass the same arrays on"
 WHY_FLOATS = "; anything else belongs in the batch, which every layer sees (at.batch)"
 
@@ -119,14 +121,40 @@ class ModelFacts:
         )
 
     @property
-    def can_share_head(self) -> bool:
-        """Whether all stages can have a part of what follows the layers."""
+    def has_last_part(self) -> bool:
+        """Whether the model itself says how all stages have a part of what follows the layers."""
         return hasattr(self.model, "last_part")
+
+    @functools.cached_property
+    def split_dims(self) -> dict[str, str]:
+        """The modules before and after the layers that can be in parts, and the name of the dim of each."""
+        of_rules = {}
+        for name, module in modules(self.model):
+            key, dim = next(iter(split_params(module).items()))
+            of_rules[name] = dims_of(getattr(module, key))[dim] or ""
+        own = {name: end.dim for name, end in self.ends.items()}
+        return {name: dim for name, dim in {**of_rules, **own}.items() if dim}
+
+    @functools.cached_property
+    def layer_numbers(self) -> int:
+        """How many numbers are trained in the layers."""
+        of_layers = self.params.get(LAYERS_OF_MODEL, {})
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_layers))
+
+    @functools.cached_property
+    def x_numbers(self) -> int:
+        """How many numbers of a whole batch go from layer to layer."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.traces.x))
 
     @property
     def divides_by_hand(self) -> bool:
         """Whether the batch is split over `data` alone, so that a step can cut it itself."""
         return self.task.rules.axes_of(BATCH) == (DATA,)
+
+    @property
+    def layer_flops(self) -> float:
+        """FLOPs of the forward pass of a mean layer over a whole batch."""
+        return float(np.mean(self.costs.layers, axis=0)[0]) if self.kind_of else 0.0
 
     @functools.cached_property
     def costs(self) -> PartCosts:
@@ -204,6 +232,37 @@ class ModelFacts:
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
         return _Traces(x, layers, sums, any(of_layers))
+
+    @functools.cached_property
+    def uses(self) -> tuple[Uses, Uses]:
+        """How `first` and `last` use the modules of the model."""
+        x = self.traces.x
+        first, last = (
+            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(x)))
+            for place in (0, -1)
+        )
+        return first, last
+
+    def run_end(self, place: int, model: Any, x: Any) -> Any:
+        """`first` of a model (place 0), or `last` (-1) of x, on a whole batch of zeros, for tracing."""
+        batch = zeros(self.block)
+        if place == 0:
+            return model.first(batch, self.at(batch))
+        return model.last(x, batch, self.at(batch))
+
+    @functools.cached_property
+    def ends(self) -> dict[str, End]:
+        """What comes before and after the layers and can be in parts, by name.
+
+        Where the model has `last_part`, what it uses is its own affair.
+        """
+        found = ends(self.model, self.uses)
+        return {
+            name: end
+            for name, end in found.items()
+            if STAGE not in self.task.rules.axes_of(end.dim)
+            and not (self.has_last_part and name in self.uses[1].modules)
+        }
 
     @property
     def adds_sums(self) -> bool:

@@ -125,7 +125,7 @@ class Model(Protocol):
     # def last_part(self, y, batch, at) -> Sums
     #   `last` on every stage of a pipeline at once (head="sharded"): each has its part of the parameters
     #   whose dims the rules map to `stage`, and all have y, in float32. Combines what the parts give by
-    #   collectives over `stage`.
+    #   collectives over `stage`. Without it, what `last` calls can be in parts, as in `first` (`ends`).
     # def predict(self, y, batch, at) -> dict[str, Array]
     #   What is predicted for each row, by name: arrays [time, rows, ...], or [rows, ...] without time; for
     #   `LoadedRun.predict`.
@@ -138,8 +138,6 @@ class Model(Protocol):
     # def draw(self, key) -> Model
     #   The model with what is drawn once a step of its parameters alone, such as dropped weights, from the
     #   step's key; not called in evaluation.
-    # def add_first_gradient(self, grads, dx, batch, at) -> grads
-    #   Adds the gradient of `first` to `grads`, an `nnx.State` of what it uses and is trained.
 
 
 class _Source:

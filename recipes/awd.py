@@ -274,11 +274,6 @@ class AWDModel(lm.LanguageModel):
         """Embedded inputs, without the words that are dropped."""
         return self._drop_words(super().first(batch, at), batch, at)
 
-    def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Any, at: At) -> nnx.State:
-        """Likewise."""
-        dx_TBH = self._drop_words(dx_TBH, batch, at)
-        return super().add_first_gradient(grads, dx_TBH, batch, at)
-
     def last(self, y_TBH: jax.Array, batch: Any, at: At) -> Sums:
         """With the penalty in training; the metric `nll` is without it, and without that of layers."""
         y_TBH = held_dropout(y_TBH, self.output_dropout, at)

@@ -57,7 +57,8 @@ def plainly(task):
         model = nnx.merge(graphdef, state)
         at = At(0, 0, 0, key, block)
         carry = model.layers.initial_carry(task.batch_size)
-        carry, y = model.layers(carry, model.first(block, at), at)
+        x = model.first(block, at._replace(layer=len(model.layers) + 1))
+        carry, y = model.layers(carry, x, at)
         sums = model.last(y, block, at._replace(layer=len(model.layers)))
         return sums.loss / sums.weight, (carry, sums)
 

@@ -289,14 +289,14 @@ def test_numbers_are_taken_as_they_are():
     assert resolve_placement((1, 1, 1, 0), equal(3), 4) == (1, 1, 1, 0)
 
 
-@hypothesis.given(case=placements(), has_last=st.booleans())
-def test_names_are_read_as_they_are_written(case, has_last):
-    named = NamedPlacement(case[0], has_last)
+@hypothesis.given(case=placements(), has_first=st.booleans(), has_last=st.booleans())
+def test_names_are_read_as_they_are_written(case, has_first, has_last):
+    named = NamedPlacement(case[0], has_first, has_last)
     assert read_placement(str(named)) == named
     # With other spaces, and every layer by itself.
     layer = iter(range(sum(case[0])))
     texts = [" , ".join(str(next(layer)) for _ in range(number)) for number in case[0]]
-    texts[0] = ",".join(filter(None, ("first", texts[0])))
+    texts[0] = ",".join(filter(None, ("first" * has_first, texts[0])))
     texts[-1] = ",".join(filter(None, (texts[-1], "last" * has_last)))
     assert read_placement("|".join(texts)) == named
 
@@ -308,6 +308,7 @@ def test_names_are_read_as_they_are_written(case, has_last):
         ("first,0-1,2|3", (3, 1), "first, 0-2 | 3"),
         ("first | | 0-3 | last", (0, 0, 4, 0), "first | | 0-3 | last"),
         ("first|0||", (0, 1, 0, 0), "first | 0 | |"),
+        ("|0-1|2, last", (0, 2, 1), "| 0-1 | 2, last"),
     ],
 )
 def test_names_by_example(text, placement, shown):
@@ -327,8 +328,8 @@ def test_names_by_example(text, placement, shown):
         ("first, embed | last", "'embed' is no part of a model"),
         ("first,, 0", "'' is no part"),
         ("first, -1", "'-1' is no part"),
-        ("", "placement='': first is missing; name every part, as in 'first, 0-2 |"),
-        ("0-1 | 2, last", "first is missing"),
+        ("", "placement='': layer 0 is missing; name every part, as in 'first, 0-2 |"),
+        ("1 | 2, last", "layer 0 is missing"),
         ("first, 0-1 | 3", "layer 2 is missing"),
         ("first, 0-1 | 1-2", "layer 1 stands twice; name every part once"),
         ("first, 0 | last, last", "last stands twice"),

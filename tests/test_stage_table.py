@@ -57,11 +57,11 @@ class Stem(Regression):
 
     def __init__(self, kinds, *, rngs):
         super().__init__(kinds, rngs=rngs)
-        self.up = nnx.Linear(FEATURES, 64 * WIDTH, rngs=rngs)
+        self.up = nnx.Param(nnx.Linear(FEATURES, 64 * WIDTH, rngs=rngs).kernel[...])
         self.inputs = nnx.Linear(64 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
 
     def first(self, batch, at):
-        return super().first({**batch, "x": jax.nn.relu(self.up(batch["x"]))}, at)
+        return super().first({**batch, "x": jax.nn.relu(batch["x"] @ self.up[...])}, at)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +153,6 @@ def test_a_plan_shows_the_stages_of_the_best():
     ranking = plan(task, Parallel(), None, machine, num_finalists=0, tensor=[1])
     assert ranking.best.parallel.mesh.stage == 2
     printed = str(ranking)
-    assert re.search(r"Its stages:\n\nstage +part .*\n─+\n0 +first .*\n0 +0-3 +4 x ", printed)
+    assert re.search(r"Its stages:\n\nstage +part .*\n─+\nall +first .*\n0 +0-3 +4 x ", printed)
     whole = estimate_step(task, Parallel("tp2", PipelineConfig()), None, machine)
     assert "Its stages:" not in str(dataclasses.replace(ranking, fitting=(whole,)))

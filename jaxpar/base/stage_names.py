@@ -1,9 +1,9 @@
 """A placement in words, such as "first, 0-2 | 3-5 | 6-7, last": which parts of a model are on which stage.
 
 Between bars stand the parts of a stage, in the order of the data: `first`, what comes before the layers;
-layers by their numbers, from 0; `last`, what comes after them. Where all stages share what comes after the
-layers, `last` is left out. Nothing stands between the bars of a stage that only passes on what it gets. Where
-a stage has several groups of layers, each stands by itself.
+layers by their numbers, from 0; `last`, what comes after them. `first` and `last` are left out where each
+stage has a part of them. Nothing stands between the bars of a stage that only passes on what it gets. Where a
+stage has several groups of layers, each stands by itself.
 """
 
 import dataclasses
@@ -24,10 +24,12 @@ class NamedPlacement:
 
     Attributes:
       layers: how many are in each place.
+      has_first: whether what comes before the layers is in the first place.
       has_last: whether what comes after the layers is in the last place.
     """
 
     layers: tuple[int, ...]
+    has_first: bool
     has_last: bool
 
     def __str__(self) -> str:
@@ -37,7 +39,7 @@ class NamedPlacement:
             end = begin + number - 1
             places.append([f"{begin}-{end}" if number > 1 else str(begin)] * (number > 0))
             begin += number
-        places[0].insert(0, FIRST)
+        places[0][:0] = [FIRST] * self.has_first
         places[-1] += [LAST] * self.has_last
         return "|".join(f" {', '.join(parts)} " if parts else " " for parts in places).strip()
 
@@ -59,9 +61,9 @@ def read_placement(text: str) -> NamedPlacement:
     places = text.split("|")
     parts, after = _parts_of(text, places)
     _check_order(text, parts, {-1: FIRST, after: LAST})
-    has_last = parts[-1].begin == after
+    has_first, has_last = parts[0].begin == -1, parts[-1].begin == after
     require(
-        parts[0].place == 0 and (not has_last or parts[-1].place == len(places) - 1),
+        not ((has_first and parts[0].place) or (has_last and parts[-1].place < len(places) - 1)),
         f"placement={text!r}: a stage before first or after last has nothing to do; leave it out, and take a "
         f"mesh of fewer stages",
     )
@@ -69,7 +71,7 @@ def read_placement(text: str) -> NamedPlacement:
     for part in parts:
         if 0 <= part.begin < after:
             layers[part.place] += part.end - part.begin + 1
-    return NamedPlacement(tuple(layers), has_last)
+    return NamedPlacement(tuple(layers), has_first, has_last)
 
 
 def _parts_of(text: str, places: list[str]) -> tuple[list[_Part], int]:
@@ -86,7 +88,7 @@ def _parts_of(text: str, places: list[str]) -> tuple[list[_Part], int]:
             begin, end = int(found[1]), int(found[2] or found[1])
             require(begin <= end, f"placement={text!r}: {word!r} counts down; write {end}-{begin}")
             spans[word] = begin, end
-    after = max(end for _, end in spans.values()) + 1
+    after = max(1, *(end + 1 for _, end in spans.values()))
     spans[LAST] = after, after
     for word, _ in words:
         require(
@@ -103,7 +105,8 @@ def _check_order(text: str, parts: list[_Part], ends: dict[int, str]) -> None:
     def name(number: int) -> str:
         return ends.get(number, f"layer {number}")
 
-    expected, order = -1, sorted(parts)
+    order = sorted(parts)
+    expected = min(order[0].begin, 0) if order else 0
     for part in order:
         require(
             part.begin >= expected,
@@ -113,7 +116,7 @@ def _check_order(text: str, parts: list[_Part], ends: dict[int, str]) -> None:
             break
         expected = part.end + 1
     require(
-        expected > -1 and (not order or order[-1].end < expected),
+        bool(order) and order[-1].end < expected,
         f"placement={text!r}: {name(expected)} is missing; name every part, as in {_EXAMPLE!r}",
     )
     for before, part in itertools.pairwise(parts):

@@ -174,7 +174,7 @@ def resolve_placement(
         return (num_layers // num_places,) * num_places
     if isinstance(placement, NamedPlacement):
         numbers, what = placement.layers, f"placement={str(placement)!r} names"
-        such = repr(str(NamedPlacement(best, placement.has_last)))
+        such = repr(str(dataclasses.replace(placement, layers=best)))
     else:
         assert not isinstance(placement, str)
         numbers, what, such = tuple(placement), f"placement={tuple(placement)} has", str(best)

@@ -100,7 +100,7 @@ def divisors(n: int) -> list[int]:
 def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Parallel]:
     """Meshes, and how the batch and time are cut on them; sizes may still not fit."""
     facts = counts.facts
-    heads = ("sharded", "last") if facts.can_share_head else ("last",)
+    heads = ("sharded", "last") if facts.has_last_part else ("auto",)
     for mesh in _meshes(num_devices, given.mesh.devices):
         stages, rows = mesh.stage, facts.batch_size // mesh.data
         if stages > max(len(facts.kind_of), 1) or facts.batch_size % mesh.data:

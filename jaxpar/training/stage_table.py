@@ -40,7 +40,7 @@ def stage_rows(layout: Layout) -> list[StageRow]:
     facts, parallel, route = layout.facts, layout.parallel, layout.route
     num_units = parallel.num_units
     (first_bytes, last_bytes), x_bytes = _outer_bytes(layout), whole_bytes(facts.traces.x)
-    costs, rows, begin = facts.costs, list[StageRow](), 0
+    costs, begin = facts.costs, 0
 
     def of_layers(stage: int, begin: int, number: int) -> StageRow:
         kind = facts.kind_of[begin]
@@ -56,9 +56,10 @@ def stage_rows(layout: Layout) -> list[StageRow]:
         forward, backward = costs.first if part == FIRST else costs.last
         return StageRow(stage, part, 1, forward / num_units, backward / num_units, weights)
 
+    rows = [of_end(None, FIRST, first_bytes)] * layout.shares_first
     places = [*zip(route.stages, layout.placement, strict=True)]
     for place, (stage, number) in enumerate(places):
-        own = [of_end(stage, FIRST, first_bytes)] * (place == 0)
+        own = [of_end(stage, FIRST, first_bytes)] * (place == 0 and not layout.shares_first)
         for _, equal in itertools.groupby(range(begin, begin + number), facts.kind_of.__getitem__):
             numbers = [*equal]
             own.append(of_layers(stage, numbers[0], len(numbers)))

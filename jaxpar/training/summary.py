@@ -5,15 +5,16 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import short_name
+from jaxpar.ends import owner
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.setup import Setup
-from jaxpar.sharding import annotated, dims_of
+from jaxpar.sharding import annotated, dims_of, named_leaves
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -26,6 +27,7 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     rows = [
         *_describe_mesh(setup),
         *_describe_layers(setup.layout),
+        *describe_ends(setup.layout),
         *describe_balance(setup.layout),
         *_describe_tensor(setup.layout),
         *task.describe(),
@@ -66,7 +68,7 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     parallel, facts = layout.parallel, layout.facts
     stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
-    named = NamedPlacement(layout.placement, has_last=layout.head == "last")
+    named = NamedPlacement(layout.placement, not layout.shares_first, layout.head == "last")
     counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]
     what = ", ".join(counts) if len(counts) > 1 else str(len(facts.kind_of))
     units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
@@ -74,6 +76,24 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     what += f" ({named})" * (stages > 1)
     parts = [what] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     return [("layers", "; ".join(parts))] * bool(parts)
+
+
+def describe_ends(layout: Layout) -> list[tuple[str, str]]:
+    """What of the model outside of its layers a stage has a part of, what it has whole, and why."""
+    stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
+    if stages == 1:
+        return []
+    variables = *named_leaves(layout.params, "/"), *named_leaves(layout.frozen, "/")
+    for path, variable in variables:
+        name, dims = owner(path) or path, dims_of(variable)
+        if LAYERS not in dims:
+            split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
+            (parts if split else whole)[name] = None
+    told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
+    for name in whole:
+        why = layout.why_whole(ends[name]) if name in ends else ""
+        told.append(f"all of {name}" + f" ({why})" * bool(why))
+    return [("on a stage", "; ".join(told))] * bool(told)
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
 from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
+from jaxpar.sharding import dims_of
 from jaxpar.tasks.lm.loss import (
     cross_entropy,
     linear_cross_entropy,
@@ -82,7 +83,7 @@ class LanguageModel(nnx.Module):
             return self
         model = nnx.clone(self)
         table_VH = extend(self.embedding.table[...], self.hidden_size)
-        model.embedding.table = named_param(table_VH, (TOKENS, EMBED))
+        model.embedding.table = named_param(table_VH, dims_of(self.embedding.table))
         return model
 
     @jax.named_scope("embedding")
@@ -90,13 +91,6 @@ class LanguageModel(nnx.Module):
         """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
         x_TBE = self.embedding(jnp.asarray(batch.inputs_BT))
         return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
-
-    def add_first_gradient(self, grads: Any, dx_TBH: jax.Array, batch: Batch, at: At) -> nnx.State:
-        """The gradients with those of the rows that `first` took, added in place."""
-        table = grads["embedding"]["table"]
-        dx_TBE = dx_TBH[..., : table.shape[1]].astype(table.dtype)
-        table = table.replace(table[...].at[batch.inputs_BT].add(dx_TBE))
-        return nnx.State({**grads, "embedding": {"table": table}})
 
     def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
