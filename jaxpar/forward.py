@@ -49,7 +49,7 @@ def make_forward(
         (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
         the carry those of the carry come back, by kind.
     """
-    layers = layout.layer_functions()
+    layers = layout.layer_functions(in_units=layout.parallel.runs_in_units)
     if layout.parallel.runs_in_units:
         # The engine does not differentiate the carry that it is given.
         layers = tuple(
@@ -178,7 +178,7 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
             jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
             for tree in (params, frozen, carry)
         )
-        unroll = len(numbers) <= layout.facts.unroll
+        unroll = len(numbers) <= max(layout.facts.unroll, 1)
         if unroll:
             weights = [unstack(own, len(numbers)) for own in weights]
         walk = make_walk(1, has_empty_slots=False, unroll=unroll)

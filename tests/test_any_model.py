@@ -50,7 +50,9 @@ def plainly(task):
     settings = Settings(task, Parallel("dp1"), TrainConfig())
     graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
     key, batch = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
-    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if np.ndim(a) > 1 else a, batch)
+    block = batch
+    if getattr(nnx.merge(graphdef, state), "time_major", True):
+        block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if np.ndim(a) > 1 else a, batch)
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(state):
@@ -238,15 +240,15 @@ def zeros(rows):
 MISTAKES = {
     "shape": (
         layer_that(lambda c, x, at: (c, x[..., :8])),
-        r"layer wrong: its output is float32\[8, 16, 8\], its input float32\[8, 16, 16\]",
+        r"the input of layer 1 \(wrong\) is float32\[8, 16, 8\], that of layer 0 float32\[8, 16, 16\]",
     ),
     "dtype": (
         layer_that(lambda c, x, at: (c, x.astype(jnp.bfloat16))),
-        r"layer wrong: its output is bfloat16\[8, 16, 16\], its input float32",
+        r"the input of layer 1 \(wrong\) is bfloat16\[8, 16, 16\], that of layer 0 float32",
     ),
     "structure": (
         layer_that(lambda c, x, at: (c, {"x": x})),
-        r"layer wrong: its output has the structure .*'x'.*, its input ",
+        r"the input of layer 1 \(wrong\) has the structure .*'x'.*, that of layer 0 ",
     ),
     "carry": (
         layer_that(lambda c, x, at: (c[:, :1], x), zeros),
@@ -277,7 +279,7 @@ def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
 
     class Model(nnx.Module):
         def __init__(self, rngs):
-            self.layers = Stack([make], rngs=rngs)
+            self.layers = Stack([make] * 2, rngs=rngs)
 
         def first(self, batch, at):
             return jnp.ones((*batch["x"].shape[:2], 16))
