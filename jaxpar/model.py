@@ -2,8 +2,8 @@
 
     batch --first--> x --layer 0--> x --layer 1--> ... --last--> sums of loss, weight and metrics
 
-A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). y is as x,
-any tree of floating-point arrays. One that adds to the loss, such as a penalty on its outputs, returns
+A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). x and y are
+any trees of floating-point arrays, the same for all layers of a kind. One that adds to the loss, such as a penalty on its outputs, returns
 `(carry, y, Sums(loss, weight=0, metrics))`: sums over its rows, which are added to those of `last`. A layer
 with state says how it begins: `initial_carry(rows)`, arrays [rows, ...]; their dims may have names,
 `carry_dims`. One that needs the whole window at once, as attention does, says `whole_window = True`: chunks
