@@ -22,7 +22,7 @@ from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
+from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
 from jaxpar.task import Task
@@ -129,7 +129,7 @@ class ModelFacts:
     @property
     def has_last_part(self) -> bool:
         """Whether the model itself says how all stages have a part of what follows the layers."""
-        return hasattr(self.model, "last_part")
+        return says(self.model, "last_part")
 
     @functools.cached_property
     def split_dims(self) -> dict[str, str]:
@@ -320,7 +320,7 @@ class ModelFacts:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
-        if not hasattr(self.model, "predict"):
+        if not says(self.model, "predict"):
             raise ValueError(
                 f"model {name} has no method predict, which says what the output of each row is; write "
                 f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
@@ -540,7 +540,7 @@ _HELD = re.compile(
 def _check_model(task: Task, model: Any) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
-        if not callable(getattr(model, name, None)):
+        if not says(model, name):
             raise ValueError(
                 f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
                 f"last(y, batch, at)"
