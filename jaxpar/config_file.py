@@ -27,8 +27,8 @@ from typing import Any
 
 from jaxpar.base.checks import leaves_of, walk
 from jaxpar.base.files import read_file
-from jaxpar.config import Parallel, short_name
-from jaxpar.mesh import MeshConfig
+from jaxpar.config import Parallel
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.task import Settings, Task, find_task, spec_of
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import BATCH, DATA, STAGE
+from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
@@ -26,6 +26,7 @@ from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, m
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
 from jaxpar.task import Task
+from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import inlined, is_call
 
@@ -54,6 +55,10 @@ class _Traces(NamedTuple):
     adds_sums: bool
 
 
+def _own_axes(facts: "ModelFacts") -> tuple[str, ...]:
+    return facts.task.axes
+
+
 class ModelFacts:
     """What a task's model is, on any devices.
 
@@ -75,6 +80,7 @@ class ModelFacts:
           ValueError: the task's batches or its model are not as they must be.
         """
         self.task, self.platform = task, platform
+        task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = _example_of(task)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
@@ -164,8 +170,19 @@ class ModelFacts:
 
     @property
     def divides_by_hand(self) -> bool:
-        """Whether the batch is split over `data` alone, so that a step can cut it itself."""
-        return self.task.rules.axes_of(BATCH) == (DATA,)
+        """Whether the batch is split over `data`, and axes of one's own, so that a step can cut it itself."""
+        first, *others = self.task.rules.axes_of(BATCH) or (None,)
+        return first == DATA and set(others) <= {*self.task.axes}
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes of one's own that split rows."""
+        return self.task.rules.axes_of(BATCH)[1:] if self.divides_by_hand else ()
+
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        """The axes of one's own that split time."""
+        return tuple(a for a in self.task.rules.axes_of(TIME) if a in self.task.axes)
 
     @property
     def layer_flops(self) -> float:
@@ -173,6 +190,7 @@ class ModelFacts:
         return float(np.mean(self.costs.layers, axis=0)[0]) if self.kind_of else 0.0
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def costs(self) -> PartCosts:
         """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
         (graphdef, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
@@ -224,6 +242,7 @@ class ModelFacts:
         return [nnx.eval_shape(lambda n=n: self.make(0).layers.layer(n)) for n in numbers]
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def traces(self) -> _Traces:
         """`first`, every kind of layer and `last`, each traced once by itself, so that a mistake has a name.
 
@@ -260,6 +279,7 @@ class ModelFacts:
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
         y = self.traces.y
@@ -313,6 +333,7 @@ class ModelFacts:
         return add(own, of_layers) if of_layers else own
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def outputs(self) -> dict[str, Any]:
         """Shapes of what `predict` gives of a batch, as the model sees it: [T, B, ...], or [B, ...].
 

@@ -71,6 +71,8 @@ class Setup:
         devices = find_devices() if mesh is None else mesh.devices.flat
         task = task.resolve()
         facts = ModelFacts.of(task, devices[0].platform)
+        own_axes = parallel.mesh.of_task(task.name, task.axes)
+        parallel = dataclasses.replace(parallel, mesh=own_axes)
         if mesh is None:
             parallel = _shared_by_rows(facts, parallel)
             mesh = parallel.mesh.build()

@@ -4,9 +4,10 @@ import contextlib
 
 import jax
 
-from jaxpar.config import Parallel, TrainConfig, short_name
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
+from jaxpar.mesh import short_name
 from jaxpar.planning.machine import SHEETS, Machine, sheet_of
 from jaxpar.planning.planner import plan
 from jaxpar.planning.search import describe, divisors

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from jaxpar.config import Parallel, PipelineConfig, TrainConfig, short_name
-from jaxpar.mesh import MeshConfig
+from jaxpar.config import Parallel, PipelineConfig, TrainConfig
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.planning.cost import StepCost, estimate
 from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine
