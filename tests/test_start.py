@@ -274,7 +274,7 @@ def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them
         assert result.first_step == 0
 
 
-def test_parts_are_renamed_left_over_and_new(run, tmp_path):
+def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     """Fewer layers, another order of kinds, another head, one part frozen; told before the first step."""
     kinds = ("dense", "gru", "cell", "cell")
     task = Regress(kinds=kinds, freeze="inputs", optimizer=ADAM)
@@ -310,9 +310,9 @@ def test_parts_are_renamed_left_over_and_new(run, tmp_path):
     assert told["taken", "layers.1.w_x"] == "was layers.0.w_x"
     assert told["taken", "scale"] == ""
     assert told["new", "outputs.kernel"] == ""
-    assert told["left over", "layers.4.kernel"] == ""
-    assert told["left over", "outputs.kernel"] == ""
-    assert {what for what, _ in told} == {"taken", "new", "left over"}
+    assert told["left out", "layers.4.kernel"] == ""
+    assert told["left out", "outputs.kernel"] == ""
+    assert {what for what, _ in told} == {"taken", "new", "left out"}
 
 
 def start_of(task, start):
@@ -366,7 +366,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weight
     notes = Notes()
     again = fit(task, ONE, train(out_dir), resume=True, report=notes)
     assert again.losses == first.losses
-    assert ("left over", "scale") in {row[:2] for row in notes.rows}
+    assert ("left out", "scale") in {row[:2] for row in notes.rows}
     notes = Notes()
     more = fit(task, ONE, train(out_dir, 3), resume=True, report=notes)
     assert more.first_step == 2

@@ -130,7 +130,7 @@ def check_place(path: Path) -> None:
       OSError: it is not.
     """
     if not path.parent.is_dir():
-        known = "is no folder" if path.parent.exists() else "does not exist"
+        known = "is not a folder" if path.parent.exists() else "does not exist"
         kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
         raise kind(
             f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"

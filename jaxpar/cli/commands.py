@@ -79,7 +79,7 @@ class Train(RunOptions):
     Attributes:
       start: begin with these weights: a run's folder, or a file, index or folder of safetensors.
       start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
-      start_leave: patterns for names of weights there that are left over: 'layers\.[45]\..*'.
+      start_leave: patterns for names of weights there that are left out: 'layers\.[45]\..*'.
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
       resume_or_begin: continue the run in --train.out-dir, or begin it there: one command for every start
         of a job.

@@ -139,8 +139,8 @@ class LoadedRun:
     def _to_torch(self, tensors: Mapping[str, Outgoing]) -> Mapping[str, Outgoing]:
         """The tensors by PyTorch's names."""
         raise ValueError(
-            f"torch=True: the run is of the task {self.setup.task.name}, whose layers PyTorch does not have; "
-            f"leave it out (--torch), and the names are those of its parameters"
+            f"torch=True (--torch) is for language models (lm) of LSTMs or GRUs, and this run is of the task "
+            f"{self.setup.task.name}; leave it out, and the names are those of its parameters"
         )
 
     def _texts(self) -> dict[str, str]:

@@ -224,7 +224,7 @@ class _Folder(_Memory):
         for name in arrays:
             require(
                 Path(name).name == name,
-                f"`predict` of the model gives {name!r}, which is no name of a file; use another",
+                f"`predict` of the model gives {name!r}, which is not a valid file name; use another",
             )
 
     def path_of(self, name: str) -> Path:

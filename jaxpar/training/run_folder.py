@@ -188,7 +188,8 @@ class RunFolder:
             if path.name.isdecimal() and (run is None or run_of(path) != run):
                 raise ValueError(
                     f"{self.checkpoints_path} is a link to {os.readlink(self.checkpoints_path)}, where "
-                    f"{path.name} is no checkpoint of this run; link to an empty folder, or to this run's own"
+                    f"{path.name} is not a checkpoint of this run; link to an empty folder, or to this run's "
+                    f"own"
                 )
 
     def checkpoints(self, setup: Setup) -> Checkpoints:

@@ -349,8 +349,8 @@ def _in_folder(folder: Path) -> Path:
     found = [folder / name for name in names if (folder / name).is_file()]
     if len(found) != 1:
         raise ValueError(
-            f"{folder} holds {'both ' if found else 'no run, and neither '}{' and '.join(names)}; give the "
-            f"folder of a run, or a file"
+            f"{folder} holds {'both ' if found else 'no run, and neither '}"
+            f"{(' and ' if found else ' nor ').join(names)}; give the folder of a run, or a file"
         )
     return found[0]
 

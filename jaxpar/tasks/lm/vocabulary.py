@@ -116,7 +116,9 @@ class Vocabulary:
         try:
             return _tokenizers().Tokenizer.from_str(self.pieces)
         except Exception as error:  # the package has no error of its own
-            raise ValueError(f"the pieces of the vocabulary are no tokenizer: {error}") from error
+            raise ValueError(
+                f"the pieces of the vocabulary are not a tokenizer: {error}"
+            ) from error
 
     @property
     def separator(self) -> int:
@@ -175,7 +177,7 @@ class Vocabulary:
         content = read_json(text)
         words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
         if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
-            raise ValueError("its words, tokenizer or pieces are missing, or no texts")
+            raise ValueError("its words, tokenizer or pieces are missing, or not strings")
         return cls(tuple(words), *texts)
 
     @classmethod

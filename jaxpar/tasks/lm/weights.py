@@ -84,10 +84,10 @@ def _words_of(weights: Weights) -> Sequence[str]:
         )
     try:
         words = read_json(weights.texts[WORDS], list)
-        require(all(isinstance(word, str) for word in words), "its words are not texts")
+        require(all(isinstance(word, str) for word in words), "its words are not strings")
     except ValueError as error:
         raise ValueError(
-            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of texts; export it again"
+            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings; export it again"
         ) from error
     return words
 
