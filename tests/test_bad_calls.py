@@ -120,9 +120,9 @@ CALLS = {
         lambda m: m.step(m.state, batch(token=99)), "token 99 .* vocabulary of 32",
     ),
     "a batch of another task": (
-        lambda m: m.step(m.state, {"x": np.zeros((8, 4))}), "the batch has the structure .*, those of task",
+        lambda m: m.step(m.state, {"x": np.zeros((8, 4))}), "the batch is a dict of x, those of task LM",
     ),
-    "no batch": (lambda m: m.step(m.state, None), "the batch has the structure"),
+    "no batch": (lambda m: m.step(m.state, None), "the batch is nothing, those"),
     "a state of another mesh": (
         lambda m: m.step(m.other, batch()), r"lies on a mesh of \{'data': 8, .* is for \{'data': 2, .*make",
     ),

@@ -20,6 +20,7 @@ from jaxpar.state import init_state
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import line_places
+from jaxpar.training.evaluate import in_batches
 from jaxpar.training.predict import predict
 
 full = pytest.mark.full
@@ -355,6 +356,7 @@ import jax.numpy as jnp, numpy as np
 from flax import nnx
 import jaxpar
 from jaxpar.setup import Setup
+from jaxpar.training.evaluate import in_batches
 from jaxpar.training.predict import predict
 
 class Model(nnx.Module):
@@ -434,6 +436,56 @@ def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, cap
         ValueError, match=r"holds other predictions: of data valid, not test; give another"
     ):
         text_run.predict("test", out, quiet=True)
+
+
+CALLS = {
+    "a field of the model": (
+        lambda run: run.predict("test", num_layers=2),
+        r"num_layers=2 is not a size by which task LM reads data; use .*batch_size or seq_len or",
+    ),
+    "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size by which"),
+    "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': use a whole number"),
+    "a number": (lambda run: run.predict(3), r"data=3 \(int\): use a split, such as 'test', or batches, "),
+    "into a number": (lambda run: run.predict("test", 3), r"out=3 \(int\): use a path"),
+    "no targets": (
+        lambda run: run.predict(jaxpar.ArrayBatches({"inputs_BT": np.zeros((16, 32), np.int32)}, 16)),
+        "the batch is a dict of inputs_BT, weight, those of task LM are a Batch of inputs_BT, targets_BT",
+    ),
+    "a mesh of a number": (lambda run: jaxpar.load_run(run.folder.path, 4), r"mesh=4 \(int\): use the shape"),
+    "a run of a number": (lambda run: jaxpar.load_run(3), r"folder=3 \(int\): use a path"),
+    "a run without a name": (lambda run: jaxpar.load_run(""), "folder='' names nothing; give a path"),
+    "a start without a name": (lambda run: jaxpar.Start(""), "start='' names nothing; give a path"),
+    "an export to a number": (lambda run: run.export(3), r"path=3 \(int\): use a path"),
+    "words of a number": (lambda run: run.vocabulary.encode(5), r"text=5 \(int\): use a string, or a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
+    call, message = CALLS[name]
+    with pytest.raises(ValueError, match=message) as raised:
+        call(text_run)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_size_that_changes_the_model_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Wide(Rows):
+        width: int = 4
+
+        def make_model(self, rngs):
+            model = Net(rngs)
+            model.more = nnx.Param(jnp.zeros(self.width))
+            return model
+
+    setup = Setup.of(Wide(), "dp1")
+    state = init_state(setup)
+    with pytest.raises(
+        ValueError, match=r"batch_size=4, width=5 changes the parameters of the model; use"
+    ):
+        in_batches(setup, state, batch_size=4, width=5)
+    changed, _ = in_batches(setup, state, batch_size=4)
+    assert changed.task == Wide(batch_size=4)
 
 
 def test_images_have_probabilities():

@@ -170,7 +170,7 @@ def open_run(
     begins = before is None or before.checkpoints(setup).is_empty
     taken = find_weights(setup, start) if start is not None and begins else None
     texts = texts_of(setup, {**data, "start": start and start.to_json()})  # and these?
-    batches = HashedBatches(task, task.make_batches("train", train.seed))
+    batches = HashedBatches(setup, task.make_batches("train", train.seed))
     is_cut_alike = before is not None and before.record.check_data(data)
     told = [] if taken is None else taken.to_rows()
     found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}

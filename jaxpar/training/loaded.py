@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jaxpar.base.checks import require_instance
+from jaxpar.base.files import check_path
 from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
@@ -96,6 +98,10 @@ class LoadedRun:
             has other predictions.
           OSError: the data cannot be read, or the folder not be written.
         """
+        use = "a split, such as 'test', or batches, such as jaxpar.ArrayBatches(arrays, batch_size)"
+        require_instance("data", data, str | Batches, use)
+        if out is not None:
+            check_path("out", out)
         setup, state = self.setup, self.state
         if sizes:
             setup, state = in_batches(setup, state, **sizes)
@@ -130,6 +136,7 @@ class LoadedRun:
           ValueError: `dtype` is another, or PyTorch has no such layers.
           OSError: a file cannot be written.
         """
+        check_path("path", path)
         if dtype not in (None, "bfloat16"):
             raise ValueError(f"dtype={dtype!r}: use 'bfloat16', or None for weights as they are")
         tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
@@ -167,7 +174,7 @@ def load_run(
       ValueError: the model does not fit the mesh, or a file is damaged.
       OSError: there is no run, no checkpoint in it, or the file of its task is gone.
     """
-    mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    mesh = mesh if isinstance(mesh, MeshConfig) else MeshConfig.parse(mesh)
     folder = RunFolder(run_dir)
     setup, state = folder.restore(mesh, best=best)
     module, _, name = setup.task.run_class.partition(":")

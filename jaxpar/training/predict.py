@@ -114,7 +114,7 @@ class _Data:
     """
 
     def __init__(self, setup: Setup, batches: Batches):
-        self.setup, self.batches = setup, CheckedBatches(setup.task, batches)
+        self.setup, self.batches = setup, CheckedBatches(setup, batches)
         self.num_batches, facts = batches.num_windows, setup.layout.facts
         if not self.num_batches:
             raise ValueError("there are no batches to predict; give more rows, or smaller batches")

@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_names, format_shape
-from jaxpar.base.files import refuse_address
+from jaxpar.base.files import check_path
 from jaxpar.hosts.agree import together
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model import made
@@ -58,7 +58,7 @@ class Start:
 
     def __post_init__(self):
         check_fields(self)
-        refuse_address("start", self.path)
+        check_path("start", self.path)
         for pattern in (*self.leave, *(old for old, _ in self.rename)):
             try:
                 re.compile(pattern)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.base.checks import require_instance
 from jaxpar.base.files import read_json, read_text
 
 SUBWORD = "subword"
@@ -131,8 +132,9 @@ class Vocabulary:
         A newline in a text becomes `<eos>`; words outside the vocabulary become `<unk>`.
 
         Raises:
-          ValueError: strict, and a word is outside the vocabulary.
+          ValueError: it is neither, or strict, and a word is outside the vocabulary.
         """
+        require_instance("text", text, str | Iterable, "a string, or a list of words")
         if self.tokenizer == SUBWORD and isinstance(text, str):  # of which nothing is unknown
             return _encode_pieces(self._pieces, text, self.separator)
         words = _tokenize(text, self.tokenizer) if isinstance(text, str) else text
