@@ -383,8 +383,13 @@ def test_names_of_neighbouring_layers_are_one():
 OTHER = "a zebra ran to the mat\nthe cat sat\n"
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenWords(lm.LM):
+    frozen = nnx.PathContains("embedding")
+
+
 @pytest.mark.parametrize("mesh", ["dp1", "pp2tp2"])
-def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
+def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path, caplog):
     """The others of the new text are drawn; and what was of the old one alone is told."""
     folder = tmp_path / "other"
     folder.mkdir()
@@ -421,6 +426,18 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
                 np.testing.assert_array_equal(
                     np.take(here[name], row, axis), expected, err_msg=word
                 )
+    assert caplog.text == ""
+    fixed = Setup.of(FrozenWords(**vars(task)), on(mesh), TrainConfig(num_steps=4))
+    find_weights(fixed, start := Start(str(first.out_dir)))
+    assert (
+        "embedding.table is frozen, and 1 of its words are new: their rows are drawn" in caplog.text
+    )
+    caplog.clear()
+    same = Setup.of(
+        dataclasses.replace(fixed.task, corpus=str(text), vocab_size=None, num_words=None)
+    )
+    find_weights(same, start)
+    assert caplog.text == ""
 
 
 def tensors_of(state, setup):

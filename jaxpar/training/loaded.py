@@ -97,6 +97,7 @@ class LoadedRun:
           ValueError: the model has no `predict`, or it mixes rows; batches do not fit the task; the folder
             has other predictions.
           OSError: the data cannot be read, or the folder not be written.
+          KeyboardInterrupt: SIGINT or SIGTERM has ended it after a batch; in a folder it goes on from there.
         """
         use = "a split, such as 'test', or batches, such as jaxpar.ArrayBatches(arrays, batch_size)"
         require_instance("data", data, str | Batches, use)
@@ -108,7 +109,8 @@ class LoadedRun:
         run = dataclasses.replace(self, setup=setup, state=state)
         batches = run.batches(data) if isinstance(data, str) else data
         name = data if isinstance(data, str) else type(data).__name__
-        of = {"run": self.folder.record.read()["run"], "step": self.step, "data": name}
+        known = {"run": self.folder.record.read()["run"], "folder": str(self.folder)}
+        of = {**known, "step": self.step, "data": name}
         return predict(setup, state, batches, out, of=of, quiet=quiet)
 
     def batches(self, data: str) -> Batches:

@@ -31,6 +31,7 @@ from jaxpar.base.files import WRITABLE, in_words, make_folder
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import Together, in_process_0, together
+from jaxpar.hosts.stopping import Interrupted, Stop
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
@@ -45,6 +46,7 @@ from jaxpar.training.writing import Writing
 PART_SECONDS = 30.0  # about what is lost where a process is killed
 _DESCRIPTION, _CARRY = "predictions.json", "carry-"
 _NO_BATCH: tuple[int, int, dict[str, jax.Array]] = 0, 0, {}  # number, time steps, outputs
+_FOLDER = "folder"  # of the run, which is not compared
 _TYPES = {"of": dict, "finished": int}
 
 
@@ -74,31 +76,46 @@ def predict(
                 "of them see"
             )
         memory = _Memory(data)
-        _run(data, state, memory, quiet=quiet)
+        _run(data, state, memory, None, quiet=quiet)
         return memory.arrays
     folder = _Folder(Path(out).expanduser(), data, of or {})
-    with folder.lock, folder.opened:
-        _run(data, state, folder, quiet=quiet)
+    with folder.lock, folder.opened, Stop() as stop:
+        _run(data, state, folder, stop, quiet=quiet)
     return {name: np.load(folder.path_of(name), mmap_mode="r") for name in data.shapes}
 
 
-def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> None:
-    """Predicts all batches that are not finished, part by part."""
+def _run(
+    data: "_Data", state: TrainState, out: "_Memory", stop: Stop | None, *, quiet: bool
+) -> None:
+    """Predicts all batches that are not finished, part by part.
+
+    Raises:
+      Interrupted: a signal has ended it; None for `stop` lets signals act as usual.
+    """
     finished, total, part = out.begin(), data.num_batches, 1
+    console, is_hidden = make_console(sys.stderr), quiet or jax.process_index() > 0
     if finished == total:
+        if not is_hidden:
+            console.print(f"{out} was complete already; nothing is predicted again")
         return
-    state, is_hidden = out.restored(state), quiet or jax.process_index() > 0
-    with Progress(console=make_console(sys.stderr), disable=is_hidden) as progress:
+    state = out.restored(state)
+    with Progress(console=console, disable=is_hidden) as progress:
         bar = progress.add_task("predicting", total=total, completed=finished)
         while finished < total:
-            began, stop = time.monotonic(), min(finished + part, total)
-            for number in range(finished, stop):
-                state = data.predict(state, number, out)
-                progress.update(bar, completed=number + 1)
+            began, end = time.monotonic(), min(finished + part, total)
+            while finished < end:
+                state = data.predict(state, finished, out)
+                finished += 1
+                progress.update(bar, completed=finished)
+                if stop is not None and stop.now():
+                    break
             data.write_last(out)
-            out.finish(state, stop)
+            out.finish(state, finished)
+            if stop is not None and stop.signal is not None and finished < total:
+                told = f"stopped after {finished} of {total} batches, which are in {out}"
+                raise Interrupted(f"{told}; the same again goes on there", stop.signal)
             seconds = time.monotonic() - began
-            finished, part = stop, in_process_0(functools.partial(_next_part, part, seconds))
+            part = in_process_0(functools.partial(_next_part, part, seconds))
 
 
 def _next_part(part: int, seconds: float) -> int:
@@ -218,7 +235,12 @@ class _Folder(_Memory):
         self.lock = FolderLock(path, self._make)
         arrays = {name: f"{s.dtype}{list(s.shape)}" for name, s in data.shapes.items()}
         first = f"{hash_rows(data.batches.batch(0), 0):016x}"
-        self._of = {**of, "arrays": arrays, "first batch": first, "batches": data.num_batches}
+        sizes = {
+            "batch_size": data.batches.batch_size,
+            "number of steps": data.setup.layout.facts.num_steps,
+        }
+        sizes |= {"number of batches": data.num_batches, "arrays": arrays}
+        self._of = {**of, **sizes, "checksum of the first batch": first}
         self.opened = contextlib.ExitStack()
         self._finished, self._files = 0, dict[str, int]()
         for name in arrays:
@@ -226,6 +248,9 @@ class _Folder(_Memory):
                 Path(name).name == name,
                 f"`predict` of the model gives {name!r}, which is not a valid file name; use another",
             )
+
+    def __str__(self) -> str:
+        return str(self._path)
 
     def path_of(self, name: str) -> Path:
         """Of an output."""
@@ -285,10 +310,11 @@ class _Folder(_Memory):
             self._note(0)
         found = read_table(self._path / _DESCRIPTION, _TYPES)
         for name, value in self._of.items():
-            if found["of"].get(name) != value:
+            if (was := found["of"].get(name)) != value and name != _FOLDER:  # a run may be moved
+                where = f" (in {found['of'].get(_FOLDER)})" * (name == "run")
                 raise ValueError(
-                    f"{self._path} holds other predictions: of {name} {found['of'].get(name)}, not {value}; "
-                    f"give another folder, or remove this one"
+                    f"{self._path} holds other predictions: their {name} is {was}{where}, and {value} is "
+                    f"asked for; give another folder, or remove this one"
                 )
         for name in self._data.shapes:
             if not found["finished"]:

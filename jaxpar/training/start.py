@@ -8,6 +8,7 @@ Nothing is lost in silence: each tensor of the source has a place in the model, 
 import collections
 import dataclasses
 import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ from jaxpar.training.by_layer import kind_of
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Rows, Tensor, Weights, in_ranges, named_rows, open_files
 
+_log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 26  # at once; what is stored as one piece is unpacked whole for each
 _NAMED = 4  # tensors whose shapes a message names
 _LEAVE = "leave them out (--start-leave PATTERN, Start(leave=...))"
@@ -248,13 +250,20 @@ def find_weights(setup: Setup, start: Start) -> Taken:
     renamed = {new: name for name, new in names.items() if new is not None}
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
-    state, variables = abstract_state(setup), {}
+    state, variables, frozen = abstract_state(setup), {}, set[str]()
     for tree in (state.params, state.frozen):
         for _, leaf, own in named_rows(tree, setup.layout):
+            frozen |= {*own} if tree is state.frozen else set()
             shape = leaf.shape if kind_of(leaf) is None else leaf.shape[1:]
             one = jax.ShapeDtypeStruct(shape, leaf.dtype)
             variables |= {name: one for name in own if name}
     _check_places(weights, variables)
+    for name in weights.rows.keys() & frozen if weights.num_new and not jax.process_index() else ():
+        _log.warning(
+            "%s is frozen, and %s of its words are new: their rows are drawn at random and never trained; "
+            "train it, or keep to the words of %s",
+            name, f"{weights.num_new:,}", weights.source,
+        )  # fmt: skip
     weights = dataclasses.replace(
         weights, tensors={n: weights.tensors[n] for n in variables if n in weights.tensors}
     )

@@ -305,6 +305,7 @@ class Weights:
       texts: that came with them, such as a file's metadata, by their names.
       rows: for a tensor of which rows are taken, by its name: the dim that they are along, and for each row
         of the model the one that it takes, -1 for none.
+      num_new: how many of these rows are of words, or the like, that the source lacks.
       note: what is to be said of that.
     """
 
@@ -312,6 +313,7 @@ class Weights:
     tensors: Mapping[str, Tensor]
     texts: Mapping[str, str]
     rows: Mapping[str, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
+    num_new: int = 0
     note: str = ""
 
 
