@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jaxpar.base.checks import check_fields, require_instance
 from jaxpar.base.files import read_file
-from jaxpar.base.loading import loading
+from jaxpar.base.loading import LOADED
 from jaxpar.config import Parallel, TrainConfig
 
 if TYPE_CHECKING:
@@ -291,12 +291,13 @@ def _load(path: Path, sha256: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.parent))
+    before = LOADED.set(path)
     try:
-        with loading(path):
-            spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
+        LOADED.reset(before)
         sys.path.remove(str(path.parent))
     return module

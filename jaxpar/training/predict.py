@@ -76,30 +76,30 @@ def predict(
                 "of them see"
             )
         memory = _Memory(data)
-        _run(data, state, memory, None, quiet=quiet)
+        _run(data, state, memory, quiet=quiet)
         return memory.arrays
     folder = _Folder(Path(out).expanduser(), data, of or {})
-    with folder.lock, folder.opened, Stop() as stop:
-        _run(data, state, folder, stop, quiet=quiet)
+    with folder.lock, folder.opened:
+        _run(data, state, folder, quiet=quiet)
     return {name: np.load(folder.path_of(name), mmap_mode="r") for name in data.shapes}
 
 
-def _run(
-    data: "_Data", state: TrainState, out: "_Memory", stop: Stop | None, *, quiet: bool
-) -> None:
+def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> None:
     """Predicts all batches that are not finished, part by part.
 
     Raises:
-      Interrupted: a signal has ended it; None for `stop` lets signals act as usual.
+      Interrupted: a signal has ended it after a batch.
     """
     finished, total, part = out.begin(), data.num_batches, 1
-    console, is_hidden = make_console(sys.stderr), quiet or jax.process_index() > 0
+    is_hidden = quiet or jax.process_index() > 0
     if finished == total:
         if not is_hidden:
-            console.print(f"{out} was complete already; nothing is predicted again")
+            print(
+                f"{out.kept_in} was complete already; nothing is predicted again", file=sys.stderr
+            )
         return
-    state = out.restored(state)
-    with Progress(console=console, disable=is_hidden) as progress:
+    state, console = out.restored(state), make_console(sys.stderr)
+    with Stop() as stop, Progress(console=console, disable=is_hidden) as progress:
         bar = progress.add_task("predicting", total=total, completed=finished)
         while finished < total:
             began, end = time.monotonic(), min(finished + part, total)
@@ -107,13 +107,17 @@ def _run(
                 state = data.predict(state, finished, out)
                 finished += 1
                 progress.update(bar, completed=finished)
-                if stop is not None and stop.now():
+                if stop.now():
                     break
             data.write_last(out)
             out.finish(state, finished)
-            if stop is not None and stop.signal is not None and finished < total:
-                told = f"stopped after {finished} of {total} batches, which are in {out}"
-                raise Interrupted(f"{told}; the same again goes on there", stop.signal)
+            if stop.signal is not None and finished < total:
+                kept = f"which are in {out.kept_in}; the same again goes on there"
+                lost = "which are lost; a folder (out=...) would keep them"
+                told = (
+                    f"stopped after {finished} of {total} batches, {kept if out.kept_in else lost}"
+                )
+                raise Interrupted(told, stop.signal)
             seconds = time.monotonic() - began
             part = in_process_0(functools.partial(_next_part, part, seconds))
 
@@ -201,7 +205,13 @@ class _Data:
 
 
 class _Memory:
-    """Predictions in memory."""
+    """Predictions in memory.
+
+    Attributes:
+      kept_in: their folder, if they have one.
+    """
+
+    kept_in: str | None = None
 
     def __init__(self, data: _Data):
         self.arrays = {name: data.empty(name) for name in data.shapes}
@@ -231,7 +241,8 @@ class _Folder(_Memory):
     """
 
     def __init__(self, path: Path, data: _Data, of: Mapping[str, Any]):
-        self._path, self._data, self._together = path, data, Together()
+        self._path, self.kept_in = path, str(path)
+        self._data, self._together = data, Together()
         self.lock = FolderLock(path, self._make)
         arrays = {name: f"{s.dtype}{list(s.shape)}" for name, s in data.shapes.items()}
         first = f"{hash_rows(data.batches.batch(0), 0):016x}"
@@ -248,9 +259,6 @@ class _Folder(_Memory):
                 Path(name).name == name,
                 f"`predict` of the model gives {name!r}, which is not a valid file name; use another",
             )
-
-    def __str__(self) -> str:
-        return str(self._path)
 
     def path_of(self, name: str) -> Path:
         """Of an output."""
