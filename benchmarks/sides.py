@@ -4,6 +4,8 @@ A turn is a few steps. The time of a turn is held against that of the first side
 so that whatever slows the machine for a while slows both.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import os
@@ -90,7 +92,7 @@ class Measured:
         """Seconds of a step."""
         return statistics.median(self.seconds)
 
-    def ratios(self, baseline: "Measured") -> list[float]:
+    def ratios(self, baseline: Measured) -> list[float]:
         """How many times as fast as the baseline it was in each round."""
         return [theirs / ours for theirs, ours in zip(baseline.seconds, self.seconds, strict=True)]
 

@@ -3,6 +3,8 @@
 Plain SGD without momentum, float32, one bias a layer, zero initial state, mean loss over all positions.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import numpy as np

@@ -18,6 +18,7 @@ from jaxpar.base.checks import (
     require_rate,
 )
 from jaxpar.base.files import check_path
+from jaxpar.base.stage_names import NamedPlacement, read_placement
 from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
 
 
@@ -36,10 +37,12 @@ class PipelineConfig:
       num_groups: groups of layers on each stage, for "interleaved"; "v" has 2, the others 1.
       zero_bubble: take the gradients of weights (W) out of backward units, to fill idle time with them, in no
         more memory. With remat they stay, since W needs more than remat keeps; and with "gpipe".
-      placement: layers on each stage (and group): "balanced" by `placement.balance_ticks`, so that
-        ticks are the shortest, the head included; "even"; or the numbers themselves.
+      placement: which layers are on each stage (and group): "balanced" by `placement.balance`, so that
+        ticks are the shortest, the head included; "even"; their numbers, such as (3, 3, 2); or all
+        parts by name, such as "first, 0-2 | 3-5 | 6-7, last". A stage may have none.
       head: "last" keeps what follows the layers on the last stage, "sharded" splits it over all stages
-        (the model must have a method `last_part`); "auto" is "sharded" where the model has one.
+        (the model must have a method `last_part`, or call linear layers whose outputs divide); "auto" is as
+        the placement names it, or "sharded" where the model has the method, or less is sent so.
       unroll: unroll the layers of a stage, with their weights laid out for it once a step: faster where
         chunks are short, at the price of more memory and a larger program. Only for layers of one kind,
         without groups.
@@ -80,6 +83,20 @@ class PipelineConfig:
             f"num_groups={self.num_groups} with schedule={self.schedule!r}; use 2 or more groups with "
             f'"interleaved", and 1 with the others',
         )
+        if named := self.named_placement:
+            object.__setattr__(self, "placement", str(named))
+            require(
+                self.head in ("auto", "last" if named.has_last else "sharded"),
+                f"head={self.head!r} with placement={self.placement!r}; name last in the placement for one "
+                f"stage, leave it out for all of them, and use head='auto'",
+            )
+
+    @property
+    def named_placement(self) -> NamedPlacement | None:
+        """The placement, if it is given in words."""
+        if isinstance(self.placement, str) and self.placement not in ("balanced", "even"):
+            return read_placement(self.placement)
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +109,8 @@ class Parallel:
       pipeline: how a batch moves through the stages.
       shares: parts of every batch that each data-parallel group takes, such as (3, 1) for a first one that
         is three times as fast as the second; None gives all of them the same.
+      speeds: how fast the devices of each stage are, beside each other, such as (1, 1, 2, 2) for two last
+        stages that are twice as fast; balanced placements go by it. None takes all of them for equal.
       fsdp: store parameters split over `data` as well, gathered once a step (arXiv:2304.11277).
       update: where optimizer state lies and the update runs. "replicated": on every data-parallel group;
         "sharded": split over `data` (ZeRO-1, arXiv:1910.02054); "host": split likewise, in host memory,
@@ -101,6 +120,7 @@ class Parallel:
     mesh: MeshConfig = DATA_PARALLEL
     pipeline: PipelineConfig = PipelineConfig()
     shares: tuple[int, ...] | None = None
+    speeds: tuple[float, ...] | None = None
     fsdp: bool = False
     update: Literal["replicated", "sharded", "host"] = "replicated"
 
@@ -112,6 +132,11 @@ class Parallel:
             self.shares is None or (len(self.shares) > 0 and min(self.shares) > 0),
             f"shares={self.shares}: every data-parallel group needs at least one part; leave a "
             f"device without work out of the mesh (devices=...)",
+        )
+        require(
+            self.speeds is None or (len(self.speeds) > 0 and min(self.speeds) > 0),
+            f"speeds={self.speeds}: every stage needs one above 0, such as (1, 2) for a second stage that is "
+            f"twice as fast as the first",
         )
 
     @classmethod
@@ -175,6 +200,11 @@ class Parallel:
         is_able = self.mesh.stage > 1 and not pipeline.remat and pipeline.schedule != "gpipe"
         return pipeline.zero_bubble and is_able
 
+    @property
+    def num_units(self) -> int:
+        """Of equal size, into which a batch is cut."""
+        return sum(self.group_shares) * self.pipeline.num_microbatches * self.num_chunks
+
     def microbatch_rows(self, batch_size: int) -> int:
         """Rows of a microbatch, given those of a batch."""
         return batch_size // (sum(self.group_shares) * self.pipeline.num_microbatches)
@@ -185,12 +215,12 @@ class Parallel:
 
     def on_mesh(self, mesh: MeshConfig) -> Self:
         """The same on another mesh, without what was chosen for the old number of stages or groups."""
-        pipeline, shares = self.pipeline, self.shares
+        pipeline, shares, speeds = self.pipeline, self.shares, self.speeds
         if mesh.stage != self.mesh.stage:
-            pipeline = dataclasses.replace(pipeline, placement="balanced")
+            pipeline, speeds = dataclasses.replace(pipeline, placement="balanced"), None
         if mesh.data != self.mesh.data:
             shares = None
-        return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares)
+        return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares, speeds=speeds)
 
     def check(self, batch_size: int, num_steps: int | None) -> None:
         """Checks that batches divide as the layout requires.
@@ -211,6 +241,11 @@ class Parallel:
             len(self.group_shares) == sizes[DATA],
             f"shares={self.group_shares} are {len(self.group_shares)} parts for data={sizes[DATA]}; give one "
             f"to every data-parallel group",
+        )
+        require(
+            self.speeds is None or len(self.speeds) == sizes[STAGE],
+            f"speeds={self.speeds} are {len(self.speeds or ())} for stage={sizes[STAGE]}; give one to every "
+            f"stage",
         )
         parts = {DATA: sizes[DATA]} if self.shares is None else {"sum of shares": sum(self.shares)}
         if self.pipeline.num_microbatches > 1:

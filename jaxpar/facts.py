@@ -5,6 +5,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,19 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, STAGE
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
+from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
-from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
+from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
+from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
+from jaxpar.pipeline.placement import PartCosts, Passes
+from jaxpar.sharding import dims_of
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount
 from jaxpar.trace.jaxprs import inlined, is_call
 
-LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
-WHY_SAME = ", since layers of a stack pass the same arrays on"
+WHY_SAME = (
+    ", since both are layers of one kind; give those that are meant to differ a kind_name each"
+)
 WHY_FLOATS = "; anything else belongs in the batch, which every layer sees (at.batch)"
 
 
@@ -34,13 +40,16 @@ class _Traces(NamedTuple):
     """What tracing the parts of a model tells.
 
     Attributes:
-      x: shapes of what goes through the layers, of a whole batch.
+      x: shapes of what `first` gives, of a whole batch; `y` of what the last layer gives.
+      padding: makes blocks of one shape of what goes from layer to layer.
       layers: of each kind, (state, carry, x, batch) -> (carry, y) or (carry, y, sums), and these arguments.
       sums: shapes of those of a batch: of `last`, and what layers add to them.
       adds_sums: whether layers do.
     """
 
     x: Any
+    y: Any
+    padding: Padding
     layers: list[tuple[Callable[..., Any], tuple[Any, ...]]]
     sums: Sums
     adds_sums: bool
@@ -120,33 +129,89 @@ class ModelFacts:
         )
 
     @property
-    def can_share_head(self) -> bool:
-        """Whether all stages can have a part of what follows the layers."""
-        return hasattr(self.model, "last_part")
+    def has_last_part(self) -> bool:
+        """Whether the model itself says how all stages have a part of what follows the layers."""
+        return says(self.model, "last_part")
+
+    @functools.cached_property
+    def split_dims(self) -> dict[str, str]:
+        """The modules before and after the layers that can be in parts, and the name of the dim of each."""
+        of_rules = {}
+        for name, module in modules(self.model):
+            key, dim = next(iter(split_params(module).items()))
+            of_rules[name] = dims_of(getattr(module, key))[dim] or ""
+        own = {name: end.dim for name, end in self.ends.items()}
+        return {name: dim for name, dim in {**of_rules, **own}.items() if dim}
+
+    @functools.cached_property
+    def layer_numbers(self) -> int:
+        """How many numbers are trained in the layers."""
+        of_layers = self.params.get(LAYERS_OF_MODEL, {})
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_layers))
+
+    @functools.cached_property
+    def x_numbers(self) -> int:
+        """How many numbers of a whole batch go from stage to stage."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.passed))
+
+    @property
+    def padding(self) -> Padding:
+        """Makes blocks of one shape of what goes from layer to layer."""
+        return self.traces.padding
+
+    @functools.cached_property
+    def passed(self) -> Any:
+        """Shapes of what goes from stage to stage, of a whole batch."""
+        return jax.eval_shape(lambda x: self.padding.pad(x, anywhere), self.traces.x)
 
     @property
     def divides_by_hand(self) -> bool:
         """Whether the batch is split over `data` alone, so that a step can cut it itself."""
         return self.task.rules.axes_of(BATCH) == (DATA,)
 
-    @functools.cached_property
-    def layer_costs(self) -> tuple[float, ...]:
-        """FLOPs of each layer's forward pass over a whole batch; 1 each if they have none."""
-        by_kind = [amount(trace, *args).flops for trace, args in self.traces.layers]
-        if not any(by_kind):
-            return (1.0,) * len(self.kind_of)
-        return tuple(by_kind[kind] for kind in self.kind_of)
+    @property
+    def layer_flops(self) -> float:
+        """FLOPs of the forward pass of a mean layer over a whole batch."""
+        return float(np.mean(self.costs.layers, axis=0)[0]) if self.kind_of else 0.0
 
     @functools.cached_property
-    def last_work(self) -> float:
-        """Work of what follows the layers, in mean layers."""
-        graphdef, state = nnx.split(self.model)
+    def costs(self) -> PartCosts:
+        """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
+        (graphdef, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
 
-        def last(state, x, batch):
-            return nnx.merge(graphdef, state).last(x, batch, self.at(batch))
+        def first(params, frozen, block):
+            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
 
-        flops = amount(last, state, self.traces.x, self.block).flops
-        return flops / float(np.mean(self.layer_costs))
+        def last(params, y, frozen, block):
+            return nnx.merge(graphdef, params, frozen).last(y, block, self.at(block))
+
+        by_kind = [_passes(*each) for each in self.layer_totals]
+        layers = tuple(by_kind[kind] for kind in self.kind_of)
+        return PartCosts(
+            layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
+            first=_passes(_total(first), ((params,), frozen, block)),
+            last=_passes(_total(last), ((params, y), frozen, block)),
+        )
+
+    @property
+    def layer_totals(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+        """Of each kind, what a layer gives of a whole batch added up, and shapes of the arguments.
+
+        The gradient in the first argument is what a backward pass computes.
+        """
+        params, totals = self.params, []
+        for (run, (state, carry, x, block)), name in zip(
+            self.traces.layers, self.kinds, strict=True
+        ):
+            own, others = nnx.split_state(
+                state, _in(params.get(LAYERS_OF_MODEL, {}).get(name, {})), ...
+            )
+
+            def layer(own, carry, x, others, block, run=run):
+                return run(nnx.merge_state(own, others), carry, x, block)
+
+            totals.append((_total(layer), ((own, carry, x), others, block)))
+        return totals
 
     @functools.cached_property
     def whole_window(self) -> tuple[str, ...]:
@@ -173,18 +238,59 @@ class ModelFacts:
 
         x = _traced("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
-        traced = [self._trace_layer(kind, x) for kind in range(len(self.kinds))]
-        layers, of_layers = [each[:2] for each in traced], [each[2] for each in traced]
+        shapes, layers, of_layers = [x], list[Any](), list[Any]()
+        for number, kind in enumerate(self.kind_of):
+            if kind == len(layers):  # kinds are numbered in the order of their first layers
+                run, args, y, sums = self._trace_layer(kind, shapes[-1])
+                layers.append((run, args, y))
+                of_layers.append(sums)
+            same = f"the input of layer {number} ({self.kinds[kind]})"
+            first_of_kind = f"that of layer {self.kind_of.index(kind)}"
+            check_same(same, shapes[-1], first_of_kind, layers[kind][1][2], WHY_SAME)
+            shapes.append(layers[kind][2])
+        dims = ("time", self.num_steps or 1), ("rows", self.batch_size)
+        padding = Padding(shapes, dict(dims[not self.time_major :]))
 
-        def last(model, x, batch):
-            sums = model.last(x, batch, self.at(batch))
+        def last(model, y, batch):
+            sums = model.last(y, batch, self.at(batch))
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
-        sums = _traced("last", last, self.model, x, self.block)
+        sums = _traced("last", last, self.model, shapes[-1], self.block)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
-        return _Traces(x, layers, sums, any(of_layers))
+        return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
+
+    @functools.cached_property
+    def uses(self) -> tuple[Uses, Uses]:
+        """How `first` and `last` use the modules of the model."""
+        y = self.traces.y
+        first, last = (
+            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(y)))
+            for place in (0, -1)
+        )
+        return first, last
+
+    def run_end(self, place: int, model: Any, y: Any) -> Any:
+        """`first` of a model (place 0), or `last` (-1) of y, on a whole batch of zeros, for tracing."""
+        batch = zeros(self.block)
+        if place == 0:
+            return model.first(batch, self.at(batch))
+        return model.last(y, batch, self.at(batch))
+
+    @functools.cached_property
+    def ends(self) -> dict[str, End]:
+        """What comes before and after the layers and can be in parts, by name.
+
+        Where the model has `last_part`, what it uses is its own affair.
+        """
+        found = ends(self.model, self.uses)
+        return {
+            name: end
+            for name, end in found.items()
+            if STAGE not in self.task.rules.axes_of(end.dim)
+            and not (self.has_last_part and name in self.uses[1].modules)
+        }
 
     @property
     def adds_sums(self) -> bool:
@@ -216,17 +322,17 @@ class ModelFacts:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
-        if not hasattr(self.model, "predict"):
+        if not says(self.model, "predict"):
             raise ValueError(
                 f"model {name} has no method predict, which says what the output of each row is; write "
                 f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
             )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
-        def predict(model, x, batch):
-            return self.predicted(model.predict(x, batch, self.at(batch)))
+        def predict(model, y, batch):
+            return self.predicted(model.predict(y, batch, self.at(batch)))
 
-        found = _traced("predict", predict, self.model, self.traces.x, self.block)
+        found = _traced("predict", predict, self.model, self.traces.y, self.block)
         sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
         for key, output in found.items():
             if list(output.shape[: len(sizes)]) != sizes:
@@ -295,7 +401,28 @@ class ModelFacts:
         names = self.traces.sums.metrics
         return carry, y, sums[0].with_names(names) if sums else self.no_sums
 
-    def _trace_layer(self, kind: int, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    def run_padded(
+        self,
+        layer: Callable[..., Any],
+        like: Any,
+        params: Any,
+        frozen: Any,
+        carry: Any,
+        block: Any,
+        at: At,
+    ) -> tuple[Any, ...]:
+        """A layer, as a function of its variables, on a block (`padding`).
+
+        Args:
+          like: shapes of what the layer takes.
+        """
+        x = self.padding.unpad(block, like, at.layout)
+        x = jax.tree.map(lambda a, shape: a.astype(shape.dtype), x, like)
+        after, y, *sums = layer(params, frozen, carry, x, at)
+        return after, self.padding.pad(y, at.layout), *sums
+
+    def _trace_layer(self, kind: int, x: Any) -> tuple[Any, ...]:
+        """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
         layer, name, carry = self._layers[kind], self.kinds[kind], ()
         if hasattr(layer, "initial_carry"):
 
@@ -309,20 +436,42 @@ class ModelFacts:
             return called(name, layer, carry, x, self.at(batch))
 
         after, y, *sums = _traced(f"layer {name}", call, layer, carry, x, self.block)
-        check_same(f"layer {name}: its output", y, "its input", x, WHY_SAME)
-        what = f"layer {name}: the carry that it returns"
-        check_same(what, after, "the one it takes", carry, WHY_SAME)
+        check_floats(f"layer {name}: its output", y, WHY_FLOATS)
+        check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
         graphdef, state = nnx.split(layer)
 
         def run(state, *args):
             return call(nnx.merge(graphdef, state), *args)
 
-        return run, (state, carry, x, self.block), sums[0] if sums else ()
+        return run, (state, carry, x, self.block), y, sums[0] if sums else ()
 
 
 @functools.lru_cache(maxsize=8)
 def _known(task: Task, platform: str) -> ModelFacts:
     return ModelFacts(task, platform)
+
+
+def _in(state: Any) -> Callable[..., bool]:
+    """A filter for the variables that have the path of one in a state."""
+    paths = {path for path, _ in nnx.to_flat_state(nnx.State(state))}
+    return lambda path, _: tuple(path) in paths
+
+
+def _total(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(inputs, *others) -> the sum of all floats that a function of these gives."""
+
+    def total(inputs, *others):
+        out = jax.tree.leaves(function(*inputs, *others))
+        floats = (leaf for leaf in out if jnp.issubdtype(leaf.dtype, jnp.floating))
+        return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in floats)
+
+    return total
+
+
+def _passes(total: Callable[..., Any], args: tuple[Any, ...]) -> Passes:
+    """FLOPs forward and backward, with the gradient in the first argument."""
+    forward = amount(total, *args).flops
+    return forward, amount(jax.grad(total), *args).flops - forward
 
 
 def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
@@ -393,7 +542,7 @@ _HELD = re.compile(
 def _check_model(task: Task, model: Any) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
-        if not callable(getattr(model, name, None)):
+        if not says(model, name):
             raise ValueError(
                 f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
                 f"last(y, batch, at)"

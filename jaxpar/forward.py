@@ -21,14 +21,14 @@ from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import values, wrap_like
+from jaxpar.model import says, values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import Layer, PipelineParams
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
-from jaxpar.sharding import constrain, dims_of, is_variable
+from jaxpar.sharding import constrain
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
@@ -49,7 +49,7 @@ def make_forward(
         (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
         the carry those of the carry come back, by kind.
     """
-    layers = layout.layer_functions()
+    layers = layout.layer_functions(in_units=layout.parallel.runs_in_units)
     if layout.parallel.runs_in_units:
         # The engine does not differentiate the carry that it is given.
         layers = tuple(
@@ -178,7 +178,7 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
             jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
             for tree in (params, frozen, carry)
         )
-        unroll = len(numbers) <= layout.facts.unroll
+        unroll = len(numbers) <= max(layout.facts.unroll, 1)
         if unroll:
             weights = [unstack(own, len(numbers)) for own in weights]
         walk = make_walk(1, has_empty_slots=False, unroll=unroll)
@@ -198,21 +198,26 @@ def _run_in_units(
 ):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
-    if hasattr(model, "prepare"):
+    if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
+    is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
-    sharded = sharded and (not predicts or hasattr(model, "predict_part"))
-    # If all of `first` is frozen there is no gradient to add to.
-    adds_gradient = hasattr(model, "add_first_gradient") and outer.first[0]
+    sharded = sharded and (not predicts or (is_part and says(model, "predict_part")))
+    in_parts = [
+        names.intersection(uses.called)
+        for names, uses in zip(layout.parts, outer.uses, strict=True)
+    ]
+    first_specs = outer.specs(outer.first, in_parts[0])
+    shares_first = any(STAGE in spec for own in first_specs for spec in own)
     deal, gather = _deal(layout, mesh)
     b = parallel.microbatch_rows(layout.facts.batch_size)
     constraint = layout.constraint(mesh, DATA, STAGE)
     pipeline = Pipeline(
         layers=layers,
         first=outer.run_first,
-        last=functools.partial(outer.run_last, is_part=sharded),
+        last=functools.partial(outer.run_last, is_part=sharded and is_part),
         mesh=mesh,
         slots=layout.slots,
         chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
@@ -220,10 +225,11 @@ def _run_in_units(
         collects="rows" if predicts else "sums",
         adds_sums=layout.facts.adds_sums and not predicts,
         head="sharded" if sharded else "last",
-        last_specs=_last_specs(layout, outer),
+        first_specs=first_specs if shares_first else None,
+        last_specs=outer.specs(outer.last, None if is_part else in_parts[1]),
         config=parallel.pipeline,
         num_segments=parallel.num_segments,
-        first_gradient=outer.add_first_gradient if adds_gradient else None,
+        first_gradient=outer.add_first_gradient,
         first_rows=tuple(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
@@ -246,18 +252,6 @@ def _run_in_units(
     if predicts:
         sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
-
-
-def _last_specs(layout: Layout, outer: Outer) -> tuple[Any, ...]:
-    """Over `stage`, of what `last_part` uses: trained, and frozen."""
-
-    def specs(state, numbers):
-        variables = jax.tree.leaves(state, is_leaf=is_variable)
-        dims = [dims_of(variables[n]) for n in numbers]
-        split = [[STAGE in layout.rules.axes_of(d) if d else False for d in each] for each in dims]
-        return tuple(P(*(STAGE if is_split else None for is_split in each)) for each in split)
-
-    return tuple(map(specs, outer.states, outer.last))
 
 
 def _deal(layout: Layout, mesh: Mesh):

@@ -6,25 +6,60 @@ made. `state` makes the arrays, `step` computes with them.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
-from jaxpar.base.axes import BATCH, DATA
-from jaxpar.base.trees import shape_of, zeros
+from jaxpar.base.axes import BATCH, DATA, STAGE
+from jaxpar.base.trees import add, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
-from jaxpar.facts import LAYERS_OF_MODEL, ModelFacts, called, flatten
-from jaxpar.model import NO_SLOTS
-from jaxpar.pipeline.placement import Route, Slots, make_slots, resolve_placement, route_of
+from jaxpar.ends import (
+    LAYERS_OF_MODEL,
+    Call,
+    End,
+    Uses,
+    add_rows,
+    call_as_it_is,
+    modules,
+    name_dims,
+    owner,
+    part_call,
+    size_of,
+    uses,
+    with_calls,
+)
+from jaxpar.facts import ModelFacts, called, flatten
+from jaxpar.model import NO_SLOTS, says
+from jaxpar.pipeline.placement import (
+    PartCosts,
+    Route,
+    Slots,
+    make_slots,
+    resolve_placement,
+    route_of,
+)
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
-from jaxpar.sharding import PARAM_SHAPE, Constraint, Rules, is_variable, off_stages, split_over_data
+from jaxpar.sharding import (
+    PARAM_SHAPE,
+    Constraint,
+    Rules,
+    dims_of,
+    is_variable,
+    off_stages,
+    split_over_data,
+)
 from jaxpar.task import Task
 from jaxpar.trace.counts import used_inputs
+
+# The share of a stage's layers, or of the work of one, that is not worth a thought; nor are so few numbers.
+LITTLE, FEW = 0.1, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +86,6 @@ class Layout:
                 f"remat_keeps='carries': segments are for batches of one length, those of task {task.name} "
                 f"have any; use remat_keeps='device' or 'host'"
             )
-        if parallel.pipeline.head == "sharded" and stages > 1 and not facts.can_share_head:
-            raise ValueError(
-                f"head='sharded': model {type(facts.model).__name__} has no method last_part, which runs the "
-                f"head on every stage with its part of it; use head='last', or write one"
-            )
         if parallel.runs_in_units and not facts.divides_by_hand:
             raise ValueError(
                 f"the rules of task {task.name} split the batch over {task.rules.axes_of(BATCH)}; "
@@ -72,7 +102,41 @@ class Layout:
                 f"stage={stages}: the model of task {task.name} has no layers in its stack to be "
                 f"placed on stages; use stage=1, and data and tensor for all devices"
             )
-        _ = facts.traces, self.placement  # what is wrong with them is said now
+        _ = facts.traces  # what is wrong with them is said now
+        if stages > 1:
+            self._check_ends()
+        _ = self.placement  # likewise
+
+    def _check_ends(self) -> None:
+        """Raises where what comes before and after the layers cannot lie as it was asked for."""
+        model, pipeline = type(self.facts.model).__name__, self.parallel.pipeline
+        named = pipeline.named_placement
+        if self.head == "sharded" and not self._can_share_head:
+            what, use = "head='sharded'", "head='last'"
+            if named:
+                what, use = f"placement={str(named)!r} leaves out last", "last on the last stage"
+            raise ValueError(
+                f"{what}: model {model} has no method last_part, which runs the head on every stage with its "
+                f"part of it, and `last` calls no linear layer whose outputs divide by "
+                f"stage={self.parallel.mesh.stage}; use {use}, or write one"
+            )
+        if named and named.has_first == self.shares_first:
+            why, use = (
+                "has nothing that could lie in parts over the stages",
+                "name it on the first stage",
+            )
+            if named.has_first:
+                why = f"shares {', '.join(sorted(self.parts[0]))} with what comes after the layers, in parts"
+                use = "leave it out, or name last as well"
+            raise ValueError(
+                f"placement={str(named)!r} {'names' if named.has_first else 'leaves out'} first: what comes "
+                f"before the layers of model {model} {why}; {use}"
+            )
+
+    @property
+    def _can_share_head(self) -> bool:
+        """Whether all stages can have a part of what follows the layers."""
+        return self.facts.has_last_part or any(end.num_outputs[1] for end in self._splittable)
 
     @property
     def task(self) -> Task:
@@ -84,9 +148,16 @@ class Layout:
     @functools.cached_property
     def head(self) -> str:
         """Where what follows the layers runs in a pipeline: "last" or "sharded"."""
-        asked = self.parallel.pipeline.head
-        wanted = "sharded" if self.facts.can_share_head else "last"
-        return wanted if asked == "auto" or self.parallel.mesh.stage == 1 else asked
+        asked = self._asked[1] if self.parallel.mesh.stage > 1 else None
+        return "sharded" if (self._can_share_head if asked is None else asked) else "last"
+
+    @property
+    def _asked(self) -> tuple[bool | None, bool | None]:
+        """Whether what comes before the layers shall be in parts, and what comes after; None if unsaid."""
+        pipeline = self.parallel.pipeline
+        if named := pipeline.named_placement:
+            return not named.has_first, not named.has_last
+        return None, None if pipeline.head == "auto" else pipeline.head == "sharded"
 
     @functools.cached_property
     def placement(self) -> tuple[int, ...]:
@@ -94,14 +165,12 @@ class Layout:
         facts, stages = self.facts, self.parallel.mesh.stage
         if stages == 1 or not facts.kind_of:
             return (len(facts.kind_of),)
-        costs = facts.layer_costs
+        pipeline = self.parallel.pipeline
         return resolve_placement(
-            self.parallel.pipeline.placement,
-            len(facts.kind_of),
+            pipeline.named_placement or pipeline.placement,
+            self.costs,
             stages,
             self.parallel.num_groups,
-            self.last_cost,
-            None if len(set(costs)) == 1 else costs,
         )
 
     @property
@@ -118,16 +187,82 @@ class Layout:
         return make_slots(self.placement, self.route.stages, self.facts.kind_of)
 
     @property
-    def last_cost(self) -> float:
-        """Work of the last stage alone, in mean layers: what follows them, unless all stages share it."""
-        alone = self.parallel.mesh.stage > 1 and self.head == "last"
-        return self.facts.last_work if alone else 0.0
+    def costs(self) -> PartCosts:
+        """Of the parts of the model, in FLOPs; nothing for what all stages share."""
+        costs, parallel = self.facts.costs, self.parallel
+        if parallel.speeds:
+            costs = costs._replace(speeds=tuple(parallel.speeds[s] for s in self.route.stages))
+        if self.shares_first:
+            costs = costs._replace(first=(0.0, 0.0))
+        alone = parallel.mesh.stage > 1 and self.head == "last"
+        return costs if alone else costs._replace(last=(0.0, 0.0))
+
+    @property
+    def shares_first(self) -> bool:
+        """Whether all stages run what comes before the layers, with their parts of it."""
+        return bool(self.parts[0])
+
+    @functools.cached_property
+    def split_ends(self) -> tuple[End, ...]:
+        """What comes before and after the layers and no stage holds whole, but for what the rules split."""
+        whole = self._asked[0] is False, self.head == "last"
+        return tuple(end for end in self._splittable if not any(_both(whole, end.num_outputs)))
+
+    @functools.cached_property
+    def _splittable(self) -> tuple[End, ...]:
+        """The same, if the head is on all stages."""
+        if self.parallel.mesh.stage == 1:
+            return ()
+        return tuple(
+            end
+            for end in self.facts.ends.values()
+            if not self.why_whole(end)
+            or (any(_both(self._asked, end.num_outputs)) and not end.size % self.num_parts(end))
+        )
+
+    def num_parts(self, end: End) -> int:
+        """Into how many parts an end would be split, those over other axes counted."""
+        axes = STAGE, *self.task.rules.axes_of(end.dim)
+        return math.prod(self.parallel.mesh.sizes[axis] for axis in axes)
+
+    def why_whole(self, end: End) -> str:
+        """Why a stage has all of an end, in words; "" where a part is the better choice.
+
+        Whole, its gradient is summed over stages once a step; in parts, what it gives for each unit, and the
+        cotangent of that. Fewer bytes win, but an end that is large beside the layers of a stage is in parts
+        all the same, for the room: before the layers alone, since after them a part of y goes to all stages
+        as well. And what else `first` or `last` does is done on every stage.
+        """
+        sizes, facts = self.parallel.mesh.sizes, self.facts
+        before, after = (number / sizes[DATA] for number in end.num_outputs)
+        x = facts.x_numbers / sizes[DATA] if after else 0.0
+        rest = sum(uses.flops for uses in facts.uses if end.name in uses.called)
+        layers = facts.layer_numbers / sizes[STAGE]
+        if end.size % self.num_parts(end):
+            return f"{end.size:,} {end.what} do not divide by {self.num_parts(end)}"
+        if rest > LITTLE * facts.layer_flops:
+            return "all stages would compute what is with it"
+        is_large = not after and end.num_params > max(LITTLE * layers, FEW)
+        if 2 * before + after + 2 * x <= end.num_params or is_large:
+            return ""
+        return "parts would send more"
+
+    @functools.cached_property
+    def parts(self) -> tuple[frozenset[str], ...]:
+        """The modules that each stage has a part of: those that `first` calls, and those that `last` does."""
+        if self.parallel.mesh.stage == 1:
+            return frozenset(), frozenset()
+        dims = self.facts.split_dims
+        split = {name for name, dim in dims.items() if STAGE in self.rules.axes_of(dim)}
+        return tuple(frozenset(split.intersection(uses.called)) for uses in self.facts.uses)
 
     @functools.cached_property
     def rules(self) -> Rules:
         """How parameters lie while a step computes."""
         head_is_last = self.parallel.mesh.stage > 1 and self.head == "last"
-        return off_stages(self.task.rules) if head_is_last else self.task.rules
+        rules = off_stages(self.task.rules) if head_is_last else self.task.rules
+        own = {end.dim: (STAGE, *rules.axes_of(end.dim)) for end in self.split_ends}
+        return rules.replace(own) if own else rules
 
     @functools.cached_property
     def param_rules(self) -> Rules:
@@ -162,6 +297,7 @@ class Layout:
         for _, variable in nnx.iter_graph(model):
             if is_variable(variable):
                 variable.set_metadata(PARAM_SHAPE, tuple(variable.shape))
+        name_dims(model, self.facts.ends)
         return model
 
     @functools.cached_property
@@ -190,19 +326,28 @@ class Layout:
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `model.Model`."""
         model = self.merge(params, frozen)
-        return self.facts.split(model.draw(key))[1] if hasattr(model, "draw") else params
+        return self.facts.split(model.draw(key))[1] if says(model, "draw") else params
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
         stack = state.get(LAYERS_OF_MODEL, {})
         return tuple(nnx.State(stack.get(kind, {})) for kind in self.facts.kinds)
 
-    def layer_functions(self) -> tuple[Callable[..., Any], ...]:
-        """For each kind (params, frozen, carry, x, at) -> (carry, y), or with sums if layers add any."""
-        return tuple(
+    def layer_functions(self, *, in_units: bool = True) -> tuple[Callable[..., Any], ...]:
+        """For each kind (params, frozen, carry, x, at) -> (carry, y), or with sums if layers add any.
+
+        Args:
+          in_units: whether x and y are blocks of one shape (`ModelFacts.padding`).
+        """
+        functions = [
             functools.partial(self._run_layer, kind, self._graphdef_of(kind))
             for kind in self.facts.kinds
-        )
+        ]
+        if not (in_units and self.facts.padding.width):
+            return tuple(functions)
+        shapes = (args[2] for _, args in self.facts.traces.layers)
+        pairs = zip(functions, shapes, strict=True)
+        return tuple(functools.partial(self.facts.run_padded, *pair) for pair in pairs)
 
     @functools.cached_property
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
@@ -239,7 +384,7 @@ class Layout:
 
         def make(params, frozen):
             model = self.merge(params, frozen)
-            return model.prepare(sizes) if sizes and hasattr(model, "prepare") else model
+            return model.prepare(sizes) if sizes and says(model, "prepare") else model
 
         return nnx.eval_shape(make, self.params, self.frozen)
 
@@ -257,17 +402,23 @@ class Layout:
     @functools.cached_property
     def whole_kinds(self) -> tuple[str, ...]:
         """Kinds of layers whose gradients of weights cannot leave their backward pass; see `SplitLayer`."""
-        facts, whole = self.facts, []
-        layers = zip(facts.kinds, self.layer_functions(), *self.of_row, strict=True)
-        for (name, function, params, frozen), (_, args) in zip(
-            layers, facts.traces.layers, strict=True
+        pairs = zip(self.facts.kinds, self.split_layers, strict=True)
+        return tuple(name for name, layer in pairs if not layer.has_weights)
+
+    @functools.cached_property
+    def split_layers(self) -> tuple[SplitLayer, ...]:
+        """One layer of each kind in parts, on a whole batch."""
+        facts, split = self.facts, list[SplitLayer]()
+        for (_, (_, carry, _, batch)), function, params, frozen in zip(
+            facts.traces.layers, self.layer_functions(), *self.of_row, strict=True
         ):
-            _, carry, x, batch = args
-            at = facts.at(batch)
-            own = params, frozen, carry, (x, facts.no_sums)
-            if not SplitLayer(with_sums(function), *own, at, splits=True).has_weights:
-                whole.append(name)
-        return tuple(whole)
+            own = params, frozen, carry, (facts.passed, facts.no_sums)
+            split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
+        return tuple(split)
+
+
+def _both(ones: Iterable[Any], others: Iterable[Any]) -> Iterator[bool]:
+    return (bool(one and other) for one, other in zip(ones, others, strict=True))
 
 
 class Outer:
@@ -289,46 +440,115 @@ class Outer:
         """
         self.layout, facts, self._predicts = layout, layout.facts, predicts
         self.graphdef, *self.states = facts.split(model)
-        paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
-        shapes = jax.tree.map(shape_of, self.leaves)
+        self._paths, self.leaves, self._structures = zip(*map(flatten, self.states), strict=True)
+        self._sizes = {name: size_of(module) for name, module in modules(model)}
 
-        def uses(function: Callable[..., Any]) -> tuple[list[int], ...]:
-            used = iter(used_inputs(function, shapes))
-            return tuple(
-                [n for n, path in enumerate(own) if next(used) and not _is_layer(path)]
-                for own in paths
-            )
-
-        def first(leaves):
+        def first(model):
             batch = zeros(facts.block)
-            return self.merge(leaves).first(batch, facts.at(batch))
+            return model.first(batch, facts.at(batch))
 
-        def last(leaves):
-            model, at = self.merge(leaves), facts.at(zeros(facts.block))
-            return facts.after_layers(model, zeros(facts.traces.x), at, predicts=predicts)
+        def last(model):
+            at = facts.at(zeros(facts.block))
+            return facts.after_layers(model, zeros(facts.traces.y), at, predicts=predicts)
 
-        self.first, self.last = uses(first), uses(last)
+        self.uses = uses(model, first), uses(model, last)
+        self.first, self.last = map(self._numbers, self.uses)
+
+    def _numbers(self, uses: Uses) -> tuple[list[int], ...]:
+        """Of the leaves outside of the stack that a function reads."""
+        return tuple(
+            [n for n, path in enumerate(own) if path in uses.read and not _is_layer(path)]
+            for own in self._paths
+        )
+
+    def specs(self, numbers: Sequence[Sequence[int]], names: Container[str] | None) -> Any:
+        """Partition specs over `stage` of leaves, trained and others, by the rules.
+
+        Args:
+          names: of the modules that can be in parts, the others are whole; None if all can.
+        """
+
+        def spec(path: str, variable: Any) -> P:
+            if names is not None and owner(path) not in names:
+                return P()
+            axes = [self.layout.rules.axes_of(d) if d else () for d in dims_of(variable)]
+            return P(*(STAGE if STAGE in own else None for own in axes))
+
+        def specs(state: Any, paths: Sequence[str], own: Sequence[int]) -> tuple[P, ...]:
+            variables = jax.tree.leaves(state, is_leaf=is_variable)
+            return tuple(spec(paths[n], variables[n]) for n in own)
+
+        return tuple(map(specs, self.states, self._paths, numbers))
 
     def merge(self, leaves: Sequence[Sequence[Any]]) -> Any:
         """The model of all its leaves, which may be shapes where they are not used."""
         return nnx.merge(self.graphdef, *map(jax.tree.unflatten, self._structures, leaves))
 
-    def run_first(self, leaves: Any, frozen: Any, at: At) -> Any:
-        """`first` of the model with the leaves that it uses."""
+    def run_first(
+        self, leaves: Any, frozen: Any, at: At, look_up: Callable[..., Any] | None = None
+    ) -> Any:
+        """`first` of the model with the leaves that it uses, which may be parts over `stage`; a block.
+
+        Args:
+          look_up: instead of the call of an embedding that is trained: (its name, that call, words) -> rows.
+        """
         at = at._replace(layer=len(self.layout.facts.kind_of) + 1)
-        return self._with(self.first, leaves, frozen).first(at.batch, at)
+        model = self._with(self.first, leaves, frozen)
+        calls = self._part_calls(model)
+        for name in () if look_up is None else self._tables:
+            assert look_up is not None
+            calls[name] = functools.partial(look_up, name, calls.get(name, call_as_it_is))
+        x = with_calls(model, calls).first(at.batch, at)
+        return self.layout.facts.padding.pad(x, at.layout)
 
     def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
-        """The gradients of these leaves, with what the model adds to them by itself."""
-        whole = _replaced(self.leaves[0], self.first[0], grads)
-        flat = list(nnx.to_flat_state(jax.tree.unflatten(self._structures[0], whole)))
-        own = nnx.from_flat_state([flat[number] for number in self.first[0]])
-        model = self._with(self.first, leaves, frozen)
-        return tuple(jax.tree.leaves(model.add_first_gradient(own, dx, at.batch, at)))
+        """The gradients of these leaves, with what a unit adds: to a table only in the rows of its words."""
+        tables, found, grads = self._tables, [], list(grads)
+        others = [n for n in range(len(grads)) if n not in tables.values()]
+
+        def note(name, call, *args, **options):
+            found.append((name, args[1], call(*args, **options)))
+            return found[-1][-1]
+
+        def run(own, rows):
+            given, whole = iter(rows), list(leaves)
+            for n, leaf in zip(others, own, strict=True):
+                whole[n] = leaf
+            return vary_like(self.run_first(whole, frozen, at, lambda *_, **__: next(given)), dx)
+
+        self.run_first(leaves, frozen, at, note)
+        _, vjp = jax.vjp(run, [leaves[n] for n in others], [rows for *_, rows in found])
+        d_own, d_rows = vjp(dx)
+        for n, d_leaf in zip(others, d_own, strict=True):
+            grads[n] = add(grads[n], d_leaf)
+        for (name, ids, _), rows in zip(found, d_rows, strict=True):
+            n = tables[name]
+            grads[n] = add_rows(grads[n], ids, rows, self._sizes[name])
+        return tuple(grads)
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, int]:
+        """Embeddings that `first` looks up and are trained: the place of each among the leaves it uses."""
+        names = [owner(self._paths[0][n]) for n in self.first[0]]
+        return {name: names.index(name) for name in sorted(self.uses[0].looked_up & {*names})}
+
+    def _part_calls(self, model: Any) -> dict[str, Call]:
+        """How the modules of a model that have parts of their parameters are called."""
+        return {
+            name: part_call(module, self._sizes[name])
+            for name, module in modules(model)
+            if size_of(module) < self._sizes[name]
+        }
 
     def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
-        """`last` of the model with the leaves that it uses, or `predict`; or a part of either."""
+        """`last` of the model with the leaves that it uses, or `predict`, of a block; or a part of either."""
         model, facts = self._with(self.last, leaves, frozen), self.layout.facts
+        y = facts.padding.unpad(y, facts.traces.y, at.layout)
+        if is_part:  # each part of y has a cotangent of its own
+            y = jax.tree.map(lambda a: vary_over(a, frozenset([STAGE])), y)
+        else:
+            y = jax.tree.map(lambda a, shape: a.astype(shape.dtype), y, facts.traces.y)
+            model = with_calls(model, self._part_calls(model))
         return facts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:

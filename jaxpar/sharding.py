@@ -29,6 +29,10 @@ from jaxpar.base.checks import nearest_multiples, require
 
 Axes = tuple[str, ...]
 
+# In the name of a dim of one parameter alone, before that parameter's: "tokens@embedding". Where there is no
+# rule for it, that for "tokens" counts.
+OF = "@"
+
 # Metadata of a variable: the shape of the parameter that it is, or whose name it has in an optimizer's state.
 PARAM_SHAPE = "param_shape"
 
@@ -86,6 +90,8 @@ class Rules:
         """
         table = dict(self.table)
         if dim not in table:
+            if OF in dim:
+                return self.axes_of(base_of(dim)) if base_of(dim) else ()
             raise ValueError(
                 f"unknown dim name {dim!r}: there is no rule for it; add one, such as "
                 f"RULES.replace({{{dim!r}: None}}) for a dim that stays whole, or use one of "
@@ -342,6 +348,11 @@ def dims_of(variable: Any) -> tuple[str | None, ...]:
         return (None,) * len(shape)
     dims = variable.get_metadata("out_sharding", None)
     return tuple(dims) if dims and len(dims) == len(shape) else (None,) * len(shape)
+
+
+def base_of(dim: str | None) -> str:
+    """A dim's name without that of the one parameter that it is of; "" for none."""
+    return (dim or "").partition(OF)[0]
 
 
 def _spec(variable: nnx.Variable, mesh: Mesh | None, rules: Rules) -> P:

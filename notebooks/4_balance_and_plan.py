@@ -19,7 +19,7 @@ import dataclasses
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, PipelineConfig, lm
-from jaxpar.pipeline.placement import balance
+from jaxpar.pipeline.placement import PartCosts, balance
 from jaxpar.planning import estimate_step, plan, propose_shares
 
 jaxpar.simulate_devices(8)
@@ -27,13 +27,16 @@ jaxpar.simulate_devices(8)
 # %% [markdown]
 # ## Layers that do not divide
 #
-# Seven layers on four stages. `balance` gives the slowest stage the least to do, whatever the layers cost, and counts
-# what the last stage has to do besides. A stage with fewer layers has an empty slot, which costs nothing but memory.
+# Seven layers on four stages. `balance` makes ticks the shortest: the forward pass of the slowest stage and the backward
+# pass of the slowest stage, whatever the layers cost, and with what the first and the last stage have to do besides. A
+# stage with fewer layers has an empty slot, which costs nothing but memory. A backward pass costs two forward passes.
 
 # %%
-print("equal layers          ", balance([1] * 7, 4))
-print("the first one is twice", balance([2, 1, 1, 1, 1, 1, 1], 4))
-print("and a heavy head      ", balance([2, 1, 1, 1, 1, 1, 1], 4, last_cost=1.5))
+plain, twice, head = (1, 2), (2, 4), (2, 4)
+print("equal layers           ", balance(PartCosts((plain,) * 7), 4)[0])
+print("the first one is twice ", balance(PartCosts((twice, *(plain,) * 6)), 4)[0])
+print("sixteen                ", balance(PartCosts((plain,) * 16), 4)[0])
+print("sixteen, and a head    ", balance(PartCosts((plain,) * 16, last=head), 4)[0])
 
 # %% [markdown]
 # ## The head is work, too

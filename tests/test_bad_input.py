@@ -191,13 +191,20 @@ FLAGS = {
     ),
     "placement of another sum": (
         train("--mesh", "dp4pp2", "--pipeline.placement", "1", "2"),
-        r"placement=\(1, 2\) is 2 numbers with the sum 3",
+        r"placement=\(1, 2\) has 3 layers in 2 places",
+    ),
+    "placement that leaves out a layer": (
+        train("--mesh", "dp4pp2", "--pipeline.placement", "first | 1, last"),
+        "placement='first | 1, last': layer 0 is missing; name every part",
+    ),
+    "placement for other stages": (
+        train("--mesh", "dp4pp2", "--pipeline.placement", "first, 0 | 1 | last"),
+        "names 2 layers in 3 places; num_layers=2 on stage=2 needs 2 places .* 'first, 0 | 1, last'",
     ),
     "layers by stages": (
         train("--mesh", "dp4pp2", "--num-layers", "3", "--pipeline.placement", "even"),
         r"num_layers=3 does not split evenly over stage=2; use 2 or 4 layers.*\(2, 1\)",
     ),
-    "more stages than layers": (train("--mesh", "pp8"), "stage=8 is more than num_layers=2; use"),
     "unknown head": (train("--pipeline.head", "first"), "head.*last.*sharded"),
     "level": (train("--level", "byte"), "level.*auto.*word.*char"),
     "room for no word": (train("--max-vocab", "2"), "max_vocab=2 leaves no room for words"),

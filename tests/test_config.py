@@ -165,16 +165,14 @@ SIZES = [
         Parallel("dp3"),
         r"batch_size=32 does not divide by data=3; use batch_size 30 or 33",
     ),
-    (Parallel("pp5", CHUNKS), r"stage=5 is more than num_layers=4; use stage=4 or fewer"),
-    (
-        Parallel("pp4", PipelineConfig(schedule="interleaved", num_groups=2)),
-        r"stage=4 x num_groups=2 = 8 is more than num_layers=4; use stage=2 or fewer, or 8 layers",
-    ),
     (
         Parallel("pp2", PipelineConfig(placement=(1, 2))),
-        r"placement=\(1, 2\) is 2 numbers with the sum 3.*such as \(2, 2\)",
+        r"placement=\(1, 2\) has 3 layers in 2 places.*such as \(2, 2\)",
     ),
-    (Parallel("pp2", PipelineConfig(placement="fair")), "placement='fair'"),
+    (
+        Parallel("pp2", PipelineConfig(placement="first, 0-3 | 4, last")),
+        r"placement='first, 0-3 \| 4, last' names 5 layers.*such as 'first, 0-1 \| 2-3, last'",
+    ),
     (Parallel("dp-1"), r"mesh data=-1,stage=1,tensor=1: a size is not inferred yet"),
     (
         Parallel("dp2", shares=(1, 2, 1)),

@@ -24,6 +24,7 @@ SETTINGS = Settings(
         MeshConfig(2, -1, 2, devices=(0, 3, 1)),
         PipelineConfig(num_chunks=4, placement=(2, 3)),
         shares=(3, 1),
+        speeds=(1, 2.5),
         fsdp=True,
     ),
     TrainConfig(out_dir="runs/x"),
@@ -89,10 +90,14 @@ def test_keys_are_the_options_of_the_command_line(tmp_path):
     assert next(iter(tables)) == "task"
     assert tables["mesh"] == {"data": 2, "stage": -1, "tensor": 2, "devices": [0, 3, 1]}
     assert (tables["hidden_size"], tables["fsdp"], tables["shares"]) == (192, True, [3, 1])
+    assert tables["speeds"] == [1, 2.5]
     assert tables["optimizer"]["learning_rate"] == 1e-5
     assert tables["pipeline"]["placement"] == [2, 3]
-    (tmp_path / "config.toml").write_text(to_toml(PLAIN._replace(parallel=Parallel("pp2tp4"))))
-    assert tomllib.loads((tmp_path / "config.toml").read_text())["mesh"] == "pp2tp4"
+    named = Parallel("pp2tp4", PipelineConfig(placement="first,0|1 , last"))
+    (tmp_path / "config.toml").write_text(to_toml(PLAIN._replace(parallel=named)))
+    tables = tomllib.loads((tmp_path / "config.toml").read_text())
+    assert tables["mesh"] == "pp2tp4"
+    assert tables["pipeline"]["placement"] == "first, 0 | 1, last"
 
 
 def test_what_a_file_leaves_out_is_as_in_the_base(tmp_path):

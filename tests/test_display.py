@@ -25,8 +25,9 @@ from test_measured import make_measured
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
 from jaxpar.base.console import FittingTable
-from jaxpar.pictures.animation import make_animation, make_strategies
+from jaxpar.pictures.animation import make_animation
 from jaxpar.pictures.chart import FEET
+from jaxpar.pictures.strategies import make_placements, make_strategies
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedules import make_schedule
@@ -517,6 +518,31 @@ def test_the_strategies_do_the_same_work_and_differ_in_waiting():
     assert holds["model"] == holds["pipeline"] == {f"layer {n}" for n in range(4)}
     assert holds["tensor"] == {f"part {n} of all layers" for n in range(4)}
     assert holds["data"] == {"all layers"}
+
+
+def test_the_placements_of_mxnet_wait_hold_and_send_as_counted_by_hand():
+    beside, alone = make_placements()
+    units, H, words, rows = 35, 400, 10_000, 20
+    pair = 2 * (2 * (H + H) * 4 * H * rows * 35)  # FLOPs of two layers forward: time 1
+    head = 3 * (2 * H * words * rows * 36) / pair  # both ways, in chunks that make 36 time steps
+    # Ticks forward until the head has its first unit, then with the head; ticks backward. A tick in which
+    # the embedding or the head alone would have a unit takes no time.
+    assert beside.end == pytest.approx((3 * 1 + 35 * (1 + head) + 38 * 2) / units)
+    assert alone.end == pytest.approx((2 * 2 + 35 * head + 36 * 4) / units)
+    busy = [[3, 3, 3, 3 + head], [0, 6, 6, head]]
+    table, layer, last = words * 200 * 4, (2 * H * 4 * H + 4 * H) * 4, (H * words + words) * 4
+    held = [
+        [table + 2 * layer, *[2 * layer] * 2, 2 * layer + last],
+        [table, *[4 * layer] * 2, last],
+    ]
+    once = rows * H * 4 * 35
+    for strategy, times, weights in zip((beside, alone), busy, held, strict=True):
+        assert [strategy.busy_of(d) * strategy.end for d in range(4)] == pytest.approx(times)
+        assert strategy.weight_bytes == weights
+        assert strategy.sent_bytes == [once, 2 * once, 2 * once, once]
+    page = make_animation()
+    for cell in ("first, 0-1", "0-3", "18.3 MB", "63%", "2.2 MB"):
+        assert f">{cell}</td>" in page
 
 
 @needs_browser

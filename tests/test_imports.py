@@ -20,7 +20,7 @@ LAYERS = (
     "mesh sharding hosts",  # where arrays lie; many processes
     "config nn",  # the options that tasks share; layers
     "optimizer pipeline",  # updates; schedules, and the engine that runs them
-    "model task",  # what layers are part of; what is learned
+    "model task ends",  # what layers are part of; what is learned; ends in parts
     "facts config_file command",  # what a task's model is; options as files, and of every command
     "layout",  # how it lies on devices
     "setup rows",  # all that a run is made from; whether rows stand apart

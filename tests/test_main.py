@@ -53,7 +53,8 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
     expected = [
         r"devices +8 x cpu",
         r"mesh +data=2 x stage=2 x tensor=2",
-        r"layers +2 \(stage 0: 1, stage 1: 1\)",
+        r"layers +2 \(0 \| 1\)",
+        r"on a stage +1/2 of embedding, head",
         r"work +stage 0: 50%, stage 1: 50%",
         r"corpus +.*text\d+, words: 1,400 train, 70 valid, 70 test",
         rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",

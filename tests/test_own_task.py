@@ -160,7 +160,7 @@ def test_it_trains_on_every_axis(world):
     folder, printed = world
     for pattern in (
         r"mesh +data=2 x stage=2 x tensor=2",
-        r"layers +4 \(stage 0: 2, stage 1: 2\); 2 microbatches x 2 chunks of time",
+        r"layers +4 \(first, 0-1 \| 2-3, last\); 2 microbatches x 2 chunks of time",
         r"layers\.gru\.w_h +4x6x3x6 +layers/stage, input, gates, hidden/tensor +2x6x3x3 ",
         r"step +60/60 +loss +0\.\d+ .*values/s",
     ):
@@ -187,7 +187,7 @@ def test_it_is_resumed_on_other_devices_and_evaluated_on_one(here):
     printed, said = jaxpar("train", "--resume", *more, cwd=here)
     assert said == ""
     assert "resumed at step 60" in printed
-    assert re.search(r"layers +4 \(stage 0: 1, stage 1: 1, stage 2: 1, stage 3: 1\)", printed)
+    assert re.search(r"layers +4 \(first, 0 \| 1 \| 2 \| 3, last\)", printed)
     after = losses(here)
     assert {step: after[step] for step in before} == before
     assert after[80] < after[10]

@@ -40,7 +40,7 @@ from jaxpar.pipeline.tables import make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
-from jaxpar.step import make_loss_and_grad, make_train_step
+from jaxpar.step import make_eval_step, make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm.task import LM
 
 OPTIONS = [
@@ -92,6 +92,40 @@ def test_every_schedule_and_option_equals_plain(options, tied):
 def test_uneven_placements_equal_plain(stages, options):
     task = dataclasses.replace(MODEL, num_layers=7)
     assert_same_as_plain(make_settings((2, stages, 1), (2, 4), task, **options))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        (4, {}),  # balanced: (1, 1, 1, 0), and the head on all
+        (4, {"placement": "first | 0-1 | 2 | last"}),
+        (4, {"placement": "first | | 0-2 |", "remat": True}),
+        full(4, {"placement": "first | 0 | | 1-2, last", "schedule": "gpipe"}),
+        (2, {"placement": "first | 0-1 | | 2, last", "schedule": "interleaved", "num_groups": 2}),
+        full(
+            2, {"placement": "first, 0 | | 1-2 | last", "schedule": "interleaved", "num_groups": 2}
+        ),
+        full(2, {"placement": "first | 0-2 | | last", "schedule": "v"}),
+        full(8, {"placement": "first | 0-1 | | | 2 | | | last", "unroll": True}),
+    ],
+)
+def test_stages_without_layers_equal_plain(stages, options):
+    task = dataclasses.replace(MODEL, num_layers=3)
+    settings = make_settings((1, stages, 1), (2, 2), task, **options)
+    assert_same_as_plain(settings)
+    if options.get("remat"):  # evaluation has tables and buffers of its own
+        sums = [evaluated(each) for each in (settings, make_settings(task=task))]
+        np.testing.assert_allclose(*sums, rtol=RELATIVE_ERROR)
+
+
+def evaluated(settings):
+    """The loss of a batch, and its weight."""
+    mesh = settings.parallel.mesh.build()
+    step = make_eval_step(settings.task, settings.parallel, mesh=mesh)
+    state = init_state(settings.task, settings.parallel, mesh=mesh)
+    _, sums = step(state, make_batch(settings, mesh, starts=True))
+    return float(sums.loss), float(sums.weight)
 
 
 @pytest.mark.law
@@ -527,6 +561,7 @@ def lowered(settings):
 def test_the_program_does_not_grow_with_layers_microbatches_and_chunks():
     def lines_of(num_layers, units):
         sizes = {"num_layers": num_layers, "batch_size": units[0] * 2, "seq_len": units[1]}
+        sizes |= {"vocab_size": 9600}  # so many that no stage has all of the table
         task = dataclasses.replace(MODEL, dropout=0.0, **sizes)
         settings = make_settings((2, 4, 1), units, task)
         return len(lowered(settings).as_text().splitlines())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from test_equivalence import MODEL, make_settings
 
+from jaxpar.base.stage_names import NamedPlacement, read_placement
+from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import (
+    PartCosts,
     balance,
-    balance_ticks,
     make_slots,
     resolve_placement,
     route_of,
@@ -23,117 +26,119 @@ from jaxpar.training.summary import describe_balance
 
 @st.composite
 def places(draw):
-    """(number of layers, stages, groups on each stage), at least a layer for each group."""
-    num_stages, num_groups = draw(st.integers(1, 8)), draw(st.integers(1, 4))
-    return draw(st.integers(num_stages * num_groups, 64)), num_stages, num_groups
+    """(number of layers, stages, groups on each stage)."""
+    return draw(st.integers(1, 64)), draw(st.integers(1, 8)), draw(st.integers(1, 4))
 
 
 @st.composite
 def placements(draw):
-    """(layers of each group, groups on each stage)."""
+    """(layers of each group, groups on each stage), some layer in all."""
     num_stages, num_groups = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     size = num_stages * num_groups
-    return tuple(draw(st.lists(st.integers(1, 5), min_size=size, max_size=size))), num_groups
+    numbers = draw(st.lists(st.integers(0, 5), min_size=size, max_size=size).filter(any))
+    return tuple(numbers), num_groups
 
 
-def all_placements(num_layers, num_stages):
-    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+def equal(num_layers, head=0.0):
+    """Costs of equal layers, and of a head that costs so many of them."""
+    return PartCosts(((1.0, 2.0),) * num_layers, last=(head, 2 * head))
+
+
+def all_placements(num_layers, num_places):
+    for cuts in itertools.combinations_with_replacement(range(num_layers + 1), num_places - 1):
         yield tuple(np.diff((0, *cuts, num_layers)).tolist())
 
 
-def loads(values, placement, first=0.0, last=0.0):
-    """The sum of each stage's values, with those of the ends."""
-    ends = np.cumsum(placement)
-    sums = [sum(values[end - n : end]) for n, end in zip(placement, ends, strict=True)]
-    sums[0] += first
-    sums[-1] += last
-    return sums
+def loads(costs, placement):
+    """What every place has to do in the two parts of a tick, one layer after the other."""
+    layers, up, down = iter(costs.layers), [], []
+    for number in placement:
+        own = [next(layers) for _ in range(number)]
+        up.append(sum(forward for forward, _ in own))
+        down.append(sum(backward for _, backward in own))
+    up[0] += costs.first[0]
+    down[0] += costs.first[1]
+    up[-1] += sum(costs.last)
+    return up, down
 
 
-def assert_best(costs, num_stages, first, last, sizes, limit):
-    """Of all placements that fit the smallest slowest stage, then the most even, then the first."""
-
-    def key(placement):
-        on = loads(costs, placement, first, last)
-        return round(max(on), 9), round(sum(np.square(on)), 9), tuple(-n for n in placement)
-
-    every = all_placements(len(costs), num_stages)
-    fitting = [placement for placement in every if max(loads(sizes, placement)) <= limit]
-    options = {"first_cost": first, "last_cost": last, "layer_bytes": sizes, "max_bytes": limit}
-    if fitting:
-        assert balance(costs, num_stages, **options) == min(fitting, key=key)
-    else:
-        with pytest.raises(ValueError, match=f"no placement of {len(costs)} layers"):
-            balance(costs, num_stages, **options)
-
-
-def test_balance_agrees_with_brute_force_on_1000_lists():
+def test_balance_agrees_with_brute_force_on_500_models():
     rng = np.random.default_rng(0)
-    for case in range(1000):
-        num_layers = int(rng.integers(1, 10))
-        num_stages = int(rng.integers(1, num_layers + 1))
+    for case in range(500):
+        num_layers, num_places = int(rng.integers(1, 8)), int(rng.integers(1, 5))
         # Whole numbers tie often, and then the tie-break is looked at.
-        costs, (first, last) = (
-            (rng.integers(0, 6, n) if case % 2 else rng.random(n)).tolist() for n in (num_layers, 2)
-        )
-        sizes = rng.random(num_layers).tolist()
-        limit = np.inf if case % 3 else float(rng.uniform(0.3, 1.2)) * sum(sizes)
-        assert_best(costs, num_stages, first, last, sizes, limit)
+        draw = (lambda n: rng.integers(0, 6, n)) if case % 2 else rng.random
+        first, last, *layers = map(tuple, draw((num_layers + 2, 2)).tolist())
+        costs = PartCosts(tuple(layers), first, last)
+        most = int(rng.integers(-(-num_layers // num_places), num_layers + 1))
 
+        def tick(placement, costs=costs):
+            up, down = loads(costs, placement)
+            return max(up) + max(down)
 
-def test_ticks_agree_with_brute_force():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        num_layers = int(rng.integers(1, 10))
-        num_stages = int(rng.integers(1, num_layers + 1))
-        forward, backward, first_cost, head_cost = rng.uniform(0.1, 4, 4)
-        layers = [forward] * num_layers, [backward] * num_layers
-        ends = {"first_cost": first_cost, "head_cost": head_cost}
-        every = [*all_placements(num_layers, num_stages)]
-        found = balance_ticks(*layers, num_stages, **ends)
-        costs = [tick_cost(placement, *layers, **ends) for placement in found]
-        assert costs == sorted(costs)
+        every = [p for p in all_placements(num_layers, num_places) if max(p) <= most]
+        found = balance(costs, num_places, most=most)
         assert {*found} <= {*every}
-        assert costs[0] == pytest.approx(min(tick_cost(p, *layers, **ends) for p in every))
+        ticks = [tick(placement) for placement in found]
+        assert ticks == pytest.approx([tick_cost(costs, placement) for placement in found])
+        assert ticks == pytest.approx(sorted(ticks))
+        assert ticks[0] == pytest.approx(min(map(tick, every)))
+
+        def key(placement, costs=costs):
+            """Of placements whose slowest parts are as long the most even, then the first."""
+            squares = sum(sum(pair) ** 2 for pair in zip(*loads(costs, placement), strict=True))
+            return round(squares, 9), tuple(-number for number in placement)
+
+        slowest = [tuple(round(max(each), 9) for each in loads(costs, p)) for p in every]
+        for placement in found:
+            own = tuple(round(max(each), 9) for each in loads(costs, placement))
+            alike = [p for p, each in zip(every, slowest, strict=True) if each == own]
+            assert placement == min(alike, key=key)
+            # Neither part can be shorter unless the other is longer.
+            assert not any(each != own and each <= own and each[1] <= own[1] for each in slowest)
 
 
 def test_layers_that_differ_are_ranked_by_their_ticks():
-    forward, backward = [1.0, 1.0, 4.0, 1.0], [2.0, 2.0, 2.0, 9.0]
-    found = balance_ticks(forward, backward, 2)
-    costs = [tick_cost(placement, forward, backward) for placement in found]
+    costs = PartCosts(((1.0, 2.0), (1.0, 2.0), (4.0, 2.0), (1.0, 9.0)))
+    found = balance(costs, 2)
     assert found == [(3, 1), (2, 2)]
-    assert costs == [6 + 9, 5 + 11]
-    assert tick_cost((2, 2), forward, backward, head_cost=1.0) == 6.0 + 11.0
+    assert [tick_cost(costs, placement) for placement in found] == [6 + 9, 5 + 11]
+    assert tick_cost(costs._replace(last=(0.5, 0.5)), (2, 2)) == 6.0 + 11.0
 
 
-def test_a_head_takes_layers_off_the_last_stage():
-    assert balance([1, 1, 1, 1], 2) == (2, 2)
-    assert balance([1, 1, 1, 1], 2, last_cost=1.75) == (3, 1)
-    assert balance([1, 1, 1, 1], 2, first_cost=1.75) == (1, 3)
-    # One layer more on the first stage would cost its backward pass, and save a forward pass on the last.
-    assert resolve_placement("balanced", 8, 2, 1, 2.0) == (4, 4)
-    assert resolve_placement("balanced", 9, 2, 1, 2.0) == (5, 4)
-    # With one layer more on each of three stages, the fourth has three forward passes less.
-    assert resolve_placement("balanced", 16, 4, 1, 2.0) == (5, 5, 5, 1)
+@pytest.mark.parametrize(
+    ("costs", "num_places", "expected"),
+    [
+        (equal(4), 2, (2, 2)),
+        # One layer more on the first stage would cost its backward pass, and save a forward pass on the last.
+        (equal(8, 2.0), 2, (4, 4)),
+        (equal(9, 2.0), 2, (5, 4)),
+        # With one layer more on each of three stages, the fourth has three forward passes less.
+        (equal(16, 2.0), 4, (5, 5, 5, 1)),
+        # A head as heavy as all layers stands alone, and so does what comes before them.
+        (PartCosts(((2.0, 1.0),) * 4, last=(5.0, 5.0)), 3, (2, 2, 0)),
+        (PartCosts(((1.0, 2.0),) * 4, first=(4.0, 8.0)), 3, (0, 2, 2)),
+        (equal(3), 4, (1, 1, 1, 0)),
+        (equal(1), 3, (1, 0, 0)),
+    ],
+)
+def test_what_is_around_the_layers_takes_them_off_its_stage(costs, num_places, expected):
+    assert resolve_placement("balanced", costs, num_places) == expected
+
+
+def test_costs_are_those_of_the_model():
     # V = 14 H: a head is 14 H^2 multiply-adds, a layer 8 H^2.
     last = laid_out(num_layers=16, vocab_size=14 * 16, stages=4, head="last")
-    assert (last.last_cost, last.placement) == (1.75, (5, 5, 5, 1))
+    assert last.placement == (5, 5, 5, 1)
+    assert last.costs.last[0] / last.costs.layers[0][0] == 1.75
     sharded = laid_out(num_layers=16, vocab_size=14 * 16, stages=4, head="sharded")
-    assert (sharded.last_cost, sharded.placement) == (0.0, (4, 4, 4, 4))
+    assert (sharded.costs.last, sharded.placement) == ((0.0, 0.0), (4, 4, 4, 4))
 
 
 def laid_out(num_layers, vocab_size, stages, **pipeline):
     task = dataclasses.replace(MODEL, num_layers=num_layers, vocab_size=vocab_size)
     settings = make_settings((1, stages, 1), task=task, **pipeline)
     return Setup.of(settings.task, settings.parallel).layout
-
-
-def test_layers_that_cost_more_stand_with_fewer_others():
-    costs = [1.0, 1.0, 1.0, 3.0, 3.0]
-    assert resolve_placement("balanced", 5, 2, costs=costs) == (4, 1)
-    assert resolve_placement("balanced", 5, 3, costs=costs) == (3, 1, 1)
-    # A head of a mean layer, 1.8, on the last stage.
-    assert resolve_placement("balanced", 5, 2, 1, 1.0, [3.0, 3.0, 1.0, 1.0, 1.0]) == (2, 3)
 
 
 def test_what_training_says_of_the_balance():
@@ -150,35 +155,35 @@ def test_what_training_says_of_the_balance():
         "warning": "stages wait for each other: a tick of placement=(2, 6) takes as long as 10.0 layers, of "
         "placement=(4, 4) as 8.0; a step would be up to 1.25 times as fast",
     }
-    # A stage has the work of all its groups.
-    groups = {"schedule": "interleaved", "num_groups": 2, "placement": (1, 2, 3, 2)}
-    work, warning = said((1, 2, 1), **groups)
+    # A stage has the work of all its groups, in the order of the schedule.
+    groups = {"placement": (1, 2, 3, 2)}
+    work, warning = said((1, 2, 1), schedule="interleaved", num_groups=2, **groups)
     assert work == ("work", "stage 0: 50%, stage 1: 50%")
     assert "stages wait for each other" in warning[1]
+    work, _ = said((1, 2, 1), schedule="v", **groups)
+    assert work == ("work", "stage 0: 38%, stage 1: 62%")
     assert said((2, 1, 4), head="last") == []
 
 
 @pytest.mark.parametrize(
-    ("costs", "stages", "options", "message"),
+    ("costs", "num_places", "most", "message"),
     [
-        ([1, 2], 3, {}, "2 layers on 3 stages; use from 1 to 2"),
-        ([1, 2], 0, {}, "2 layers on 0 stages"),
-        ([1, -2], 1, {}, r"costs=\(1, -2\)"),
-        ([1, float("nan")], 1, {}, "nan"),
-        ([1, 2], 1, {"last_cost": -1.0}, "last_cost=-1.0"),
-        ([1, 2], 1, {"layer_bytes": [3]}, "1 layer_bytes for 2 costs"),
-        ([1, 2], 2, {"layer_bytes": [3, 9], "max_bytes": 8}, "keeps to max_bytes=8; .* has 9, all"),
+        (equal(2), 0, None, "2 layers in 0 places"),
+        (equal(5), 2, 2, "5 layers in 2 places, 2 in each at most; use more"),
+        (PartCosts(((1, -2),)), 1, None, r"layers=\(\(1, -2\),\).*: use numbers from 0"),
+        (PartCosts(((1, float("nan")),)), 1, None, "nan"),
+        (PartCosts(((1, 2),), last=(-1.0, 0)), 1, None, r"last=\(-1.0, 0\)"),
     ],
 )
-def test_costs_that_make_no_sense_are_refused(costs, stages, options, message):
+def test_costs_that_make_no_sense_are_refused(costs, num_places, most, message):
     with pytest.raises(ValueError, match=message):
-        balance(costs, stages, **options)
+        balance(costs, num_places, most=most)
 
 
 @hypothesis.given(sizes=places())
 def test_balanced_shares_differ_by_at_most_one_and_the_last_is_no_larger_one(sizes):
     num_layers, num_stages, num_groups = sizes
-    placement = resolve_placement("balanced", num_layers, num_stages, num_groups)
+    placement = resolve_placement("balanced", equal(num_layers), num_stages, num_groups)
     assert len(placement) == num_stages * num_groups
     assert sum(placement) == num_layers
     assert max(placement) - min(placement) <= 1
@@ -190,12 +195,12 @@ def test_even_shares_are_the_balanced_ones_where_the_layers_divide(sizes):
     num_layers, num_stages, num_groups = sizes
     num_places = num_stages * num_groups
     if num_layers % num_places == 0:
-        even = resolve_placement("even", num_layers, num_stages, num_groups)
+        even = resolve_placement("even", equal(num_layers), num_stages, num_groups)
         assert even == (num_layers // num_places,) * num_places
     else:
         message = f"num_layers={num_layers} does not split evenly over stage={num_stages}"
         with pytest.raises(ValueError, match=message):
-            resolve_placement("even", num_layers, num_stages, num_groups)
+            resolve_placement("even", equal(num_layers), num_stages, num_groups)
 
 
 def interleaved(placement, num_groups):
@@ -279,47 +284,119 @@ def test_every_kind_has_as_many_rows_in_every_group_and_slots_point_at_their_lay
 
 
 def test_numbers_are_taken_as_they_are():
-    assert resolve_placement([2, 3, 3], 8, 3) == (2, 3, 3)
-    assert resolve_placement((1, 1, 2, 1), 5, 2, 2) == (1, 1, 2, 1)
+    assert resolve_placement([2, 3, 3], equal(8), 3) == (2, 3, 3)
+    assert resolve_placement((1, 1, 2, 1), equal(5), 2, 2) == (1, 1, 2, 1)
+    assert resolve_placement((1, 1, 1, 0), equal(3), 4) == (1, 1, 1, 0)
+
+
+@hypothesis.given(case=placements(), has_first=st.booleans(), has_last=st.booleans())
+def test_names_are_read_as_they_are_written(case, has_first, has_last):
+    named = NamedPlacement(case[0], has_first, has_last)
+    assert read_placement(str(named)) == named
+    # With other spaces, and every layer by itself.
+    layer = iter(range(sum(case[0])))
+    texts = [" , ".join(str(next(layer)) for _ in range(number)) for number in case[0]]
+    texts[0] = ",".join(filter(None, ("first" * has_first, texts[0])))
+    texts[-1] = ",".join(filter(None, (texts[-1], "last" * has_last)))
+    assert read_placement("|".join(texts)) == named
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("text", "placement", "shown"),
+    [
+        ("first, 0-2 | 3-5 | 6-7, last", (3, 3, 2), "first, 0-2 | 3-5 | 6-7, last"),
+        ("first,0-1,2|3", (3, 1), "first, 0-2 | 3"),
+        ("first | | 0-3 | last", (0, 0, 4, 0), "first | | 0-3 | last"),
+        ("first|0||", (0, 1, 0, 0), "first | 0 | |"),
+        ("|0-1|2, last", (0, 2, 1), "| 0-1 | 2, last"),
+    ],
+)
+def test_names_by_example(text, placement, shown):
+    config = PipelineConfig(placement=text)
+    assert config.placement == shown
+    assert config.named_placement.layers == placement
+    assert config == PipelineConfig(placement=shown)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
     [
         (
-            ("even", 6, 4),
+            "fair",
+            "placement='fair': 'fair' is not a part of a model; write what is on each stage, such as 'fi",
+        ),
+        ("first, embed | last", "'embed' is not a part of a model"),
+        ("first,, 0", "'' is no part"),
+        ("first, -1", "'-1' is no part"),
+        ("", "placement='': layer 0 is missing; name every part, as in 'first, 0-2 |"),
+        ("1 | 2, last", "layer 0 is missing"),
+        ("first, 0-1 | 3", "layer 2 is missing"),
+        ("first, 0-1 | 1-2", "layer 1 stands twice; name every part once"),
+        ("first, 0 | last, last", "last stands twice"),
+        ("first, 2 | 0-1", "layer 0 stands after layer 2; name parts in the order of the data"),
+        ("first, 0, last | 1", "layer 1 stands after last"),
+        ("0, first | 1", "first stands after layer 0"),
+        ("first, 3-1", "'3-1' counts down; write 1-3"),
+        (" | first, 0, last", "a stage before first or after last has nothing to do"),
+        ("first, 0, last | ", "a stage before first or after last has nothing to do"),
+    ],
+)
+def test_names_that_are_no_placement_are_refused(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PipelineConfig(placement=text)
+
+
+def test_names_say_where_the_head_is():
+    named = "first, 0-3 | 4-7"
+    assert laid_out(8, 96, 2, placement=named + ", last").head == "last"
+    assert laid_out(8, 96, 2, placement=named).head == "sharded"
+    assert laid_out(8, 96, 2, placement=named, head="sharded").placement == (4, 4)
+    for text, head in ((named, "last"), (named + ", last", "sharded")):
+        with pytest.raises(
+            ValueError, match=f"head='{head}' with placement='{re.escape(text)}'; name"
+        ):
+            PipelineConfig(placement=text, head=head)
+
+
+@pytest.mark.parametrize(
+    ("placement", "sizes", "message"),
+    [
+        (
+            "even",
+            (6, 4),
             r"num_layers=6 does not split evenly over stage=4; use 4 or 8 layers, stage=1, 2, 3, 6, "
             r"or a placement such as \(2, 2, 1, 1\)$",
         ),
         (
-            ("even", 6, 2, 2),
+            "even",
+            (6, 2, 2),
             r"num_layers=6 does not split evenly over stage=2 x num_groups=2 = 4; use 4 or 8 layers, "
             r"stage=1, 3, or a placement such as \(2, 2, 1, 1\)$",
         ),
         (
-            ("even", 5, 2, 2),
+            "even",
+            (5, 2, 2),
             r"num_layers=5 does not .* = 4; use 4 or 8 layers, or a placement such as \(2, 1, 1, 1\)$",
         ),
+        ("even", (3, 4), r"over stage=4; use 4 layers, stage=1, 3, or .* such as \(1, 1, 1, 0\)$"),
         (
-            ("balanced", 4, 5),
-            "stage=5 is more than num_layers=4; use stage=4 or fewer, or 5 layers$",
+            (1, 2),
+            (4, 2),
+            r"placement=\(1, 2\) has 3 layers in 2 places; num_layers=4 on stage=2 needs 2 places with 4 "
+            r"layers in all, from 0 in each, such as \(2, 2\)$",
         ),
+        ((2, 1, 1), (4, 2), r"placement=\(2, 1, 1\) has 4 layers in 3 places; .* needs 2 places"),
+        ((5, -1), (4, 2), r"placement=\(5, -1\) has 4 layers in 2 places; .* from 0 in each"),
+        ((), (4, 2), r"placement=\(\) has 0 layers in 0 places"),
         (
-            ("balanced", 7, 4, 2),
-            "stage=4 x num_groups=2 = 8 is more than num_layers=7; use stage=3 or fewer, or 8 layers$",
+            read_placement("first, 0-1 | 2, last"),
+            (4, 3),
+            r"placement='first, 0-1 \| 2, last' names 3 layers in 2 places; num_layers=4 on stage=3 needs 3 "
+            r"places .* such as 'first, 0-1 \| 2 \| 3, last'$",
         ),
-        (("balanced", 2, 2, 3), "num_groups=3 = 6 is more than num_layers=2; use num_groups=2 or"),
-        (("fair", 4, 2), r"placement='fair'; use \"balanced\", \"even\" or numbers"),
-        (
-            ((1, 2), 4, 2),
-            r"placement=\(1, 2\) is 2 numbers with the sum 3; num_layers=4 on stage=2 needs 2 numbers "
-            r"from 0 with the sum 4, such as \(2, 2\)$",
-        ),
-        (((2, 1, 1), 4, 2), r"placement=\(2, 1, 1\) is 3 numbers .* needs 2 numbers"),
-        (((5, -1), 4, 2), r"placement=\(5, -1\) is 2 numbers with the sum 4; .* from 0 with"),
-        (((), 4, 2), r"placement=\(\) is 0 numbers"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments, message):
+def test_what_does_not_fit_is_refused(placement, sizes, message):
+    num_layers, *stages = sizes
     with pytest.raises(ValueError, match=message):
-        resolve_placement(*arguments)
+        resolve_placement(placement, equal(num_layers), *stages)

@@ -41,7 +41,9 @@ MESHES = {
     "shares": Parallel("dp2pp2", shares=(3, 1)),
     "all axes": Parallel("dp2pp2tp2", PipelineConfig(num_microbatches=2, num_chunks=4)),
     "fsdp": Parallel("dp2pp2", PipelineConfig(num_chunks=4, head="last"), fsdp=True),
-    "empty stages": Parallel("pp4", PipelineConfig(placement=(0, 3, 0, 1), num_chunks=4)),
+    "empty stages": Parallel(
+        "pp4", PipelineConfig(placement="first | 0-2 | | 3, last", num_chunks=4)
+    ),
     "interleaved": Parallel(
         "pp2", PipelineConfig("interleaved", num_groups=2, num_chunks=4, num_microbatches=2)
     ),

@@ -731,10 +731,9 @@ def test_a_plan_says_what_is_known_of_any_task():
     layout = make_layout((2, 4, 1), (2, 2))
     rows = dict(summarize(Setup.of(Walk(), layout, TrainConfig(num_steps=1))))
     assert rows["layers"] == (
-        "3 filter, 3 dense (stage 0: 2, stage 1: 2, stage 2: 1, stage 3: 1); "
-        "2 microbatches x 2 chunks of time"
+        "3 filter, 3 dense (first, 0 | 1-2 | 3-4 | 5, last); 2 microbatches x 2 chunks of time"
     )
-    assert rows["work"].startswith("stage 0: 3")
+    assert rows["work"].startswith("stage 0: 17%, stage 1: 32%")
     assert rows["series"] == "a sine [of one wave]"
     assert rows["training"] == "1 step"
     console = Console(width=100, file=io.StringIO())

@@ -45,7 +45,7 @@ def main() -> None:
     rounds = list(zip(*take_turns(runs, ROUNDS, times=STEPS), strict=True))
     print(
         f"{options.layers} layers of {hidden}, {options.vocabulary:,} words, head={options.head}: a head of "
-        f"{layout.last_cost:.2f} layers\n\n"
+        f"{sum(layout.costs.last) / sum(layout.costs.layers[0]):.2f} layers\n\n"
         "| placement | ms a step | times as long as balanced (quartiles) |\n|---|---:|---:|"
     )
     for number, placement in enumerate(placements):

@@ -10,15 +10,15 @@ import json
 
 import jax
 from jax import lax
-from jaxpar.pipeline.layers import SplitLayers
 
 import jaxpar
-import jaxpar.pipeline.engine
+import jaxpar.pipeline.kept
 from benchmarks.sides import Side, measure, serve, table
 from benchmarks.work import LEARNING_RATE, WORKS
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.base.axes import DATA
 from jaxpar.config import TrainConfig
+from jaxpar.pipeline.kept import Residuals
 from jaxpar.planning.running import make_stepper
 from jaxpar.tasks.lm import LM
 
@@ -26,35 +26,39 @@ TIMES = 3
 WORK = WORKS["A"]
 
 
-class SlowedLayers(SplitLayers):
+class SlowedLayers(Residuals):
     """Layers that the last data-parallel device runs three times."""
 
-    def forward(self, params, frozen, carry, x, at, slots):
-        """As of `SplitLayers`."""
+    def forward(self, buffers, slot, unit, group, carry, x):
+        """As of `Residuals`."""
 
         def run(x):
-            return SplitLayers.forward(self, params, frozen, carry, x, at, slots)
+            return Residuals.forward(self, buffers, slot, unit, group, carry, x)
 
-        # What is added is zero, and the compiler does not know it.
-        return _again(lambda out: run(x + 0 * out[1]), run(x))
+        return _again(run, 1, x)
 
-    def backward(self, prepared, saved, d_carry, dy, grads, slots):
-        """As of `SplitLayers`."""
+    def backward(self, buffers, slot, group, d_carry, dy, grads):
+        """As of `Residuals`."""
 
         def run(dy):
-            return SplitLayers.backward(self, prepared, saved, d_carry, dy, grads, slots)
+            return Residuals.backward(self, buffers, slot, group, d_carry, dy, grads)
 
-        return _again(lambda out: run(dy + 0 * out[2]), run(dy))
+        return _again(run, 2, dy)
 
 
-def _again(run, out):
+def _again(run, place, given):
+    """What `run` gives, three times on the slow device; at `place` there is something like its argument."""
+
+    def once_more(_, out):  # what is added is zero, and the compiler does not know it
+        return run(jax.tree.map(lambda a, b: a + 0 * b, given, out[place]))
+
     times = jax.numpy.where(lax.axis_index(DATA) == 1, TIMES, 1)
-    return lax.fori_loop(1, times, lambda _, out: run(out), out)
+    return lax.fori_loop(1, times, once_more, run(given))
 
 
 def serve_side(shares: tuple[int, ...], num_microbatches: int) -> None:
     """The process of one side."""
-    jaxpar.pipeline.engine.SplitLayers = SlowedLayers
+    jaxpar.pipeline.kept.Residuals = SlowedLayers
     jaxpar.simulate_devices(2)
     task = LM(
         WORK.num_layers,

@@ -14,7 +14,7 @@ from jaxpar.analysis.collectives import Collective, find_collectives
 from jaxpar.base.display import Printed, format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD, scope_of_weights
+from jaxpar.pipeline.loop import BACKWARD, ENTER, FORWARD, HEAD, LEAVE, scope_of_weights
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
@@ -266,6 +266,8 @@ def busy_of(table: TickTable) -> dict[str, np.ndarray]:
 def _with_units(collective: Collective, table: TickTable) -> Collective:
     """A collective of the loop over ticks with the loop's length, by the part of a tick that it is in."""
     units = busy_of(table)
+    ends = {ENTER: table.enter, LEAVE: table.leave}
+    units |= {name: np.asarray(lane.unit)[..., None] >= 0 for name, lane in ends.items()}
     parts = [x for x in re.findall(r"[^/, ]+", collective.module) if x in units]
     if not parts or collective.trip_counts[:1] != (None,):
         return collective
@@ -275,6 +277,7 @@ def _with_units(collective: Collective, table: TickTable) -> Collective:
     # A unit's work is in a branch, or in a loop of one turn or none (`Loop._if_runs`).
     is_turn = collective.trip_counts[1:2] == (None,)
     in_branch = collective.conditional or is_turn
-    busy_T = units[parts[0]][group, :, -1] if in_branch else np.bool_(True)
+    part = next((part for part in parts if part in ends), parts[0])
+    busy_T = units[part][group, :, -1] if in_branch else np.bool_(True)
     trips = int((busy_T & runs_T).sum()), *collective.trip_counts[1 + is_turn :]
     return dataclasses.replace(collective, trip_counts=trips, conditional=in_branch)

@@ -195,7 +195,9 @@ class Plan(TaskOptions):
         from jaxpar.cli.options import train_command
 
         _compile_only(self.machine)
-        parallel = dataclasses.replace(self.parallel, mesh=MeshConfig())  # shares are kept
+        parallel = dataclasses.replace(
+            self.parallel, mesh=MeshConfig()
+        )  # shares and speeds are kept
         settings = Settings(self.task.resolve(), parallel, self.train)
         ranking = _plan(settings, self.machine, _num_bytes(self.memory))
         print(
@@ -388,10 +390,10 @@ class Plot(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class PlotRuns(Options):
-    """Draws a picture into a file: of runs, or of the four ways to share a step.
+    """Draws a picture into a file: of runs, or of ways to share a step.
 
-    Kinds: "curves", loss and speed of runs (plot curves runs/0001 runs/0002); "strategies", the four ways as
-    an animation.
+    Kinds: "curves", loss and speed of runs (plot curves runs/0001 runs/0002); "strategies", the four ways,
+    and two placements of embedding and head with bytes and idle time, as an animation.
 
     Attributes:
       runs: folders of runs, for curves.

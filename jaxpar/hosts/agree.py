@@ -170,9 +170,11 @@ _of_main_threads = Together()
 _is_awaited = False  # in `agree`, before anything else that needs all processes
 
 
-def together(work: Callable[[], _Result]) -> _Result:
+def together(
+    work: Callable[[], _Result], answer: Callable[[Mapping[int, _Result]], _Result] | None = None
+) -> _Result:
     """The result of a work that all processes do, in their main threads; see `Together.do`."""
-    return _of_main_threads.do(work)
+    return _of_main_threads.do(work, answer=answer)
 
 
 def in_process_0(work: Callable[[], _Result]) -> _Result:

@@ -20,7 +20,7 @@ from jaxpar.base.trees import device_bytes
 from jaxpar.mesh import MeshConfig
 from jaxpar.pictures.picture import Picture, table_html
 from jaxpar.pictures.style import HEAD, color_of, style_on
-from jaxpar.sharding import axes_of_spec, dims_of
+from jaxpar.sharding import axes_of_spec, base_of, dims_of
 
 HTML_WIDTH = 150  # letters of a table in a notebook
 MAX_CHIPS = 8  # more devices in one place are written as ranges
@@ -130,7 +130,7 @@ def show_array(array: Any, names: tuple[str | None, ...] = ()) -> Grid:
     axes_of = axes_of_spec(spec or (), len(shape))
     heads = {}
     for dim in split:
-        name = (names[dim] if names else None) or ""
+        name = base_of(names[dim] if names else None)
         heads[dim] = "/".join([f"dim {dim} {name}".strip(), *axes_of[dim]])
     devices: dict[tuple[str, ...], list[int]] = {}
     for device, ranges in sorted(bounds.items(), key=lambda item: item[::-1]):

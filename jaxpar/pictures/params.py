@@ -12,7 +12,7 @@ from jaxpar.base.console import FittingTable
 from jaxpar.base.display import format_bytes, format_shape, show
 from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.pictures.picture import Picture
-from jaxpar.sharding import array_of, axes_of_spec, dims_of, named_leaves
+from jaxpar.sharding import array_of, axes_of_spec, base_of, dims_of, named_leaves
 from jaxpar.state import TrainState
 
 
@@ -64,7 +64,7 @@ def _table(params: Any, heading: str = "parameter") -> Table:
         split = axes_of_spec(layout.spec if sizes else (), array.ndim)
         text = Text()
         for dim, axes in zip(dims_of(leaf), split, strict=True):
-            text.append(f"{dim or '-'}")
+            text.append(base_of(dim) or "-")
             text.append("".join(f"/{axis}" for axis in axes if sizes[axis] > 1), style="bold cyan")
             text.append(", ")
         if layout.num_devices > 1 and layout.is_fully_replicated:

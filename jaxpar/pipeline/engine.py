@@ -23,7 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
-from jaxpar.base.trees import add
+from jaxpar.base.trees import add, summed
 from jaxpar.pipeline.kept import what_is_kept
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import Route, make_slots
@@ -121,13 +121,17 @@ class Pipeline(Spec):
         if self.remat and with_gradients:
             table = table.with_remat()
         layers = (P(STAGE),) * len(self.layers)
+        of_first = self.first_specs or (P(), P())
         of_last = self.last_specs if self.head == "sharded" else (P(), P())
-        specs = PipelineParams(P(), layers, of_last[0])
+        specs, of_frozen = (
+            PipelineParams(first, layers, last)
+            for first, last in zip(of_first, of_last, strict=True)
+        )
         rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
         slots = (self.slots.layers, self.slots.kinds, self.slots.places)
         arguments = (
             (params, specs),
-            (frozen, PipelineParams(P(), layers, of_last[1])),
+            (frozen, of_frozen),
             (carry, P(STAGE, DATA)),
             (batch, jax.tree.map(self._batch_spec, batch)),
             (SlotArrays(*(jnp.asarray(part, jnp.int32) for part in slots)), P(STAGE)),
@@ -181,9 +185,10 @@ class Pipeline(Spec):
         if state.grads is None:
             return out
         layers = state.grads.layers
+        over_first = (DATA, STAGE) if self.first_specs is None else (DATA,)
         with jax.named_scope(BACKWARD), jax.named_scope("gradients"):
             grads = PipelineParams(
-                first=self._sum(state.grads.first, DATA, STAGE),
+                first=self._sum(state.grads.first, *over_first),
                 layers=self._sum(tuple(map(stack, layers)) if self.unroll else layers, DATA),
                 last=self._sum(state.grads.last, *over_head),
             )
@@ -191,16 +196,8 @@ class Pipeline(Spec):
 
     def _rows(self, rows: Any) -> Any:
         """The rows that were collected, on all stages: those of the last layer's stage, zeros on others."""
-        if self.head == "sharded":
-            return rows
-
-        def of_all(a):
-            wide = a.dtype
-            if wide.itemsize < 4:  # XLA's CPU compiler aborts on a sum of bfloat16
-                wide = jnp.float32 if jnp.issubdtype(wide, jnp.floating) else jnp.int32
-            return self._sum(a.astype(wide), STAGE).astype(a.dtype)
-
-        return jax.tree.map(of_all, rows)
+        is_whole = self.head == "sharded" or not self._has_axes
+        return rows if is_whole else summed(rows, STAGE)
 
     @property
     def _has_axes(self) -> bool:

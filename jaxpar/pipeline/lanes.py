@@ -241,25 +241,26 @@ class Schedule(Printed):
             weights=tuple(map(pad, self.weights)),
         )
 
-    def half_times(self, costs: Sequence[float]) -> np.ndarray:
+    def half_times(self, costs: Sequence[Costs]) -> np.ndarray:
         """When each half of a tick begins, and when the last one ends, [2 * num_ticks + 1].
 
         Stages run in lockstep: a half lasts as long as its busiest stage has work.
 
         Args:
-          costs: of a forward unit, a backward unit, and W if it is apart.
+          costs: of a forward unit, a backward unit, and W if it is apart; as of `work_at`.
         """
         work_T2 = self.work_at(*costs)[: self.num_ticks].max(axis=2)
         return np.concatenate([[0.0], np.cumsum(work_T2)])
 
-    def blocks(self, costs: Sequence[float]) -> list[Block]:
+    def blocks(self, costs: Sequence[Costs]) -> list[Block]:
         """All work in its place in time; costs as of `half_times`."""
         # Of what comes next.
         begins_TS = self.half_times(costs)[:-1, None].repeat(self.num_stages, 1)
         cost_of, blocks = dict(zip("FBW", costs, strict=False)), []
         for letter, half, lane in self.lanes:
-            cost = cost_of.get(letter, 0.0)
+            cost_GS = np.broadcast_to(cost_of.get(letter, 0.0), (self.num_groups, self.num_stages))
             for tick, stage in np.argwhere(lane.unit >= 0).tolist():
+                cost = float(cost_GS[lane.group[tick, stage], stage])
                 unit, start = int(lane.unit[tick, stage]), float(begins_TS[2 * tick + half, stage])
                 label = self.label(letter, unit, lane.group[tick, stage])
                 blocks.append(Block(stage, start, cost, label, letter, unit))

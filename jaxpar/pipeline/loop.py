@@ -43,8 +43,10 @@ rows of the device, which each unit reads and writes in the rows of its microbat
 
 Collectives of a tick, outside of any branch: a permute over `stage` for each direction in which activations
 and cotangents move, two in all, four of "v" (`_exchange`); with a sharded head the sum of y over `stage`, and
-what `last` combines (`_head`). Over `data` there is none: what is summed over it is summed after the loop
-(`engine`). What layers exchange over `tensor` the compiler puts in.
+what `last` combines (`_head`). Where all stages have parts of `first`, a branch that they take together adds
+up what these give (`_enter`), and one puts the dx of the unit that leaves on all stages (`_leave`). Over
+`data` there is none: what is summed over it is summed after the loop (`engine`). What layers exchange over
+`tensor` the compiler puts in.
 
 Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device; G segments.
 """
@@ -71,6 +73,8 @@ from jaxpar.pipeline.walk import pick
 
 # The parts of a tick, as named scopes of the program.
 FORWARD, HEAD, BACKWARD = "forward", "head", "backward"
+# What comes before the layers, within forward and backward.
+ENTER, LEAVE = "enter", "leave"
 
 
 def scope_of_weights(number: int) -> str:
@@ -211,11 +215,7 @@ class Loop:
     ) -> tuple[State, Any]:
         stage, kept_of = self.stage, self.kept
         unit, m = Unit(jnp.maximum(at.unit, 0), segment), stage.microbatch(at.unit)
-        x = lax.cond(
-            (enter.unit >= 0) & (stage.number == self.table.route.stages[0]),
-            lambda: stage.first(unit),
-            lambda: pick(state.arrived_x, at.source),
-        )
+        x = self._enter(Unit(enter.unit, segment), unit, pick(state.arrived_x, at.source))
         before = stage.read_carry(state.carry, at.group, m)
 
         def run(inputs, state):
@@ -232,6 +232,46 @@ class Loop:
         changes = state.carry, state.layer_sums, x, state.kept
         carry, total, y, kept = self._if_runs(at.unit >= 0, run, (at, unit, before, x), changes)
         return state._replace(carry=carry, layer_sums=total, kept=kept), y
+
+    @jax.named_scope(ENTER)
+    def _enter(self, entering: Unit, own: Unit, arrived: Any) -> Any:
+        """What goes into the layers: of the batch where a unit enters, else what has arrived.
+
+        Args:
+          entering: the unit that comes to the first layer, if there is one; `own` that of this stage.
+        """
+        stage, is_there = self.stage, entering.number >= 0
+        on_stage = stage.number == self.table.route.stages[0]
+        if not stage.shares_first:
+            return lax.cond(is_there & on_stage, lambda: stage.first(own), lambda: arrived)
+
+        def enter():
+            x = stage.first(entering)
+            return jax.tree.map(lambda a, b: jnp.where(on_stage, a, b), x, arrived)
+
+        return lax.cond(is_there, enter, lambda: arrived)
+
+    @jax.named_scope(LEAVE)
+    def _leave(self, leaving: Unit, own: Unit, dx: Any, grads: Any) -> Any:
+        """The gradients of what comes before the layers, with those of the unit that leaves the first layer.
+
+        Args:
+          leaving: that unit, if there is one; `own` that of this stage.
+        """
+        stage, is_there = self.stage, leaving.number >= 0
+        on_stage = stage.number == self.table.route.stages[0]
+
+        def leave():
+            if not stage.shares_first:
+                return vary_like(stage.first_gradient(grads, own, dx), stage.here)
+            at_all = jax.tree.map(lambda a: jnp.where(on_stage, a, jnp.zeros_like(a)), dx)
+            dtypes = jax.tree.map(lambda a: a.dtype, dx)
+            at_all = jax.tree.map(jnp.astype, stage.over_stages(at_all), dtypes)
+            after = stage.first_gradient(grads, leaving, at_all)
+            return jax.tree.map(vary_like, after, grads)
+
+        runs = is_there if stage.shares_first else is_there & on_stage
+        return lax.cond(runs, leave, lambda: grads)
 
     def _if_runs(
         self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
@@ -367,13 +407,8 @@ class Loop:
             before if kind.has_weights else own
             for kind, own, before in zip(kept.kinds, grads, state.grads.layers, strict=True)
         )
-        first_grads = lax.cond(
-            (leave.unit >= 0) & (stage.number == self.table.route.stages[0]),
-            lambda: vary_like(
-                stage.first_gradient(state.grads.first, Unit(number, segment), dx), stage.here
-            ),
-            lambda: state.grads.first,
-        )
+        leaving = Unit(leave.unit, segment), Unit(number, segment)
+        first_grads = self._leave(*leaving, dx, state.grads.first)
         grads = state.grads._replace(layers=layer_grads, first=first_grads)
         if recalled is None:
             state = state._replace(kept=buffers)

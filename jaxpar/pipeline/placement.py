@@ -3,219 +3,187 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+
+from jaxpar.base.checks import nearest_multiples, require
+from jaxpar.base.stage_names import NamedPlacement
 
 # Where a unit goes from one virtual stage to the next: to the stage above, which after the last is the first
 # in a ring; to the one below; nowhere.
 UP, DOWN, STAYS = 1, -1, 0
 
-# Of a layer, forward and backward, where a forward pass costs 1.
-LAYER_COST = 3.0
-
 # Costs that differ by less are the same: their sums are rounded.
 _ROUNDING = 1e-9
 
+Passes = tuple[
+    float, float
+]  # of a part of a model: the cost of its forward and of its backward pass
 
-def balance(
-    costs: Sequence[float],
-    num_stages: int,
-    *,
-    first_cost: float = 0.0,
-    last_cost: float = 0.0,
-    layer_bytes: Sequence[float] | None = None,
-    max_bytes: float = float("inf"),
-) -> tuple[int, ...]:
-    """The number of neighbouring layers on each stage that gives the slowest stage the least to do.
 
-    Optimal, by dynamic programming over (stages, layers before them) in O(stages layers^2). Of several such
-    placements it is the most even one, by the sum of squares, and then the one with more layers on the first
-    stages.
+class PartCosts(NamedTuple):
+    """What each part of a model costs, in any unit: FLOPs, or seconds.
 
-    Args:
-      costs: of each layer, in any unit: multiply-adds, or measured seconds.
-      num_stages: each gets one layer or more.
-      first_cost, last_cost: what the first and the last stage have to do in addition, such as an embedding
-        and a head, in the same unit.
-      layer_bytes: memory that each layer takes; None ignores memory.
-      max_bytes: that the layers of one stage may take.
-    Raises:
-      ValueError: there are fewer layers than stages, a cost is negative or not a number, or no placement
-        stays within `max_bytes`.
+    Attributes:
+      layers: of each.
+      first, last: before the layers, and after them, on the stage where they run; (0, 0) for what all stages
+        share, since none of them waits for it. `last` has its backward pass at once: it counts as forward.
+      speeds: of the device of each place, by which its costs are divided; () if all are equal.
     """
-    num_layers = len(costs)
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"{num_layers} layers on {num_stages} stages; use from 1 to {num_layers} stages"
-        )
-    if not all(0 <= cost < float("inf") for cost in (*costs, first_cost, last_cost)):
-        raise ValueError(f"costs={tuple(costs)}, {first_cost=}, {last_cost=}: use numbers from 0")
-    whole = np.arange(num_layers + 1)
-    cost_FE = _spans(costs)  # of layers first ... end - 1
-    cost_FE[0] += first_cost
-    cost_FE[:, -1] += last_cost
-    cost_FE[whole[:, None] >= whole] = np.inf  # a stage without a layer
-    if layer_bytes is not None:
-        if len(layer_bytes) != num_layers:
-            raise ValueError(f"{len(layer_bytes)} layer_bytes for {num_layers} costs; give as many")
-        cost_FE[_spans(layer_bytes) > max_bytes * (1 + _ROUNDING)] = np.inf
-    slowest = _best(cost_FE, num_stages, np.maximum)[num_stages][0]
-    if slowest == np.inf:
-        raise ValueError(
-            f"no placement of {num_layers} layers on {num_stages} stages keeps to {max_bytes=:,.0f}; the "
-            f"largest layer has {max(layer_bytes or (0,)):,.0f}, all have {sum(layer_bytes or (0,)):,.0f}"
-        )
-    cost_FE[cost_FE > slowest * (1 + _ROUNDING)] = np.inf
-    squares_FE = cost_FE**2
-    best_SF = _best(squares_FE, num_stages, np.add)
-    placement, first = [], 0
-    for stages_left in range(num_stages, 0, -1):
-        ends = squares_FE[first] + best_SF[stages_left - 1]
-        end = int(np.flatnonzero(ends <= ends.min() * (1 + _ROUNDING))[-1])
-        placement.append(end - first)
-        first = end
-    return tuple(placement)
+
+    layers: tuple[Passes, ...]
+    first: Passes = (0.0, 0.0)
+    last: Passes = (0.0, 0.0)
+    speeds: tuple[float, ...] = ()
+
+    def of_places(self, placement: Sequence[int]) -> np.ndarray:
+        """The costs of both passes in every place of a placement, [2, places]."""
+        ends = np.cumsum((0, *placement))
+        cost_2P = np.stack([np.diff(sums[ends]) for sums in self.sums()])
+        cost_2P[:, 0] += self.first
+        cost_2P[0, -1] += sum(self.last)
+        return cost_2P / (self.speeds or 1.0)
+
+    def sums(self) -> list[np.ndarray]:
+        """For both passes, what the layers before each cost, and at the end what all cost."""
+        passes = np.asarray(self.layers, np.float64).reshape(-1, 2).T
+        return [np.concatenate([[0.0], np.cumsum(each)]) for each in passes]
 
 
-def balance_ticks(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    num_stages: int,
-    *,
-    first_cost: float = 0.0,
-    head_cost: float = 0.0,
-) -> list[tuple[int, ...]]:
-    """Placements by the length of their ticks, the one with the shortest first.
+def balance(costs: PartCosts, num_places: int, *, most: int | None = None) -> list[tuple[int, ...]]:
+    """The numbers of layers in each place that make ticks the shortest, and next to them the runners-up.
 
     Stages of a pipeline meet twice in a tick: after its forward part, which the head ends, and after its
-    backward part. So a tick takes as long as the slowest stage of the one part and the slowest of the other
+    backward part. So a tick takes as long as the slowest place of the one part and the slowest of the other
     (`tick_cost`): where a head takes layers off its stage, the others' backward parts must not become much
-    longer for it. What is compared are the placements that `balance` gives for forward parts, and for both
-    parts, with every number of layers on the fullest stage; for equal layers the first of them is optimal.
+    longer for it. Found are all placements for which neither part can be shorter unless the other is longer,
+    so the first is optimal: by dynamic programming over (places, layers before them), in
+    O(places layers^2) for each. Of equal ones it is the most even one, by the sum of squares, and then the
+    one with more layers in the first places. A place may stay without layers.
 
     Args:
-      forward, backward: of each layer, in any unit.
-      num_stages: each gets one layer or more.
-      first_cost, head_cost: what the first and the last stage have to do in addition, in the forward part.
+      costs: of the parts.
+      num_places: stages, times the groups of layers on each.
+      most: layers in a place; None is any number.
+    Returns:
+      Placements, the one with the shortest ticks first.
     Raises:
-      ValueError: as of `balance`.
+      ValueError: there is no place, or too few for all layers; or a cost is negative or not a number.
     """
-    num_layers = len(forward)
-    fewest = -(-num_layers // max(num_stages, 1))
-    both = [f + b for f, b in zip(forward, backward, strict=True)]
-    placements = [
-        balance(
-            costs,
-            num_stages,
-            first_cost=first_cost,
-            last_cost=head_cost,
-            layer_bytes=[1.0] * num_layers,
-            max_bytes=most,
+    num_layers = len(costs.layers)
+    if not all(
+        0 <= cost < np.inf for each in (*costs.layers, costs.first, costs.last) for cost in each
+    ):
+        raise ValueError(f"{costs}: use numbers from 0")
+    most = num_layers if most is None else most
+    if num_places < 1 or num_places * most < num_layers:
+        raise ValueError(
+            f"{num_layers} layers in {num_places} places, {most} in each at most; use more of one of the two"
         )
-        for most in range(fewest, max(num_layers - num_stages + 1, fewest) + 1)
-        for costs in (forward, both)
-    ]
-    return sorted(
-        dict.fromkeys(placements),
-        key=lambda p: tick_cost(p, forward, backward, first_cost, head_cost),
-    )
+    up_P, down_P = (_spans_of_places(costs, number, num_places, most) for number in (0, 1))
+    found, limit = list[tuple[int, ...]](), np.inf
+    while True:
+        pairs = [*zip(up_P, down_P, strict=True)]
+        down = _best([np.where(u < limit, d, np.inf) for u, d in pairs], np.maximum)[0][0]
+        if down == np.inf:
+            return sorted(found, key=lambda placement: tick_cost(costs, placement))
+        down *= 1 + _ROUNDING
+        up = _best([np.where(d <= down, u, np.inf) for u, d in pairs], np.maximum)[0][0]
+        limit, up = up * (1 - _ROUNDING), up * (1 + _ROUNDING)
+        found.append(
+            _evenest([np.where((u <= up) & (d <= down), (u + d) ** 2, np.inf) for u, d in pairs])
+        )
 
 
-def tick_cost(
-    placement: Sequence[int],
-    forward: Sequence[float],
-    backward: Sequence[float],
-    first_cost: float = 0.0,
-    head_cost: float = 0.0,
-) -> float:
-    """The cost of a tick in which every stage has a unit each way; arguments as of `balance_ticks`."""
-    ends = np.cumsum((0, *placement))
-    up, down = (np.diff(_spans(costs)[0][ends]) for costs in (forward, backward))
-    up[0] += first_cost
-    up[-1] += head_cost
-    return float(up.max() + down.max())
+def tick_cost(costs: PartCosts, placement: Sequence[int]) -> float:
+    """The cost of a tick in which every place has a unit each way."""
+    return float(costs.of_places(placement).max(axis=1).sum())
 
 
 @functools.lru_cache(maxsize=4096)
-def _balanced(num_layers: int, num_places: int, last_cost: float) -> tuple[int, ...]:
-    """Layers of equal cost, with what the last place has to do besides, in layers."""
-    costs = [1.0] * num_layers, [LAYER_COST - 1.0] * num_layers
-    return balance_ticks(*costs, num_places, head_cost=LAYER_COST * last_cost)[0]
+def balanced(costs: PartCosts, num_places: int) -> tuple[int, ...]:
+    """The first placement of `balance`."""
+    return balance(costs, num_places)[0]
 
 
-def _spans(values: Sequence[float]) -> np.ndarray:
-    """[first, end] -> the sum of values[first:end]."""
-    sums = np.concatenate([[0.0], np.cumsum(np.asarray(values, np.float64))])
-    return sums[None, :] - sums[:, None]
+def _spans_of_places(costs: PartCosts, number: int, num_places: int, most: int) -> list[np.ndarray]:
+    """For every place [begin, end] -> what it costs with these layers, in the forward or backward part."""
+    whole, sums = np.arange(len(costs.layers) + 1), costs.sums()[number]
+    sizes_BE = whole - whole[:, None]
+    cost_BE = np.where((sizes_BE < 0) | (sizes_BE > most), np.inf, sums - sums[:, None])
+    spans = [cost_BE] * num_places
+    spans[0] = spans[0] + costs.first[number]
+    spans[-1] = spans[-1] + sum(costs.last) * (number == 0)
+    if costs.speeds:
+        return [span / speed for span, speed in zip(spans, costs.speeds, strict=True)]
+    return spans
 
 
-def _best(cost_FE: np.ndarray, num_stages: int, join: np.ufunc) -> list[np.ndarray]:
-    """[number of stages][first layer] -> the least cost of all layers from that one on, on so many stages."""
-    best_F = np.full(len(cost_FE), np.inf)
-    best_F[-1] = 0.0
-    best_SF = [best_F]
-    for _ in range(num_stages):
-        best_SF.append(join(cost_FE, best_SF[-1][None]).min(axis=1))
-    return best_SF
+def _best(cost_PBE: Sequence[np.ndarray], join: np.ufunc) -> list[np.ndarray]:
+    """[place][begin] -> the least cost of all layers from that one on, in this place and those after it."""
+    best_B = np.full(len(cost_PBE[0]), np.inf)
+    best_B[-1] = 0.0
+    best_PB = [best_B]
+    for cost_BE in reversed(cost_PBE):
+        best_PB.insert(0, join(cost_BE, best_PB[0]).min(axis=1))
+    return best_PB
+
+
+def _evenest(square_PBE: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """The placement with the least sum, and then with more layers in the first places."""
+    best_PB, placement, begin = _best(square_PBE, np.add), [], 0
+    for square_BE, after_B in zip(square_PBE, best_PB[1:], strict=True):
+        total_E = square_BE[begin] + after_B
+        end = int(np.flatnonzero(total_E <= total_E.min() * (1 + _ROUNDING))[-1])
+        placement.append(end - begin)
+        begin = end
+    return tuple(placement)
 
 
 def resolve_placement(
-    placement: str | Sequence[int],
-    num_layers: int,
+    placement: str | Sequence[int] | NamedPlacement,
+    costs: PartCosts,
     num_stages: int,
     num_groups: int = 1,
-    last_cost: float = 0.0,
-    costs: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """The number of layers on each stage; with several groups a stage, of each group, in the layers' order.
 
     Args:
-      placement: "even" (the same number everywhere), "balanced" (by `balance_ticks`), or the numbers
-        themselves, e.g. (2, 3, 3).
-      last_cost: work that only the last stage has, such as a head, in (mean) layers; for "balanced".
-      costs: of each layer, in any unit, where they differ; for "balanced".
+      placement: "even" (the same number everywhere), "balanced" (by `balance`), the numbers themselves, e.g.
+        (2, 3, 3), or what was read from words.
+      costs: of the parts, for "balanced".
     Raises:
       ValueError: the numbers do not fit the layers and stages.
     """
-    num_places = num_stages * num_groups
-    places = f"stage={num_stages}"
+    num_layers, num_places = len(costs.layers), num_stages * num_groups
+    best, places = balanced(costs, num_places), f"stage={num_stages}"
     if num_groups > 1:
         places += f" x num_groups={num_groups} = {num_places}"
-    if num_places > num_layers:
-        fewer = num_layers // num_groups
-        fits = f"stage={fewer}" if fewer else f"num_groups={num_layers}"
-        raise ValueError(
-            f"{places} is more than num_layers={num_layers}; use {fits} or fewer, or {num_places} layers"
-        )
-    if costs is None:
-        balanced = _balanced(num_layers, num_places, last_cost)
-    else:
-        mean = sum(costs) / num_layers
-        balanced = balance(costs, num_places, last_cost=last_cost * mean)
-    if placement == "even" and num_layers % num_places:
-        below = num_layers // num_places * num_places
-        stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
-        raise ValueError(
-            f"num_layers={num_layers} does not split evenly over {places}; use {below} or "
-            f"{below + num_places} layers, "
-            + (f"stage={', '.join(map(str, stages))}, " if stages else "")
-            + f"or a placement such as {balanced}"
-        )
-    if placement == "even":
-        return (num_layers // num_places,) * num_places
     if placement == "balanced":
-        return balanced
-    if isinstance(placement, str):
-        raise ValueError(
-            f'placement={placement!r}; use "balanced", "even" or numbers such as (2, 3, 3)'
+        return best
+    if placement == "even":
+        stages = [s for s in range(1, num_layers + 1) if num_layers % (s * num_groups) == 0]
+        require(
+            num_layers % num_places == 0,
+            f"num_layers={num_layers} does not split evenly over {places}; use "
+            f"{nearest_multiples(num_layers, num_places)} layers, "
+            + (f"stage={', '.join(map(str, stages))}, " if stages else "")
+            + f"or a placement such as {best}",
         )
-    if len(placement) != num_places or sum(placement) != num_layers or min(placement) < 0:
-        raise ValueError(
-            f"placement={tuple(placement)} is {len(placement)} numbers with the sum {sum(placement)}; "
-            f"num_layers={num_layers} on {places} needs {num_places} numbers from 0 with the sum "
-            f"{num_layers}, such as {balanced}"
-        )
-    return tuple(placement)
+        return (num_layers // num_places,) * num_places
+    if isinstance(placement, NamedPlacement):
+        numbers, what = placement.layers, f"placement={str(placement)!r} names"
+        such = repr(str(dataclasses.replace(placement, layers=best)))
+    else:
+        assert not isinstance(placement, str)
+        numbers, what, such = tuple(placement), f"placement={tuple(placement)} has", str(best)
+    require(
+        len(numbers) == num_places and sum(numbers) == num_layers and min(numbers) >= 0,
+        f"{what} {sum(numbers)} layers in {len(numbers)} places; num_layers={num_layers} on {places} needs "
+        f"{num_places} places with {num_layers} layers in all, from 0 in each, such as {such}",
+    )
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)

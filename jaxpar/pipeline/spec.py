@@ -33,7 +33,7 @@ class PipelineParams(NamedTuple):
     """Parameters of what a pipeline runs; any pytrees of floating-point arrays.
 
     Attributes:
-      first: of the function before the layers; replicated over `stage`.
+      first: of the function before the layers.
       layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`.
       last: of the function after the layers.
     """
@@ -59,7 +59,9 @@ class Spec:
       adds_sums: whether layers return sums; all of them or none.
       head: "last" runs `last` on one stage only, that of the last layer; with "sharded" every stage runs it
         on its part of the parameters, and `last` combines the parts by collectives over `stage`.
-      last_specs: partition specs over `stage` of `params.last`, and of what is frozen of it; for "sharded".
+      first_specs, last_specs: partition specs over `stage` of `params.first` and `params.last`, and of what
+        is frozen of them. With `first_specs` every stage runs `first` on its part of the parameters, and it
+        combines the parts by collectives over `stage`; None runs it on one. `last_specs` are for "sharded".
       config: how a unit runs and what is kept of it: `unroll`, `remat` and `remat_keeps`. The rest is said
         by the table that is run, by `slots` and by `head`.
       num_segments: G, of a window, each of as many chunks as the table says.
@@ -82,6 +84,7 @@ class Spec:
     collects: Literal["sums", "rows"] = "sums"
     adds_sums: bool = False
     head: Head = "last"
+    first_specs: tuple[Any, Any] | None = None
     last_specs: tuple[Any, Any] = (P(), P())
     config: PipelineConfig = dataclasses.field(default=PipelineConfig())
     num_segments: int = 1

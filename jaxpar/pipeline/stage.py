@@ -45,7 +45,7 @@ class Stage:
 
     Attributes:
       params, frozen: of this stage.
-      batch: of this data-parallel group.
+      batch: of this data-parallel group; `batch_on_all` is the same, for what all stages compute alike.
       slots: of this stage.
       rows: for every kind the layer in each row of its stack.
       key: of dropout.
@@ -59,6 +59,7 @@ class Stage:
     params: PipelineParams
     frozen: PipelineParams
     batch: Any
+    batch_on_all: Any
     slots: SlotArrays
     rows: tuple[jax.Array, ...]
     key: jax.Array | None
@@ -89,13 +90,14 @@ class Stage:
         # Casting the parameters before the loop puts the sums of their gradients over `data` and `stage`
         # after it.
         here = number + lax.axis_index(DATA)
-        sharded_head = spec.head == "sharded"
+        # Parts of an end combine what is the same on all stages.
+        group, sharded_head = lax.axis_index(DATA), spec.head == "sharded"
 
         def vary(parts):
-            head_like = lax.axis_index(DATA) if sharded_head else here
             return PipelineParams(
-                *vary_like((parts.first, parts.layers), here),
-                last=vary_like(parts.last, head_like),
+                first=vary_like(parts.first, here if spec.first_specs is None else group),
+                layers=vary_like(parts.layers, here),
+                last=vary_like(parts.last, group if sharded_head else here),
             )
 
         params, frozen = vary(params), vary(frozen)
@@ -104,15 +106,15 @@ class Stage:
                 tree._replace(layers=tuple(unstack(own, len(rows[0])) for own in tree.layers))
                 for tree in (params, frozen)
             )
-        # Likewise, for autodiff through `forward`; parts of a head combine what is the same on all stages.
-        batch = batch if sharded_head else vary_like(batch, here)
+        # Likewise, for autodiff through `forward`.
+        batches = vary_like(batch, here), batch
         slots, rows = vary_like((slots, rows), here)
         num_rows = table.max_microbatches * spec.microbatch_rows
         first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * num_rows, num_rows)
         first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
         sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
         stage = cls(
-            *(spec, params, frozen, batch, slots, rows, key, number, first_row, here, *sizes)
+            *(spec, params, frozen, *batches, slots, rows, key, number, first_row, here, *sizes)
         )
         unit = Unit(jnp.int32(0))
         x = jax.eval_shape(lambda: stage.first(unit))
@@ -127,12 +129,17 @@ class Stage:
 
     def first(self, unit: Unit) -> Any:
         """Before the layers."""
-        x = self.spec.first(self.params.first, self.frozen.first, self.at(unit))
-        return vary_like(x, self.here)
+        at = self.at(unit, on_all=self.shares_first)
+        return vary_like(self.spec.first(self.params.first, self.frozen.first, at), self.here)
+
+    @property
+    def shares_first(self) -> bool:
+        """Whether all stages run what comes before the layers, on their parts of it."""
+        return self.spec.first_specs is not None
 
     def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
         """The gradients of what comes before the layers, with what a unit adds."""
-        params, at = self.params.first, self.at(unit)
+        params, at = self.params.first, self.at(unit, on_all=self.shares_first)
         if self.spec.first_gradient is not None:
             return self.spec.first_gradient(grads, params, self.frozen.first, at, dx)
         _, vjp = jax.vjp(
@@ -156,6 +163,8 @@ class Stage:
 
     def last(self, params: Any, y: Any, unit: Unit) -> Any:
         """The sums of a unit, or its rows."""
+        if self.spec.head == "sharded":
+            return self.spec.last(params, self.frozen.last, y, self.at(unit, on_all=True))
         return self.spec.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
 
     @property
@@ -224,8 +233,12 @@ class Stage:
         chunk = unit.segment * self.max_chunks + k if self.spec.num_segments > 1 else k
         return chunk * (self.spec.chunk_len or 0), row
 
-    def at(self, unit: Unit) -> At:
-        """Where a unit lies, and its part of the batch."""
+    def at(self, unit: Unit, *, on_all: bool = False) -> At:
+        """Where a unit lies, and its part of the batch.
+
+        Args:
+          on_all: whether all stages do the same with it.
+        """
         t, b = self.spec.chunk_len or 0, self.spec.microbatch_rows
         time, row = self.place(unit)
         K = self.max_chunks * self.spec.num_segments
@@ -246,7 +259,7 @@ class Stage:
             time=time,
             row=self.first_row + row,
             key=self.key,
-            batch=jax.tree.map(cut, self.batch),
+            batch=jax.tree.map(cut, self.batch_on_all if on_all else self.batch),
             layout=self.spec.layout,
             time_major=self.spec.chunk_len is not None,
             platform=self.spec.platform,

@@ -12,5 +12,7 @@ from jaxpar.planning.planner import place as place
 from jaxpar.planning.planner import plan as plan
 from jaxpar.planning.planner import plan_in_steps as plan_in_steps
 from jaxpar.planning.running import measure_groups as measure_groups
+from jaxpar.planning.running import measure_stages as measure_stages
 from jaxpar.planning.running import propose_shares as propose_shares
+from jaxpar.planning.running import propose_speeds as propose_speeds
 from jaxpar.planning.search import describe as describe

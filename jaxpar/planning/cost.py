@@ -25,13 +25,14 @@ from jaxpar.analysis.program import ProgramReport
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.ends import owner
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.pipeline.placement import UP
 from jaxpar.planning.counts import Array, Counts, Kind, Part, counts_of, part_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.setup import Setup
-from jaxpar.sharding import Rules, split_over_data
+from jaxpar.sharding import Rules, off_stages, split_over_data
 from jaxpar.task import Settings, Task
 from jaxpar.trace.counts import Amount
 
@@ -97,6 +98,12 @@ class StepCost(Printed):
     def parallel(self) -> Parallel:
         """How devices share the step."""
         return self.settings.parallel
+
+    @property
+    def layout(self) -> Layout:
+        """Of the task's model on these devices."""
+        task, parallel, train = self.settings
+        return Layout(counts_of(task, train.num_steps, self.machine.platform).facts, parallel)
 
     @property
     def estimated_seconds(self) -> float:
@@ -204,6 +211,7 @@ class Step:
         self.counts, self.parallel, self.train = counts, parallel, train
         self.layout, facts = Layout(counts.facts, parallel), counts.facts
         self.sizes, share = parallel.mesh.sizes, max(parallel.group_shares)
+        self.shares_first = self.layout.shares_first
         self.shares_head = self.sizes[STAGE] > 1 and self.layout.head == "sharded"
         self.schedule = step_schedule(parallel, share)
         self.num_ticks = self.schedule.num_ticks * parallel.num_segments
@@ -287,15 +295,21 @@ class Step:
         works = zip(*(kind[:3] for kind in self.kinds), strict=True)
         costs = [self.layers_GSK @ np.asarray([*map(seconds_of, work)]) for work in works]
         costs = costs or [np.zeros(self.layers_GSK.shape[:2])] * 3
+        speed_S = np.asarray(self.parallel.speeds or (1.0,) * self.sizes[STAGE])
+        costs = [cost_GS / speed_S for cost_GS in costs]
         layers_S = np.sum(costs, axis=(0, 1)) * self.units
         first, gradient, last = map(seconds_of, self.around)
-        costs[0][0, 0] += first
-        costs[1][0, 0] += gradient
-        halves_T2S, lane = self.schedule.work_at(*costs), self.schedule.forward
+        halves_T2S = self.schedule.work_at(*costs)
         route = self.schedule.route
-        group, stage = route.groups[-1], route.stages[-1]
-        leaves_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
-        halves_T2S[:, 0, slice(None) if self.shares_head else [stage]] += leaves_T[:, None] * last
+        for lane, half, place, on_all, work in (
+            (self.schedule.forward, 0, 0, self.shares_first, first),
+            (self.schedule.backward, 1, 0, self.shares_first, gradient),
+            (self.schedule.forward, 0, -1, self.shares_head, last),
+        ):
+            group, stage = route.groups[place], route.stages[place]
+            is_there_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
+            where = slice(None) if on_all else [stage]
+            halves_T2S[:, half, where] += is_there_T[:, None] * work / speed_S[where]
         halves_T2S *= self.parallel.num_segments
         busy_S = halves_T2S.sum((0, 1))
         busiest = int(busy_S.argmax())
@@ -350,7 +364,7 @@ class Step:
     @functools.cached_property
     def x_bytes(self) -> float:
         """A device's part of what goes from layer to layer: split where it is a state that is split."""
-        is_split = any(
+        is_split = not self.counts.facts.padding.width and any(
             array.shape[-1] == self.counts.width
             and TENSOR in self.part(array, self.layout.carry_rules).axes[-1]
             for array in self.counts.carry
@@ -375,12 +389,37 @@ class Step:
             if is_split and self.part(array, split_over_data(rules)) != computed:
                 size = computed.elements * array.itemsize
                 yield Sent(f"parameter {array.name}", "all-gather", (DATA,), size, 1)
-        own = (*([] if not self.shares_head else self.last),)
+        in_units, own_last = self.parallel.runs_in_units, self.counts.facts.has_last_part
+        ends = (
+            (counts.first, self.shares_first, self.layout.parts[0]),
+            (counts.last, self.shares_head, None if own_last else self.layout.parts[1]),
+        )
         for array in counts.params:
-            size = self.part(array, rules).elements * FLOAT
-            on_all = self.parallel.runs_in_units and array.kind is None and array not in own
-            axes = (DATA, STAGE) if on_all else (DATA,)
-            yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
+            if array.kind is not None or not in_units:
+                size = self.part(array, rules).elements * FLOAT
+                yield Sent(f"gradient {array.name}", "all-reduce", (DATA,), size, 1)
+        for numbers, on_all, names in ends if in_units else ():
+            for array in (counts.params[n] for n in numbers):
+                in_parts = on_all and (names is None or owner(array.path) in names)
+                size = self.part(array, rules if in_parts else off_stages(rules)).elements * FLOAT
+                axes = (DATA,) if on_all else (DATA, STAGE)
+                yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
+
+    def _of_parts(self, place: int) -> Iterator[Sent]:
+        """What modules in parts give and take, before the layers (place 0) or after them (-1)."""
+        facts, counts = self.counts.facts, self.counts
+        share = self.unit.x / (facts.x_numbers * np.dtype(counts.dtype).itemsize)  # of the batch
+        for name in sorted(self.layout.parts[place]):
+            arrays = [a for a in (*counts.params, *counts.frozen) if owner(a.path) == name]
+            axes = [self.part(array, self.layout.rules).axes for array in arrays]
+            is_split = any(TENSOR in each for own in axes for each in own)
+            made, again, inputs = counts.summed[place][name]
+            outputs = (made + again * (place == 0)) / (self.sizes[TENSOR] if is_split else 1)
+            for what, number in (
+                (f"outputs of {name}", outputs),
+                (f"cotangents in {name}", inputs),
+            ):
+                yield Sent(what, "all-reduce", (STAGE,), number * share * FLOAT, self.units)
 
     def _over_stages(self) -> Iterator[Sent]:
         x, ticks = self.x_bytes, self.num_ticks
@@ -391,10 +430,16 @@ class Step:
             for step in filter(None, sorted(lane.arrival, reverse=True)):
                 name = f"{what}, one stage {'up' if step == UP else 'down'}"
                 yield Sent(name, "collective-permute", (STAGE,), x, ticks)
+        as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
+        if self.shares_first:
+            yield from self._of_parts(0)
+            yield Sent("cotangents of x", "all-reduce", (STAGE,), as_float, self.units)
         if self.shares_head:
-            as_float = x / np.dtype(self.counts.dtype).itemsize * FLOAT
             yield Sent("inputs of the shared head", "all-reduce", (STAGE,), as_float, ticks)
-            yield Sent("their cotangents", "all-reduce", (STAGE,), as_float, self.units)
+            if self.counts.facts.has_last_part:
+                yield Sent("their cotangents", "all-reduce", (STAGE,), as_float, self.units)
+            else:
+                yield from self._of_parts(-1)
 
     def _over_tensor(self) -> Iterator[Sent]:
         """What split matrices exchange; see above."""

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import LAYERS
-from jaxpar.base.trees import add, shape_of, whole_bytes
+from jaxpar.base.trees import shape_of, whole_bytes
 from jaxpar.config import Parallel
+from jaxpar.ends import with_calls
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout, Outer
 from jaxpar.mesh import MeshConfig
@@ -23,7 +26,7 @@ from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
-from jaxpar.trace.counts import Amount, amount
+from jaxpar.trace.counts import Amount, amount, needed_inputs
 
 
 class Array(NamedTuple):
@@ -40,6 +43,11 @@ class Array(NamedTuple):
     shape: tuple[int, ...]
     itemsize: int
     kind: int | None
+
+    @property
+    def path(self) -> str:
+        """The name as the model's modules have it."""
+        return self.name.replace(".", "/")
 
 
 class Part(NamedTuple):
@@ -106,7 +114,7 @@ class Counts:
     Attributes:
       facts: of the task.
       params, frozen, opt_state, carry: the arrays of the state.
-      last: numbers of the parameters that are used after the layers.
+      first, last: numbers of the parameters that are used before the layers, and after them.
       dtype, width: of what goes from layer to layer; the size of its last dim.
       batch_bytes: of a whole batch.
     """
@@ -133,9 +141,9 @@ class Counts:
             )
         )
         self._outer = Outer(layout, layout.abstract_model())
-        self.last = self._outer.last[0]
-        self.dtype = str(jax.tree.leaves(facts.traces.x)[0].dtype)
-        self.width = jax.tree.leaves(facts.traces.x)[0].shape[-1]
+        self.first, self.last = self._outer.first[0], self._outer.last[0]
+        passed = jax.tree.leaves(facts.passed)[0]
+        self.dtype, self.width = str(passed.dtype), passed.shape[-1]
         self.batch_bytes = whole_bytes(facts.batch)
         self._traced = functools.cache(self._trace)
 
@@ -145,6 +153,57 @@ class Counts:
             if dims[:1] == (LAYERS,):
                 number = self.facts.kinds.index(leaf.get_metadata(KIND))
             yield Array(name, dims, tuple(value.shape), value.dtype.itemsize, number)
+
+    @functools.cached_property
+    def summed(self) -> tuple[dict[str, tuple[int, int, int]], ...]:
+        """What is summed over stages for modules in parts, before the layers and after them, by name.
+
+        For each, of a whole batch: the numbers that it gives; those of them that its gradients need, which
+        before the layers are computed again; and those of its inputs whose cotangents are summed.
+        """
+        return tuple(map(self._summed, (0, -1)))
+
+    def _summed(self, place: int) -> dict[str, tuple[int, int, int]]:
+        facts, names = self.facts, []
+        graphdef, state = nnx.split(facts.model)
+        arrays, structure = jax.tree.flatten(state)
+        floats = [n for n, a in enumerate(arrays) if jnp.issubdtype(a.dtype, jnp.floating)]
+        called = facts.uses[place].called
+
+        def run(own, outs, x):
+            """The first result, what modules are called with and what they give: `outs` if there are any."""
+            leaves, inputs, made = list(arrays), [], []
+            for n, leaf in zip(floats, own, strict=True):
+                leaves[n] = leaf
+
+            def call(name, own, *args, **options):
+                out = own(*args, **options)
+                if outs:  # the value alone, so that cotangents go on
+                    out += jax.lax.stop_gradient(outs[len(made)] - out)
+                names.append(name)
+                inputs.append(args[0])
+                made.append(out)
+                return out
+
+            calls = {name: functools.partial(call, name) for name in called}
+            model = with_calls(nnx.merge(graphdef, jax.tree.unflatten(structure, leaves)), calls)
+            return jax.tree.leaves(facts.run_end(place, model, x))[:1], inputs, made
+
+        own, x = [shape_of(arrays[n]) for n in floats], jax.tree.map(shape_of, facts.traces.y)
+        y, inputs, made = jax.eval_shape(functools.partial(run, outs=None), own, x=x)
+        found: dict[str, tuple[int, int, int]] = dict.fromkeys(called, (0, 0, 0))
+
+        def gradients(own, outs, x, dy):
+            return jax.vjp(lambda own, x: run(own, outs, x)[0], own, x)[1](dy)
+
+        needed = needed_inputs(gradients, own, made, x, y)[len(own) :]
+        for n, (name, given, out) in enumerate(zip(names[: len(made)], inputs, made, strict=True)):
+            depends = any(needed_inputs(lambda *args, n=n: run(*args)[1][n], own, made, x))
+            is_float = jnp.issubdtype(given.dtype, jnp.floating)
+            before, size = found[name], math.prod(out.shape)
+            summed = math.prod(given.shape) * (depends and is_float)
+            found[name] = before[0] + size, before[1] + size * needed[n], before[2] + summed
+        return found
 
     @property
     def counted(self) -> int:
@@ -183,10 +242,7 @@ class Counts:
             return outer.run_first(leaves, frozen, facts.at(batch))
 
         def first_gradient(grads, leaves, frozen, batch, dx):
-            if hasattr(facts.model, "add_first_gradient"):
-                return outer.add_first_gradient(grads, leaves, frozen, facts.at(batch), dx)
-            _, vjp = jax.vjp(lambda leaves: first(leaves, frozen, batch), leaves)
-            return add(grads, vjp(dx)[0])
+            return outer.add_first_gradient(grads, leaves, frozen, facts.at(batch), dx)
 
         def last(leaves, frozen, y, batch):
             def loss(leaves, y):

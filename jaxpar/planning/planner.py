@@ -6,6 +6,7 @@ are there, a few real steps of each decide.
 """
 
 import dataclasses
+import functools
 import itertools
 import statistics
 from collections.abc import Collection, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Literal
 from jaxpar.base.display import Printed, format_bytes
 from jaxpar.config import Parallel, TrainConfig, short_name
 from jaxpar.config_file import option_words
-from jaxpar.pipeline.placement import balance_ticks
+from jaxpar.pipeline.placement import PartCosts, balance, tick_cost
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
 from jaxpar.planning.cost import Step, StepCost, estimate
 from jaxpar.planning.counts import counts_of
@@ -111,7 +112,8 @@ def plan(
 
     Args:
       task, train: as `fit` takes them.
-      parallel: its shares, and the devices that its mesh names, are kept; everything else is searched for.
+      parallel: its shares, its speeds and the devices that its mesh names are kept; everything else is
+        searched for.
       machine: or its text, as of `find_machine`; None: the devices that JAX has, on which the finalists run.
       num_finalists: so many that fit are compiled; 0 relies on arithmetic.
       tensor: sizes of `tensor` to try; None tries all.
@@ -194,27 +196,34 @@ def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, 
     kind_of, step = counts.facts.kind_of, Step(counts, parallel, train)
     if parallel.mesh.stage == 1:
         return (len(kind_of),)
-    first, _, last = (machine.seconds(amount, counts.dtype) for amount in step.around)
-    forward, backward, weights = (
+    first, gradient, last = (machine.seconds(amount, counts.dtype) for amount in step.around)
+    forward, *backward = (
         [machine.seconds(step.kinds[kind][work], counts.dtype) for kind in kind_of]
         for work in range(3)
     )
-    placements = balance_ticks(
-        forward,
-        [b + w for b, w in zip(backward, weights, strict=True)],
-        parallel.mesh.stage * parallel.num_groups,
-        first_cost=first,
-        head_cost=0.0 if step.shares_head else last,
+    costs = PartCosts(
+        layers=tuple(zip(forward, map(sum, zip(*backward, strict=True)), strict=True)),
+        first=(first, gradient),
+        last=(0.0 if step.shares_head else last, 0.0),
+        speeds=step.layout.costs.speeds,
     )
+    places = parallel.mesh.stage * parallel.num_groups
+    fewest = -(-len(kind_of) // places)
+    found = {
+        each: None
+        for most in range(fewest, len(kind_of) + 1)
+        for each in balance(costs, places, most=most)
+    }
+    placements = sorted(found, key=functools.partial(tick_cost, costs))
     pipelines = [dataclasses.replace(parallel.pipeline, placement=each) for each in placements]
     parallels = [dataclasses.replace(parallel, pipeline=pipeline) for pipeline in pipelines]
-    costs = [estimate(counts, each, train, machine) for each in parallels]
-    smallest = min(range(len(costs)), key=lambda n: costs[n].memory_bytes)
+    steps = [estimate(counts, each, train, machine) for each in parallels]
+    smallest = min(range(len(steps)), key=lambda n: steps[n].memory_bytes)
     if by == "memory":
         return placements[smallest]
-    fitting = [n for n, each in enumerate(costs) if each.fits] or [smallest]
+    fitting = [n for n, each in enumerate(steps) if each.fits] or [smallest]
     if machine.is_here and len(fitting) > 1:
-        setups = [setup_on(costs[n].settings, machine) for n in fitting[:_BEST]]
+        setups = [setup_on(steps[n].settings, machine) for n in fitting[:_BEST]]
         medians = [statistics.median(seconds) for seconds in time_steps(setups, _ROUNDS)]
         return placements[fitting[medians.index(min(medians))]]
     return placements[fitting[0]]

@@ -1,18 +1,26 @@
 """Steps that run: how long they take beside each other, and which share of a batch each group should have."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxpar.base.axes import STAGE
+from jaxpar.base.checks import require
 from jaxpar.base.timing import seconds_of, take_turns
+from jaxpar.base.trees import zeros
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import Batches, place_batch, put_batch
+from jaxpar.facts import ModelFacts
+from jaxpar.hosts.agree import together
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import batch_sharding, make_train_step
@@ -73,11 +81,7 @@ def propose_shares(seconds: Sequence[float]) -> tuple[int, ...]:
     Raises:
       ValueError: `seconds` is empty, or has a value that is not positive and finite.
     """
-    if not seconds or not all(0 < value < math.inf for value in seconds):
-        raise ValueError(
-            f"seconds={tuple(seconds)}: give a time above 0 for every group, and below infinity, as "
-            f"measure_groups does"
-        )
+    _check_seconds(seconds, "group", "measure_groups")
     times = np.asarray(seconds, np.float64)
 
     def wasted(shares: np.ndarray) -> float:
@@ -111,8 +115,7 @@ def measure_groups(
     Raises:
       ValueError: the task does not fit the mesh, or `num_steps` is not positive.
     """
-    if num_steps < 1:
-        raise ValueError(f"num_steps={num_steps}: must be positive; 3 are usual")
+    _check_num_steps(num_steps)
     setup = Setup.of(task, parallel, train, mesh)
     parallel, mesh = setup.parallel, setup.mesh
     parts = sum(parallel.group_shares) * parallel.pipeline.num_microbatches
@@ -125,6 +128,59 @@ def measure_groups(
         [measured] = take_turns([make_stepper(setup.task, alone, setup.train)], num_steps)
         seconds.append(statistics.median(measured))
     return seconds
+
+
+def measure_stages(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    mesh: Mesh | None = None,
+    *,
+    num_steps: int = 3,
+) -> list[float]:
+    """Seconds that each stage's devices need for the same: a layer of each kind, forward and backward.
+
+    All devices of a stage do it for a whole batch, at the same time, so the slowest counts; stages run
+    one after the other. Of several processes, which all call it, each measures its own devices, and all get
+    the same numbers.
+
+    Args:
+      task, parallel, train, mesh: as for `make_stepper`.
+      num_steps: how many are measured, after a warm-up; the quickest counts, since disturbances only add
+        time.
+    Raises:
+      ValueError: the task does not fit the mesh, or `num_steps` is not positive.
+      hosts.agree.SharedError: it failed in some processes.
+    """
+    _check_num_steps(num_steps)
+    setup = Setup.of(task, parallel, train, mesh)
+    run, args = _one_of_each(setup.layout.facts)
+
+    def measure() -> list[float]:
+        seconds = [0.0] * setup.parallel.mesh.stage
+        for stage in range(len(seconds)):
+            devices = setup.mesh.devices[:, stage].flat
+            if own := [each for each in devices if each.process_index == jax.process_index()]:
+                on_all = NamedSharding(Mesh(np.array(own), (STAGE,)), P())
+                [measured] = take_turns(
+                    [functools.partial(run, jax.device_put(args, on_all))], num_steps
+                )
+                seconds[stage] = min(measured)
+        return seconds
+
+    return together(measure, lambda told: [max(each) for each in zip(*told.values(), strict=True)])
+
+
+def propose_speeds(seconds: Sequence[float]) -> tuple[float, ...]:
+    """How fast each stage is beside the slowest, to two digits.
+
+    Args:
+      seconds: what each stage needs for the same work.
+    Raises:
+      ValueError: `seconds` is empty, or has a value that is not positive and finite.
+    """
+    _check_seconds(seconds, "stage", "measure_stages")
+    return tuple(float(f"{max(seconds) / value:.2g}") for value in seconds)
 
 
 def make_stepper(
@@ -157,3 +213,30 @@ def _stepper(setup: Setup, batch: Any) -> Callable[[], Any]:
         return metrics
 
     return step
+
+
+def _one_of_each(facts: ModelFacts) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A layer of each kind forward and backward, and arguments: numbers that are none in particular."""
+    totals = facts.layer_totals
+
+    def filled(leaf: Any) -> Any:
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        return jnp.full(leaf.shape, 0.01, leaf.dtype) if is_float else zeros(leaf)
+
+    @jax.jit
+    def run(args: Any) -> Any:
+        return [jax.grad(total)(*own) for (total, _), own in zip(totals, args, strict=True)]
+
+    return run, jax.tree.map(filled, [shapes for _, shapes in totals])
+
+
+def _check_num_steps(num_steps: int) -> None:
+    require(num_steps > 0, f"num_steps={num_steps}: must be positive; 3 are usual")
+
+
+def _check_seconds(seconds: Sequence[float], of: str, measure: str) -> None:
+    require(
+        len(seconds) > 0 and all(0 < value < math.inf for value in seconds),
+        f"seconds={tuple(seconds)}: give a time above 0 for every {of}, and below infinity, as {measure} "
+        f"does",
+    )

@@ -42,7 +42,8 @@ def rank(
     placements and the zero-bubble 1F1B schedule.
 
     Args:
-      given: its shares, and the devices that its mesh names, are kept; everything else is searched for.
+      given: its shares, its speeds and the devices that its mesh names are kept; everything else is searched
+        for.
       tensor: sizes of `tensor` to try; None tries all.
     Raises:
       ValueError: no mesh of this many devices fits the sizes of the model and the batch.
@@ -83,7 +84,9 @@ def describe(parallel: Parallel) -> str:
         words += [f"K={pipeline.num_chunks}"] + [f"head={pipeline.head}"] * (
             pipeline.head != "auto"
         )
-        if not isinstance(pipeline.placement, str) and len(set(pipeline.placement)) > 1:
+        if named := pipeline.named_placement:
+            words.append(f"placement={str(named)!r}")
+        elif not isinstance(pipeline.placement, str) and len(set(pipeline.placement)) > 1:
             words.append(f"placement={','.join(map(str, pipeline.placement))}")
     words += ["remat"] * (pipeline.remat and parallel.runs_in_units) + ["fsdp"] * parallel.fsdp
     return " ".join(words + [f"update={parallel.update}"] * (parallel.update != "replicated"))
@@ -97,7 +100,7 @@ def divisors(n: int) -> list[int]:
 def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Parallel]:
     """Meshes, and how the batch and time are cut on them; sizes may still not fit."""
     facts = counts.facts
-    heads = ("sharded", "last") if facts.can_share_head else ("last",)
+    heads = ("sharded", "last") if facts.has_last_part else ("auto",)
     for mesh in _meshes(num_devices, given.mesh.devices):
         stages, rows = mesh.stage, facts.batch_size // mesh.data
         if stages > max(len(facts.kind_of), 1) or facts.batch_size % mesh.data:
@@ -109,7 +112,7 @@ def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Para
         ):
             if _UNITS_PER_STAGE * stages >= M * K:
                 pipeline = PipelineConfig(num_microbatches=M, num_chunks=K, head=head)
-                yield Parallel(mesh, pipeline, given.shares)
+                yield Parallel(mesh, pipeline, given.shares, given.speeds)
 
 
 def _meshes(num_devices: int, devices: tuple[int, ...] | None) -> Iterator[MeshConfig]:

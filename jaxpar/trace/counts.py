@@ -79,6 +79,16 @@ def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     return [v in used for v in jaxpr.invars]
 
 
+def needed_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
+    """For each array among the arguments of a function, whether what it returns depends on it."""
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    needed = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            needed |= {v for v in equation.invars if isinstance(v, core.Var)}
+    return [v in needed for v in jaxpr.invars]
+
+
 def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
     """The names of operations that combine elements of an array: sums, matrix products, sorts."""
     return {

@@ -22,6 +22,7 @@ from jaxpar.state import TrainState
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report
+from jaxpar.training.stage_table import stage_table
 from jaxpar.training.summary import summarize
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class ConsoleReport(Report):
         for name, value in summarize(setup):
             facts.add_row(name, Text(value))  # brackets are no markup
         self.console.print(facts, "")
+        if setup.parallel.mesh.stage > 1:
+            table, note = stage_table(setup.layout)
+            self.console.print(table, f"{note}\n", highlight=False)
         self.console.print(state, "", highlight=False)
 
     def start(self, taken: "Taken") -> None:

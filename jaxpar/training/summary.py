@@ -5,14 +5,16 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_count
+from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import short_name
+from jaxpar.ends import owner
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
-from jaxpar.pipeline.placement import LAYER_COST, tick_cost
+from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.setup import Setup
-from jaxpar.sharding import annotated, dims_of
+from jaxpar.sharding import annotated, dims_of, named_leaves
 
 # A placement whose ticks take so much longer than those of the best one is worth a warning.
 TOLERATED_IMBALANCE = 1.1
@@ -25,12 +27,15 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
     rows = [
         *_describe_mesh(setup),
         *_describe_layers(setup.layout),
+        *describe_ends(setup.layout),
         *describe_balance(setup.layout),
         *_describe_tensor(setup.layout),
         *task.describe(),
     ]
     if not parallel.has_equal_shares:
         rows.append(("shares", " : ".join(map(str, parallel.group_shares))))
+    if parallel.speeds:
+        rows.append(("speeds", " : ".join(f"{speed:g}" for speed in parallel.speeds)))
     steps = format_count(train.num_steps, "step")
     rows.append(
         ("training", steps) if optimizer is None else ("optimizer", f"{optimizer}, {steps}")
@@ -63,44 +68,62 @@ def _describe_layers(layout: Layout) -> list[tuple[str, str]]:
     parallel, facts = layout.parallel, layout.facts
     stages = parallel.mesh.stage
     M, K = parallel.pipeline.num_microbatches, parallel.num_chunks
-    on_stages = ", ".join(
-        f"stage {stage}: {sum(layout.placement[stage::stages])}" for stage in range(stages)
-    )
+    named = NamedPlacement(layout.placement, not layout.shares_first, layout.head == "last")
     counts = [f"{facts.kind_of.count(n)} {name}" for n, name in enumerate(facts.kinds)]
     what = ", ".join(counts) if len(counts) > 1 else str(len(facts.kind_of))
     units = [format_count(M, "microbatch", "es")] * (stages > 1 or M > 1)
     units += [f"{format_count(K, 'chunk')} of time"] * (stages > 1)
-    parts = [f"{what} ({on_stages})"] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
+    what += f" ({named})" * (stages > 1)
+    parts = [what] * bool(facts.kinds) + [" x ".join(units)] * bool(units)
     return [("layers", "; ".join(parts))] * bool(parts)
 
 
-def describe_balance(layout: Layout) -> list[tuple[str, str]]:
-    """The share of the work that each stage has, and what a better placement would gain."""
-    parallel, stages = layout.parallel, layout.parallel.mesh.stage
+def describe_ends(layout: Layout) -> list[tuple[str, str]]:
+    """What of the model outside of its layers a stage has a part of, what it has whole, and why."""
+    stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
     if stages == 1:
         return []
-    head, costs = layout.last_cost, np.asarray(layout.facts.layer_costs)
-    costs = costs / costs.mean()
-    parts = np.split(costs, np.cumsum(layout.placement)[:-1])
-    work = [float(part.sum()) for part in parts]  # of every place, in layers of the mean cost
-    work[-1] += head
-    on_stage = [sum(work[stage::stages]) / sum(work) for stage in range(stages)]
-    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(on_stage))
-    lines = [("work", line + f"; the head is that of {head:.1f} layers" * (head >= 0.05))]
-    pipeline = dataclasses.replace(parallel.pipeline, placement="balanced")
-    best = Layout(layout.facts, dataclasses.replace(parallel, pipeline=pipeline)).placement
-    passes = costs.tolist(), ((LAYER_COST - 1) * costs).tolist()
-    takes, least = (
-        tick_cost(placement, *passes, head_cost=LAYER_COST * head)
-        for placement in (layout.placement, best)
-    )
+    variables = *named_leaves(layout.params, "/"), *named_leaves(layout.frozen, "/")
+    for path, variable in variables:
+        name, dims = owner(path) or path, dims_of(variable)
+        if LAYERS not in dims:
+            split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
+            (parts if split else whole)[name] = None
+    told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
+    for name in whole:
+        why = layout.why_whole(ends[name]) if name in ends else ""
+        told.append(f"all of {name}" + f" ({why})" * bool(why))
+    return [("on a stage", "; ".join(told))] * bool(told)
+
+
+def describe_balance(layout: Layout) -> list[tuple[str, str]]:
+    """The share of the work that each stage has, and what a better placement would gain.
+
+    Where speeds are given it is the share of the time.
+    """
+    costs, stages = layout.costs, layout.parallel.mesh.stage
+    if stages == 1:
+        return []
+    work_P = costs.of_places(layout.placement).sum(axis=0)
+    work_S = np.bincount(layout.route.stages, work_P) / work_P.sum()
+    layer = float(np.sum(costs.layers)) / len(costs.layers)
+    head = sum(costs.last) / layer
+    line = ", ".join(f"stage {stage}: {share:.0%}" for stage, share in enumerate(work_S))
+    lines = [
+        (
+            "time" if costs.speeds else "work",
+            line + f"; the head is that of {head:.1f} layers" * (head >= 0.05),
+        )
+    ]
+    best = balanced(costs, len(layout.placement))
+    takes, least = (tick_cost(costs, placement) for placement in (layout.placement, best))
     if takes > TOLERATED_IMBALANCE * least:
         lines.append(
             (
                 "warning",
                 f"stages wait for each other: a tick of placement={layout.placement} takes as long as "
-                f"{takes / LAYER_COST:.1f} layers, of placement={best} as {least / LAYER_COST:.1f}; a step "
-                f"would be up to {takes / least:.2f} times as fast",
+                f"{takes / layer:.1f} layers, of placement={best} as {least / layer:.1f}; a step would be up "
+                f"to {takes / least:.2f} times as fast",
             )
         )
     return lines

@@ -138,15 +138,16 @@ class LM(Task):
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
             f"{self.num_words} or more, or leave it out",
         )
+        first, *_, last = self.widths
         require(
-            self.embed_size <= self.hidden_size,
-            f"embed_size={self.embed_size} is larger than hidden_size={self.hidden_size}; "
-            f"use embed_size={self.hidden_size} or less",
+            self.embed_size <= first,
+            f"embed_size={self.embed_size} is larger than hidden_size={first}; "
+            f"use embed_size={first} or less",
         )
         require(
-            not self.tie_embedding or self.embed_size == self.hidden_size,
-            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={self.hidden_size}; "
-            f"set embed_size={self.hidden_size}, or tie_embedding off",
+            not self.tie_embedding or self.embed_size == last,
+            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}; set "
+            f"embed_size={last}, or tie_embedding off",
         )
         require(self.corpus != "", "corpus='' names no text; use python-docs, or a file or folder")
         require_not_negative(self, "num_buckets")
@@ -165,6 +166,11 @@ class LM(Task):
     def variable_length(self) -> bool:
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of what goes into each layer, and of what the last one gives."""
+        return (self.hidden_size,) * (self.num_layers + 1)
 
     @property
     def known_vocab_size(self) -> int:

@@ -192,6 +192,11 @@ def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]
             f"PyTorch has layer='lstm' and 'gru', this task has layer={kind!r}; leave out --torch, and the "
             f"names are those of the model's parameters"
         )
+    if len({*task.widths}) > 1:
+        raise ValueError(
+            f"PyTorch's layers have one width, those of this task take and give {task.widths}; leave out "
+            f"--torch, and the names are those of the model's parameters"
+        )
     (G, num_apart), found = _GATES[kind], dict[str, Outgoing]()
 
     def add(

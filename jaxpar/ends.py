@@ -1,0 +1,270 @@
+"""What comes before and after the layers, in parts: modules that no stage needs to hold whole.
+
+An embedding is split by its rows: each stage looks up the words that it has, others count as zeros. A linear
+layer is split by its columns: each stage computes its part of the outputs. Either way the whole is a sum over
+`stage`, of which one part is not zero. That holds for the layers of `jaxpar.nn` and of Flax, whatever model
+they are in, as long as nobody but their own call reads their parameters: where something else does (a table
+that is a head as well, read as an array), it would see a part.
+
+So a module at such an end is *called* in another way than its class says: `with_calls`.
+"""
+
+import collections
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.extend import core
+
+from jaxpar.base.axes import STAGE
+from jaxpar.base.trees import shape_of, summed, vary_like, vary_over
+from jaxpar.nn.embedding import Embedding
+from jaxpar.nn.linear import Linear
+from jaxpar.sharding import OF, dims_of, is_variable
+from jaxpar.trace.counts import amount, used_inputs
+
+# Of each class the parameters that are split, and the dim of each.
+_SPLITS = {
+    Embedding: {"table": 0},
+    nnx.Embed: {"embedding": 0},
+    Linear: {"kernel": 1, "bias": 0},
+    nnx.Linear: {"kernel": 1, "bias": 0},
+}
+_TABLES = (Embedding, nnx.Embed)
+
+LAYERS_OF_MODEL = "layers"  # the attribute of a model that is its stack
+
+# How a module is called: (its own call, what it is called with) -> what it gives.
+Call = Callable[..., Any]
+
+
+class End(NamedTuple):
+    """A module before or after the layers that can be in parts.
+
+    Attributes:
+      name: "embedding", or "embeddings/0".
+      dim: the name of the dim that is split.
+      what: rows or columns.
+      size: of that dim.
+      num_params: its numbers.
+      num_outputs: what its calls give of a whole batch, before and after the layers, numbers.
+    """
+
+    name: str
+    dim: str
+    what: str
+    size: int
+    num_params: int
+    num_outputs: tuple[int, int]
+
+
+class Uses(NamedTuple):
+    """How a function uses a model.
+
+    Attributes:
+      read: the paths of the variables that it reads.
+      called: the modules that it calls and uses in no other way: the numbers that they give.
+      looked_up: of the embeddings among them those whose words are known outside of any loop.
+      flops: of all that it does but these calls.
+    """
+
+    read: frozenset[str]
+    called: Mapping[str, int]
+    looked_up: frozenset[str]
+    flops: float
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The names of all whose variables it reads."""
+        return frozenset(map(owner, self.read))
+
+
+def with_calls(model: Any, calls: Mapping[str, Call]) -> Any:
+    """The model, changed: the modules of these names are called so."""
+    for name, module in modules(model):
+        if name in calls:
+            object.__setattr__(module, "called", calls[name])
+            module.__class__ = _called(type(module))
+    return model
+
+
+def call_as_it_is(call: Call, *args: Any, **options: Any) -> Any:
+    """The call of a module that has all of its parameters."""
+    return call(*args, **options)
+
+
+@functools.cache
+def _called(of: type) -> type:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        return self.called(functools.partial(of.__call__, self), *args, **options)
+
+    return type(of.__name__, (of,), {"__call__": call})
+
+
+def modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Those of a model outside of its stack that can be in parts, by name."""
+    for path, module in nnx.iter_graph(model):
+        if type(module) in _SPLITS and path[0] != LAYERS_OF_MODEL:
+            yield "/".join(map(str, path)), module
+
+
+def split_params(module: Any) -> dict[str, int]:
+    """The parameters of a module that are split, and the dim of each."""
+    named = _SPLITS[type(module)]
+    return {name: dim for name, dim in named.items() if is_variable(getattr(module, name, None))}
+
+
+def size_of(module: Any) -> int:
+    """Of the dim that is split."""
+    key, dim = next(iter(_SPLITS[type(module)].items()))
+    return getattr(module, key).shape[dim]
+
+
+def part_call(module: Any, size: int) -> Call:
+    """How a module with a part of its parameters is called, inside of a `shard_map` over `stage`.
+
+    Args:
+      size: of the dim that is split, of all parts.
+    """
+    return functools.partial(_rows if type(module) in _TABLES else _columns, size)
+
+
+def _rows(size: int, call: Call, ids: jax.Array, **options: Any) -> jax.Array:
+    """Of the words that this stage has; the sum of all."""
+    local, is_here = _local(ids, size)
+    rows = call(local, **options)
+    return summed(jnp.where(is_here[..., None], rows, jnp.zeros_like(rows)), STAGE)
+
+
+def _columns(size: int, call: Call, x: jax.Array, **options: Any) -> jax.Array:
+    """The outputs that this stage computes, in their place; the sum of all."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)  # in which the cotangents of x are summed
+    x = vary_over(x.astype(wide), frozenset([STAGE])).astype(x.dtype)
+    y = call(x, **options)
+    start = (*[0] * (y.ndim - 1), lax.axis_index(STAGE) * y.shape[-1])
+    whole = vary_like(jnp.zeros((*y.shape[:-1], size), y.dtype), y)
+    return summed(lax.dynamic_update_slice(whole, y, start), STAGE)
+
+
+def _local(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """The places of words in this stage's rows, and whether they are there.
+
+    Ids that no word has are out of bounds on the first or last stage, and so are what they are to a table
+    that is whole.
+    """
+    count = size // lax.axis_size(STAGE)
+    first = lax.axis_index(STAGE) * count
+    ids = ids.astype(jnp.int32)
+    ids = jnp.where(ids < 0, jnp.maximum(ids + size, -size), ids)
+    local = jnp.where(ids < 0, -size, ids - first)
+    is_first, is_last = first == 0, first == size - count
+    return local, ((local >= 0) | is_first) & ((local < count) | is_last)
+
+
+def add_rows(table: jax.Array, ids: jax.Array, rows: jax.Array, size: int) -> jax.Array:
+    """A table, or this stage's part of one of `size` rows, with these added where the words are."""
+    if len(table) < size:
+        local, is_here = _local(ids, size)
+        ids = jnp.where(is_here & (local >= 0), local, len(table))
+    return table.at[ids].add(vary_like(rows.astype(table.dtype), table), mode="drop")
+
+
+def uses(model: Any, run: Callable[[Any], Any]) -> Uses:
+    """How a function of a model uses its modules.
+
+    Args:
+      model: of shapes.
+      run: what is traced.
+    """
+    graphdef, state = nnx.split(model)
+    pairs, structure = jax.tree.flatten_with_path(state)
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
+    shapes = [shape_of(leaf) for _, leaf in pairs]
+    names = [name for name, _ in modules(model)]
+    made: dict[str, list[int]] = {name: [] for name in names}
+    outermost = None
+    inside = {name for name, own in modules(model) if type(own) not in _TABLES or size_of(own) == 1}
+
+    def merged(leaves: Any) -> Any:
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
+
+    def reads(run: Callable[[Any], Any]) -> frozenset[str]:
+        used = used_inputs(lambda leaves: run(merged(leaves)), shapes)
+        return frozenset(path for path, is_used in zip(paths, used, strict=True) if is_used)
+
+    def stand_in(name: str, call: Call, *args: Any, **options: Any) -> Any:
+        out = jax.eval_shape(functools.partial(call, **options), *args)
+        made[name].append(math.prod(out.shape))
+        if _trace() != outermost:
+            inside.add(name)
+        return jnp.zeros(out.shape, out.dtype)
+
+    calls = {name: functools.partial(stand_in, name) for name in names}
+
+    def rest(model: Any) -> Any:
+        nonlocal outermost
+        outermost = _trace()
+        return run(with_calls(model, calls))
+
+    otherwise = frozenset(map(owner, reads(rest)))
+    called = {name: sum(own) for name, own in made.items() if own and name not in otherwise}
+    flops = amount(lambda leaves: rest(merged(leaves)), shapes).flops
+    return Uses(reads(run), called, frozenset(called) - inside, flops)
+
+
+def _trace() -> Any:
+    """What tells loops and calls of a program apart."""
+    return core.get_opaque_trace_state(convention="nnx")
+
+
+def owner(path: str) -> str:
+    """The name of the module that a variable is of."""
+    return path.removesuffix("/value").rpartition("/")[0]
+
+
+def ends(model: Any, of: tuple[Uses, Uses]) -> dict[str, End]:
+    """The modules of a model that can be in parts, if their dims have names or none that are split so.
+
+    Args:
+      of: how what comes before the layers uses them, and what comes after.
+    """
+    found, owners = {}, collections.Counter()
+    for _, module in modules(model):
+        owners.update(id(getattr(module, key)) for key in split_params(module))
+    for name, module in modules(model):
+        where = [uses for uses in of if name in uses.modules]
+        if not where or any(name not in uses.called for uses in where):
+            continue
+        params = {key: getattr(module, key) for key in split_params(module)}
+        if any(owners[id(param)] > 1 for param in params.values()):
+            continue
+        dims = {dims_of(params[key])[dim] for key, dim in split_params(module).items()} - {None}
+        if len(dims) > 1:
+            continue
+        base = str(*dims)
+        key, dim = next(iter(split_params(module).items()))
+        found[name] = End(
+            name=name,
+            dim=f"{base}{OF}{name}",
+            what="rows" if type(module) in _TABLES else "columns",
+            size=params[key].shape[dim],
+            num_params=sum(math.prod(param.shape) for param in params.values()),
+            num_outputs=(of[0].called.get(name, 0), of[1].called.get(name, 0)),
+        )
+    return found
+
+
+def name_dims(model: Any, of: Mapping[str, End]) -> None:
+    """Gives the dims of modules that can be split names of their own."""
+    for name, module in modules(model):
+        for key, dim in split_params(module).items() if name in of else ():
+            variable = getattr(module, key)
+            dims = list(dims_of(variable))
+            dims[dim] = of[name].dim
+            variable.set_metadata("out_sharding", tuple(dims))
+            variable.set_metadata("eager_sharding", False)

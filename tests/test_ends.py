@@ -1,0 +1,273 @@
+"""What comes before and after the layers, in parts: no stage holds all of it, and nothing else changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_checkpoint
+import test_predict
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from models import FEATURES, MAKERS, WIDTH, Regress
+from test_any_model import assert_same
+from test_checkpoint import (
+    RELATIVE_ERROR,
+    TASK,
+    assert_bit_equal,
+    canonical,
+    make_setup,
+    next_losses,
+    restore,
+)
+from test_cost import sums_of
+from test_equivalence import MODEL, assert_same_as_plain, full, make_settings, on_devices
+
+from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
+from jaxpar.analysis import inspect_step
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.ends import part_call
+from jaxpar.nn import dropout
+from jaxpar.planning.cost import estimate_step
+from jaxpar.setup import Setup
+from jaxpar.sharding import named_leaves
+from jaxpar.state import abstract_state, audit
+from jaxpar.tasks.lm.task import LM
+from jaxpar.training.summary import describe_ends
+
+WORDS = 64
+run = test_checkpoint.run  # a fixture
+
+
+class Ends(nnx.Module):
+    """Words and numbers go in through layers of jaxpar and Flax; `how` says which part is what."""
+
+    def __init__(self, how, *, rngs):
+        self.how = how
+        self.words = nn.Embedding(WORDS, WIDTH, rngs=rngs)
+        self.marks = nnx.List([nnx.Embed(WORDS, WIDTH, rngs=rngs)])
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, dims=("input", None), rngs=rngs)
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
+        self.layers = Stack([MAKERS[kind] for kind in ("gru", "gru", "dense", "cell")], rngs=rngs)
+        self.out = nnx.Linear(WIDTH, 8 * FEATURES, rngs=rngs)
+
+    def first(self, batch, at: At):
+        ids = [(jnp.abs(batch["x"][..., n]) * 100).astype(jnp.int32) % WORDS for n in (0, 1)]
+        x = dropout(self.words(ids[0]), 0.2, at, number=7) + self.marks[0](ids[1])
+        if "twice" in self.how:  # the same table once more
+            x = x + self.words(ids[1] - WORDS)
+        if "array" in self.how:
+            x = x + self.marks[0].embedding[...][ids[0]]
+        if "loop" in self.how:
+            x = x + jax.lax.map(self.marks[0], ids[0])
+        x = x * self.scale[...][None, None] * batch["level"][:, :, None]
+        return x + self.down(jnp.tanh(self.up(x))) if "deep" in self.how else x
+
+    def last(self, y, batch, at: At):
+        found = self.out(y * self.scale[...][None, None])
+        error = found.reshape(*y.shape[:2], FEATURES, -1).mean(-1) - batch["y"]
+        loss = jnp.sum(jnp.square(error) * batch["weight"][..., None]) + 0.1 * jnp.sum(
+            jnp.square(y)
+        )
+        return Sums(loss, jnp.sum(batch["weight"]), {"most": jnp.sum(jnp.abs(error))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Words(Regress):
+    """Its batches are those of `Regress`."""
+
+    how: tuple[str, ...] = ()
+
+    def make_model(self, rngs):
+        return Ends(self.how, rngs=rngs)
+
+
+def parts_of(task, parallel):
+    """The names of the variables that no stage has whole, layers left out; and a stage's shape of each."""
+    state = abstract_state(Setup.of(task, parallel))
+    return {
+        name: variable.get_value().sharding.shard_shape(variable.shape)
+        for name, variable in named_leaves({**state.params, **state.frozen})
+        if not name.startswith("layers.") and STAGE in str(variable.get_value().sharding.spec)
+    }
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """All ends count as large, and what is with them as nothing: costs would choose otherwise here."""
+    monkeypatch.setattr("jaxpar.layout.LITTLE", 1e-9)
+    monkeypatch.setattr("jaxpar.layout.FEW", 0)
+    monkeypatch.setattr("jaxpar.facts.ModelFacts.layer_flops", np.inf)
+
+
+# ---- the law ----
+
+LANGUAGE = [
+    ((1, 2, 1), {}, {"head": "last"}, {}),
+    ((1, 4, 1), {"tie_embedding": True}, {"remat": True}, {"update": "sharded"}),
+    ((2, 2, 2), {"embed_size": 8}, {"zero_bubble": False}, {"fsdp": True}),
+    full((1, 8, 1), {}, {}, {}),
+    full((1, 8, 1), {"tie_embedding": True}, {}, {}),
+    full((1, 2, 4), {"embed_size": 8}, {}, {"fsdp": True}),
+    full((1, 2, 4), {"tie_embedding": True}, {}, {}),
+    full((1, 2, 1), {}, {"schedule": "interleaved", "num_groups": 2}, {}),
+    full((1, 2, 1), {"tie_embedding": True}, {"schedule": "v"}, {}),
+    full((2, 2, 2), {"tie_embedding": True}, {"schedule": "gpipe"}, {"fsdp": True}),
+    full((1, 4, 1), {}, {"remat": True, "remat_keeps": "carries"}, {}),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "sizes", "pipeline", "layout"), LANGUAGE)
+def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes, pipeline, layout):
+    task = dataclasses.replace(MODEL, **sizes)
+    settings = make_settings(mesh, (2, 4), task, layout=layout, **pipeline)
+    parts = parts_of(*settings[:2])
+    assert parts["embedding.table"][0] * mesh[1] <= 96
+    assert_same_as_plain(settings)
+
+
+OWN = [
+    ((1, 2, 1), ("deep", "twice"), {"head": "sharded"}, None),
+    ((2, 2, 2), ("loop",), {}, "words"),
+    full((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
+    full((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
+    full((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
+    full((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "how", "pipeline", "frozen"), OWN)
+def test_any_model_with_ends_in_parts_equals_its_definition(large, mesh, how, pipeline, frozen):
+    task = Words(how=how, freeze=frozen)
+    units = PipelineConfig(num_microbatches=2, num_chunks=4, **pipeline)
+    parallel = Parallel(on_devices(mesh), units)
+    found = {name.rpartition(".")[0] for name in parts_of(task, parallel)}
+    expected = {"words", "marks.0", *({"up", "down"} if "deep" in how else {})}
+    if "array" in how:
+        expected.remove("marks.0")
+    if pipeline.get("head") == "sharded":
+        expected.add("out")
+    assert found == expected
+    assert_same(task, parallel)
+
+
+UNTIED = dataclasses.replace(TASK, vocab_size=128, num_layers=4)  # tasks of this file alone
+TIED = dataclasses.replace(UNTIED, tie_embedding=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (make_setup((1, 4, 1), task=UNTIED), make_setup((2, 2, 2), task=UNTIED, update="host")),
+        full(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
+        full(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
+    ],
+)
+def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
+    assert any("embedding.table" in parts_of(*setup) for setup in (before, after))
+    folder, expected, losses = run(before)
+    state = restore(folder, after)
+    audit(state)
+    assert_bit_equal(canonical(state, *after), expected)
+    np.testing.assert_allclose(next_losses(after, state), losses, rtol=RELATIVE_ERROR)
+
+
+@pytest.mark.parametrize("tied", [False, full(True)])
+def test_predictions_of_a_table_in_rows_equal_plain(large, tied):
+    task = dataclasses.replace(test_predict.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
+    parallel = Parallel("pp2", PipelineConfig(num_chunks=2))
+    assert "embedding.table" in parts_of(task, parallel)
+    found, text = test_predict.predicted(task, parallel), test_predict.text_of()
+    expected = test_predict.plain(task, text)
+    np.testing.assert_allclose(found["log_likelihood"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", ["jaxpar", "flax"])
+def test_ids_that_no_word_has_are_what_they_are_to_a_whole_table(layer):
+    ids = jnp.asarray([[0, 7, -1, -8], [8, 100, -9, 3]])
+    rngs = nnx.Rngs(0)
+    table = nn.Embedding(8, 4, rngs=rngs) if layer == "jaxpar" else nnx.Embed(8, 4, rngs=rngs)
+    graphdef, state = nnx.split(table)
+    mesh = jax.make_mesh((4,), (STAGE,), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def part(state, ids):
+        module = nnx.merge(graphdef, state)
+        return part_call(module, 8)(module, ids)
+
+    run = jax.shard_map(part, mesh=mesh, in_specs=(P(STAGE), P()), out_specs=P())
+    np.testing.assert_array_equal(jax.jit(run)(state, ids), table(ids))
+
+
+# ---- the choice ----
+
+
+def test_what_costs_less_is_chosen_and_said():
+    def said(task, parallel):
+        [(what, text)] = describe_ends(Setup.of(task, parallel).layout)
+        assert what == "on a stage"
+        return text
+
+    task = LM(2, 8, 8, vocab_size=4096, batch_size=8, seq_len=8)
+    assert said(task, "pp2") == "1/2 of embedding, head"  # 32,768 numbers for 64 x 8 twice
+    many = dataclasses.replace(task, batch_size=8 * 4096)
+    assert said(many, "pp2") == "1/2 of head; all of embedding (parts would send more)"
+    wide = dataclasses.replace(many, hidden_size=128, embed_size=128)
+    assert said(wide, "pp2") == "1/2 of embedding, head"  # for the room
+    text = said(Words(how=("array",), batch_size=8, seq_len=2), "pp4")
+    assert text.startswith("1/4 of words; all of down; all of marks/0; ")
+    assert "; all of out (parts would send more); all of scale; all of up" in text
+    odd = dataclasses.replace(MODEL, vocab_size=99, num_layers=2)
+    pipeline = PipelineConfig(head="last")
+    assert "99 rows do not divide by 2" in said(odd, Parallel("pp2", pipeline))
+
+
+# ---- the compiled program ----
+
+
+@pytest.mark.parametrize(
+    ("how", "head", "schedule"),
+    [
+        (("deep", "twice"), "sharded", {"zero_bubble": False}),
+        full(("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
+        full(("array",), "sharded", {"schedule": "v"}),
+    ],
+)
+def test_bytes_over_stages_are_those_that_were_predicted(large, how, head, schedule):
+    units = PipelineConfig(num_microbatches=2, num_chunks=4, head=head, **schedule)
+    settings = Words(how=how, batch_size=64), Parallel(on_devices((2, 2, 1)), units)
+    predicted, compiled = (
+        sums_of(found, (DATA, STAGE))
+        for found in (estimate_step(*settings).sent, inspect_step(*settings).collectives)
+    )
+    for key in {*predicted, *compiled}:
+        difference = compiled[key] - predicted[key]
+        assert abs(difference) <= 0.01 * compiled[key] + 2000, (key, predicted, compiled)
+
+
+@functools.cache
+def report_of(tied, head):
+    task = dataclasses.replace(MODEL, tie_embedding=tied, vocab_size=960, dropout=0.0)
+    settings = make_settings((1, 4, 1), (2, 2), task, head=head)
+    return settings, inspect_step(*settings)
+
+
+@pytest.mark.parametrize(("tied", "head"), [(False, "last"), (True, "auto")])
+def test_no_table_is_sent_over_stages(tied, head):
+    settings, report = report_of(tied, head)
+    whole = 960 * 16 * 4
+    largest = max(c.bytes for c in report.collectives if STAGE in c.axes and not c.in_loop)
+    if head == "last":  # the head alone: kernel and bias
+        assert whole <= largest < whole + 960 * 4 + 1000
+    else:
+        assert largest < whole / 8
+    # As it was told before: parameters and the optimizer's state of the fullest device.
+    held = estimate_step(*settings).held
+    purposes = report.memory.purposes
+    assert held["parameters"] == purposes["parameters"]
+    assert held["optimizer"] == purposes["optimizer state"]

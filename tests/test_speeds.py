@@ -1,0 +1,213 @@
+"""Stages of unequal speed: given or measured, layers go where they are done sooner, and no loss changes."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from models import Regress
+from test_equivalence import MODEL, make_settings
+
+import jaxpar.planning.running
+from jaxpar.config import Parallel, PipelineConfig
+from jaxpar.facts import ModelFacts
+from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.layout import Layout
+from jaxpar.mesh import MeshConfig
+from jaxpar.pipeline.placement import PartCosts, balance
+from jaxpar.planning import estimate_step, measure_stages, place, plan, propose_speeds
+from jaxpar.planning.machine import find_machine
+from jaxpar.setup import Setup
+from jaxpar.training.summary import describe_balance, summarize
+
+END_SECONDS = 300  # which only a process that hangs takes
+EIGHT = dataclasses.replace(MODEL, num_layers=8, vocab_size=32 * 16)
+
+
+def laid_out(stages, speeds, task=EIGHT, **pipeline):
+    parallel = make_settings((1, stages, 1), layout={"speeds": speeds}, **pipeline).parallel
+    return Layout(ModelFacts.of(task), parallel)
+
+
+@pytest.mark.parametrize(
+    ("stages", "speeds", "pipeline", "placement"),
+    [
+        (4, (1, 1, 2, 2), {}, (1, 1, 3, 3)),
+        (2, (3, 1), {}, (6, 2)),
+        (2, (1.0, 7.0), {}, (1, 7)),
+        (4, (1, 1, 1, 0.01), {}, (3, 3, 2, 0)),
+        # Groups of a stage are as fast as it is, in the order of the schedule.
+        (2, (1, 3), {"schedule": "interleaved", "num_groups": 2}, (1, 3, 1, 3)),
+        (2, (1, 3), {"schedule": "v"}, (1, 3, 3, 1)),
+        # A head of four layers, on the slow stage.
+        (2, (3, 1), {"head": "last"}, (8, 0)),
+        (2, (1, 3), {"placement": (4, 4)}, (4, 4)),
+    ],
+)
+def test_fast_stages_have_more_layers(stages, speeds, pipeline, placement):
+    assert laid_out(stages, speeds, **pipeline).placement == placement
+    assert laid_out(stages, tuple(2 * speed for speed in speeds), **pipeline).placement == placement
+
+
+def test_the_first_of_unequal_speed_is_the_best_by_brute_force():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        num_layers, num_places = int(rng.integers(1, 8)), int(rng.integers(1, 5))
+        first, last, *layers = map(tuple, rng.random((num_layers + 2, 2)).tolist())
+        costs = PartCosts(tuple(layers), first, last, tuple(rng.uniform(0.2, 4, num_places)))
+
+        def tick(placement, costs=costs):
+            ends = [sum(placement[:n]) for n in range(len(placement) + 1)]
+            slowest = [0.0, 0.0]
+            for at, speed in enumerate(costs.speeds):
+                own = costs.layers[ends[at] : ends[at + 1]]
+                for number in (0, 1):
+                    cost = sum(layer[number] for layer in own) + costs.first[number] * (at == 0)
+                    cost += sum(costs.last) * (at == len(placement) - 1 and number == 0)
+                    slowest[number] = max(slowest[number], cost / speed)
+            return sum(slowest)
+
+        every = [p for p in np.ndindex(*[num_layers + 1] * num_places) if sum(p) == num_layers]
+        assert tick(balance(costs, num_places)[0]) == pytest.approx(min(map(tick, every)))
+
+
+def test_what_training_says_of_speeds():
+    settings = make_settings((1, 2, 1), task=Regress(), layout={"speeds": (1, 3.5)})
+    rows = dict(summarize(Setup.of(*settings)))
+    assert rows["speeds"] == "1 : 3.5"
+    assert rows["time"].startswith("stage 0: ")
+    assert "work" not in rows
+    warning = dict(describe_balance(laid_out(2, (1, 3.0), placement=(4, 4))))["warning"]
+    assert (
+        "a tick of placement=(4, 4) takes as long as 4.0 layers, of placement=(2, 6) as 2.0"
+        in warning
+    )
+
+
+def test_a_cost_goes_by_the_speeds():
+    only_flops = dataclasses.replace(
+        find_machine("v5e:1x2"), memory_bytes_per_second=1e20, loop_seconds=0.0, memory_bytes=1e12
+    )
+    task = dataclasses.replace(EIGHT, hidden_size=64, embed_size=64)
+    units = PipelineConfig(num_chunks=4)
+    plain, twice, uneven = (
+        estimate_step(task, Parallel("pp2", units, speeds=speeds), None, only_flops)
+        for speeds in (None, (2, 2), (1, 3))
+    )
+    assert twice.parts["layers"] == pytest.approx(plain.parts["layers"] / 2)
+    assert twice.parts["head"] == pytest.approx(plain.parts["head"] / 2)
+    assert uneven.parts["layers"] == pytest.approx(plain.parts["layers"] / 2)  # (2, 6) of (4, 4)
+    assert place(plain) == (4, 4)
+    assert place(uneven) == (2, 6)
+    # What is planned is for as many stages.
+    ranking = plan(task, Parallel(speeds=(1, 3)), None, only_flops, num_finalists=0)
+    assert {cost.parallel.mesh.stage for cost in ranking.fitting} == {2}
+    assert ranking.best.parallel.speeds == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "message"),
+    [
+        ((1, 0), r"speeds=\(1, 0\): every stage needs one above 0"),
+        ((1, -2.0), r"speeds=\(1, -2.0\): every"),
+        ((), r"speeds=\(\): every"),
+        ((1, float("inf")), "speeds="),
+        ((1, 2, 3), r"speeds=\(1, 2, 3\) are 3 for stage=2; give one to every stage"),
+    ],
+)
+def test_bad_speeds_are_refused(speeds, message):
+    with pytest.raises(ValueError, match=message):
+        laid_out(2, speeds)
+
+
+def test_another_number_of_stages_has_no_speeds():
+    parallel = Parallel("pp2", speeds=(1, 2))
+    assert parallel.on_mesh(MeshConfig(data=2, stage=2)).speeds == (1, 2)
+    assert parallel.on_mesh(MeshConfig(stage=4)).speeds is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speeds"),
+    [((3, 1), (1.0, 3.0)), ((0.2, 0.4, 0.27), (2.0, 1.0, 1.5)), ((7.0,), (1.0,))],
+)
+def test_proposed_speeds_are_those_beside_the_slowest(seconds, speeds):
+    assert propose_speeds(seconds) == speeds
+
+
+def test_what_is_no_measurement_is_refused():
+    for seconds in ((), (1.0, 0.0), (1.0, float("nan")), (float("inf"), 1)):
+        with pytest.raises(
+            ValueError, match=r"seconds=\(.*give a time above 0 for every stage.*measure_st"
+        ):
+            propose_speeds(seconds)
+    with pytest.raises(ValueError, match="num_steps=0: must be positive"):
+        measure_stages(Regress(), "pp2", num_steps=0)
+
+
+def test_stages_are_measured_on_their_own_devices(monkeypatch):
+    """The second stage takes longer, on a clock of its own."""
+    seen, clock = [], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    one_of_each = jaxpar.planning.running._one_of_each
+
+    def slow(facts):
+        run, args = one_of_each(facts)
+
+        def measured(args):
+            [gradients] = {leaf.sharding for leaf in jax.tree.leaves(args)}
+            numbers = sorted(device.id for device in gradients.device_set)
+            seen.append(numbers)
+            clock[0] += 3.0 if 1 in numbers else 1.0
+            return run(args)
+
+        return measured, args
+
+    monkeypatch.setattr(jaxpar.planning.running, "_one_of_each", slow)
+    settings = make_settings((2, 2, 1), (1, 2), Regress())
+    assert measure_stages(*settings, num_steps=1) == [1.0, 3.0]
+    assert seen == [[0, 2]] * 2 + [[1, 3]] * 2
+
+
+def test_the_work_that_is_measured_is_that_of_the_layers():
+    """As many FLOPs as the backward pass of a layer of each kind, and what it needs of the forward pass."""
+    facts = ModelFacts.of(Regress())
+    run, args = jaxpar.planning.running._one_of_each(facts)
+    gradients = run(args)
+    assert len(gradients) == len(facts.kinds)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
+
+
+def test_two_processes_of_unequal_speed():
+    """For real: each measures its own stage, both place the layers alike, and a step takes less time."""
+    address = f"127.0.0.1:{_free_port()}"
+    one_core = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("slow_process.py"))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=_environ({**os.environ, "XLA_FLAGS": one_core}, address, 2, number, 1),
+        )
+        for number in (0, 1)
+    ]
+    told = [process.communicate(timeout=END_SECONDS) for process in processes]
+    for process, (_, said) in zip(processes, told, strict=True):
+        assert process.returncode == 0, said
+    found, other = (json.loads(printed) for printed, _ in told)
+    assert found["speeds"] == other["speeds"]
+    fast, slow = found["speeds"]
+    assert fast > 1.5 * slow == 1.5
+    even, fitted = found["placements"]
+    assert even == [4, 4]
+    assert fitted[0] >= 5
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
+    even_seconds, fitted_seconds = found["times"]
+    assert fitted_seconds < even_seconds
