@@ -18,6 +18,7 @@ from flax import nnx
 from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
+from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
@@ -84,6 +85,7 @@ class ModelFacts:
         self.batch = _example_of(task)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
+        _check_frozen(task, self.model)
         self.time_major = bool(getattr(self.model, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         stack = self.model.layers
@@ -571,6 +573,19 @@ def _check_model(task: Task, model: Any) -> None:
         raise ValueError(
             f"{what}, has no Stack called layers; write "
             f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        )
+
+
+def _check_frozen(task: Task, model: Any) -> None:
+    """Raises if the task's filter of what is not trained matches nothing of the model."""
+    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
+        return
+    params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
+        raise ValueError(
+            f"frozen={task.frozen} of task {task.name} matches no parameter; it has "
+            f"{format_names(['.'.join(map(str, path)) for path in params])}: give a filter of some, such as "
+            f"nnx.PathContains({params[0][0]!r})"
         )
 
 
