@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
+from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
@@ -29,7 +29,7 @@ from jaxpar.sharding import dims_of
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount
-from jaxpar.trace.jaxprs import inlined, is_call
+from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -619,6 +619,12 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
     program, (out, after) = named(
         what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
     )
+    if any(eqn.primitive.name == "ppermute" for eqn in equations_in(program.jaxpr)):
+        raise ValueError(
+            f"{what} uses ppermute: stages run it in branches, where it would exchange with another stage "
+            f"and give other numbers without an error; use all_gather or all_to_all, which send no more "
+            f"than a ring of them"
+        )
     jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
@@ -644,7 +650,8 @@ def named(what: str, trace: Callable[[], Any]) -> Any:
             raise
         raise ValueError(
             f"{what} uses a collective of its own ({error}); the engine alone exchanges along "
-            f"{DATA!r} and {STAGE!r}, and the compiler along the axes of the rules: leave it out"
+            f"{DATA!r} and {STAGE!r}, and the compiler along {TENSOR!r}: leave it out, or use an axis of "
+            f'your own, which the task names: axes = ("context",)'
         ) from error
     except Exception as error:
         error.add_note(f"in {what} of the model, traced by itself")

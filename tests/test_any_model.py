@@ -66,7 +66,8 @@ def plainly(task):
         carry, y, *of_layers = model.layers(carry, x, at)
         sums = model.last(y, block, at._replace(layer=len(model.layers)))
         for own in of_layers:
-            sums = jax.tree.map(jnp.add, sums.with_names(own.metrics), own)
+            names = {**sums.metrics, **own.metrics}
+            sums = jax.tree.map(jnp.add, *(each.with_names(names) for each in (sums, own)))
         return sums.loss / sums.weight, (carry, sums)
 
     if task.axes:  # which layers may use by their names: of size 1
