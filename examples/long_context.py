@@ -22,7 +22,6 @@ from jax import lax
 from transformer import NUM_CHARACTERS, load_text
 
 from jaxpar import RULES, ArrayBatches, OptimizerConfig, Stack, Sums, Task, TrainConfig
-from jaxpar.nn import Embedding
 from jaxpar.sharding import Rules
 
 # --- The model. Legend: T time steps of a device, S of all devices, B rows, W width, N heads, D their width.
@@ -74,8 +73,8 @@ class Transformer(nnx.Module):
 
     def __init__(self, task, *, rngs):
         W = task.width
-        self.embed = Embedding(NUM_CHARACTERS, W, rngs=rngs)
-        self.places = Embedding(task.seq_len, W, rngs=rngs)
+        self.embed = nnx.Embed(NUM_CHARACTERS, W, rngs=rngs)
+        self.places = nnx.Embed(task.seq_len, W, rngs=rngs)
         self.norm = nnx.LayerNorm(W, rngs=rngs)
         self.head = nnx.Linear(W, NUM_CHARACTERS, rngs=rngs)
 
@@ -114,13 +113,13 @@ class LongContext(Task):
       optimizer: how it learns.
     """
 
-    num_layers: int = 4
+    num_layers: int = 2
     width: int = 64
     num_heads: int = 4
     exchange: Literal["all_gather", "all_to_all"] = "all_gather"
-    batch_size: int = 8
-    seq_len: int = 256
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-3)
+    batch_size: int = 16
+    seq_len: int = 128
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=6e-3)
 
     unit: ClassVar[str] = "characters"
     axes: ClassVar[tuple[str, ...]] = ("context",)

@@ -184,7 +184,8 @@ class ModelFacts:
     @property
     def time_axes(self) -> tuple[str, ...]:
         """The axes of one's own that split time."""
-        return tuple(a for a in self.task.rules.axes_of(TIME) if a in self.task.axes)
+        axes = dict(self.task.rules.table).get(TIME, ())
+        return tuple(axis for axis in axes if axis in self.task.axes)
 
     @property
     def layer_flops(self) -> float:

@@ -255,7 +255,9 @@ def _run_in_units(
     ]
     first_specs = outer.specs(outer.first, in_parts[0])
     axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
-    last_names = None if is_part else in_parts[1] if sharded else frozenset[str]()
+    last_names = frozenset[str]()
+    if sharded:
+        last_names = None if is_part else in_parts[1]
     deal, gather = _deal(layout, mesh)
     b = layout.microbatch_rows
     constraint = layout.constraint(mesh, DATA, STAGE)

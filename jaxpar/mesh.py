@@ -94,10 +94,9 @@ class MeshConfig(Shown):
         require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
         if re.fullmatch(rf"({_AXIS}-?\d+)+", text):
-            found = re.findall(rf"({_AXIS})(-?\d+)", text)
-            pairs = [(SHORT_NAMES.get(name, name), size) for name, size in found]
+            pairs = re.findall(rf"({_AXIS})(-?\d+)", text)
         else:
-            pairs = []
+            pairs = list[tuple[str, str]]()
             for part in text.split(","):
                 axis, equals, size = (piece.strip() for piece in part.partition("="))
                 if not equals or not re.fullmatch(r"-?\d+", size):
@@ -106,8 +105,8 @@ class MeshConfig(Shown):
                     )
                 pairs.append((axis, size))
         sizes: dict[str, int] = {}
-        for axis, size in pairs:
-            assert axis is not None
+        for name, size in pairs:
+            axis = SHORT_NAMES.get(name, name)
             if axis in sizes:
                 raise ValueError(f"mesh {text!r} names the axis {axis!r} twice; name it once")
             sizes[axis] = int(size)

@@ -15,12 +15,15 @@ from test_equivalence import full
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
+from jaxpar.config_file import read_config, to_toml
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout
 from jaxpar.mesh import short_name
 from jaxpar.planning import estimate_step, plan
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_eval_step, make_loss_and_grad, make_predict_step
-from jaxpar.task import find_task
+from jaxpar.task import Settings, find_task
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -332,3 +335,16 @@ def test_a_mesh_is_read_with_its_axes(text, axes, written):
 def test_names_that_cannot_be_axes_are_refused(name):
     with pytest.raises(ValueError, match="is not a name for an axis of your own"):
         MeshConfig(axes=((name, 2),))
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "expert2"])
+@pytest.mark.parametrize("devices", [None, (0, 1)])
+def test_settings_are_read_as_they_are_written(mesh, devices, tmp_path):
+    config = MeshConfig.parse(mesh)
+    if devices is not None:
+        config = dataclasses.replace(config, devices=devices[: config.num_devices])
+    task = find_task(f"{EXAMPLES}/experts.py:Experts")()
+    parallel = Layout(ModelFacts.of(task), Parallel(config)).parallel
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(Settings(task, parallel, TrainConfig())))
+    assert Layout(ModelFacts.of(task), read_config(path).parallel).parallel == parallel
