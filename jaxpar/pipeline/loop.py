@@ -394,19 +394,12 @@ class Loop:
                 d_carry = stage.into_group(d_carry, before, at.group)
             return own, d_carry, dx, buffers
 
-        # Of kinds whose W is apart there is no gradient here.
-        grads = tuple(
-            () if kind.has_weights else own
-            for kind, own in zip(kept.kinds, state.grads.layers, strict=True)
-        )
+        grads = kept.added_to(state.grads.layers)
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
         grads, d_carry, dx, buffers = self._if_runs(
             at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
         )
-        layer_grads = tuple(
-            before if kind.has_weights else own
-            for kind, own, before in zip(kept.kinds, grads, state.grads.layers, strict=True)
-        )
+        layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
         first_grads = self._leave(*leaving, dx, state.grads.first)
         grads = state.grads._replace(layers=layer_grads, first=first_grads)

@@ -12,6 +12,7 @@ Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device's 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +23,10 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.buffers import corner, make_buffers
+from jaxpar.pipeline.pool import Pooled
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.pipeline.walk import SlotArrays, run_layers, unstack, with_sums
+from jaxpar.pipeline.walk import Scan, SlotArrays, Stacks, run_layers, unstack, with_sums
 
 
 class Unit(NamedTuple):
@@ -48,6 +50,7 @@ class Stage:
       batch: of this data-parallel group; `batch_on_all` is the same, for what all stages compute alike.
       slots: of this stage.
       rows: for every kind the layer in each row of its stack.
+      starts: of layers in pools, for both: see `pool.Pool`.
       key: of dropout.
       number: of the stage, and `first_row` of the group in the batch.
       here: a value that differs over both axes, as everything does that is cast to be like it.
@@ -62,6 +65,7 @@ class Stage:
     batch_on_all: Any
     slots: SlotArrays
     rows: tuple[jax.Array, ...]
+    starts: tuple[tuple[jax.Array, ...], ...]
     key: jax.Array | None
     number: jax.Array
     first_row: jax.Array
@@ -82,6 +86,7 @@ class Stage:
         batch: Any,
         slots: Any,
         rows: Any,
+        starts: Any,
         table: TickTable,
         key,
     ) -> "Stage":
@@ -108,13 +113,26 @@ class Stage:
             )
         # Likewise, for autodiff through `forward`.
         batches = vary_like(batch, here), batch
-        slots, rows = vary_like((slots, rows), here)
+        slots, rows, starts = vary_like((slots, rows, starts), here)
         num_rows = table.max_microbatches * spec.microbatch_rows
         first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * num_rows, num_rows)
         first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
         sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
         stage = cls(
-            *(spec, params, frozen, *batches, slots, rows, key, number, first_row, here, *sizes)
+            *(
+                spec,
+                params,
+                frozen,
+                *batches,
+                slots,
+                rows,
+                starts,
+                key,
+                number,
+                first_row,
+                here,
+                *sizes,
+            )
         )
         unit = Unit(jnp.int32(0))
         x = jax.eval_shape(lambda: stage.first(unit))
@@ -150,7 +168,7 @@ class Stage:
     def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         """The layers of a group: the carry, and y."""
         params, frozen, slots = self.own(group)
-        walk, at = self.spec.walk, self.at(unit)
+        walk, at = self.walk(group), self.at(unit)
         return run_layers(walk, self.layers, params, frozen, carry, x, at, slots)
 
     def over_stages(self, y: Any) -> Any:
@@ -284,8 +302,40 @@ class Stage:
     # ---- groups of layers ----
 
     def own(self, group: Any) -> tuple[Any, Any, SlotArrays]:
-        """Parameters, frozen ones and slots of a group."""
-        return self.of_group((self.params.layers, self.frozen.layers, self.slots), group)
+        """Parameters, frozen ones and slots of a group; of pools all parameters."""
+        weights = self.params.layers, self.frozen.layers
+        return *self.weights_of_group(weights, group), self.of_group(self.slots, group)
+
+    def walk(self, group: Any) -> Scan:
+        """The way through the layers of a group."""
+        walk = self.spec.walk
+        if not self.pooled:
+            return walk
+        return dataclasses.replace(walk, stores=self.stores(self.of_group(self.starts, group)))
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the layers lie in pools."""
+        return self.spec.pools is not None
+
+    def stores(self, starts: Any = None) -> Sequence[Any]:
+        """How parameters and frozen ones have a layer; see `walk.Switch`.
+
+        Args:
+          starts: of a group; None are those of the stage.
+        """
+        if self.spec.pools is None:
+            return Stacks(), Stacks()
+        pairs = zip(self.spec.pools, starts or self.starts, strict=True)
+        return [Pooled(*each, self.spec.platform) for each in pairs]
+
+    def weights_of_group(self, tree: Any, group: Any) -> Any:
+        """A group's rows of what lies as parameters of layers do."""
+        return tree if self.pooled else self.of_group(tree, group)
+
+    def weights_into_group(self, tree: Any, part: Any, group: Any) -> Any:
+        """What lies as they do with a group's rows changed."""
+        return part if self.pooled else self.into_group(tree, part, group)
 
     def of_group(self, tree: Any, group: Any) -> Any:
         """A group's rows of every stacked array."""
