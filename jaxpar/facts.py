@@ -25,7 +25,7 @@ from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, m
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
 from jaxpar.task import Task
-from jaxpar.trace.counts import amount
+from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import inlined, is_call
 
 WHY_SAME = ", since layers of a stack pass the same arrays on"
@@ -140,6 +140,18 @@ class ModelFacts:
         """How many numbers are trained in the layers."""
         of_layers = self.params.get(LAYERS_OF_MODEL, {})
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_layers))
+
+    @functools.cached_property
+    def layer_stacks(self) -> tuple[tuple[nnx.State, ...], ...]:
+        """Trained and other variables of the layers by kind, of shapes, all layers of a kind in one stack."""
+        stacks = [state.get(LAYERS_OF_MODEL, {}) for state in self.split(self.model)[1:]]
+        return tuple(tuple(nnx.State(own.get(kind, {})) for kind in self.kinds) for own in stacks)
+
+    @functools.cached_property
+    def starts_with_variables(self) -> bool:
+        """Whether what layers carry at the start depends on variables of theirs."""
+        graphdef, state = nnx.split(self.model.layers)
+        return any(used_inputs(lambda own: nnx.merge(graphdef, own).initial_carry(1), state))
 
     @functools.cached_property
     def x_numbers(self) -> int:

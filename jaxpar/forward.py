@@ -201,6 +201,7 @@ def _run_in_units(
     if hasattr(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
+    stored = outer.states if layout.pools is None else (params, frozen)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
@@ -234,6 +235,7 @@ def _run_in_units(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
+        pools=layout.pools,
         lay_out_gradients=constraint.of_variables,
     )
 
@@ -241,7 +243,7 @@ def _run_in_units(
         leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
         return PipelineParams(
             tuple(leaves[n] for n in first),
-            _with_others(layout.of_layers(outer.states[number]), others),
+            _with_others(layout.layers_of(stored[number], number), others),
             tuple(leaves[n] for n in last),
         )
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
-from jaxpar.base.axes import BATCH, DATA, STAGE
+from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.trees import add, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
 from jaxpar.ends import (
@@ -44,6 +45,7 @@ from jaxpar.pipeline.placement import (
     resolve_placement,
     route_of,
 )
+from jaxpar.pipeline.pool import Pool
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import (
@@ -61,6 +63,10 @@ from jaxpar.trace.counts import used_inputs
 # The share of a stage's layers, or of the work of one, that is not worth a thought; nor are so few numbers.
 LITTLE, FEW = 0.1, 2**18
 
+# In a state that has its layers in pools, instead of `LAYERS_OF_MODEL`: the planes of those that are trained,
+# and of what is not.
+POOLS = ("@pool", "@pool of frozen")
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -69,12 +75,14 @@ class Layout:
     Attributes:
       facts: of the task.
       parallel: with no -1 left.
+      may_pool: False keeps layers in stacks, whatever they take.
     Raises:
       ValueError: the two do not fit each other.
     """
 
     facts: ModelFacts
     parallel: Parallel
+    may_pool: bool = True
 
     def __post_init__(self):
         facts, parallel = self.facts, self.parallel
@@ -253,12 +261,18 @@ class Layout:
         if self.parallel.mesh.stage == 1:
             return frozenset(), frozenset()
         dims = self.facts.split_dims
-        split = {name for name, dim in dims.items() if STAGE in self.rules.axes_of(dim)}
+        split = {name for name, dim in dims.items() if STAGE in self._rules.axes_of(dim)}
         return tuple(frozenset(split.intersection(uses.called)) for uses in self.facts.uses)
 
     @functools.cached_property
     def rules(self) -> Rules:
         """How parameters lie while a step computes."""
+        rules = self._rules
+        return rules if self.pools is None else rules.replace({POOL_ROWS: TENSOR})
+
+    @functools.cached_property
+    def _rules(self) -> Rules:
+        """The same, of a state that has its layers in stacks."""
         head_is_last = self.parallel.mesh.stage > 1 and self.head == "last"
         rules = off_stages(self.task.rules) if head_is_last else self.task.rules
         own = {end.dim: (STAGE, *rules.axes_of(end.dim)) for end in self.split_ends}
@@ -286,6 +300,105 @@ class Layout:
     def constraint(self, mesh: Mesh, *manual: str) -> Constraint:
         """For activations (`At.layout`)."""
         return Constraint(mesh, self.rules, manual)
+
+    # ---- layers in pools ----
+
+    @functools.cached_property
+    def pools(self) -> tuple[Pool, Pool] | None:
+        """Where layers lie, those that are trained and what of them is not; None if in stacks."""
+        return self.possible_pools if self.may_pool and not self.why_stacks else None
+
+    @functools.cached_property
+    def why_stacks(self) -> str:
+        """Why layers lie in stacks of their kinds though pools would take less, in words; "" otherwise."""
+        task, model = self.task, self.facts.model
+        if self.possible_pools is None:
+            return ""
+        is_own = any(
+            getattr(type(task), name) is not getattr(Task, name)
+            for name in ("make_optimizer", "after_validation", "evaluated_params")
+        )
+        if is_own or not task.has_optimizer:
+            return "an optimizer that is not an OptimizerConfig may look at single parameters"
+        for name in ("draw", "prepare"):
+            if hasattr(model, name):
+                return f"{type(model).__name__}.{name} may change them"
+        if self.facts.starts_with_variables:
+            return "what layers carry begins with parameters"
+        return ""
+
+    @functools.cached_property
+    def possible_pools(self) -> tuple[Pool, Pool] | None:
+        """Pools, if layers can lie in them and take so much less than in stacks that it matters."""
+        sizes, rules = self.parallel.mesh.sizes, off_stages(self.task.rules)
+        if sizes[STAGE] == 1 or len(self.facts.kinds) < 2:
+            return None
+        pools = []
+        for stacks in self.facts.layer_stacks:
+            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacks)
+            variables = [jax.tree.leaves(own, is_leaf=is_variable) for own in stacks]
+            dims = [[_dim_over_tensor(leaf, rules, sizes) for leaf in own] for own in variables]
+            if any(dim == _OTHER for own in dims for dim in own):
+                return None  # or a mistake, of which `check_sizes` tells
+            pools.append(Pool.of(shapes, dims, self.slots.rows, sizes[STAGE], sizes[TENSOR]))
+        in_stacks, in_pools = (
+            sum(getattr(pool, name) for pool in pools) for name in ("stack_bytes", "num_bytes")
+        )
+        saves = in_stacks - in_pools > max(LITTLE * in_stacks, FEW * 4)
+        return (pools[0], pools[1]) if saves else None
+
+    def in_pools(self, trees: Sequence[nnx.State], planes: Sequence[Sequence[Any]]) -> Any:
+        """Parameters and other variables as a state has them, with layers in planes.
+
+        Args:
+          trees: with layers in stacks.
+          planes: of both pools, [stage, rows, COLUMNS].
+        """
+        assert self.pools is not None
+        made, classes = [], (nnx.Param, nnx.Variable)
+        for tree, key, pool, arrays, of in zip(
+            trees, POOLS, self.pools, planes, classes, strict=True
+        ):
+            own = {}
+            for plane, array in zip(pool.planes, arrays, strict=True):
+                own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
+            rest = {name: part for name, part in tree.items() if name != LAYERS_OF_MODEL}
+            made.append(nnx.State({**rest, key: nnx.State(own)} if own else rest))
+        return tuple(made)
+
+    @functools.cached_property
+    def stored(self) -> tuple[nnx.State, nnx.State]:
+        """Shapes of parameters and other variables as a state has them."""
+        if self.pools is None:
+            return self.params, self.frozen
+        planes = [
+            [jax.ShapeDtypeStruct(pool.shape_of(plane), plane.dtype) for plane in pool.planes]
+            for pool in self.pools
+        ]
+        return self.in_pools((self.params, self.frozen), planes)
+
+    def layers_of(self, state: nnx.State, number: int) -> Any:
+        """The layers of a state as an engine takes them: by kind, or planes.
+
+        Args:
+          number: 0 of what is trained, 1 of other variables.
+        """
+        return (
+            self.of_layers(state) if self.pools is None else nnx.State(state.get(POOLS[number], {}))
+        )
+
+    def _without_pools(self, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, ...]:
+        """The same, with zeros for layers that are in pools, which nobody reads."""
+        made = []
+        for state, key, shapes in zip(
+            (params, frozen), POOLS, (self.params, self.frozen), strict=True
+        ):
+            if key in state:
+                rest = {name: part for name, part in state.items() if name != key}
+                rest[LAYERS_OF_MODEL] = zeros(shapes[LAYERS_OF_MODEL])
+                state = nnx.State(rest)
+            made.append(state)
+        return tuple(made)
 
     # ---- the model in its slots ----
 
@@ -320,8 +433,8 @@ class Layout:
         return self._parts[2]
 
     def merge(self, params: nnx.State, frozen: nnx.State) -> Any:
-        """The model with these values."""
-        return nnx.merge(self.graphdef, params, frozen)
+        """The model with these values; of layers that are in pools it has zeros."""
+        return nnx.merge(self.graphdef, *self._without_pools(params, frozen))
 
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `model.Model`."""
@@ -406,6 +519,24 @@ class Layout:
             own = params, frozen, carry, (x, facts.no_sums)
             split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
         return tuple(split)
+
+
+_OTHER = -1
+
+
+def _dim_over_tensor(leaf: Any, rules: Rules, sizes: Mapping[str, int]) -> int | None:
+    """The dim of a layer that `tensor` splits, of what is stacked; `_OTHER` if it cannot lie in a pool."""
+    try:
+        split = rules.split(dims_of(leaf)[1:])
+    except ValueError:
+        return _OTHER
+    found = [dim for dim, axes in enumerate(split) if math.prod(sizes[axis] for axis in axes) > 1]
+    if not found and isinstance(leaf.dtype, np.dtype):
+        return None
+    is_tensor = len(found) == 1 and {axis for axis in split[found[0]] if sizes[axis] > 1} == {
+        TENSOR
+    }
+    return found[0] if is_tensor and leaf.shape[1:][found[0]] % sizes[TENSOR] == 0 else _OTHER
 
 
 def _both(ones: Iterable[Any], others: Iterable[Any]) -> Iterator[bool]:

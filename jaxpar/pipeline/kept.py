@@ -54,9 +54,9 @@ class Residuals:
         at = stage.at(Unit(zero))
         self.kinds = []
         for number, (layer, own) in enumerate(zip(stage.layers, before, strict=True)):
-            first = self._layer(weights, number, 0)
-            arguments = *first, pick(own, 0), (x, stage.no_sums), at
-            self.kinds.append(SplitLayer(layer, *arguments, splits=splits))
+            p, f = self._layer(weights, number, 0)
+            x_and_sums = x, stage.no_sums
+            self.kinds.append(SplitLayer(layer, p, f, pick(own, 0), x_and_sums, at, splits=splits))
         self.has_weights = any(kind.has_weights for kind in self.kinds)
         self._prepared = []  # of each layer that is written out, as the backward pass takes the weights
         if stage.spec.unroll:

@@ -16,6 +16,7 @@ permute in a branch, for which other stages wait forever.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -25,9 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import TENSOR
+from jaxpar.base.axes import LAYERS, POOL_ROWS, STAGE, TENSOR
 
 COLUMNS = 128  # of a row, as many as of a TPU's tile
 
@@ -57,21 +59,37 @@ class Leaf(NamedTuple):
         """Over `tensor`, of one layer's."""
         return P(*(TENSOR if dim == self.dim else None for dim in range(len(self.shape))))
 
+    def part(self, layers: jax.Array) -> jax.Array:
+        """Of whole arrays of several layers, [layers, ...], the part of this device of `tensor`."""
+        if self.dim is None:
+            return layers
+        size = self.shape[self.dim]
+        return lax.dynamic_slice_in_dim(
+            layers, lax.axis_index(TENSOR) * size, size, axis=self.dim + 1
+        )
+
     def read(self, plane: jax.Array, block: Any) -> jax.Array:
         """The array, of a device's plane [1, rows, COLUMNS] in which its layer's block begins there."""
-        at = jnp.int32(0), block + jnp.int32(self.start), jnp.int32(0)
-        rows = lax.dynamic_slice(plane, at, (1, self.num_rows, COLUMNS))
-        return rows.reshape(-1)[: math.prod(self.shape)].reshape(self.shape)
+        return self._rows(plane, block)[: math.prod(self.shape)].reshape(self.shape)
 
     def write(self, plane: jax.Array, block: Any, value: jax.Array) -> jax.Array:
-        """That plane with another value of the array."""
-        at = jnp.int32(0), block + jnp.int32(self.start), jnp.int32(0)
-        return lax.dynamic_update_slice(plane, self.rows_of(value.astype(plane.dtype))[None], at)
+        """That plane with another value of the array, and nothing else changed."""
+        rest = self._rows(plane, block)[value.size :]
+        rows = jnp.concatenate([value.reshape(-1).astype(plane.dtype), rest])
+        rows = rows.reshape(1, self.num_rows, COLUMNS)
+        return lax.dynamic_update_slice(plane, rows, self._place(block))
 
     def rows_of(self, value: jax.Array) -> jax.Array:
         """The array as rows; what it does not fill is zero."""
         room = self.num_rows * COLUMNS
         return jnp.pad(value.reshape(-1), (0, room - value.size)).reshape(-1, COLUMNS)
+
+    def _rows(self, plane: jax.Array, block: Any) -> jax.Array:
+        sizes = 1, self.num_rows, COLUMNS
+        return lax.dynamic_slice(plane, self._place(block), sizes).reshape(-1)
+
+    def _place(self, block: Any) -> tuple[jax.Array, ...]:
+        return jnp.int32(0), block + jnp.int32(self.start), jnp.int32(0)
 
 
 class Plane(NamedTuple):
@@ -91,6 +109,16 @@ class Plane(NamedTuple):
     def name(self) -> str:
         """By which a state has it."""
         return self.dtype + "_over_tensor" * self.is_split
+
+    @property
+    def dims(self) -> tuple[str | None, ...]:
+        """Their names."""
+        return LAYERS, POOL_ROWS if self.is_split else None, None
+
+    @property
+    def spec(self) -> P:
+        """Over `stage` and `tensor`."""
+        return P(STAGE, TENSOR) if self.is_split else P(STAGE)
 
     @property
     def num_bytes(self) -> int:
@@ -166,6 +194,11 @@ class Pool:
             planes, tuple(leaves), structures, tuple(starts), is_full, num_stages, num_tensor
         )
 
+    def shape_of(self, plane: Plane) -> tuple[int, int, int]:
+        """Of a whole plane."""
+        devices = self.num_tensor if plane.is_split else 1
+        return self.num_stages, devices * plane.rows, COLUMNS
+
     @property
     def num_bytes(self) -> int:
         """On one device."""
@@ -183,10 +216,6 @@ class Pool:
     def _itemsize(self, leaf: Leaf) -> int:
         return np.dtype(self.planes[leaf.plane].dtype).itemsize
 
-    def over_tensor(self, plane: int) -> P:
-        """How a device of `stage` and `data` has a plane."""
-        return P(None, TENSOR) if self.planes[plane].is_split else P()
-
     def packed(self, kinds: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """A stage's planes, [1, rows, COLUMNS], on one device.
 
@@ -195,17 +224,15 @@ class Pool:
         """
         parts: list[list[jax.Array]] = [[] for _ in self.planes]
         for own, stacks in zip(self.leaves, kinds, strict=True):
-            for number, part in enumerate(parts):
-                pairs = [
-                    (leaf, a) for leaf, a in zip(own, stacks, strict=False) if leaf.plane == number
-                ]
-                rows = [jax.vmap(leaf.rows_of)(a) for leaf, a in pairs]
-                part += [jnp.concatenate(rows, axis=1).reshape(-1, COLUMNS)] * bool(rows)
+            blocks: list[list[jax.Array]] = [[] for _ in self.planes]
+            for leaf, stack in zip(own, stacks, strict=False):
+                blocks[leaf.plane].append(jax.vmap(leaf.rows_of)(stack))
+            for part, block in zip(parts, blocks, strict=True):
+                part += [jnp.concatenate(block, axis=1).reshape(-1, COLUMNS)] if block else []
         full = []
         for plane, part in zip(self.planes, parts, strict=True):
-            empty = plane.rows - sum(map(len, part))
-            part += [jnp.zeros((empty, COLUMNS), plane.dtype)]
-            full.append(jnp.concatenate(part)[None])
+            rest = plane.rows - sum(map(len, part))
+            full.append(jnp.concatenate([*part, jnp.zeros((rest, COLUMNS), plane.dtype)])[None])
         return full
 
 
@@ -259,7 +286,7 @@ class Pooled:
 
     @property
     def _planes(self) -> list[P]:
-        return [*map(self.pool.over_tensor, range(len(self.pool.planes)))]
+        return [P(None, *plane.spec[1:]) for plane in self.pool.planes]
 
     def _over_tensor(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         if self.pool.num_tensor == 1:
@@ -271,3 +298,61 @@ class Pooled:
         if self.platform == "cpu":
             return plane
         return with_layout_constraint(plane, Layout(tuple(range(plane.ndim))))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def stack_of(
+    plane: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
+) -> jax.Array:
+    """A leaf of all layers of a kind as a stack with slots for it on every stage, [rows, ...].
+
+    Nothing is sent from stage to stage. Empty slots are zeros.
+
+    Args:
+      place: where the stack shall lie.
+    """
+
+    def run(plane: jax.Array, starts_RP: jax.Array, is_full_R: jax.Array) -> jax.Array:
+        def read(start: jax.Array, is_full: jax.Array) -> jax.Array:
+            found = leaf.read(plane, start)
+            return jnp.where(is_full, found, jnp.zeros_like(found))
+
+        return jax.vmap(read)(starts_RP[:, leaf.plane], is_full_R)
+
+    specs, starts, is_full = _slots(pool, kind, leaf)
+    out = P(STAGE, *leaf.spec)
+    found = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=out)(
+        plane, starts, is_full
+    )
+    return lax.with_sharding_constraint(found, place)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=0)
+def with_stack(
+    plane: jax.Array, stack: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
+) -> jax.Array:
+    """The plane, which is donated, with the values of such a stack.
+
+    Args:
+      place: where the plane lies.
+    """
+
+    def run(plane: Any, starts_RP: jax.Array, is_full_R: jax.Array, stack: jax.Array) -> Any:
+        def put(row: Any, plane: jax.Array) -> jax.Array:
+            start = starts_RP[row, leaf.plane]
+            before, value = leaf.read(plane, start), stack[row].astype(plane.dtype)
+            return leaf.write(plane, start, jnp.where(is_full_R[row], value, before))
+
+        return lax.fori_loop(0, len(stack), put, plane)
+
+    specs, starts, is_full = _slots(pool, kind, leaf)
+    specs = *specs, P(STAGE, *leaf.spec)
+    change: Any = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=specs[0])
+    changed = change(plane, starts, is_full, stack)
+    return lax.with_sharding_constraint(changed, place)
+
+
+def _slots(pool: Pool, kind: int, leaf: Leaf) -> tuple[tuple[P, ...], jax.Array, jax.Array]:
+    """Specs of a plane and of what says where the slots lie, and that."""
+    starts, is_full = (jnp.asarray(each[kind]) for each in (pool.starts, pool.is_full))
+    return (pool.planes[leaf.plane].spec, P(STAGE), P(STAGE)), starts, is_full

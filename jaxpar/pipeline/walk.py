@@ -65,7 +65,7 @@ class Scan:
         *,
         sums: Sequence[Any] | None = None,
         reverse: bool = False,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
+    ) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
         """x through the layers.
 
         Args:
@@ -176,9 +176,10 @@ class Switch(Scan):
             return lax.switch(jnp.where(slot.layer < 0, 0, slot.kind + 1), branches, state), None
 
         nothing = ((),) * len(rows)
-        sums, store = (nothing if each is None else each for each in (sums, store))
+        kept = nothing if store is None else tuple(store)
+        sums = nothing if sums is None else sums
         (x, after, total, stored), _ = lax.scan(
-            of_slot, (x, tuple(rows), sums, tuple(store)), slots, reverse=reverse
+            of_slot, (x, tuple(rows), sums, kept), slots, reverse=reverse
         )
         return total, after, x, stored
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
-from jaxpar.base.display import format_count
+from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.config import short_name
 from jaxpar.ends import owner
@@ -28,6 +28,7 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
         *_describe_mesh(setup),
         *_describe_layers(setup.layout),
         *describe_ends(setup.layout),
+        *describe_pools(setup.layout),
         *describe_balance(setup.layout),
         *_describe_tensor(setup.layout),
         *task.describe(),
@@ -94,6 +95,21 @@ def describe_ends(layout: Layout) -> list[tuple[str, str]]:
         why = layout.why_whole(ends[name]) if name in ends else ""
         told.append(f"all of {name}" + f" ({why})" * bool(why))
     return [("on a stage", "; ".join(told))] * bool(told)
+
+
+def describe_pools(layout: Layout) -> list[tuple[str, str]]:
+    """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
+    if layout.possible_pools is None:
+        return []
+    pools, stacks = (
+        format_bytes(sum(getattr(pool, name) for pool in layout.possible_pools))
+        for name in ("num_bytes", "stack_bytes")
+    )
+    text = f"pools, {pools} of layers on a device; {stacks} in stacks of their kinds"
+    if layout.why_stacks:
+        text = f"stacks of their kinds, {stacks} of layers on a device; {pools} in pools, "
+        text += f"but {layout.why_stacks}"
+    return [("layers in", text)]
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:
