@@ -123,8 +123,8 @@ class Residuals:
           needs.
         """
         stage, kinds = self._stage, self.kinds
-        own = stage.weights_of_group(grads, group)
         *reads, slots = stage.own(group)
+        own = stage.weights_of_group(grads, group)
         if stage.spec.unroll:
             reads = [[self._prepared]]
 
@@ -205,8 +205,8 @@ class Residuals:
             def prepare():
                 return kind.prepare(*self._layer(weights, number, row))
 
-            own = store.pick(grads, place_of_kind, row)
-            total = of_row(layer_R[row], prepare, place, own)
+            layer, own = layer_R[row], store.pick(grads, place_of_kind, row)
+            total = of_row(layer, prepare, place, own)
             return store.put(grads, place_of_kind, row, total)
 
         return lax.fori_loop(0, count, body, grads)
