@@ -24,7 +24,7 @@ from jaxpar.nn import dropout
 from jaxpar.planning.cost import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state, audit, init_state
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.training.by_layer import by_layer, from_layers, with_parameters
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
@@ -113,7 +113,9 @@ LAW = [
     full((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
     full((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
     full((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
-    full((1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries"}, {}, None),
+    full(
+        (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
+    ),
 ]
 
 
@@ -124,6 +126,18 @@ def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, f
     parallel = parallel_of(mesh, layout, **pipeline)
     setup_of(task, parallel)
     assert_same(task, parallel)
+
+
+def test_rows_without_a_layer_have_no_gradient(monkeypatch):
+    """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""
+    monkeypatch.setattr("jaxpar.layout.FEW", 2**18)
+    task = Unequal((*KINDS[:3], "dense"), batch_size=8)
+    setup = Setup.of(task, parallel_of((1, 2, 1), schedule="v", zero_bubble=True), TRAIN)
+    assert setup.layout.pools is None
+    assert not setup.layout.slots.has_empty_slots
+    (_, _), grads = jax.jit(make_loss_and_grad(setup))(init_state(setup), batch_of(setup, 0))
+    norm = optax.tree.norm(by_layer(grads, setup.layout))
+    np.testing.assert_allclose(optax.tree.norm(grads), norm, rtol=1e-6)
 
 
 UPDATES = [

@@ -189,7 +189,9 @@ class Residuals:
                 ]
                 return add(grads, vary_like(kind.weights(prepare(), *parts), grads))
 
-            if not stage.spec.slots.has_empty_slots:
+            if (
+                -1 not in stage.spec.slots.rows[number]
+            ):  # other kinds may lie in the slots of a stage
                 return run()
             return lax.cond(layer >= 0, run, lambda: grads)
 
