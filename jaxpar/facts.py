@@ -15,20 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpar.base.at import At
+from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, STAGE
 from jaxpar.base.checks import check_takes, require
+from jaxpar.base.display import format_names
+from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
+from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import inlined, is_call
 
-WHY_SAME = ", since layers of a stack pass the same arrays on"
+WHY_SAME = (
+    ", since both are layers of one kind; give those that are meant to differ a kind_name each"
+)
 WHY_FLOATS = "; anything else belongs in the batch, which every layer sees (at.batch)"
 
 
@@ -36,13 +40,16 @@ class _Traces(NamedTuple):
     """What tracing the parts of a model tells.
 
     Attributes:
-      x: shapes of what goes through the layers, of a whole batch.
+      x: shapes of what `first` gives, of a whole batch; `y` of what the last layer gives.
+      padding: makes blocks of one shape of what goes from layer to layer.
       layers: of each kind, (state, carry, x, batch) -> (carry, y) or (carry, y, sums), and these arguments.
       sums: shapes of those of a batch: of `last`, and what layers add to them.
       adds_sums: whether layers do.
     """
 
     x: Any
+    y: Any
+    padding: Padding
     layers: list[tuple[Callable[..., Any], tuple[Any, ...]]]
     sums: Sums
     adds_sums: bool
@@ -72,6 +79,7 @@ class ModelFacts:
         self.batch = _example_of(task)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
+        _check_frozen(task, self.model)
         self.time_major = bool(getattr(self.model, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         stack = self.model.layers
@@ -123,7 +131,7 @@ class ModelFacts:
     @property
     def has_last_part(self) -> bool:
         """Whether the model itself says how all stages have a part of what follows the layers."""
-        return hasattr(self.model, "last_part")
+        return says(self.model, "last_part")
 
     @functools.cached_property
     def split_dims(self) -> dict[str, str]:
@@ -155,8 +163,18 @@ class ModelFacts:
 
     @functools.cached_property
     def x_numbers(self) -> int:
-        """How many numbers of a whole batch go from layer to layer."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.traces.x))
+        """How many numbers of a whole batch go from stage to stage."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.passed))
+
+    @property
+    def padding(self) -> Padding:
+        """Makes blocks of one shape of what goes from layer to layer."""
+        return self.traces.padding
+
+    @functools.cached_property
+    def passed(self) -> Any:
+        """Shapes of what goes from stage to stage, of a whole batch."""
+        return jax.eval_shape(lambda x: self.padding.pad(x, anywhere), self.traces.x)
 
     @property
     def divides_by_hand(self) -> bool:
@@ -171,20 +189,20 @@ class ModelFacts:
     @functools.cached_property
     def costs(self) -> PartCosts:
         """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
-        (graphdef, params, frozen), x, block = self.split(self.model), self.traces.x, self.block
+        (graphdef, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
 
         def first(params, frozen, block):
             return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
 
-        def last(params, x, frozen, block):
-            return nnx.merge(graphdef, params, frozen).last(x, block, self.at(block))
+        def last(params, y, frozen, block):
+            return nnx.merge(graphdef, params, frozen).last(y, block, self.at(block))
 
         by_kind = [_passes(*each) for each in self.layer_totals]
         layers = tuple(by_kind[kind] for kind in self.kind_of)
         return PartCosts(
             layers=layers if np.any(layers) else ((1.0, 2.0),) * len(layers),
             first=_passes(_total(first), ((params,), frozen, block)),
-            last=_passes(_total(last), ((params, x), frozen, block)),
+            last=_passes(_total(last), ((params, y), frozen, block)),
         )
 
     @property
@@ -232,35 +250,45 @@ class ModelFacts:
 
         x = _traced("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
-        traced = [self._trace_layer(kind, x) for kind in range(len(self.kinds))]
-        layers, of_layers = [each[:2] for each in traced], [each[2] for each in traced]
+        shapes, layers, of_layers = [x], list[Any](), list[Any]()
+        for number, kind in enumerate(self.kind_of):
+            if kind == len(layers):  # kinds are numbered in the order of their first layers
+                run, args, y, sums = self._trace_layer(kind, shapes[-1])
+                layers.append((run, args, y))
+                of_layers.append(sums)
+            same = f"the input of layer {number} ({self.kinds[kind]})"
+            first_of_kind = f"that of layer {self.kind_of.index(kind)}"
+            check_same(same, shapes[-1], first_of_kind, layers[kind][1][2], WHY_SAME)
+            shapes.append(layers[kind][2])
+        dims = ("time", self.num_steps or 1), ("rows", self.batch_size)
+        padding = Padding(shapes, dict(dims[not self.time_major :]))
 
-        def last(model, x, batch):
-            sums = model.last(x, batch, self.at(batch))
+        def last(model, y, batch):
+            sums = model.last(y, batch, self.at(batch))
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
-        sums = _traced("last", last, self.model, x, self.block)
+        sums = _traced("last", last, self.model, shapes[-1], self.block)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
-        return _Traces(x, layers, sums, any(of_layers))
+        return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
     @functools.cached_property
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
-        x = self.traces.x
+        y = self.traces.y
         first, last = (
-            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(x)))
+            uses(self.model, lambda model, place=place: self.run_end(place, model, zeros(y)))
             for place in (0, -1)
         )
         return first, last
 
-    def run_end(self, place: int, model: Any, x: Any) -> Any:
-        """`first` of a model (place 0), or `last` (-1) of x, on a whole batch of zeros, for tracing."""
+    def run_end(self, place: int, model: Any, y: Any) -> Any:
+        """`first` of a model (place 0), or `last` (-1) of y, on a whole batch of zeros, for tracing."""
         batch = zeros(self.block)
         if place == 0:
             return model.first(batch, self.at(batch))
-        return model.last(x, batch, self.at(batch))
+        return model.last(y, batch, self.at(batch))
 
     @functools.cached_property
     def ends(self) -> dict[str, End]:
@@ -306,17 +334,17 @@ class ModelFacts:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
-        if not hasattr(self.model, "predict"):
+        if not says(self.model, "predict"):
             raise ValueError(
                 f"model {name} has no method predict, which says what the output of each row is; write "
                 f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
             )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
-        def predict(model, x, batch):
-            return self.predicted(model.predict(x, batch, self.at(batch)))
+        def predict(model, y, batch):
+            return self.predicted(model.predict(y, batch, self.at(batch)))
 
-        found = _traced("predict", predict, self.model, self.traces.x, self.block)
+        found = _traced("predict", predict, self.model, self.traces.y, self.block)
         sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
         for key, output in found.items():
             if list(output.shape[: len(sizes)]) != sizes:
@@ -385,7 +413,28 @@ class ModelFacts:
         names = self.traces.sums.metrics
         return carry, y, sums[0].with_names(names) if sums else self.no_sums
 
-    def _trace_layer(self, kind: int, x: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any]:
+    def run_padded(
+        self,
+        layer: Callable[..., Any],
+        like: Any,
+        params: Any,
+        frozen: Any,
+        carry: Any,
+        block: Any,
+        at: At,
+    ) -> tuple[Any, ...]:
+        """A layer, as a function of its variables, on a block (`padding`).
+
+        Args:
+          like: shapes of what the layer takes.
+        """
+        x = self.padding.unpad(block, like, at.layout)
+        x = jax.tree.map(lambda a, shape: a.astype(shape.dtype), x, like)
+        after, y, *sums = layer(params, frozen, carry, x, at)
+        return after, self.padding.pad(y, at.layout), *sums
+
+    def _trace_layer(self, kind: int, x: Any) -> tuple[Any, ...]:
+        """As a function, with shapes of the arguments; and the shapes of y, and of the sums, or ()."""
         layer, name, carry = self._layers[kind], self.kinds[kind], ()
         if hasattr(layer, "initial_carry"):
 
@@ -399,15 +448,14 @@ class ModelFacts:
             return called(name, layer, carry, x, self.at(batch))
 
         after, y, *sums = _traced(f"layer {name}", call, layer, carry, x, self.block)
-        check_same(f"layer {name}: its output", y, "its input", x, WHY_SAME)
-        what = f"layer {name}: the carry that it returns"
-        check_same(what, after, "the one it takes", carry, WHY_SAME)
+        check_floats(f"layer {name}: its output", y, WHY_FLOATS)
+        check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
         graphdef, state = nnx.split(layer)
 
         def run(state, *args):
             return call(nnx.merge(graphdef, state), *args)
 
-        return run, (state, carry, x, self.block), sums[0] if sums else ()
+        return run, (state, carry, x, self.block), y, sums[0] if sums else ()
 
 
 @functools.lru_cache(maxsize=8)
@@ -506,7 +554,7 @@ _HELD = re.compile(
 def _check_model(task: Task, model: Any) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
-        if not callable(getattr(model, name, None)):
+        if not says(model, name):
             raise ValueError(
                 f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
                 f"last(y, batch, at)"
@@ -516,6 +564,19 @@ def _check_model(task: Task, model: Any) -> None:
         raise ValueError(
             f"{what}, has no Stack called layers; write "
             f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        )
+
+
+def _check_frozen(task: Task, model: Any) -> None:
+    """Raises if the task's filter of what is not trained matches nothing of the model."""
+    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
+        return
+    params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
+        raise ValueError(
+            f"frozen={task.frozen} of task {task.name} matches no parameter; it has "
+            f"{format_names(['.'.join(map(str, path)) for path in params])}: give a filter of some, such as "
+            f"nnx.PathContains({params[0][0]!r})"
         )
 
 

@@ -21,7 +21,7 @@ from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import values, wrap_like
+from jaxpar.model import says, values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
@@ -49,7 +49,7 @@ def make_forward(
         (carry, others). `beside` are those others, both for every kind, [rows of the stack, ...]; instead of
         the carry those of the carry come back, by kind.
     """
-    layers = layout.layer_functions()
+    layers = layout.layer_functions(in_units=layout.parallel.runs_in_units)
     if layout.parallel.runs_in_units:
         # The engine does not differentiate the carry that it is given.
         layers = tuple(
@@ -178,7 +178,7 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
             jax.tree.map(lambda a, rows=rows: a[rows], tree[kind])
             for tree in (params, frozen, carry)
         )
-        unroll = len(numbers) <= layout.facts.unroll
+        unroll = len(numbers) <= max(layout.facts.unroll, 1)
         if unroll:
             weights = [unstack(own, len(numbers)) for own in weights]
         walk = make_walk(1, has_empty_slots=False, unroll=unroll)
@@ -198,14 +198,14 @@ def _run_in_units(
 ):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
-    if hasattr(model, "prepare"):
+    if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
     stored = outer.states if layout.pools is None else (params, frozen)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
-    sharded = sharded and (not predicts or (is_part and hasattr(model, "predict_part")))
+    sharded = sharded and (not predicts or (is_part and says(model, "predict_part")))
     in_parts = [
         names.intersection(uses.called)
         for names, uses in zip(layout.parts, outer.uses, strict=True)

@@ -36,7 +36,7 @@ from jaxpar.ends import (
     with_calls,
 )
 from jaxpar.facts import ModelFacts, called, flatten
-from jaxpar.model import NO_SLOTS
+from jaxpar.model import NO_SLOTS, says
 from jaxpar.pipeline.placement import (
     PartCosts,
     Route,
@@ -439,19 +439,28 @@ class Layout:
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `model.Model`."""
         model = self.merge(params, frozen)
-        return self.facts.split(model.draw(key))[1] if hasattr(model, "draw") else params
+        return self.facts.split(model.draw(key))[1] if says(model, "draw") else params
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
         stack = state.get(LAYERS_OF_MODEL, {})
         return tuple(nnx.State(stack.get(kind, {})) for kind in self.facts.kinds)
 
-    def layer_functions(self) -> tuple[Callable[..., Any], ...]:
-        """For each kind (params, frozen, carry, x, at) -> (carry, y), or with sums if layers add any."""
-        return tuple(
+    def layer_functions(self, *, in_units: bool = True) -> tuple[Callable[..., Any], ...]:
+        """For each kind (params, frozen, carry, x, at) -> (carry, y), or with sums if layers add any.
+
+        Args:
+          in_units: whether x and y are blocks of one shape (`ModelFacts.padding`).
+        """
+        functions = [
             functools.partial(self._run_layer, kind, self._graphdef_of(kind))
             for kind in self.facts.kinds
-        )
+        ]
+        if not (in_units and self.facts.padding.width):
+            return tuple(functions)
+        shapes = (args[2] for _, args in self.facts.traces.layers)
+        pairs = zip(functions, shapes, strict=True)
+        return tuple(functools.partial(self.facts.run_padded, *pair) for pair in pairs)
 
     @functools.cached_property
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
@@ -488,7 +497,7 @@ class Layout:
 
         def make(params, frozen):
             model = self.merge(params, frozen)
-            return model.prepare(sizes) if sizes and hasattr(model, "prepare") else model
+            return model.prepare(sizes) if sizes and says(model, "prepare") else model
 
         return nnx.eval_shape(make, self.params, self.frozen)
 
@@ -513,10 +522,10 @@ class Layout:
     def split_layers(self) -> tuple[SplitLayer, ...]:
         """One layer of each kind in parts, on a whole batch."""
         facts, split = self.facts, list[SplitLayer]()
-        for (_, (_, carry, x, batch)), function, params, frozen in zip(
+        for (_, (_, carry, _, batch)), function, params, frozen in zip(
             facts.traces.layers, self.layer_functions(), *self.of_row, strict=True
         ):
-            own = params, frozen, carry, (x, facts.no_sums)
+            own = params, frozen, carry, (facts.passed, facts.no_sums)
             split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
         return tuple(split)
 
@@ -571,7 +580,7 @@ class Outer:
 
         def last(model):
             at = facts.at(zeros(facts.block))
-            return facts.after_layers(model, zeros(facts.traces.x), at, predicts=predicts)
+            return facts.after_layers(model, zeros(facts.traces.y), at, predicts=predicts)
 
         self.uses = uses(model, first), uses(model, last)
         self.first, self.last = map(self._numbers, self.uses)
@@ -609,7 +618,7 @@ class Outer:
     def run_first(
         self, leaves: Any, frozen: Any, at: At, look_up: Callable[..., Any] | None = None
     ) -> Any:
-        """`first` of the model with the leaves that it uses, which may be parts over `stage`.
+        """`first` of the model with the leaves that it uses, which may be parts over `stage`; a block.
 
         Args:
           look_up: instead of the call of an embedding that is trained: (its name, that call, words) -> rows.
@@ -620,7 +629,8 @@ class Outer:
         for name in () if look_up is None else self._tables:
             assert look_up is not None
             calls[name] = functools.partial(look_up, name, calls.get(name, call_as_it_is))
-        return with_calls(model, calls).first(at.batch, at)
+        x = with_calls(model, calls).first(at.batch, at)
+        return self.layout.facts.padding.pad(x, at.layout)
 
     def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
         """The gradients of these leaves, with what a unit adds: to a table only in the rows of its words."""
@@ -662,12 +672,13 @@ class Outer:
         }
 
     def run_last(self, leaves: Any, frozen: Any, y: Any, at: At, *, is_part: bool) -> Any:
-        """`last` of the model with the leaves that it uses, or `predict`; or a part of either."""
+        """`last` of the model with the leaves that it uses, or `predict`, of a block; or a part of either."""
         model, facts = self._with(self.last, leaves, frozen), self.layout.facts
+        y = facts.padding.unpad(y, facts.traces.y, at.layout)
         if is_part:  # each part of y has a cotangent of its own
             y = jax.tree.map(lambda a: vary_over(a, frozenset([STAGE])), y)
         else:
-            y = jax.tree.map(lambda a, shape: a.astype(shape.dtype), y, facts.traces.x)
+            y = jax.tree.map(lambda a, shape: a.astype(shape.dtype), y, facts.traces.y)
             model = with_calls(model, self._part_calls(model))
         return facts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
 

@@ -103,9 +103,15 @@ class _Trial:
             begins = hasattr(layer, "initial_carry")
             return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
 
+        like = self.layout.facts.traces.layers[kind][1][2]
+
         @_quick_jit
         def layer(variables, carry, x, batch, row):
-            after, y, *sums = nnx.merge(*variables)(carry, x, self.at(batch, row, layer=number))
+            def run(_, __, *args):
+                return nnx.merge(*variables)(*args)
+
+            at = self.at(batch, row, layer=number)
+            after, y, *sums = self.layout.facts.run_padded(run, like, (), (), carry, x, at)
             return (after, y), [checked_sums(own, f"layer {name}") for own in sums]
 
         variables, start = draw()

@@ -80,6 +80,7 @@ class AWD(lm.LM):
     optimizer: OptimizerConfig = option(
         OptimizerConfig("sgd", 30.0, "constant", warmup_steps=0, weight_decay=1.2e-6)
     )
+    tie_embedding: bool = True
     input_dropout: float = option(0.4)
     output_dropout: float = option(0.4)
     word_dropout: float = option(0.1)
@@ -121,6 +122,12 @@ class AWD(lm.LM):
     def make_model(self, rngs: nnx.Rngs) -> "AWDModel":
         """The model."""
         return AWDModel(self, rngs=rngs)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """As published: the embedding's, those of the layers, and the embedding's again if it is the head."""
+        inner = (self.hidden_size,) * (self.num_layers - 1)
+        return self.embed_size, *inner, self.embed_size if self.tie_embedding else self.hidden_size
 
     @property
     def layer_class(self) -> Any:

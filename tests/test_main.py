@@ -53,7 +53,8 @@ def test_train_prints_what_will_happen_then_progress_then_perplexities(run):
     expected = [
         r"devices +8 x cpu",
         r"mesh +data=2 x stage=2 x tensor=2",
-        r"layers +2 \(first, 0 \| 1\)",
+        r"layers +2 \(0 \| 1\)",
+        r"on a stage +1/2 of embedding, head",
         r"work +stage 0: 50%, stage 1: 50%",
         r"corpus +.*text\d+, words: 1,400 train, 70 valid, 70 test",
         rf"vocabulary +11 \+ {VOCAB_MULTIPLE - 11} padding",
@@ -147,7 +148,7 @@ def test_a_run_without_a_mesh_goes_on_with_the_one_that_it_found(text, tmp_path)
 
     refused = resume("--train.num-steps", "6")
     assert refused.returncode == 2
-    assert "data=8,stage=1,tensor=1 needs 8 devices, there are 4; use sizes" in refused.stderr
+    assert "data=8,stage=1,tensor=1 needs 8 devices, but there are 4; use sizes" in refused.stderr
     done = resume("--train.num-steps", "6", "--mesh", "dp-1")
     assert done.returncode == 0, done.stderr
     assert "mesh        data=4 x stage=1 x tensor=1 (all devices share the batch;" in done.stdout

@@ -5,7 +5,7 @@ process reads only its own rows. Those of arrays in memory are in `data`. Dims: 
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxpar.base.checks import check_divides
 
 
+@runtime_checkable
 class Batches(Protocol):
     """The batches of a split; `batch_size` is B, over all processes."""
 

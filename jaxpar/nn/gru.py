@@ -61,7 +61,7 @@ class GRU(Recurrence):
     """One GRU layer.
 
     Attributes:
-      w_x, w_h: [H, 3, H].
+      w_x: [I, 3, H]; `w_h`: [H, 3, H].
       b: [4, H]; the last row belongs to n's product with the state.
     """
 

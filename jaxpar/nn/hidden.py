@@ -28,7 +28,7 @@ class Recurrence(nnx.Module):
       carry_dims: of its state.
       kernels: what they are called, in the order in which they are drawn.
       num_gates, num_biases: of each kernel, and of all of them.
-      width: H, of inputs, state and outputs.
+      width: H, of state and outputs; `inputs` I, of inputs.
     """
 
     carry_dims: ClassVar[Any] = (BATCH, HIDDEN)
@@ -42,6 +42,7 @@ class Recurrence(nnx.Module):
         self,
         width: int,
         *,
+        inputs: int | None = None,
         rngs: nnx.Rngs,
         init: Initializer | None = None,
         dropout: float = 0.0,
@@ -49,13 +50,14 @@ class Recurrence(nnx.Module):
         """Draws the kernels; biases are 0.
 
         Args:
-          width: H, of inputs, state and outputs.
-          init: of the kernels; None draws them with variance 1 / width.
+          width: H, of state and outputs.
+          inputs: I, of inputs; None is H.
+          init: of the kernels; None draws them with variance 1 / their inputs.
           dropout: rate on the inputs; see `nn.dropout`.
         """
-        self.width, self.dropout = width, dropout
-        for name in self.kernels:
-            shape = (width, self.num_gates, width)
+        self.width, self.inputs, self.dropout = width, inputs or width, dropout
+        for name, size in zip(self.kernels, (self.inputs, width), strict=False):
+            shape = (size, self.num_gates, width)
             setattr(self, name, kernel_param(rngs, shape, (INPUT, GATES, HIDDEN), init))
         self.b = named_param(jnp.zeros((self.num_biases, width), jnp.float32), (GATES, HIDDEN))
 
@@ -103,9 +105,9 @@ class ForgetGate(Recurrence):
         """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
-          width: H, of inputs, state and outputs.
+          width: H, of state and outputs.
           forget_bias: initial bias of the forget gate (Jozefowicz et al. 2015 recommend 1).
-          options: `rngs`, `init` and `dropout`, as of every `Recurrence`.
+          options: `rngs`, `inputs`, `init` and `dropout`, as of every `Recurrence`.
         """
         super().__init__(width, **options)
         self.b[...] = self.b[...].at[1].set(forget_bias)

@@ -52,7 +52,7 @@ class LinearRecurrence(Recurrence):
     """A layer that is a linear recurrence with two gates of its inputs; its `factors` say which.
 
     Attributes:
-      w: [H, 2, H].
+      w: [I, 2, H].
       b: [2, H].
     """
 

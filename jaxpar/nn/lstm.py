@@ -164,7 +164,7 @@ class LSTM(ForgetGate):
     Attributes:
       carry_dims: of its state.
       h_0, c_0: [H], the initial state, if it is learned.
-      w_x, w_h: [H, 4, H]; an input narrower than H is zero-extended by the caller (`extend`).
+      w_x: [I, 4, H]; `w_h`: [H, 4, H].
       b: [4, H].
     """
 
@@ -174,9 +174,9 @@ class LSTM(ForgetGate):
         """Draws the kernels; biases are 0 except for the forget gate's.
 
         Args:
-          width: H, of inputs, state and outputs.
+          width: H, of state and outputs.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
-          options: `rngs`, `init`, `dropout` and `forget_bias`, as of every `ForgetGate`.
+          options: `rngs`, `inputs`, `init`, `dropout` and `forget_bias`, as of every `ForgetGate`.
         """
         super().__init__(width, **options)
         self.learn_initial = learn_initial

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.axes import HIDDEN
+from jaxpar.base.checks import require
 from jaxpar.nn.linear_recurrence import LinearRecurrence
 from jaxpar.nn.param import named_param
 
@@ -32,8 +33,17 @@ class RGLRU(LinearRecurrence):
     """
 
     def __init__(self, width: int, *, rngs: nnx.Rngs, **options: Any):
-        """As every `Recurrence`, and `decay` as in the paper."""
+        """As every `Recurrence`, and `decay` as in the paper.
+
+        Raises:
+          ValueError: inputs are of another width; they are what is added to the state.
+        """
         super().__init__(width, rngs=rngs, **options)
+        require(
+            self.inputs == width,
+            f"inputs={self.inputs} of an RG-LRU of width={width}: its inputs are added to its state, unit by "
+            f"unit; use inputs={width}, or a linear layer before it",
+        )
         dtype = jnp.dtype(jnp.float32)
         kept = jax.random.uniform(rngs.params(), (width,), dtype, LEAST_KEPT, MOST_KEPT)
         self.decay = named_param(jnp.log(jnp.expm1(-jnp.log(kept) / SHARPNESS)), (HIDDEN,))

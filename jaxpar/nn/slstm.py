@@ -41,7 +41,7 @@ class SLSTM(ForgetGate):
 
     Attributes:
       carry_dims: of its state.
-      w_x, w_h: [H, 4, H].
+      w_x: [I, 4, H]; `w_h`: [H, 4, H].
       b: [4, H].
     """
 

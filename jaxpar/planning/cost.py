@@ -382,7 +382,7 @@ class Step:
     @functools.cached_property
     def x_bytes(self) -> float:
         """A device's part of what goes from layer to layer: split where it is a state that is split."""
-        is_split = any(
+        is_split = not self.counts.facts.padding.width and any(
             array.shape[-1] == self.counts.width
             and TENSOR in self.part(array, self.layout.carry_rules).axes[-1]
             for array in self.counts.carry

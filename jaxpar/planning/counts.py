@@ -142,8 +142,8 @@ class Counts:
         )
         self._outer = Outer(layout, layout.abstract_model())
         self.first, self.last = self._outer.first[0], self._outer.last[0]
-        self.dtype = str(jax.tree.leaves(facts.traces.x)[0].dtype)
-        self.width = jax.tree.leaves(facts.traces.x)[0].shape[-1]
+        passed = jax.tree.leaves(facts.passed)[0]
+        self.dtype, self.width = str(passed.dtype), passed.shape[-1]
         self.batch_bytes = whole_bytes(facts.batch)
         self._traced = functools.cache(self._trace)
 
@@ -189,7 +189,7 @@ class Counts:
             model = with_calls(nnx.merge(graphdef, jax.tree.unflatten(structure, leaves)), calls)
             return jax.tree.leaves(facts.run_end(place, model, x))[:1], inputs, made
 
-        own, x = [shape_of(arrays[n]) for n in floats], jax.tree.map(shape_of, facts.traces.x)
+        own, x = [shape_of(arrays[n]) for n in floats], jax.tree.map(shape_of, facts.traces.y)
         y, inputs, made = jax.eval_shape(functools.partial(run, outs=None), own, x=x)
         found: dict[str, tuple[int, int, int]] = dict.fromkeys(called, (0, 0, 0))
 

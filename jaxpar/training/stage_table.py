@@ -39,7 +39,7 @@ def stage_rows(layout: Layout) -> list[StageRow]:
     """The parts of a model in the order of the data, of a layout with stages."""
     facts, parallel, route = layout.facts, layout.parallel, layout.route
     num_units = parallel.num_units
-    (first_bytes, last_bytes), x_bytes = _outer_bytes(layout), whole_bytes(facts.traces.x)
+    (first_bytes, last_bytes), x_bytes = _outer_bytes(layout), whole_bytes(facts.passed)
     costs, begin = facts.costs, 0
 
     def of_layers(stage: int, begin: int, number: int) -> StageRow:

@@ -3,6 +3,8 @@
 Legend of the dim suffixes: B batch, T time, E embedding, H hidden, V vocabulary.
 """
 
+import functools
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ class LanguageModel(nnx.Module):
         Raises:
           ValueError: it is None.
         """
-        self.hidden_size, self.vocab_size = task.hidden_size, task.known_vocab_size
+        self.width, self.vocab_size = task.widths[0], task.known_vocab_size
         self.num_words = self.vocab_size if task.num_words is None else task.num_words
         self.dropout, self.tie_embedding, self.dtype = task.dropout, task.tie_embedding, task.dtype
         init = uniform(task.init_range) if task.init_range else None
@@ -64,14 +66,16 @@ class LanguageModel(nnx.Module):
         if task.forget_bias != 1.0:  # as layers have it by themselves
             options["forget_bias"] = task.forget_bias
 
-        def make(rngs: nnx.Rngs) -> Any:
-            return task.layer_class(task.hidden_size, rngs=rngs, **options)
+        @functools.cache  # layers of one function are drawn at once
+        def maker(inputs: int, width: int) -> Any:
+            return lambda rngs: task.layer_class(width, inputs=inputs, rngs=rngs, **options)
 
-        self.layers = Stack([make] * task.num_layers, rngs=rngs, unroll=1)  # the smallest
+        makers = itertools.starmap(maker, itertools.pairwise(task.widths))
+        self.layers = Stack([*makers], rngs=rngs, unroll=1)  # the smallest
         if tied:
             self.head_bias = named_param(jnp.zeros(V, jnp.float32), (VOCAB,))
         else:
-            self.head = Linear(task.hidden_size, V, dims=(INPUT, VOCAB), rngs=rngs, init=init)
+            self.head = Linear(task.widths[-1], V, dims=(INPUT, VOCAB), rngs=rngs, init=init)
 
     def prepare(self, sizes: Mapping[str, int]) -> "LanguageModel":
         """The model, its table zero-extended to the width of the layers where `tensor` splits it.
@@ -79,10 +83,10 @@ class LanguageModel(nnx.Module):
         Extending moves its parts between devices, which must not be done within a unit: not all devices take
         part in one.
         """
-        if sizes[TENSOR] == 1 or self.embedding.table.shape[1] == self.hidden_size:
+        if sizes[TENSOR] == 1 or self.embedding.table.shape[1] == self.width:
             return self
         model = nnx.clone(self)
-        table_VH = extend(self.embedding.table[...], self.hidden_size)
+        table_VH = extend(self.embedding.table[...], self.width)
         model.embedding.table = named_param(table_VH, dims_of(self.embedding.table))
         return model
 
@@ -90,7 +94,7 @@ class LanguageModel(nnx.Module):
     def first(self, batch: Batch, at: At) -> jax.Array:
         """Embedded inputs [T, B, H] in the compute dtype; beyond the width of the embedding they are zero."""
         x_TBE = self.embedding(jnp.asarray(batch.inputs_BT))
-        return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.hidden_size)
+        return extend(x_TBE.astype(jnp.dtype(self.dtype)), self.width)
 
     def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jaxpar.base.axes import TENSOR
@@ -137,15 +138,16 @@ class LM(Task):
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
             f"{self.num_words} or more, or leave it out",
         )
+        first, *_, last = self.widths
         require(
-            self.embed_size <= self.hidden_size,
-            f"embed_size={self.embed_size} is larger than hidden_size={self.hidden_size}; "
-            f"use embed_size={self.hidden_size} or less",
+            self.embed_size <= first,
+            f"embed_size={self.embed_size} is larger than hidden_size={first}; "
+            f"use embed_size={first} or less",
         )
         require(
-            not self.tie_embedding or self.embed_size == self.hidden_size,
-            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={self.hidden_size}; "
-            f"set embed_size={self.hidden_size}, or tie_embedding off",
+            not self.tie_embedding or self.embed_size == last,
+            f"tie_embedding needs embed_size={self.embed_size} equal to hidden_size={last}; set "
+            f"embed_size={last}, or tie_embedding off",
         )
         require(self.corpus != "", "corpus='' names no text; use python-docs, or a file or folder")
         require_not_negative(self, "num_buckets")
@@ -164,6 +166,11 @@ class LM(Task):
     def variable_length(self) -> bool:
         """Whether lines are read in buckets, the batches of which are as long as their bucket."""
         return self.num_buckets > 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of what goes into each layer, and of what the last one gives."""
+        return (self.hidden_size,) * (self.num_layers + 1)
 
     @property
     def known_vocab_size(self) -> int:
@@ -281,15 +288,19 @@ class LM(Task):
     # ---- with data and devices ----
 
     def resolve(self) -> Self:
-        """The task with the sizes of its vocabulary filled in.
+        """The task with the sizes of its vocabulary filled in, and the whole path of its text.
 
         The text is read where vocab_size does not say what is needed.
         """
-        task = dataclasses.replace(self)  # a text that has changed since is read again
+        from jaxpar.tasks.lm.corpus import NAMES
+
+        path = Path(self.corpus).expanduser().absolute()
+        whole = str(path) if self.corpus not in NAMES and path.exists() else self.corpus
+        task = dataclasses.replace(self, corpus=whole)  # what has changed since is read again
         if self.vocab_size is None:
             corpus = task._corpus
             words = self.num_words or len(corpus.vocabulary)
-            task = dataclasses.replace(self, num_words=words, vocab_size=padded(words))
+            task = dataclasses.replace(task, num_words=words, vocab_size=padded(words))
             vars(task)["_corpus"] = corpus
         return task
 

@@ -69,9 +69,10 @@ def with_words(weights: Weights, task: "LM", vocabulary: str | None) -> Weights:
     chosen = np.full(task.known_vocab_size, -1)
     chosen[: len(own)] = [ids.get(word, -1) for word in own]
     num_taken = int((chosen >= 0).sum())
-    note = f"{num_taken:,} of its {len(words):,} words, {len(own) - num_taken:,} are new"
+    num_new = len(own) - num_taken
+    note = f"{num_taken:,} of its {len(words):,} words, {num_new:,} are new"
     rows = {name: (dim, chosen) for name, dim in found.items()}
-    return dataclasses.replace(weights, rows=rows, note=note)
+    return dataclasses.replace(weights, rows=rows, num_new=num_new, note=note)
 
 
 def _words_of(weights: Weights) -> Sequence[str]:
@@ -84,10 +85,10 @@ def _words_of(weights: Weights) -> Sequence[str]:
         )
     try:
         words = read_json(weights.texts[WORDS], list)
-        require(all(isinstance(word, str) for word in words), "its words are not texts")
+        require(all(isinstance(word, str) for word in words), "its words are not strings")
     except ValueError as error:
         raise ValueError(
-            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of texts; export it again"
+            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings; export it again"
         ) from error
     return words
 
@@ -190,6 +191,11 @@ def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]
         raise ValueError(
             f"PyTorch has layer='lstm' and 'gru', this task has layer={kind!r}; leave out --torch, and the "
             f"names are those of the model's parameters"
+        )
+    if len({*task.widths}) > 1:
+        raise ValueError(
+            f"PyTorch's layers have one width, those of this task take and give {task.widths}; leave out "
+            f"--torch, and the names are those of the model's parameters"
         )
     (G, num_apart), found = _GATES[kind], dict[str, Outgoing]()
 

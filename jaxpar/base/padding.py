@@ -1,0 +1,92 @@
+"""Activations whose shape changes from layer to layer, as blocks of one shape that stages can exchange.
+
+All devices of a mesh run one program, in which what goes from stage to stage has one shape. So where layers
+pass on arrays of unequal shapes, all features of a row lie one after the other, followed by zeros up to the
+widest: x [t, b, 16, 16, 8] and y [t, b, 4, 4, 64] both go as [t, b, 2048].
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Padding:
+    """To blocks of one shape and back; where all shapes are the same nothing is done.
+
+    Attributes:
+      width: numbers of a row in a block, at one time step; 0 if all shapes are the same.
+    """
+
+    def __init__(self, shapes: Sequence[Any], dims: Mapping[str, int]):
+        """Looks at the shapes.
+
+        Args:
+          shapes: of what stands before each layer and after the last, trees.
+          dims: those that stay, by name; their sizes, of whole batches.
+        Raises:
+          ValueError: shapes are unequal, and one of them begins with other dims.
+        """
+        self.width, self.num_dims, lead = 0, len(dims), tuple(dims.values())
+        if all(_same(shape, shapes[0]) for shape in shapes):
+            return
+        for number, tree in enumerate(shapes):
+            for leaf in jax.tree.leaves(tree):
+                if leaf.shape[: len(lead)] != lead:
+                    place = f"layer {number - 1} returns" if number else "`first` returns"
+                    raise ValueError(
+                        f"what {place} is {leaf.dtype}{list(leaf.shape)}; where layers pass on arrays of "
+                        f"unequal shapes, each must begin with [{', '.join(dims)}], here {list(lead)}"
+                    )
+        self.width = max(map(self._width_of, shapes))
+        with jax.numpy_dtype_promotion("standard"):
+            self.dtype = jnp.result_type(*(leaf.dtype for leaf in jax.tree.leaves(list(shapes))))
+
+    def pad(self, x: Any, layout: Callable[..., jax.Array]) -> Any:
+        """x as a block.
+
+        Args:
+          layout: lays an array out by the names of its dims, as `At.layout`: a block is whole on the devices
+            that share a layer, or they would have to exchange its parts within a unit.
+        """
+        if not self.width:
+            return x
+        leaves, n = jax.tree.leaves(x), self.num_dims
+        flat = [_whole(a, layout).reshape(*a.shape[:n], -1).astype(self.dtype) for a in leaves]
+        block = jnp.concatenate(flat, axis=-1)
+        rest = self.width - block.shape[-1]
+        return _whole(jnp.pad(block, [(0, 0)] * n + [(0, rest)]), layout)
+
+    def unpad(self, block: Any, like: Any, layout: Callable[..., jax.Array]) -> Any:
+        """What `pad` made a block of, in the block's dtype.
+
+        Args:
+          like: shapes of what it is, of batches of any size.
+        """
+        if not self.width:
+            return block
+        leaves, structure = jax.tree.flatten(like)
+        found, start, lead = [], 0, block.shape[: self.num_dims]
+        block = _whole(block, layout)
+        for leaf in leaves:
+            rest = leaf.shape[self.num_dims :]
+            part = block[..., start : start + math.prod(rest)]
+            found.append(_whole(part.reshape(*lead, *rest), layout))
+            start += math.prod(rest)
+        return jax.tree.unflatten(structure, found)
+
+    def _width_of(self, tree: Any) -> int:
+        return sum(math.prod(leaf.shape[self.num_dims :]) for leaf in jax.tree.leaves(tree))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        (x.shape, x.dtype) == (y.shape, y.dtype)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def _whole(a: jax.Array, layout: Callable[..., jax.Array]) -> jax.Array:
+    return layout(a, *[None] * a.ndim)
