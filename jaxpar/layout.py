@@ -320,9 +320,12 @@ class Layout:
         )
         if is_own or not task.has_optimizer:
             return "an optimizer that is not an OptimizerConfig may look at single parameters"
-        for name in ("draw", "prepare"):
-            if hasattr(model, name):
-                return f"{type(model).__name__}.{name} may change them"
+        for name, argument in (
+            ("draw", None),
+            ("prepare", tuple(self.parallel.mesh.sizes.items())),
+        ):
+            if says(model, name) and _looks_at_layers(self.facts, name, argument):
+                return f"{type(model).__name__}.{name} looks at them"
         if self.facts.starts_with_variables:
             return "what layers carry begins with parameters"
         return ""
@@ -439,7 +442,13 @@ class Layout:
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `model.Model`."""
         model = self.merge(params, frozen)
-        return self.facts.split(model.draw(key))[1] if says(model, "draw") else params
+        if not says(model, "draw"):
+            return params
+        drawn = self.facts.split(model.draw(key))[1]
+        if POOLS[0] not in params:
+            return drawn
+        rest = {name: part for name, part in drawn.items() if name != LAYERS_OF_MODEL}
+        return nnx.State({**rest, POOLS[0]: params[POOLS[0]]})
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
@@ -528,6 +537,31 @@ class Layout:
             own = params, frozen, carry, (facts.passed, facts.no_sums)
             split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
         return tuple(split)
+
+
+@functools.lru_cache(maxsize=256)
+def _looks_at_layers(
+    facts: ModelFacts, name: str, sizes: tuple[tuple[str, int], ...] | None
+) -> bool:
+    """Whether `draw` of a model, or `prepare` for these sizes of a mesh, looks at layers or changes them."""
+    graphdef, *states = facts.split(facts.model)
+    paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
+    is_layer = [path.split("/")[1] == LAYERS_OF_MODEL for path in paths]
+
+    def run(leaves: list[Any]) -> list[Any]:
+        model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
+        argument = jax.random.key(0) if sizes is None else dict(sizes)
+        return jax.tree.leaves(facts.split(getattr(model, name)(argument))[1:])
+
+    jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
+    if len(jaxpr.outvars) != len(leaves):
+        return True
+    pairs = zip(is_layer, jaxpr.invars, jaxpr.outvars, strict=True)
+    used = used_inputs(
+        lambda own: [a for a, of in zip(run(own), is_layer, strict=True) if not of], leaves
+    )
+    changed = (layer and before is not after for layer, before, after in pairs)
+    return any(changed) or any(map(all, zip(is_layer, used, strict=True)))
 
 
 _OTHER = -1
