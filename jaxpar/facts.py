@@ -156,6 +156,17 @@ class ModelFacts:
         return tuple(tuple(nnx.State(own.get(kind, {})) for kind in self.kinds) for own in stacks)
 
     @functools.cached_property
+    def reads(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The variables that `first` reads, and those that `last` or `predict` does."""
+        first, last = (own.read for own in self.uses)
+        if says(self.model, "predict"):
+            y, batch = self.traces.y, self.block
+            at = self.at(zeros(batch))
+            last |= uses(self.model, lambda m: m.predict(zeros(y), zeros(batch), at)).read
+        names = (frozenset(path.removesuffix("/value") for path in own) for own in (first, last))
+        return next(names), next(names)
+
+    @functools.cached_property
     def starts_with_variables(self) -> bool:
         """Whether what layers carry at the start depends on variables of theirs."""
         graphdef, state = nnx.split(self.model.layers)

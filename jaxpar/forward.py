@@ -201,7 +201,8 @@ def _run_in_units(
     if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
-    stored = outer.states if layout.pools is None else (params, frozen)
+    pools, ends = layout.pools, (outer.names(outer.first), outer.names(outer.last))
+    stored = outer.states if pools is None else (params, frozen)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
@@ -235,17 +236,20 @@ def _run_in_units(
             np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
-        pools=layout.pools,
+        pools=pools,
+        pooled_ends=ends,
         lay_out_gradients=constraint.of_variables,
     )
 
     def parts(number, others=()):
         leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
-        return PipelineParams(
-            tuple(leaves[n] for n in first),
-            _with_others(layout.layers_of(stored[number], number), others),
-            tuple(leaves[n] for n in last),
+        pooled = {name for kind in layout.pooled_names(number) for name in kind} if pools else ()
+        first, last = (
+            tuple(None if name in pooled else leaves[n] for n, name in zip(own, names, strict=True))
+            for own, names in ((first, ends[0][number]), (last, ends[1][number]))
         )
+        layers = _with_others(layout.layers_of(stored[number], number), others)
+        return PipelineParams(first, layers, last)
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)

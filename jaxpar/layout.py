@@ -52,8 +52,10 @@ from jaxpar.sharding import (
     PARAM_SHAPE,
     Constraint,
     Rules,
+    array_of,
     dims_of,
     is_variable,
+    named_leaves,
     off_stages,
     split_over_data,
 )
@@ -320,38 +322,94 @@ class Layout:
         )
         if is_own or not task.has_optimizer:
             return "an optimizer that is not an OptimizerConfig may look at single parameters"
-        for name, argument in (
-            ("draw", None),
-            ("prepare", tuple(self.parallel.mesh.sizes.items())),
-        ):
-            if says(model, name) and _looks_at_layers(self.facts, name, argument):
-                return f"{type(model).__name__}.{name} looks at them"
+        if any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at):
+            return f"{type(model).__name__}.draw or prepare looks at them"
         if self.facts.starts_with_variables:
             return "what layers carry begins with parameters"
         return ""
 
+    @property
+    def _looked_at(self) -> frozenset[str]:
+        """The variables that the model's `draw` and `prepare` change or depend on."""
+        sizes, model = tuple(self.parallel.mesh.sizes.items()), self.facts.model
+        asked = [("draw", None)] * says(model, "draw") + [("prepare", sizes)] * says(
+            model, "prepare"
+        )
+        return frozenset().union(*(_looked_at(self.facts, *each) for each in asked))
+
     @functools.cached_property
     def possible_pools(self) -> tuple[Pool, Pool] | None:
         """Pools, if layers can lie in them and take so much less than in stacks that it matters."""
-        sizes, rules = self.parallel.mesh.sizes, off_stages(self.task.rules)
-        if sizes[STAGE] == 1 or len(self.facts.kinds) < 2:
+        sizes, stages = self.parallel.mesh.sizes, self.parallel.mesh.stage
+        if stages == 1 or len(self.facts.kinds) < 2:
             return None
+        ends = [[0 if s == end else -1 for s in range(stages)] for end in self.ends_on]
         pools = []
-        for stacks in self.facts.layer_stacks:
-            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stacks)
-            variables = [jax.tree.leaves(own, is_leaf=is_variable) for own in stacks]
-            dims = [[_dim_over_tensor(leaf, rules, sizes) for leaf in own] for own in variables]
+        for stacks, of_ends in zip(self.facts.layer_stacks, self._own_ends, strict=True):
+            shapes: list[Any] = [
+                jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
+                for stack in stacks
+            ]
+            leaves = [jax.tree.leaves(own, is_leaf=is_variable) for own in stacks]
+            dims = [
+                [_dim_over_tensor(leaf, 1, self._rules, sizes) for leaf in own] for own in leaves
+            ]
             if any(dim == _OTHER for own in dims for dim in own):
                 return None  # or a mistake, of which `check_sizes` tells
-            pools.append(Pool.of(shapes, dims, self.slots.rows, sizes[STAGE], sizes[TENSOR]))
+            for own in of_ends:
+                shapes.append({name: shape_of(array_of(leaf)) for name, leaf in own.items()})
+                dims += [[_dim_over_tensor(leaf, 0, self._rules, sizes) for leaf in own.values()]]
+            pools.append(Pool.of(shapes, dims, (*self.slots.rows, *ends), stages, sizes[TENSOR]))
         in_stacks, in_pools = (
             sum(getattr(pool, name) for pool in pools) for name in ("stack_bytes", "num_bytes")
         )
         saves = in_stacks - in_pools > max(LITTLE * in_stacks, FEW * 4)
         return (pools[0], pools[1]) if saves else None
 
+    @property
+    def ends_on(self) -> tuple[int, int]:
+        """The stages of the first layer and of the last."""
+        return self.route.stages[0], self.route.stages[-1]
+
+    @functools.cached_property
+    def _own_ends(self) -> list[list[dict[str, Any]]]:
+        """Variables outside of the layers that one stage alone uses, and no rule splits over stages.
+
+        Of those that are trained, and of all others: what `first` uses and what `last` does, by name.
+        """
+        first, last = self.facts.reads
+        looked_at, sizes = self._looked_at, self.parallel.mesh.sizes
+        uses = (
+            frozenset() if self.shares_first else first - last - looked_at,
+            last - first - looked_at if self.head == "last" else frozenset(),
+        )
+        return [
+            [
+                {
+                    name: leaf
+                    for name, leaf in sorted(named_leaves(state, "/"))
+                    if name in own and _dim_over_tensor(leaf, 0, self._rules, sizes) != _OTHER
+                }
+                for own in uses
+            ]
+            for state in self.facts.split(self.facts.model)[1:]
+        ]
+
+    def pooled_names(self, number: int) -> list[list[str]]:
+        """The variables in a pool, for each kind of layer, and what `first` uses and `last`, as it has them.
+
+        Args:
+          number: 0 of what is trained, 1 of other variables.
+        """
+        stacks = zip(self.facts.kinds, self.facts.layer_stacks[number], strict=True)
+        names = [
+            [f"{LAYERS_OF_MODEL}/{kind}/{name}" for name, _ in named_leaves(stack, "/")]
+            for kind, stack in stacks
+        ]
+        return [*names, *map(list, self._own_ends[number])]
+
     def in_pools(self, trees: Sequence[nnx.State], planes: Sequence[Sequence[Any]]) -> Any:
-        """Parameters and other variables as a state has them, with layers in planes.
+        """Parameters and other variables as a state has them, with those that are in pools in planes.
 
         Args:
           trees: with layers in stacks.
@@ -359,14 +417,18 @@ class Layout:
         """
         assert self.pools is not None
         made, classes = [], (nnx.Param, nnx.Variable)
-        for tree, key, pool, arrays, of in zip(
-            trees, POOLS, self.pools, planes, classes, strict=True
+        for n, (tree, pool, arrays, of) in enumerate(
+            zip(trees, self.pools, planes, classes, strict=True)
         ):
             own = {}
             for plane, array in zip(pool.planes, arrays, strict=True):
                 own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
-            rest = {name: part for name, part in tree.items() if name != LAYERS_OF_MODEL}
-            made.append(nnx.State({**rest, key: nnx.State(own)} if own else rest))
+            names = {name for kind in self.pooled_names(n) for name in kind}
+            flat = nnx.to_flat_state(tree)
+            rest = nnx.from_flat_state(
+                [(p, v) for p, v in flat if "/".join(map(str, p)) not in names]
+            )
+            made.append(nnx.State({**rest, POOLS[n]: nnx.State(own)} if own else rest))
         return tuple(made)
 
     @functools.cached_property
@@ -391,15 +453,18 @@ class Layout:
         )
 
     def _without_pools(self, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, ...]:
-        """The same, with zeros for layers that are in pools, which nobody reads."""
+        """The same, with zeros for what is in pools, which nobody reads."""
         made = []
         for state, key, shapes in zip(
             (params, frozen), POOLS, (self.params, self.frozen), strict=True
         ):
             if key in state:
                 rest = {name: part for name, part in state.items() if name != key}
-                rest[LAYERS_OF_MODEL] = zeros(shapes[LAYERS_OF_MODEL])
-                state = nnx.State(rest)
+                own = dict(nnx.to_flat_state(nnx.State(rest)))
+                flat = nnx.to_flat_state(shapes)
+                state = nnx.from_flat_state(
+                    [(p, own[p] if p in own else zeros(v)) for p, v in flat]
+                )
             made.append(state)
         return tuple(made)
 
@@ -447,7 +512,9 @@ class Layout:
         drawn = self.facts.split(model.draw(key))[1]
         if POOLS[0] not in params:
             return drawn
-        rest = {name: part for name, part in drawn.items() if name != LAYERS_OF_MODEL}
+        names = {name for kind in self.pooled_names(0) for name in kind}
+        flat = nnx.to_flat_state(drawn)
+        rest = nnx.from_flat_state([(p, v) for p, v in flat if "/".join(map(str, p)) not in names])
         return nnx.State({**rest, POOLS[0]: params[POOLS[0]]})
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
@@ -540,13 +607,13 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def _looks_at_layers(
+def _looked_at(
     facts: ModelFacts, name: str, sizes: tuple[tuple[str, int], ...] | None
-) -> bool:
-    """Whether `draw` of a model, or `prepare` for these sizes of a mesh, looks at layers or changes them."""
+) -> frozenset[str]:
+    """The variables that `draw` of a model, or `prepare` for these sizes of a mesh, changes or depends on."""
     graphdef, *states = facts.split(facts.model)
     paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
-    is_layer = [path.split("/")[1] == LAYERS_OF_MODEL for path in paths]
+    paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
 
     def run(leaves: list[Any]) -> list[Any]:
         model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
@@ -555,31 +622,28 @@ def _looks_at_layers(
 
     jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
     if len(jaxpr.outvars) != len(leaves):
-        return True
-    pairs = zip(is_layer, jaxpr.invars, jaxpr.outvars, strict=True)
-    used = used_inputs(
-        lambda own: [a for a, of in zip(run(own), is_layer, strict=True) if not of], leaves
-    )
-    changed = (layer and before is not after for layer, before, after in pairs)
-    return any(changed) or any(map(all, zip(is_layer, used, strict=True)))
+        return frozenset(paths)
+    pairs = zip(jaxpr.invars, jaxpr.outvars, strict=True)
+    changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
+    used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
+    return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
 
 
 _OTHER = -1
 
 
-def _dim_over_tensor(leaf: Any, rules: Rules, sizes: Mapping[str, int]) -> int | None:
-    """The dim of a layer that `tensor` splits, of what is stacked; `_OTHER` if it cannot lie in a pool."""
+def _dim_over_tensor(leaf: Any, first: int, rules: Rules, sizes: Mapping[str, int]) -> int | None:
+    """The dim of a variable, from its first, that `tensor` splits; `_OTHER` if it cannot lie in a pool."""
     try:
-        split = rules.split(dims_of(leaf)[1:])
+        split = rules.split(dims_of(leaf))[first:]
     except ValueError:
         return _OTHER
     found = [dim for dim, axes in enumerate(split) if math.prod(sizes[axis] for axis in axes) > 1]
     if not found and isinstance(leaf.dtype, np.dtype):
         return None
-    is_tensor = len(found) == 1 and {axis for axis in split[found[0]] if sizes[axis] > 1} == {
-        TENSOR
-    }
-    return found[0] if is_tensor and leaf.shape[1:][found[0]] % sizes[TENSOR] == 0 else _OTHER
+    axes = {axis for dim in found for axis in split[dim] if sizes[axis] > 1}
+    fits = axes == {TENSOR} and leaf.shape[first:][found[0]] % sizes[TENSOR] == 0
+    return found[0] if fits else _OTHER
 
 
 def _both(ones: Iterable[Any], others: Iterable[Any]) -> Iterator[bool]:
@@ -624,6 +688,13 @@ class Outer:
         return tuple(
             [n for n, path in enumerate(own) if path in uses.read and not _is_layer(path)]
             for own in self._paths
+        )
+
+    def names(self, numbers: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
+        """Of leaves, trained and others."""
+        return tuple(
+            tuple(paths[n].removesuffix("/value") for n in own)
+            for paths, own in zip(self._paths, numbers, strict=True)
         )
 
     def specs(self, numbers: Sequence[Sequence[int]], names: Container[str] | None) -> Any:

@@ -20,7 +20,7 @@ from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.facts import flatten
+from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import Stack
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
@@ -183,30 +183,45 @@ def _draw_pools(setup: Setup, key_data: jax.Array) -> Any:
     """The planes of both pools; every stage draws its own layers."""
     layout = setup.layout
     assert layout.pools is not None
-    pools, stages = layout.pools, range(layout.parallel.mesh.stage)
+    pools, names = layout.pools, [layout.pooled_names(number) for number in range(2)]
+    num_layers, num_stages = len(layout.facts.kinds), layout.parallel.mesh.stage
 
-    def on_stage(stack: Stack, stage: int) -> list[list[jax.Array]]:
+    def on_stage(model: Any, whole: dict[str, Any], stage: int) -> list[list[jax.Array]]:
         kinds: list[list[Any]] = [[] for _ in pools]
-        for kind, rows in enumerate(layout.slots.rows):
-            size = len(rows) // len(stages)
-            here, drawn = [n for n in rows[stage * size :][:size] if n >= 0], {}
-            if here:
-                names, leaves, _ = flatten(nnx.state(stack.draw_kind(kind, here)))
-                drawn = dict(zip(names, leaves, strict=True))
-            for pool, own, tree in zip(pools, kinds, layout.of_row, strict=True):
-                pairs = zip(pool.leaves[kind], flatten(tree[kind])[0], strict=True)
+        for kind in range(len(pools[0].leaves)):
+            drawn = jax.tree.map(lambda a: a[None], whole)
+            if kind < num_layers:
+                rows = np.split(np.asarray(layout.slots.rows[kind]), num_stages)[stage]
+                drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
+            here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
+            for pool, own, named in zip(pools, kinds, names, strict=True):
+                pairs = zip(pool.leaves[kind], named[kind], strict=True)
                 own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
         return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
 
     def draw(key_data: jax.Array) -> list[list[jax.Array]]:
-        stack = layout.facts.make(jax.random.wrap_key_data(key_data)).layers
-        branches = [functools.partial(on_stage, stack, stage) for stage in stages]
+        model = layout.facts.make(jax.random.wrap_key_data(key_data))
+        states = layout.facts.split(model)[1:]
+        whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
+        whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
+        branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
         return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
 
     specs = [[plane.spec for plane in pool.planes] for pool in pools]
     # No axis is summed over, which is what the check is for.
     run = jax.shard_map(draw, mesh=setup.mesh, in_specs=P(), out_specs=specs, check_vma=False)
     return run(key_data)
+
+
+def _named_layers(stack: Stack, kind: int, layers: list[int]) -> dict[str, jax.Array]:
+    """The variables of these layers of a kind, stacked, by their names in the model."""
+    if not layers:
+        return {}
+    state, begin = (
+        nnx.state(stack.draw_kind(kind, layers)),
+        f"{LAYERS_OF_MODEL}/{stack.kinds[kind]}/",
+    )
+    return {begin + name: array_of(leaf) for name, leaf in named_leaves(state, "/")}
 
 
 def _begin(

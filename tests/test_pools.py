@@ -9,7 +9,7 @@ import optax
 import pytest
 import safetensors.numpy
 from flax import nnx
-from models import MAKERS, WIDTH, Regression, named
+from models import MAKERS, WIDTH, Regression, draw, named
 from test_any_model import Calm, assert_same
 from test_cost import sums_of
 from test_equivalence import assert_close, full, on_devices
@@ -29,7 +29,7 @@ from jaxpar.training.by_layer import by_layer, from_layers, with_parameters
 from jaxpar.training.checkpoint import Checkpoints
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.start import Start, find_weights
-from jaxpar.training.summary import describe_pools
+from jaxpar.training.summary import describe_ends, describe_pools
 
 TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
 
@@ -54,8 +54,25 @@ KINDS = ("gru", "wide 60", "wide 20", "gru")
 
 
 class Foretelling(Regression):
+    """Each end has an array of its own, which is not called and so not in parts over stages."""
+
+    def __init__(self, kinds, *, rngs):
+        super().__init__(kinds, rngs=rngs)
+        self.mix = nnx.Param(draw(rngs, WIDTH, 80))
+        self.unmix = nnx.Param(draw(rngs, WIDTH, 90))
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        return x + jnp.tanh(x @ self.mix[...]) @ self.mix[...].T
+
+    def last(self, y, batch, at):
+        return super().last(self.last_of(y), batch, at)
+
+    def last_of(self, y):
+        return y + jnp.tanh(y @ self.unmix[...]) @ self.unmix[...].T
+
     def predict(self, y, batch, at):
-        return {"y": self.outputs(y)}
+        return {"y": self.outputs(self.last_of(y))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,12 +253,18 @@ def test_a_device_has_room_for_its_own_stage():
     parallel = parallel_of((1, 4, 1), placement="even")
     setup = setup_of(task, parallel)
     assert setup.layout.pools is not None
-    of_layers = [sum(a.nbytes for a in jax.tree.leaves(layer)) for layer in layers_of(task)]
+    of_stage, model = [], nnx.eval_shape(lambda: task.make_model(nnx.Rngs(0)))
+    for number, ends in enumerate(
+        [(model.mix, model.inputs), (), (), (model.unmix, model.outputs)]
+    ):
+        layer = nnx.state(model.layers.maker(number)(nnx.Rngs(0)), nnx.Param)
+        of_stage.append(4 * sum(a.size for a in jax.tree.leaves((layer, jax.tree.leaves(ends)))))
     stacks = setup.layout.pools[0].stack_bytes
-    assert stacks >= sum(of_layers) - of_layers[0] > 2 * max(of_layers)
+    assert stacks >= sum(of_stage[1:]) > 2 * max(of_stage)
     state, held = abstract_state(setup), estimate_step(task, parallel, TRAIN).held
+    assert set(state.params) == {"@pool", "scale"}
     own = device_bytes(state.params["@pool"])
-    assert max(of_layers) <= own <= 1.05 * max(of_layers)
+    assert max(of_stage) <= own <= 1.05 * max(of_stage)
     assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8  # two counts
     assert held["parameters"] == device_bytes((state.params, state.frozen))
     assert held["optimizer"] == device_bytes(state.opt_state)
@@ -250,12 +273,9 @@ def test_a_device_has_room_for_its_own_stage():
     [(what, text)] = describe_pools(setup.layout)
     assert what == "layers in"
     assert text.startswith("pools, ")
-
-
-def layers_of(task):
-    """The parameters of each layer, of shapes."""
-    stack = nnx.eval_shape(lambda: task.make_model(nnx.Rngs(0))).layers
-    return [nnx.state(stack.maker(n)(nnx.Rngs(0)), nnx.Param) for n in range(len(stack))]
+    [(_, text)] = describe_ends(setup.layout)
+    assert "mix on stage 0 alone; " in text
+    assert "unmix on stage 3 alone; all of scale" in text
 
 
 @pytest.mark.parametrize("zero_bubble", [True, full(False)])

@@ -55,6 +55,8 @@ class Spec:
       first, last: before the first and after the last layer; see `First` and `Last`.
       slots: where each layer lies (`placement.make_slots`).
       pools: in which parameters of layers lie, and what of them is frozen; None if in stacks.
+      pooled_ends: with pools, the names of the parameters of `first` and of `last`, both of all and of what
+        is frozen; those that are None in `params` lie in the pools, as two more kinds of layers.
       chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
       microbatch_rows: b, rows of a microbatch on one data-parallel device.
       collects: what `last` gives of each unit: "sums", which are added up, or "rows", which are put in their
@@ -97,6 +99,7 @@ class Spec:
     lay_out_gradients: Callable[[Any], Any] = lambda tree: tree
     buffer_fill: float | None = None
     pools: tuple[Pool, Pool] | None = None
+    pooled_ends: tuple[Any, Any] = ((), ())
 
     @property
     def platform(self) -> str:

@@ -12,7 +12,7 @@ Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device's 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -139,7 +139,8 @@ class Stage:
 
         def last():
             y = vary_like(zeros(x), here)
-            return stage.last(stage.params.last, stage.over_stages(y) if sharded_head else y, unit)
+            params = stage.of_end(1, stage.params)
+            return stage.last(params, stage.over_stages(y) if sharded_head else y, unit)
 
         return dataclasses.replace(stage, x_shape=x, sums_shape=jax.eval_shape(last))
 
@@ -148,7 +149,8 @@ class Stage:
     def first(self, unit: Unit) -> Any:
         """Before the layers."""
         at = self.at(unit, on_all=self.shares_first)
-        return vary_like(self.spec.first(self.params.first, self.frozen.first, at), self.here)
+        own = self.of_end(0, self.params), self.of_end(0, self.frozen)
+        return vary_like(self.spec.first(*own, at), self.here)
 
     @property
     def shares_first(self) -> bool:
@@ -157,12 +159,11 @@ class Stage:
 
     def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
         """The gradients of what comes before the layers, with what a unit adds."""
-        params, at = self.params.first, self.at(unit, on_all=self.shares_first)
+        params, at = self.of_end(0, self.params), self.at(unit, on_all=self.shares_first)
+        frozen = self.of_end(0, self.frozen)
         if self.spec.first_gradient is not None:
-            return self.spec.first_gradient(grads, params, self.frozen.first, at, dx)
-        _, vjp = jax.vjp(
-            lambda params: vary_like(self.spec.first(params, self.frozen.first, at), dx), params
-        )
+            return self.spec.first_gradient(grads, params, frozen, at, dx)
+        _, vjp = jax.vjp(lambda params: vary_like(self.spec.first(params, frozen, at), dx), params)
         return add(grads, vjp(dx)[0])
 
     def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any]:
@@ -181,9 +182,10 @@ class Stage:
 
     def last(self, params: Any, y: Any, unit: Unit) -> Any:
         """The sums of a unit, or its rows."""
+        frozen = self.of_end(1, self.frozen)
         if self.spec.head == "sharded":
-            return self.spec.last(params, self.frozen.last, y, self.at(unit, on_all=True))
-        return self.spec.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
+            return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
+        return self.spec.last(params, frozen, vary_like(y, self.here), self.at(unit))
 
     @property
     def nothing_collected(self) -> Any:
@@ -225,6 +227,46 @@ class Stage:
         leaves, structure = jax.tree.flatten(self.no_sums)
         ones = [a + 1 if n == 0 else a for n, a in enumerate(leaves)]
         return jax.tree.unflatten(structure, ones)
+
+    # ---- ends in pools ----
+
+    def of_end(self, end: int, parts: PipelineParams) -> Any:
+        """All parameters of `first` (end 0) or `last` (1), on the stage that runs it; or what is frozen."""
+        own = (parts.first, parts.last)[end]
+        if not self.pooled:
+            return own
+        number = 0 if parts is self.params else 1
+        found = self._pooled_end(end, number, parts.layers)
+        names = self.spec.pooled_ends[end][number]
+        return tuple(
+            found[name] if leaf is None else leaf for name, leaf in zip(names, own, strict=True)
+        )
+
+    def has_pooled(self, end: int) -> bool:
+        """Whether parameters of `first` (end 0) or `last` (1) that are trained lie in a pool."""
+        own = (self.params.first, self.params.last)[end] if self.pooled else ()
+        return any(leaf is None for leaf in own)
+
+    def _pooled_end(self, end: int, number: int, planes: Any) -> Any:
+        return self.stores()[number].pick(planes, len(self.spec.layers) + end, 0)
+
+    def add_to_end(
+        self, end: int, grads: PipelineParams, add_to: Callable[[Any], Any]
+    ) -> PipelineParams:
+        """Gradients with those of `first` (end 0) or `last` (1) changed, which partly lie in a pool.
+
+        Args:
+          add_to: all of its gradients -> the same, changed.
+        """
+        own, names = (grads.first, grads.last)[end], self.spec.pooled_ends[end][0]
+        found = self._pooled_end(end, 0, grads.layers)
+        whole = [found[n] if leaf is None else leaf for n, leaf in zip(names, own, strict=True)]
+        after = add_to(tuple(whole))
+        each = [*zip(names, own, after, strict=True)]
+        found |= {name: new for name, old, new in each if old is None}
+        rest = tuple(None if old is None else new for _, old, new in each)
+        layers = self.stores()[0].put(grads.layers, len(self.spec.layers) + end, 0, found)
+        return grads._replace(**{("first", "last")[end]: rest}, layers=layers)
 
     # ---- pieces of a unit ----
 
@@ -311,7 +353,8 @@ class Stage:
         walk = self.spec.walk
         if not self.pooled:
             return walk
-        return dataclasses.replace(walk, stores=self.stores(self.of_group(self.starts, group)))
+        starts = tuple(own[: len(self.spec.layers)] for own in self.starts)
+        return dataclasses.replace(walk, stores=self.stores(self.of_group(starts, group)))
 
     @property
     def pooled(self) -> bool:

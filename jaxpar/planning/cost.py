@@ -250,7 +250,9 @@ class Step:
         for plane in pools[number].planes:
             shape, itemsize = pools[number].shape_of(plane), np.dtype(plane.dtype).itemsize
             planes.append(Array(f"pool.{plane.name}", plane.dims, shape, itemsize, None))
-        return (*(array for array in arrays if array.kind is None), *planes * copies)
+        names = {name for kind in self.layout.pooled_names(number) for name in kind}
+        rest = (a for a in arrays if a.kind is None and not names.intersection(_endings(a.path)))
+        return (*rest, *planes * copies)
 
     def part(self, array: Array, rules: Rules) -> Part:
         """A device's part of an array."""
@@ -416,8 +418,12 @@ class Step:
             if array.dims[:1] == (LAYERS,) or not in_units:
                 size = self.part(array, rules).elements * FLOAT
                 yield Sent(f"gradient {array.name}", "all-reduce", (DATA,), size, 1)
+        is_pooled = self.layout.pools is not None
+        pooled = {n for kind in self.layout.pooled_names(0) for n in kind} if is_pooled else ()
         for numbers, on_all, names in ends if in_units else ():
             for array in (counts.params[n] for n in numbers):
+                if array.path in pooled:
+                    continue
                 in_parts = on_all and (names is None or owner(array.path) in names)
                 size = self.part(array, rules if in_parts else off_stages(rules)).elements * FLOAT
                 axes = (DATA,) if on_all else (DATA, STAGE)
@@ -487,3 +493,9 @@ class Step:
         matrices = [[TENSOR in each for each in split] for split in axes if len(split) > 1]
         by_column = sum(split[-1] for split in matrices)
         return sum(map(any, matrices)) - by_column, by_column
+
+
+def _endings(path: str) -> set[str]:
+    """a/b/c, b/c and c of a/b/c: the name of an optimizer's array ends with that of its parameter."""
+    parts = path.split("/")
+    return {"/".join(parts[n:]) for n in range(len(parts))}

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA, LAYERS
-from jaxpar.ends import LAYERS_OF_MODEL
+from jaxpar.base.axes import DATA, LAYERS, STAGE
 from jaxpar.layout import POOLS, Layout
 from jaxpar.pipeline.pool import stack_of, with_stack
 from jaxpar.sharding import (
@@ -170,20 +170,26 @@ def _each_in_pool(planes: Any, key: str, layout: Layout, change: Any, separator:
     assert layout.pools is not None
     number, (variables, structure) = POOLS.index(key), jax.tree.flatten(planes, is_leaf=is_variable)
     pool, arrays = layout.pools[number], [*map(array_of, variables)]
-    stacks = layout.of_layers((layout.params, layout.frozen)[number])
-    for kind, (name, stack) in enumerate(zip(layout.facts.kinds, stacks, strict=True)):
-        named = zip(named_leaves(stack, separator), pool.leaves[kind], strict=True)
-        for (inner, variable), leaf in named:
-            plane, is_shape = arrays[leaf.plane], _is_shape(variables[leaf.plane])
+    shapes = dict(named_leaves((layout.params, layout.frozen)[number], "/"))
+    for kind, names in enumerate(layout.pooled_names(number)):
+        for name, leaf in zip(names, pool.leaves[kind], strict=True):
+            variable, plane = shapes[name], arrays[leaf.plane]
             split = axes_of_spec(plane.sharding.spec, plane.ndim)
             rules = split_over_data(layout.rules) if DATA in sum(split, ()) else layout.rules
             place = array_of(shardings(variable, plane.sharding.mesh, rules))
             shown: Any = jax.ShapeDtypeStruct(variable.shape, plane.dtype, sharding=place)
-            if not is_shape:
-                shown = stack_of(_on_device(plane), pool, kind, leaf, place)
-            value = change(separator.join((LAYERS_OF_MODEL, name, inner)), variable.replace(shown))
+            stacked = place, None
+            if kind_of(variable) is None:  # of a single stage
+                in_slots = NamedSharding(place.mesh, P(STAGE, *leaf.spec))
+                stacked = in_slots, int(np.flatnonzero(pool.is_full[kind])[0])
+            if not _is_shape(variables[leaf.plane]):
+                shown = stack_of(_on_device(plane), pool, kind, leaf, stacked[0])
+                shown = shown if stacked[1] is None else _row(shown, stacked[1], place)
+            value = change(name.replace("/", separator), variable.replace(shown))
             if value is not None:
                 plane = _on_device(plane)
+                if stacked[1] is not None:
+                    value = _in_rows(value, pool.num_stages, stacked[0])
                 arrays[leaf.plane] = with_stack(plane, value, pool, kind, leaf, plane.sharding)
     made = [
         variable.replace(jax.device_put(array, array_of(variable).sharding))
@@ -192,6 +198,17 @@ def _each_in_pool(planes: Any, key: str, layout: Layout, change: Any, separator:
         for variable, array in zip(variables, arrays, strict=True)
     ]
     return jax.tree.unflatten(structure, made)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _row(stack: jax.Array, row: int, place: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(stack[row], place)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _in_rows(value: jax.Array, count: int, place: NamedSharding) -> jax.Array:
+    rows = jnp.broadcast_to(value[None], (count, *value.shape))
+    return jax.lax.with_sharding_constraint(rows, place)
 
 
 def _is_shape(leaf: Any) -> bool:
@@ -212,15 +229,11 @@ def in_stacks(tree: Tree, layout: Layout) -> Tree:
     def of(node: Any) -> Any:
         if not (key := _has_pool(node)):
             return node
-        assert layout.pools is not None
-        stacks: dict[str, Any] = {}
-        each_by_name(nnx.State({key: node[key]}), layout, lambda n, v: stacks.update({n: v}))
-        number = POOLS.index(key)
-        shapes = (layout.params, layout.frozen)[number][LAYERS_OF_MODEL]
-        leaves = [stacks[f"{LAYERS_OF_MODEL}/{name}"] for name, _ in named_leaves(shapes, "/")]
-        layers = jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_variable), leaves)
-        rest = {name: part for name, part in node.items() if name != key}
-        return nnx.State({**rest, LAYERS_OF_MODEL: layers})
+        found: dict[str, Any] = {}
+        each_by_name(node, layout, lambda name, leaf: found.update({name: leaf}))
+        shapes = (layout.params, layout.frozen)[POOLS.index(key)]
+        leaves = [found[name] for name, _ in named_leaves(shapes, "/")]
+        return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_variable), leaves)
 
     return jax.tree.map(of, tree, is_leaf=lambda node: is_variable(node) or bool(_has_pool(node)))
 

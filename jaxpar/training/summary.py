@@ -84,13 +84,20 @@ def describe_ends(layout: Layout) -> list[tuple[str, str]]:
     stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
     if stages == 1:
         return []
-    variables = *named_leaves(layout.params, "/"), *named_leaves(layout.frozen, "/")
+    placed, variables = dict[str, int](), []
+    for number, state in enumerate((layout.params, layout.frozen)):
+        variables += named_leaves(state, "/")
+        if layout.pools is not None:
+            alone = zip(layout.pooled_names(number)[-2:], layout.ends_on, strict=True)
+            placed |= {name: stage for names, stage in alone for name in names}
     for path, variable in variables:
         name, dims = owner(path) or path, dims_of(variable)
-        if LAYERS not in dims:
+        if LAYERS not in dims and path not in placed:
             split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
             (parts if split else whole)[name] = None
     told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
+    alone = {owner(path) or path: stage for path, stage in placed.items()}
+    told += [f"{name} on stage {stage} alone" for name, stage in alone.items()]
     for name in whole:
         why = layout.why_whole(ends[name]) if name in ends else ""
         told.append(f"all of {name}" + f" ({why})" * bool(why))
