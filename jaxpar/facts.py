@@ -25,7 +25,7 @@ from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
 from jaxpar.pipeline.placement import PartCosts, Passes
-from jaxpar.sharding import dims_of
+from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import inlined, is_call
@@ -154,6 +154,13 @@ class ModelFacts:
         """Trained and other variables of the layers by kind, of shapes, all layers of a kind in one stack."""
         stacks = [state.get(LAYERS_OF_MODEL, {}) for state in self.split(self.model)[1:]]
         return tuple(tuple(nnx.State(own.get(kind, {})) for kind in self.kinds) for own in stacks)
+
+    @functools.cached_property
+    def outer_variables(self) -> tuple[dict[str, Any], ...]:
+        """Trained and other variables outside of the layers, of shapes, by name."""
+        begin, states = f"{LAYERS_OF_MODEL}/", self.split(self.model)[1:]
+        named = (sorted(named_leaves(state, "/")) for state in states)
+        return tuple({n: leaf for n, leaf in own if not n.startswith(begin)} for own in named)
 
     @functools.cached_property
     def reads(self) -> tuple[frozenset[str], frozenset[str]]:

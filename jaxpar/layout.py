@@ -383,17 +383,11 @@ class Layout:
             frozenset() if self.shares_first else first - last - looked_at,
             last - first - looked_at if self.head == "last" else frozenset(),
         )
-        return [
-            [
-                {
-                    name: leaf
-                    for name, leaf in sorted(named_leaves(state, "/"))
-                    if name in own and _dim_over_tensor(leaf, 0, self._rules, sizes) != _OTHER
-                }
-                for own in uses
-            ]
-            for state in self.facts.split(self.facts.model)[1:]
+        fits = [
+            {n: v for n, v in own.items() if _dim_over_tensor(v, 0, self._rules, sizes) != _OTHER}
+            for own in self.facts.outer_variables
         ]
+        return [[{n: own[n] for n in own if n in names} for names in uses] for own in fits]
 
     def pooled_names(self, number: int) -> list[list[str]]:
         """The variables in a pool, for each kind of layer, and what `first` uses and `last`, as it has them.
