@@ -25,10 +25,10 @@ from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
 from jaxpar.pipeline.placement import PartCosts, Passes
-from jaxpar.sharding import dims_of
+from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
-from jaxpar.trace.counts import amount
+from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 
 WHY_SAME = (
@@ -154,6 +154,36 @@ class ModelFacts:
         """How many numbers are trained in the layers."""
         of_layers = self.params.get(LAYERS_OF_MODEL, {})
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_layers))
+
+    @functools.cached_property
+    def layer_stacks(self) -> tuple[tuple[nnx.State, ...], ...]:
+        """Trained and other variables of the layers by kind, of shapes, all layers of a kind in one stack."""
+        stacks = [state.get(LAYERS_OF_MODEL, {}) for state in self.split(self.model)[1:]]
+        return tuple(tuple(nnx.State(own.get(kind, {})) for kind in self.kinds) for own in stacks)
+
+    @functools.cached_property
+    def outer_variables(self) -> tuple[dict[str, Any], ...]:
+        """Trained and other variables outside of the layers, of shapes, by name."""
+        begin, states = f"{LAYERS_OF_MODEL}/", self.split(self.model)[1:]
+        named = (sorted(named_leaves(state, "/")) for state in states)
+        return tuple({n: leaf for n, leaf in own if not n.startswith(begin)} for own in named)
+
+    @functools.cached_property
+    def reads(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The variables that `first` reads, and those that `last` or `predict` does."""
+        first, last = (own.read for own in self.uses)
+        if says(self.model, "predict"):
+            y, batch = self.traces.y, self.block
+            at = self.at(zeros(batch))
+            last |= uses(self.model, lambda m: m.predict(zeros(y), zeros(batch), at)).read
+        names = (frozenset(path.removesuffix("/value") for path in own) for own in (first, last))
+        return next(names), next(names)
+
+    @functools.cached_property
+    def starts_with_variables(self) -> bool:
+        """Whether what layers carry at the start depends on variables of theirs."""
+        graphdef, state = nnx.split(self.model.layers)
+        return any(used_inputs(lambda own: nnx.merge(graphdef, own).initial_carry(1), state))
 
     @functools.cached_property
     def x_numbers(self) -> int:

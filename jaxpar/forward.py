@@ -245,6 +245,8 @@ def _run_in_units(
     if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
+    pools, ends = layout.pools, (outer.names(outer.first), outer.names(outer.last))
+    stored = outer.states if pools is None else (params, frozen)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
@@ -275,7 +277,9 @@ def _run_in_units(
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=(
+        layer_specs=(P(STAGE), P(STAGE))
+        if pools
+        else (
             _with_others(layout.layer_specs(layout.params), (P(STAGE),) * len(others)),
             layout.layer_specs(layout.frozen),
         ),
@@ -291,16 +295,20 @@ def _run_in_units(
             * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
+        pools=pools,
+        pooled_ends=ends,
         lay_out_gradients=constraint.of_variables,
     )
 
     def parts(number, others=()):
         leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
-        return PipelineParams(
-            tuple(leaves[n] for n in first),
-            _with_others(layout.of_layers(outer.states[number]), others),
-            tuple(leaves[n] for n in last),
+        pooled = {name for kind in layout.pooled_names(number) for name in kind} if pools else ()
+        first, last = (
+            tuple(None if name in pooled else leaves[n] for n, name in zip(own, names, strict=True))
+            for own, names in ((first, ends[0][number]), (last, ends[1][number]))
         )
+        layers = _with_others(layout.layers_of(stored[number], number), others)
+        return PipelineParams(first, layers, last)
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
-from jaxpar.base.axes import BATCH, DATA, STAGE
+from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.checks import check_divides
 from jaxpar.base.trees import add, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
@@ -45,14 +46,17 @@ from jaxpar.pipeline.placement import (
     resolve_placement,
     route_of,
 )
+from jaxpar.pipeline.pool import Pool
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import (
     PARAM_SHAPE,
     Constraint,
     Rules,
+    array_of,
     dims_of,
     is_variable,
+    named_leaves,
     off_stages,
     split_over_data,
     to_spec,
@@ -64,6 +68,10 @@ from jaxpar.trace.counts import used_inputs
 # The share of a stage's layers, or of the work of one, that is not worth a thought; nor are so few numbers.
 LITTLE, FEW = 0.1, 2**18
 
+# In a state that has its layers in pools, instead of `LAYERS_OF_MODEL`: the planes of those that are trained,
+# and of what is not.
+POOLS = ("@pool", "@pool of frozen")
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -72,12 +80,14 @@ class Layout:
     Attributes:
       facts: of the task.
       parallel: with no -1 left.
+      may_pool: False keeps layers in stacks, whatever they take.
     Raises:
       ValueError: the two do not fit each other.
     """
 
     facts: ModelFacts
     parallel: Parallel
+    may_pool: bool = True
 
     def __post_init__(self):
         facts, task, mesh = self.facts, self.facts.task, self.parallel.mesh
@@ -287,12 +297,18 @@ class Layout:
         if self.parallel.mesh.stage == 1:
             return frozenset(), frozenset()
         dims = self.facts.split_dims
-        split = {name for name, dim in dims.items() if STAGE in self.rules.axes_of(dim)}
+        split = {name for name, dim in dims.items() if STAGE in self._rules.axes_of(dim)}
         return tuple(frozenset(split.intersection(uses.called)) for uses in self.facts.uses)
 
     @functools.cached_property
     def rules(self) -> Rules:
         """How parameters lie while a step computes."""
+        rules = self._rules
+        return rules if self.pools is None else rules.replace({POOL_ROWS: TENSOR})
+
+    @functools.cached_property
+    def _rules(self) -> Rules:
+        """The same, of a state that has its layers in stacks."""
         head_is_last = self.parallel.mesh.stage > 1 and self.head == "last"
         rules = off_stages(self.task.rules) if head_is_last else self.task.rules
         own = {end.dim: (STAGE, *rules.axes_of(end.dim)) for end in self.split_ends}
@@ -345,6 +361,167 @@ class Layout:
 
         return jax.tree.map(of, tree, is_leaf=is_variable)
 
+    # ---- layers in pools ----
+
+    @functools.cached_property
+    def pools(self) -> tuple[Pool, Pool] | None:
+        """Where layers lie, those that are trained and what of them is not; None if in stacks."""
+        return self.possible_pools if self.may_pool and not self.why_stacks else None
+
+    @functools.cached_property
+    def why_stacks(self) -> str:
+        """Why layers lie in stacks of their kinds though pools would take less, in words; "" otherwise."""
+        task, model = self.task, self.facts.model
+        if self.possible_pools is None:
+            return ""
+        is_own = any(
+            getattr(type(task), name) is not getattr(Task, name)
+            for name in ("make_optimizer", "after_validation", "evaluated_params")
+        )
+        if task.axes:
+            return "axes of its own may split them"
+        if is_own or not task.has_optimizer:
+            return "an optimizer that is not an OptimizerConfig may look at single parameters"
+        if any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at):
+            return f"{type(model).__name__}.draw or prepare looks at them"
+        if self.facts.starts_with_variables:
+            return "what layers carry begins with parameters"
+        return ""
+
+    @property
+    def _looked_at(self) -> frozenset[str]:
+        """The variables that the model's `draw` and `prepare` change or depend on."""
+        sizes, model = tuple(self.parallel.mesh.sizes.items()), self.facts.model
+        asked = [("draw", None)] * says(model, "draw") + [("prepare", sizes)] * says(
+            model, "prepare"
+        )
+        return frozenset().union(*(_looked_at(self.facts, *each) for each in asked))
+
+    @functools.cached_property
+    def possible_pools(self) -> tuple[Pool, Pool] | None:
+        """Pools, if layers can lie in them and take so much less than in stacks that it matters."""
+        sizes, stages = self.parallel.mesh.sizes, self.parallel.mesh.stage
+        if stages == 1 or len(self.facts.kinds) < 2:
+            return None
+        ends = [[0 if s == end else -1 for s in range(stages)] for end in self.ends_on]
+        pools = []
+        for stacks, of_ends in zip(self.facts.layer_stacks, self._own_ends, strict=True):
+            shapes: list[Any] = [
+                jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
+                for stack in stacks
+            ]
+            leaves = [jax.tree.leaves(own, is_leaf=is_variable) for own in stacks]
+            dims = [
+                [_dim_over_tensor(leaf, 1, self._rules, sizes) for leaf in own] for own in leaves
+            ]
+            if any(dim == _OTHER for own in dims for dim in own):
+                return None  # or a mistake, of which `check_sizes` tells
+            for own in of_ends:
+                shapes.append({name: shape_of(array_of(leaf)) for name, leaf in own.items()})
+                dims += [[_dim_over_tensor(leaf, 0, self._rules, sizes) for leaf in own.values()]]
+            pools.append(Pool.of(shapes, dims, (*self.slots.rows, *ends), stages, sizes[TENSOR]))
+        in_stacks, in_pools = (
+            sum(getattr(pool, name) for pool in pools) for name in ("stack_bytes", "num_bytes")
+        )
+        saves = in_stacks - in_pools > max(LITTLE * in_stacks, FEW * 4)
+        return (pools[0], pools[1]) if saves else None
+
+    @property
+    def ends_on(self) -> tuple[int, int]:
+        """The stages of the first layer and of the last."""
+        return self.route.stages[0], self.route.stages[-1]
+
+    @functools.cached_property
+    def _own_ends(self) -> list[list[dict[str, Any]]]:
+        """Variables outside of the layers that one stage alone uses, and no rule splits over stages.
+
+        Of those that are trained, and of all others: what `first` uses and what `last` does, by name.
+        """
+        first, last = self.facts.reads
+        looked_at, sizes = self._looked_at, self.parallel.mesh.sizes
+        uses = (
+            frozenset() if self.shares_first else first - last - looked_at,
+            last - first - looked_at if self.head == "last" else frozenset(),
+        )
+        fits = [
+            {n: v for n, v in own.items() if _dim_over_tensor(v, 0, self._rules, sizes) != _OTHER}
+            for own in self.facts.outer_variables
+        ]
+        return [[{n: own[n] for n in own if n in names} for names in uses] for own in fits]
+
+    def pooled_names(self, number: int) -> list[list[str]]:
+        """The variables in a pool, for each kind of layer, and what `first` uses and `last`, as it has them.
+
+        Args:
+          number: 0 of what is trained, 1 of other variables.
+        """
+        stacks = zip(self.facts.kinds, self.facts.layer_stacks[number], strict=True)
+        names = [
+            [f"{LAYERS_OF_MODEL}/{kind}/{name}" for name, _ in named_leaves(stack, "/")]
+            for kind, stack in stacks
+        ]
+        return [*names, *map(list, self._own_ends[number])]
+
+    def in_pools(self, trees: Sequence[nnx.State], planes: Sequence[Sequence[Any]]) -> Any:
+        """Parameters and other variables as a state has them, with those that are in pools in planes.
+
+        Args:
+          trees: with layers in stacks.
+          planes: of both pools, [stage, rows, COLUMNS].
+        """
+        assert self.pools is not None
+        made, classes = [], (nnx.Param, nnx.Variable)
+        for n, (tree, pool, arrays, of) in enumerate(
+            zip(trees, self.pools, planes, classes, strict=True)
+        ):
+            own = {}
+            for plane, array in zip(pool.planes, arrays, strict=True):
+                own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
+            names = {name for kind in self.pooled_names(n) for name in kind}
+            flat = nnx.to_flat_state(tree)
+            rest = nnx.from_flat_state(
+                [(p, v) for p, v in flat if "/".join(map(str, p)) not in names]
+            )
+            made.append(nnx.State({**rest, POOLS[n]: nnx.State(own)} if own else rest))
+        return tuple(made)
+
+    @functools.cached_property
+    def stored(self) -> tuple[nnx.State, nnx.State]:
+        """Shapes of parameters and other variables as a state has them."""
+        if self.pools is None:
+            return self.params, self.frozen
+        planes = [
+            [jax.ShapeDtypeStruct(pool.shape_of(plane), plane.dtype) for plane in pool.planes]
+            for pool in self.pools
+        ]
+        return self.in_pools((self.params, self.frozen), planes)
+
+    def layers_of(self, state: nnx.State, number: int) -> Any:
+        """The layers of a state as an engine takes them: by kind, or planes.
+
+        Args:
+          number: 0 of what is trained, 1 of other variables.
+        """
+        return (
+            self.of_layers(state) if self.pools is None else nnx.State(state.get(POOLS[number], {}))
+        )
+
+    def _without_pools(self, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, ...]:
+        """The same, with zeros for what is in pools, which nobody reads."""
+        made = []
+        for state, key, shapes in zip(
+            (params, frozen), POOLS, (self.params, self.frozen), strict=True
+        ):
+            if key in state:
+                rest = {name: part for name, part in state.items() if name != key}
+                own = dict(nnx.to_flat_state(nnx.State(rest)))
+                flat = nnx.to_flat_state(shapes)
+                state = nnx.from_flat_state(
+                    [(p, own[p] if p in own else zeros(v)) for p, v in flat]
+                )
+            made.append(state)
+        return tuple(made)
+
     # ---- the model in its slots ----
 
     def make(self, seed: int | jax.Array) -> Any:
@@ -378,13 +555,21 @@ class Layout:
         return self._parts[2]
 
     def merge(self, params: nnx.State, frozen: nnx.State) -> Any:
-        """The model with these values."""
-        return nnx.merge(self.graphdef, params, frozen)
+        """The model with these values; of layers that are in pools it has zeros."""
+        return nnx.merge(self.graphdef, *self._without_pools(params, frozen))
 
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `model.Model`."""
         model = self.merge(params, frozen)
-        return self.facts.split(model.draw(key))[1] if says(model, "draw") else params
+        if not says(model, "draw"):
+            return params
+        drawn = self.facts.split(model.draw(key))[1]
+        if POOLS[0] not in params:
+            return drawn
+        names = {name for kind in self.pooled_names(0) for name in kind}
+        flat = nnx.to_flat_state(drawn)
+        rest = nnx.from_flat_state([(p, v) for p, v in flat if "/".join(map(str, p)) not in names])
+        return nnx.State({**rest, POOLS[0]: params[POOLS[0]]})
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
@@ -486,6 +671,46 @@ class Layout:
         return tuple(split)
 
 
+@functools.lru_cache(maxsize=256)
+def _looked_at(
+    facts: ModelFacts, name: str, sizes: tuple[tuple[str, int], ...] | None
+) -> frozenset[str]:
+    """The variables that `draw` of a model, or `prepare` for these sizes of a mesh, changes or depends on."""
+    graphdef, *states = facts.split(facts.model)
+    paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
+    paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
+
+    def run(leaves: list[Any]) -> list[Any]:
+        model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
+        argument = jax.random.key(0) if sizes is None else dict(sizes)
+        return jax.tree.leaves(facts.split(getattr(model, name)(argument))[1:])
+
+    jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
+    if len(jaxpr.outvars) != len(leaves):
+        return frozenset(paths)
+    pairs = zip(jaxpr.invars, jaxpr.outvars, strict=True)
+    changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
+    used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
+    return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
+
+
+_OTHER = -1
+
+
+def _dim_over_tensor(leaf: Any, first: int, rules: Rules, sizes: Mapping[str, int]) -> int | None:
+    """The dim of a variable, from its first, that `tensor` splits; `_OTHER` if it cannot lie in a pool."""
+    try:
+        split = rules.split(dims_of(leaf))[first:]
+    except ValueError:
+        return _OTHER
+    found = [dim for dim, axes in enumerate(split) if math.prod(sizes[axis] for axis in axes) > 1]
+    if not found and isinstance(leaf.dtype, np.dtype):
+        return None
+    axes = {axis for dim in found for axis in split[dim] if sizes[axis] > 1}
+    fits = axes == {TENSOR} and leaf.shape[first:][found[0]] % sizes[TENSOR] == 0
+    return found[0] if fits else _OTHER
+
+
 def _both(ones: Iterable[Any], others: Iterable[Any]) -> Iterator[bool]:
     return (bool(one and other) for one, other in zip(ones, others, strict=True))
 
@@ -529,6 +754,13 @@ class Outer:
         return tuple(
             [n for n, path in enumerate(own) if path in uses.read and not _is_layer(path)]
             for own in self._paths
+        )
+
+    def names(self, numbers: Sequence[Sequence[int]]) -> tuple[tuple[str, ...], ...]:
+        """Of leaves, trained and others."""
+        return tuple(
+            tuple(paths[n].removesuffix("/value") for n in own)
+            for paths, own in zip(self._paths, numbers, strict=True)
         )
 
     def specs(self, numbers: Sequence[Sequence[int]], names: Container[str] | None) -> Any:

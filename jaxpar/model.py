@@ -339,11 +339,15 @@ class Stack(nnx.Module):
 
     def _draw(self) -> None:
         for kind, name in enumerate(self.kinds):
-            setattr(self, name, self._draw_kind(kind, name))
+            setattr(self, name, self.draw_kind(kind, self.slots.rows[kind]))
 
-    def _draw_kind(self, kind: int, name: str) -> Any:
-        """The layers of a kind in the rows of its stack; empty rows are zeros."""
-        source, rows = self._source, self.slots.rows[kind]
+    def draw_kind(self, kind: int, rows: Sequence[int]) -> Any:
+        """The layers of a kind with these numbers in the rows of a stack, until the stack is placed.
+
+        Args:
+          rows: -1 is a row of zeros; one is another number.
+        """
+        source, name = self._source, self.kinds[kind]
         assert source is not None, "a stack is placed once"
         makers = {id(source.makers[layer]): source.makers[layer] for layer in rows if layer >= 0}
         graphdef: Any = None

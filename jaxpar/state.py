@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Container
 from typing import Any
 
@@ -11,13 +12,17 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
+from jaxpar.model import Stack
 from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import (
@@ -42,8 +47,9 @@ class TrainState(Shown):
       step: int32 scalar, steps taken.
       skipped: int32 scalar, how many of them were skipped because their loss, gradient or update was not
         finite. One more than the settings allow halts the state: it stays as it was before that step.
-      params: `nnx.State` of what is trained; variables carry the names of their dims.
-      frozen: `nnx.State` of all other variables of the model.
+      params: `nnx.State` of what is trained; variables carry the names of their dims. Layers may be in pools
+        (`Layout.pools`): `training.by_layer` has them by their names.
+      frozen: `nnx.State` of all other variables of the model, likewise.
       opt_state: of optax; what mirrors a parameter carries its named dims too. Empty if the task has no
         optimizer.
       carry: the state of layers between windows: by kind of layer, variables annotated likewise.
@@ -76,10 +82,9 @@ def abstract_state(setup: Setup) -> TrainState:
 def _abstract_state(setup: Setup, _: int) -> TrainState:
     layout, mesh = setup.layout, setup.mesh
 
-    def make(params, frozen):
-        return _initial_state(setup, layout.merge(params, frozen))
-
-    state = jax.eval_shape(make, layout.params, layout.frozen)
+    check_sizes({**layout.params, **layout.frozen}, mesh, layout.param_rules)
+    make = functools.partial(_initial_state, setup)
+    state = jax.eval_shape(make, *layout.stored)
     check_sizes({**state.params, **state.frozen}, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
     _check_optimizer(setup, state)
@@ -138,8 +143,7 @@ def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.Stat
     check_room(target, setup.mesh)
 
     def make(key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
-        model = setup.layout.make(jax.random.wrap_key_data(key_data))
-        trees = setup.layout.facts.split(model)[1:]
+        trees = _draw(setup, key_data)
         leaves = [
             jax.tree.map(jnp.zeros_like, leaf) if name in without else leaf
             for tree in trees
@@ -153,7 +157,7 @@ def draw_variables(setup: Setup, without: Container[str] = ()) -> tuple[nnx.Stat
 
 def state_of(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
     """The state before the first step with these parameters and other variables, which are donated."""
-    make = _begin(setup, setup.layout.merge, donate_argnums=(0, 1))
+    make = _begin(setup, lambda *trees: trees, donate_argnums=(0, 1))
     return _with_host_state(setup, make(params, frozen))
 
 
@@ -163,18 +167,72 @@ def _key_data(seed: int) -> np.ndarray:
 
 def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
     """What makes a state of a key's data: one program for all seeds."""
-    return _begin(setup, lambda data: setup.layout.make(jax.random.wrap_key_data(data)))
+    return _begin(setup, functools.partial(_draw, setup))
+
+
+def _draw(setup: Setup, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
+    """Parameters and other variables of a key, as a state has them."""
+    layout = setup.layout
+    _, *trees = layout.facts.split(layout.make(jax.random.wrap_key_data(key_data)))
+    if layout.pools is not None:
+        trees = layout.in_pools(trees, _draw_pools(setup, key_data))
+    return trees[0], trees[1]
+
+
+def _draw_pools(setup: Setup, key_data: jax.Array) -> Any:
+    """The planes of both pools; every stage draws its own layers."""
+    layout = setup.layout
+    assert layout.pools is not None
+    pools, names = layout.pools, [layout.pooled_names(number) for number in range(2)]
+    num_layers, num_stages = len(layout.facts.kinds), layout.parallel.mesh.stage
+
+    def on_stage(model: Any, whole: dict[str, Any], stage: int) -> list[list[jax.Array]]:
+        kinds: list[list[Any]] = [[] for _ in pools]
+        for kind in range(len(pools[0].leaves)):
+            drawn = jax.tree.map(lambda a: a[None], whole)
+            if kind < num_layers:
+                rows = np.split(np.asarray(layout.slots.rows[kind]), num_stages)[stage]
+                drawn = _named_layers(model.layers, kind, [int(n) for n in rows if n >= 0])
+            here = np.split(pools[0].is_full[kind], num_stages)[stage].any()
+            for pool, own, named in zip(pools, kinds, names, strict=True):
+                pairs = zip(pool.leaves[kind], named[kind], strict=True)
+                own.append([leaf.part(drawn[name]) for leaf, name in pairs if here])
+        return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
+
+    def draw(key_data: jax.Array) -> list[list[jax.Array]]:
+        model = layout.facts.make(jax.random.wrap_key_data(key_data))
+        states = layout.facts.split(model)[1:]
+        whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
+        whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}
+        branches = [functools.partial(on_stage, model, whole, s) for s in range(num_stages)]
+        return jax.lax.switch(jax.lax.axis_index(STAGE), branches)
+
+    specs = [[plane.spec for plane in pool.planes] for pool in pools]
+    # No axis is summed over, which is what the check is for.
+    run = jax.shard_map(draw, mesh=setup.mesh, in_specs=P(), out_specs=specs, check_vma=False)
+    return run(key_data)
+
+
+def _named_layers(stack: Stack, kind: int, layers: list[int]) -> dict[str, jax.Array]:
+    """The variables of these layers of a kind, stacked, by their names in the model."""
+    if not layers:
+        return {}
+    state, begin = (
+        nnx.state(stack.draw_kind(kind, layers)),
+        f"{LAYERS_OF_MODEL}/{stack.kinds[kind]}/",
+    )
+    return {begin + name: array_of(leaf) for name, leaf in named_leaves(state, "/")}
 
 
 def _begin(
-    setup: Setup, make_model: Callable[..., Any], **options: Any
+    setup: Setup, make_variables: Callable[..., Any], **options: Any
 ) -> Callable[..., TrainState]:
-    """What makes a state of a model, without the optimizer's state where that is kept on the host."""
+    """What makes a state of variables, without the optimizer's where that is kept on the host."""
     target, on_host = abstract_state(setup), setup.parallel.update == "host"
     made = dataclasses.replace(target, opt_state=()) if on_host else target
 
     def make(*args: Any) -> TrainState:
-        state = _initial_state(setup, make_model(*args))
+        state = _initial_state(setup, *make_variables(*args))
         return dataclasses.replace(state, opt_state=()) if on_host else state
 
     return jax.jit(make, out_shardings=_places(made), **options)
@@ -288,16 +346,15 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
         )
 
 
-def _initial_state(setup: Setup, model: Any) -> TrainState:
+def _initial_state(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
     layout = setup.layout
-    _, params, frozen = layout.facts.split(model)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
         params=params,
         frozen=frozen,
         opt_state=setup.optimizer.init(params) if setup.task.has_optimizer else (),
-        carry=model.layers.initial_carry(layout.facts.batch_size),
+        carry=layout.initial_carry(params, frozen),
         param_rules=layout.param_rules,
         opt_rules=layout.opt_rules,
         carry_rules=layout.carry_rules,

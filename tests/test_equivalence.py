@@ -23,6 +23,7 @@ from jaxpar.step import (
 from jaxpar.task import Settings
 from jaxpar.tasks.lm.streams import Batch
 from jaxpar.tasks.lm.task import LM
+from jaxpar.training.by_layer import in_stacks
 from recipes.awd import AWD, late
 
 pytestmark = pytest.mark.law
@@ -95,7 +96,7 @@ def by_layer(tree, settings):
         rows = layout.slots.rows[layout.facts.kinds.index(kind)]
         return array[[rows.index(layer) for layer in sorted(rows) if layer >= 0]]
 
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_variable)
+    leaves = jax.tree.leaves_with_path(in_stacks(tree, layout), is_leaf=is_variable)
     return {jax.tree_util.keystr(path): unstack(leaf) for path, leaf in leaves}
 
 

@@ -104,7 +104,10 @@ def test_initialisation_needs_the_memory_of_its_shards():
     _, parallel, _ = make_settings((2, 2, 2))
     setup = Setup.of(task, parallel)
     target = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(setup))
-    make = jax.jit(lambda: _initial_state(setup, setup.layout.make(0)), out_shardings=target)
+    make = jax.jit(
+        lambda: _initial_state(setup, *setup.layout.facts.split(setup.layout.make(0))[1:]),
+        out_shardings=target,
+    )
     compiled = make.lower().compile()
     memory, state = compiled.memory_analysis(), compiled()
     # XLA counts a table of pointers to the arrays too.

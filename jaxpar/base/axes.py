@@ -18,6 +18,7 @@ HIDDEN = "hidden"  # its units
 EMBED = "embed"  # width of the token embedding
 VOCAB = "vocab"  # what a head predicts
 TOKENS = "tokens"  # rows of an embedding table that is not a head as well
+POOL_ROWS = "pool rows"  # of layers that lie in a pool
 
 # Dims of activations.
 BATCH = "batch"

@@ -124,6 +124,7 @@ class Pipeline(Spec):
         parts = zip(self.first_specs, self.layer_specs, self.last_specs, strict=True)
         specs, of_frozen = (PipelineParams(*own) for own in parts)
         rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
+        starts = tuple(tuple(map(jnp.asarray, pool.starts)) for pool in self.pools or ())
         slots = (self.slots.layers, self.slots.kinds, self.slots.places)
         arguments = (
             (params, specs),
@@ -132,14 +133,15 @@ class Pipeline(Spec):
             (batch, jax.tree.map(self._batch_spec, batch)),
             (SlotArrays(*(jnp.asarray(part, jnp.int32) for part in slots)), P(STAGE)),
             (rows, P(STAGE)),
+            (starts, P(STAGE)),
             (jax.tree.map(jnp.asarray, table), table.specs),
             (key, P()),
         )
         # Known where autodiff shall take the loop apart: it needs a fixed number of ticks.
         known = None if isinstance(table.num_ticks, jax.Array) else int(table.num_ticks)
 
-        def run(params, frozen, carry, batch, slots, rows, table, key):
-            stage = Stage.of(self, params, frozen, batch, slots, rows, table, key)
+        def run(params, frozen, carry, batch, slots, rows, starts, table, key):
+            stage = Stage.of(self, params, frozen, batch, slots, rows, starts, table, key)
             kept = None
             if with_gradients:
                 kept = what_is_kept(stage, carry, splits=bool(table.weights))
@@ -252,11 +254,8 @@ class Pipeline(Spec):
                 f"unroll: {len(self.layers)} kinds of layers in {table.route.num_groups} groups on a stage; "
                 f"only layers of one kind in one group can be written out: use unroll=False"
             )
-        for what, trees in (
-            ("params", params.layers),
-            ("frozen parameters", frozen.layers),
-            ("carry", carry),
-        ):
+        stacks = [("params", params.layers), ("frozen parameters", frozen.layers)]
+        for what, trees in (*stacks * (self.pools is None), ("carry", carry)):
             if len(trees) != len(self.layers):
                 raise ValueError(
                     f"{what} of {len(trees)} kinds of layers for {len(self.layers)} functions; give one "

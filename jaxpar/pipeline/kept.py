@@ -23,7 +23,7 @@ from jaxpar.base.trees import add, shape_of, vary_like, zeros
 from jaxpar.pipeline.buffers import read_at, write, write_at
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.stage import Stage, Unit
-from jaxpar.pipeline.walk import pick, put, stack
+from jaxpar.pipeline.walk import pick, stack
 
 
 class Residuals:
@@ -44,27 +44,29 @@ class Residuals:
           splits: take W, the gradients of weights, out of the backward pass where it is separable.
         """
         self._stage = stage
-        params, frozen = stage.params.layers, stage.frozen.layers
-        stacked = params, frozen
+        weights = stage.params.layers, stage.frozen.layers
         if stage.spec.unroll:
-            stacked = tuple(tuple(map(stack, tree)) for tree in stacked)
+            weights = tuple(tuple(map(stack, tree)) for tree in weights)
         zero = jnp.int32(0)
         before = stage.read_carry(carry, zero, zero)
         x = vary_like(zeros(stage.x_shape), stage.here)
         self._inputs = jax.tree.map(shape_of, (before, x))
         at = stage.at(Unit(zero))
-        self.kinds = [
-            SplitLayer(
-                layer, pick(p, 0), pick(f, 0), pick(c, 0), (x, stage.no_sums), at, splits=splits
-            )
-            for layer, p, f, c in zip(stage.layers, *stacked, before, strict=True)
-        ]
+        self.kinds = []
+        for number, (layer, own) in enumerate(zip(stage.layers, before, strict=True)):
+            p, f = self._layer(weights, number, 0)
+            x_and_sums = x, stage.no_sums
+            self.kinds.append(SplitLayer(layer, p, f, pick(own, 0), x_and_sums, at, splits=splits))
         self.has_weights = any(kind.has_weights for kind in self.kinds)
-        # As the backward pass takes the weights.
-        self._prepared = tuple(zip(params, frozen, strict=True))
+        self._prepared = []  # of each layer that is written out, as the backward pass takes the weights
         if stage.spec.unroll:
-            own = zip(*params, *frozen, strict=True)
-            self._prepared = ([self.kinds[0].prepare(*row) for row in own],)
+            rows = zip(*stage.params.layers, *stage.frozen.layers, strict=True)
+            self._prepared = [self.kinds[0].prepare(*row) for row in rows]
+
+    def _layer(self, weights: Any, kind: int, row: Any) -> list[Any]:
+        """Parameters of one layer, and what of them is frozen."""
+        pairs = zip(self._stage.stores(), weights, strict=True)
+        return [store.pick(each, kind, row) for store, each in pairs]
 
     # ---- buffers ----
 
@@ -103,7 +105,7 @@ class Residuals:
             there += buffers[len(saved) :]  # room for W
             return sums, *vary_like((carry, y, there), x)
 
-        return stage.spec.walk(body, x, (params, frozen), carry, slots, buffers)[1:]
+        return stage.walk(group)(body, x, (params, frozen), carry, slots, buffers)[1:]
 
     def backward(
         self, buffers: Any, slot: Any, group: Any, d_carry: Any, dy: Any, grads: Any
@@ -114,41 +116,68 @@ class Residuals:
           buffers, slot: where what `forward` kept lies.
           d_carry: cotangent of the carry after the unit.
           dy: cotangent of y.
-          grads: gradients of the stage's layers so far, to which those of the parameters are added; () of
-            kinds whose W is apart.
+          grads: gradients of the stage's layers so far, to which those of the parameters are added; see
+            `added_to`.
         Returns:
           the gradients, the cotangent of the carry before the unit, that of x, and the buffers with what W
           needs.
         """
         stage, kinds = self._stage, self.kinds
-        _, _, slots = stage.own(group)
-        own, prepared = stage.of_group((grads, self._prepared), group)
+        *reads, slots = stage.own(group)
+        own = stage.weights_of_group(grads, group)
+        if stage.spec.unroll:
+            reads = [[self._prepared]]
 
         def body(kind, grads, d_carry, dy, reads, layer, buffers, place):
-            [weights], split = reads, kinds[kind]
-            weights = weights if stage.spec.unroll else split.prepare(*weights)
+            split = kinds[kind]
+            weights = reads[0] if stage.spec.unroll else split.prepare(*reads)
             saved = [self._get(leaf, slot, *place) for leaf in buffers[: len(split.saved)]]
             d_params, d_carry, dx, later = split.backward(weights, saved, d_carry, dy)
             after = list(buffers)
             for number, leaf in zip(split.places, later, strict=True):
                 after[number] = self._put(buffers[number], leaf, slot, *place)
-            return vary_like((add(grads, d_params), d_carry, dx, after), dy)
+            grads = () if split.has_weights else add(grads, d_params)
+            return vary_like((grads, d_carry, dx, after), dy)
 
-        own, d_carry, dx, after = stage.spec.walk(
-            body, dy, (prepared,), d_carry, slots, buffers, sums=own, reverse=True
+        own, d_carry, dx, after = stage.walk(group)(
+            body, dy, reads, d_carry, slots, buffers, sums=own, reverse=True
         )
-        return stage.into_group(grads, own, group), d_carry, dx, after
+        return stage.weights_into_group(grads, own, group), d_carry, dx, after
+
+    def added_to(self, grads: Any) -> Any:
+        """Of the gradients of the stage's layers those that B adds to: of kinds whose W is apart ()."""
+        apart = [kind.has_weights for kind in self.kinds]
+        if self._stage.pooled:
+            return () if all(apart) else grads
+        return tuple(() if is_apart else own for is_apart, own in zip(apart, grads, strict=True))
+
+    def after_backward(self, before: Any, own: Any) -> Any:
+        """All gradients, after B has added to those."""
+        apart = [kind.has_weights for kind in self.kinds]
+        if self._stage.pooled:
+            return before if all(apart) else own
+        each = zip(apart, before, own, strict=True)
+        return tuple(old if is_apart else new for is_apart, old, new in each)
 
     def weights(self, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
         """Adds W of a unit to the gradients of the stage's layers, type by type: no order is asked for."""
-        return tuple(
-            self._weights_of(number, buffers[number], slot, group, own) if kind.has_weights else own
-            for number, (kind, own) in enumerate(zip(self.kinds, grads, strict=True))
-        )
+        numbers = [number for number, kind in enumerate(self.kinds) if kind.has_weights]
+        if self._stage.pooled:
+            for number in numbers:
+                grads = self._weights_of(number, buffers[number], slot, group, grads, number)
+            return grads
+        grads = list(grads)
+        for number in numbers:
+            own = (grads[number],)
+            [grads[number]] = self._weights_of(number, buffers[number], slot, group, own, 0)
+        return tuple(grads)
 
-    def _weights_of(self, number: int, buffers: Any, slot: Any, group: Any, grads: Any) -> Any:
+    def _weights_of(
+        self, number: int, buffers: Any, slot: Any, group: Any, grads: Any, place_of_kind: int
+    ) -> Any:
         kind, stage = self.kinds[number], self._stage
-        prepared, layer_R = self._prepared[number], stage.rows[number]
+        layer_R, store = stage.rows[number], stage.stores()[0]
+        weights = stage.params.layers, stage.frozen.layers
 
         def of_row(layer, prepare, place, grads):
             own, at = (buffers[place], ()) if stage.spec.unroll else (buffers, (place,))
@@ -160,15 +189,15 @@ class Residuals:
                 ]
                 return add(grads, vary_like(kind.weights(prepare(), *parts), grads))
 
-            if not stage.spec.slots.has_empty_slots:
+            if (
+                -1 not in stage.spec.slots.rows[number]
+            ):  # other kinds may lie in the slots of a stage
                 return run()
             return lax.cond(layer >= 0, run, lambda: grads)
 
         if stage.spec.unroll:
-            return [
-                of_row(layer_R[row], lambda own=own: own, row, grads[row])
-                for row, own in enumerate(prepared)
-            ]
+            own = enumerate(zip(self._prepared, grads[0], strict=True))
+            return [[of_row(layer_R[row], lambda p=p: p, row, total) for row, (p, total) in own]]
         count = len(layer_R) // stage.num_groups
         first = group * count
 
@@ -176,9 +205,11 @@ class Residuals:
             row = first + place
 
             def prepare():
-                return kind.prepare(*pick(prepared, row))
+                return kind.prepare(*self._layer(weights, number, row))
 
-            return put(grads, row, of_row(layer_R[row], prepare, place, pick(grads, row)))
+            layer, own = layer_R[row], store.pick(grads, place_of_kind, row)
+            total = of_row(layer, prepare, place, own)
+            return store.put(grads, place_of_kind, row, total)
 
         return lax.fori_loop(0, count, body, grads)
 

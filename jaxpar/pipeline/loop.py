@@ -66,7 +66,7 @@ from jaxpar.base.trees import add, vary_like
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
-from jaxpar.pipeline.spec import Spec
+from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.tables import SharedLane, TickTable
 from jaxpar.pipeline.walk import pick
@@ -273,6 +273,18 @@ class Loop:
         runs = is_there if stage.shares_first else is_there & on_stage
         return lax.cond(runs, leave, lambda: grads)
 
+    @jax.named_scope(LEAVE)
+    def _leave_pooled(self, leaving: Unit, own: Unit, dx: Any, grads: PipelineParams) -> Any:
+        """As `_leave`, with all gradients, where those of `first` lie in a pool."""
+        stage = self.stage
+        runs = (leaving.number >= 0) & (stage.number == self.table.route.stages[0])
+
+        def leave(inputs, grads):
+            own, dx = inputs
+            return stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, own, dx))
+
+        return self._if_runs(runs, leave, (own, dx), grads, adds=True)
+
     def _if_runs(
         self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
     ) -> Any:
@@ -320,7 +332,7 @@ class Loop:
         if not self.kept:
 
             def collect():
-                of_unit = stage.last(stage.params.last, y, unit)
+                of_unit = stage.last(stage.of_end(1, stage.params), y, unit)
                 return vary_like(stage.collect(state.sums, of_unit, unit), y)
 
             return state._replace(sums=lax.cond(active, collect, lambda: state.sums))
@@ -329,22 +341,32 @@ class Loop:
             sums = stage.last(params, y, unit)
             return jax.tree.leaves(sums)[0], sums
 
+        differentiate = jax.value_and_grad(loss, (0, 1), has_aux=True)
+
         def run():
-            (_, sums), (d_last, dy) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-                stage.params.last, y
-            )
+            (_, sums), (d_last, dy) = differentiate(stage.params.last, y)
             return vary_like((add(state.sums, sums), dy), y), add(state.grads.last, d_last)
 
-        (sums, dy), grads = lax.cond(
-            active,
-            run,
-            lambda: ((state.sums, jax.tree.map(jnp.zeros_like, y)), state.grads.last),
-        )
+        def run_pooled(inputs, now):
+            y, (sums, _, grads) = inputs, now
+            (_, own), (d_last, dy) = differentiate(stage.of_end(1, stage.params), y)
+            grads = stage.add_to_end(1, grads, lambda before: add(before, d_last))
+            return add(sums, own), dy, grads
+
+        nothing = jax.tree.map(jnp.zeros_like, y)
+        if stage.has_pooled(1):
+            now = state.sums, nothing, state.grads
+            sums, dy, grads = self._if_runs(active, run_pooled, y, now, adds=True)
+        else:
+            (sums, dy), last = lax.cond(
+                active, run, lambda: ((state.sums, nothing), state.grads.last)
+            )
+            grads = state.grads._replace(last=last)
         slot = 0 if self.spec.remat else jnp.where(on_stage & active, slot, -1)
         dy = jax.tree.map(lambda a, dtype: a.astype(dtype), vary_like(dy, stage.here), dtypes)
         return state._replace(
             sums=sums,
-            grads=state.grads._replace(last=grads),
+            grads=grads,
             head_dy=write(state.head_dy, dy, slot),
         )
 
@@ -394,22 +416,18 @@ class Loop:
                 d_carry = stage.into_group(d_carry, before, at.group)
             return own, d_carry, dx, buffers
 
-        # Of kinds whose W is apart there is no gradient here.
-        grads = tuple(
-            () if kind.has_weights else own
-            for kind, own in zip(kept.kinds, state.grads.layers, strict=True)
-        )
+        grads = kept.added_to(state.grads.layers)
         buffers, slot = (state.kept, at.slot) if recalled is None else (recalled, jnp.int32(0))
         grads, d_carry, dx, buffers = self._if_runs(
             at.unit >= 0, run, (at, number, slot), (grads, state.d_carry, idle_dx, buffers)
         )
-        layer_grads = tuple(
-            before if kind.has_weights else own
-            for kind, own, before in zip(kept.kinds, grads, state.grads.layers, strict=True)
-        )
+        layer_grads = kept.after_backward(state.grads.layers, grads)
         leaving = Unit(leave.unit, segment), Unit(number, segment)
-        first_grads = self._leave(*leaving, dx, state.grads.first)
-        grads = state.grads._replace(layers=layer_grads, first=first_grads)
+        grads = state.grads._replace(layers=layer_grads)
+        if stage.has_pooled(0):
+            grads = self._leave_pooled(*leaving, dx, grads)
+        else:
+            grads = grads._replace(first=self._leave(*leaving, dx, grads.first))
         if recalled is None:
             state = state._replace(kept=buffers)
         return state._replace(d_carry=d_carry, grads=grads), dx

@@ -11,6 +11,7 @@ from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE
 from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import Slots
+from jaxpar.pipeline.pool import Pool
 from jaxpar.pipeline.walk import Scan, make_walk
 
 Head = Literal["last", "sharded"]
@@ -34,7 +35,8 @@ class PipelineParams(NamedTuple):
 
     Attributes:
       first: of the function before the layers.
-      layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`.
+      layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`; or
+        the planes of a pool.
       last: of the function after the layers.
     """
 
@@ -52,6 +54,9 @@ class Spec:
         `stage` or `data`, but over axes of the mesh that are none of jaxpar's (`own_axes`).
       first, last: before the first and after the last layer; see `First` and `Last`.
       slots: where each layer lies (`placement.make_slots`).
+      pools: in which parameters of layers lie, and what of them is frozen; None if in stacks.
+      pooled_ends: with pools, the names of the parameters of `first` and of `last`, both of all and of what
+        is frozen; those that are None in `params` lie in the pools, as two more kinds of layers.
       chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
       microbatch_rows: b, rows of a microbatch on one data-parallel device.
       collects: what `last` gives of each unit: "sums", which are added up, or "rows", which are put in their
@@ -101,6 +106,8 @@ class Spec:
     layout: Callable[..., Any] = anywhere
     lay_out_gradients: Callable[[Any], Any] = lambda tree: tree
     buffer_fill: float | None = None
+    pools: tuple[Pool, Pool] | None = None
+    pooled_ends: tuple[Any, Any] = ((), ())
 
     @property
     def platform(self) -> str:

@@ -13,6 +13,7 @@ Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device's 
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +24,10 @@ from jaxpar.base.at import At
 from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.base.trees import add, vary_like, zeros
 from jaxpar.pipeline.buffers import corner, make_buffers
+from jaxpar.pipeline.pool import Pooled
 from jaxpar.pipeline.spec import PipelineParams, Spec
 from jaxpar.pipeline.tables import TickTable
-from jaxpar.pipeline.walk import SlotArrays, run_layers, unstack, with_sums
+from jaxpar.pipeline.walk import Scan, SlotArrays, Stacks, run_layers, unstack, with_sums
 
 
 class Unit(NamedTuple):
@@ -49,6 +51,7 @@ class Stage:
       batch: of this data-parallel group; `batch_on_all` is the same, for what all stages compute alike.
       slots: of this stage.
       rows: for every kind the layer in each row of its stack.
+      starts: of layers in pools, for both: see `pool.Pool`.
       key: of dropout.
       number: of the stage; `first_row` of the device in the batch, and `first_step` in the window.
       here: a value that differs over all axes, as everything does that is cast to be like it; `group` over
@@ -64,6 +67,7 @@ class Stage:
     batch_on_all: Any
     slots: SlotArrays
     rows: tuple[jax.Array, ...]
+    starts: tuple[tuple[jax.Array, ...], ...]
     key: jax.Array | None
     number: jax.Array
     first_row: jax.Array
@@ -86,6 +90,7 @@ class Stage:
         batch: Any,
         slots: Any,
         rows: Any,
+        starts: Any,
         table: TickTable,
         key,
     ) -> "Stage":
@@ -113,7 +118,7 @@ class Stage:
             )
         # Likewise, for autodiff through `forward`.
         batches = vary_like(batch, here), vary_like(batch, group)
-        slots, rows = vary_like((slots, rows), here)
+        slots, rows, starts = vary_like((slots, rows, starts), here)
         num_rows = table.max_microbatches * spec.microbatch_rows
         in_group = num_rows * math.prod(spec.mesh.shape[axis] for axis in spec.row_axes)
         first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * in_group, in_group)
@@ -133,6 +138,7 @@ class Stage:
                 *batches,
                 slots,
                 rows,
+                starts,
                 key,
                 number,
                 first_row,
@@ -147,7 +153,8 @@ class Stage:
 
         def last():
             y = vary_like(zeros(x), here)
-            return stage.last(stage.params.last, stage.over_stages(y) if sharded_head else y, unit)
+            params = stage.of_end(1, stage.params)
+            return stage.last(params, stage.over_stages(y) if sharded_head else y, unit)
 
         return dataclasses.replace(stage, x_shape=x, sums_shape=jax.eval_shape(last))
 
@@ -156,7 +163,8 @@ class Stage:
     def first(self, unit: Unit) -> Any:
         """Before the layers."""
         at = self.at(unit, on_all=self.shares_first)
-        return vary_like(self.spec.first(self.params.first, self.frozen.first, at), self.here)
+        own = self.of_end(0, self.params), self.of_end(0, self.frozen)
+        return vary_like(self.spec.first(*own, at), self.here)
 
     @property
     def shares_first(self) -> bool:
@@ -165,18 +173,17 @@ class Stage:
 
     def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
         """The gradients of what comes before the layers, with what a unit adds."""
-        params, at = self.params.first, self.at(unit, on_all=self.shares_first)
+        params, at = self.of_end(0, self.params), self.at(unit, on_all=self.shares_first)
+        frozen = self.of_end(0, self.frozen)
         if self.spec.first_gradient is not None:
-            return self.spec.first_gradient(grads, params, self.frozen.first, at, dx)
-        _, vjp = jax.vjp(
-            lambda params: vary_like(self.spec.first(params, self.frozen.first, at), dx), params
-        )
+            return self.spec.first_gradient(grads, params, frozen, at, dx)
+        _, vjp = jax.vjp(lambda params: vary_like(self.spec.first(params, frozen, at), dx), params)
         return add(grads, vjp(dx)[0])
 
     def forward(self, unit: Unit, group: Any, carry: Any, x: Any) -> tuple[Any, Any]:
         """The layers of a group: the carry, and y."""
         params, frozen, slots = self.own(group)
-        walk, at = self.spec.walk, self.at(unit)
+        walk, at = self.walk(group), self.at(unit)
         return run_layers(walk, self.layers, params, frozen, carry, x, at, slots)
 
     def over_stages(self, y: Any) -> Any:
@@ -189,9 +196,10 @@ class Stage:
 
     def last(self, params: Any, y: Any, unit: Unit) -> Any:
         """The sums of a unit, or its rows."""
+        frozen = self.of_end(1, self.frozen)
         if self.spec.head == "sharded":
-            return self.spec.last(params, self.frozen.last, y, self.at(unit, on_all=True))
-        return self.spec.last(params, self.frozen.last, vary_like(y, self.here), self.at(unit))
+            return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
+        return self.spec.last(params, frozen, vary_like(y, self.here), self.at(unit))
 
     @property
     def nothing_collected(self) -> Any:
@@ -233,6 +241,46 @@ class Stage:
         leaves, structure = jax.tree.flatten(self.no_sums)
         ones = [a + 1 if n == 0 else a for n, a in enumerate(leaves)]
         return jax.tree.unflatten(structure, ones)
+
+    # ---- ends in pools ----
+
+    def of_end(self, end: int, parts: PipelineParams) -> Any:
+        """All parameters of `first` (end 0) or `last` (1), on the stage that runs it; or what is frozen."""
+        own = (parts.first, parts.last)[end]
+        if not self.pooled:
+            return own
+        number = 0 if parts is self.params else 1
+        found = self._pooled_end(end, number, parts.layers)
+        names = self.spec.pooled_ends[end][number]
+        return tuple(
+            found[name] if leaf is None else leaf for name, leaf in zip(names, own, strict=True)
+        )
+
+    def has_pooled(self, end: int) -> bool:
+        """Whether parameters of `first` (end 0) or `last` (1) that are trained lie in a pool."""
+        own = (self.params.first, self.params.last)[end] if self.pooled else ()
+        return any(leaf is None for leaf in own)
+
+    def _pooled_end(self, end: int, number: int, planes: Any) -> Any:
+        return self.stores()[number].pick(planes, len(self.spec.layers) + end, 0)
+
+    def add_to_end(
+        self, end: int, grads: PipelineParams, add_to: Callable[[Any], Any]
+    ) -> PipelineParams:
+        """Gradients with those of `first` (end 0) or `last` (1) changed, which partly lie in a pool.
+
+        Args:
+          add_to: all of its gradients -> the same, changed.
+        """
+        own, names = (grads.first, grads.last)[end], self.spec.pooled_ends[end][0]
+        found = self._pooled_end(end, 0, grads.layers)
+        whole = [found[n] if leaf is None else leaf for n, leaf in zip(names, own, strict=True)]
+        after = add_to(tuple(whole))
+        each = [*zip(names, own, after, strict=True)]
+        found |= {name: new for name, old, new in each if old is None}
+        rest = tuple(None if old is None else new for _, old, new in each)
+        layers = self.stores()[0].put(grads.layers, len(self.spec.layers) + end, 0, found)
+        return grads._replace(**{("first", "last")[end]: rest}, layers=layers)
 
     # ---- pieces of a unit ----
 
@@ -310,8 +358,41 @@ class Stage:
     # ---- groups of layers ----
 
     def own(self, group: Any) -> tuple[Any, Any, SlotArrays]:
-        """Parameters, frozen ones and slots of a group."""
-        return self.of_group((self.params.layers, self.frozen.layers, self.slots), group)
+        """Parameters, frozen ones and slots of a group; of pools all parameters."""
+        weights = self.params.layers, self.frozen.layers
+        return *self.weights_of_group(weights, group), self.of_group(self.slots, group)
+
+    def walk(self, group: Any) -> Scan:
+        """The way through the layers of a group."""
+        walk = self.spec.walk
+        if not self.pooled:
+            return walk
+        starts = tuple(own[: len(self.spec.layers)] for own in self.starts)
+        return dataclasses.replace(walk, stores=self.stores(self.of_group(starts, group)))
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the layers lie in pools."""
+        return self.spec.pools is not None
+
+    def stores(self, starts: Any = None) -> Sequence[Any]:
+        """How parameters and frozen ones have a layer; see `walk.Switch`.
+
+        Args:
+          starts: of a group; None are those of the stage.
+        """
+        if self.spec.pools is None:
+            return Stacks(), Stacks()
+        pairs = zip(self.spec.pools, starts or self.starts, strict=True)
+        return [Pooled(*each, self.spec.platform) for each in pairs]
+
+    def weights_of_group(self, tree: Any, group: Any) -> Any:
+        """A group's rows of what lies as parameters of layers do."""
+        return tree if self.pooled else self.of_group(tree, group)
+
+    def weights_into_group(self, tree: Any, part: Any, group: Any) -> Any:
+        """What lies as they do with a group's rows changed."""
+        return part if self.pooled else self.into_group(tree, part, group)
 
     def of_group(self, tree: Any, group: Any) -> Any:
         """A group's rows of every stacked array."""

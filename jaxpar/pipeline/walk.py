@@ -65,7 +65,7 @@ class Scan:
         *,
         sums: Sequence[Any] | None = None,
         reverse: bool = False,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...], Any, tuple[Any, ...]]:
+    ) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
         """x through the layers.
 
         Args:
@@ -130,9 +130,27 @@ class Unrolled(Scan):
         return (all_sums if sums and sums[0] else (),), (stack(all_rows),), x, (all_stored,)
 
 
+class Stacks:
+    """Trees for every kind, their leaves stacked: how one layer is read and changed."""
+
+    def pick(self, trees: Any, kind: int, place: Any) -> Any:
+        """A layer."""
+        return pick(trees[kind], place)
+
+    def put(self, trees: Any, kind: int, place: Any, layer: Any) -> Any:
+        """The trees with a layer changed."""
+        return _replaced(trees, kind, put(trees[kind], place, layer))
+
+
 @dataclasses.dataclass(frozen=True)
 class Switch(Scan):
-    """Layers of several kinds; an empty slot leaves all as it is."""
+    """Layers of several kinds; an empty slot leaves all as it is.
+
+    Attributes:
+      stores: of each of the `reads` how it has a layer, and first of sums: `Stacks`, or `pool.Pooled`.
+    """
+
+    stores: Sequence[Any] = (Stacks(), Stacks())
 
     def __call__(self, body, x, reads, rows, slots, store=None, *, sums=None, reverse=False):
         """As of `Scan`."""
@@ -141,14 +159,15 @@ class Switch(Scan):
             def of_kind(kind):
                 def go(state):
                     x, rows, sums, store = state
-                    own, row, own_sums = pick(
-                        ([each[kind] for each in reads], rows[kind], sums[kind]), slot.place
-                    )
+                    pairs = zip(self.stores, reads, strict=True)
+                    own = [each.pick(read, kind, slot.place) for each, read in pairs]
+                    row = pick(rows[kind], slot.place)
+                    own_sums = self.stores[0].pick(sums, kind, slot.place)
                     total, row, x, stored = body(
                         kind, own_sums, row, x, own, slot.layer, store[kind], (slot.place,)
                     )
                     rows = _replaced(rows, kind, put(rows[kind], slot.place, row))
-                    sums = _replaced(sums, kind, put(sums[kind], slot.place, total))
+                    sums = self.stores[0].put(sums, kind, slot.place, total)
                     return vary_like((x, rows, sums, _replaced(store, kind, stored)), x)
 
                 return go
@@ -157,9 +176,10 @@ class Switch(Scan):
             return lax.switch(jnp.where(slot.layer < 0, 0, slot.kind + 1), branches, state), None
 
         nothing = ((),) * len(rows)
-        sums, store = (nothing if each is None else tuple(each) for each in (sums, store))
+        kept = nothing if store is None else tuple(store)
+        sums = nothing if sums is None else sums
         (x, after, total, stored), _ = lax.scan(
-            of_slot, (x, tuple(rows), sums, store), slots, reverse=reverse
+            of_slot, (x, tuple(rows), sums, kept), slots, reverse=reverse
         )
         return total, after, x, stored
 

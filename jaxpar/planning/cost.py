@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.analysis.collectives import num_messages, sent_bytes
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.base.axes import BATCH, DATA, STAGE, TENSOR
+from jaxpar.base.axes import BATCH, DATA, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import owner
@@ -233,6 +233,26 @@ class Step:
         self.kinds = [self._kind(number) for number in range(len(self.rows))]
         for array in (*counts.params, *counts.frozen):
             self.part(array, self.layout.param_rules)  # raises if it does not split
+        of_layers = [
+            sum(array.kind is not None for array in arrays)
+            for arrays in (counts.params, counts.opt_state)
+        ]
+        copies = of_layers[1] // max(of_layers[0], 1)
+        self.params, self.frozen = self._stored(counts.params, 0), self._stored(counts.frozen, 1)
+        self.opt_state = self._stored(counts.opt_state, 0, copies)
+
+    def _stored(self, arrays: Sequence[Array], number: int, copies: int = 1) -> tuple[Array, ...]:
+        """Arrays as a state has them: where layers are in pools, with so many times the planes of one."""
+        pools = self.layout.pools
+        if pools is None:
+            return tuple(arrays)
+        planes = []
+        for plane in pools[number].planes:
+            shape, itemsize = pools[number].shape_of(plane), np.dtype(plane.dtype).itemsize
+            planes.append(Array(f"pool.{plane.name}", plane.dims, shape, itemsize, None))
+        names = {name for kind in self.layout.pooled_names(number) for name in kind}
+        rest = (a for a in arrays if a.kind is None and not names.intersection(_endings(a.path)))
+        return (*rest, *planes * copies)
 
     def part(self, array: Array, rules: Rules) -> Part:
         """A device's part of an array."""
@@ -324,8 +344,8 @@ class Step:
 
     def _update_seconds(self, machine: Machine) -> float:
         """From gradients to new parameters: norm, clipping, the optimizer, and the bytes that these move."""
-        rules, counts = self.layout.opt_rules, self.counts
-        own, kept = (self.bytes_of(arrays, rules) for arrays in (counts.params, counts.opt_state))
+        rules = self.layout.opt_rules
+        own, kept = (self.bytes_of(arrays, rules) for arrays in (self.params, self.opt_state))
         moved = (4 + 2 * (self.train.clip_norm > 0)) * own + 2 * kept
         if self.parallel.update == "host":  # gradients go there, parameters come back
             return (2 * own + moved) / machine.host_bytes_per_second
@@ -337,13 +357,13 @@ class Step:
         """`StepCost.held`."""
         layout, counts, on_host = self.layout, self.counts, self.parallel.update == "host"
         parts = math.prod(self.sizes[axis] for axis in layout.rules.axes_of(BATCH))
-        gradients = sum(self.part(array, layout.rules).elements for array in counts.params)
-        parameters = self.bytes_of((*counts.params, *counts.frozen), layout.param_rules)
+        gradients = sum(self.part(array, layout.rules).elements for array in self.params)
+        parameters = self.bytes_of((*self.params, *self.frozen), layout.param_rules)
         if on_host:  # before and after
-            parameters += 2 * self.bytes_of(counts.params, layout.opt_rules)
+            parameters += 2 * self.bytes_of(self.params, layout.opt_rules)
         return {
             "parameters": parameters,
-            "optimizer": 0 if on_host else self.bytes_of(counts.opt_state, layout.opt_rules),
+            "optimizer": 0 if on_host else self.bytes_of(self.opt_state, layout.opt_rules),
             "carried": self.bytes_of(counts.carry, layout.carry_rules),
             "batch": round(counts.batch_bytes / (parts if self.parallel.has_equal_shares else 1)),
             "gradients": gradients * FLOAT,
@@ -384,7 +404,7 @@ class Step:
         """What is stored or updated in parts over `data` is gathered once a step; gradients are summed."""
         rules, counts = self.layout.rules, self.counts
         is_split = self.parallel.fsdp or self.parallel.update == "sharded"
-        for array in (*counts.params, *(counts.frozen if self.parallel.fsdp else ())):
+        for array in (*self.params, *(self.frozen if self.parallel.fsdp else ())):
             computed = self.part(array, rules)
             if is_split and self.part(array, split_over_data(rules)) != computed:
                 size = computed.elements * array.itemsize
@@ -394,11 +414,15 @@ class Step:
             (counts.first, self.shares_first, self.layout.parts[0]),
             (counts.last, self.shares_head, None if own_last else self.layout.parts[1]),
         )
-        for array in counts.params:
-            if array.kind is not None or not in_units:
+        for array in self.params:
+            if array.dims[:1] == (LAYERS,) or not in_units:
                 yield self._gradient(array, rules, DATA)
+        is_pooled = self.layout.pools is not None
+        pooled = {n for kind in self.layout.pooled_names(0) for n in kind} if is_pooled else ()
         for numbers, on_all, names in ends if in_units else ():
             for array in (counts.params[n] for n in numbers):
+                if array.path in pooled:
+                    continue
                 in_parts = on_all and (names is None or owner(array.path) in names)
                 axes = (DATA,) if on_all else (DATA, STAGE)
                 yield self._gradient(array, rules if in_parts else off_stages(rules), *axes)
@@ -473,3 +497,9 @@ class Step:
         matrices = [[TENSOR in each for each in split] for split in axes if len(split) > 1]
         by_column = sum(split[-1] for split in matrices)
         return sum(map(any, matrices)) - by_column, by_column
+
+
+def _endings(path: str) -> set[str]:
+    """a/b/c, b/c and c of a/b/c: the name of an optimizer's array ends with that of its parameter."""
+    parts = path.split("/")
+    return {"/".join(parts[n:]) for n in range(len(parts))}

@@ -4,23 +4,36 @@
     0  -  |  1  2       -->     0  1  2     -->     0  1  2
 
 The names are as `params/layers/gru/w_x`; stacked arrays are `[layers of the kind, ...]`, without the empty
-rows that a placement needs.
+rows that a placement needs. Layers that a state has in pools are taken out one array at a time: first each
+stage's own into slots of a stack, which sends nothing.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import LAYERS
-from jaxpar.layout import Layout
-from jaxpar.sharding import array_of, axes_of_spec, dims_of, is_variable, named_leaves, to_spec
+from jaxpar.base.axes import DATA, LAYERS, STAGE
+from jaxpar.layout import POOLS, Layout
+from jaxpar.pipeline.pool import stack_of, with_stack
+from jaxpar.sharding import (
+    array_of,
+    axes_of_spec,
+    dims_of,
+    is_variable,
+    named_leaves,
+    shardings,
+    split_over_data,
+    to_spec,
+)
 from jaxpar.state import TrainState
 
 Tree = TypeVar("Tree")
@@ -38,39 +51,46 @@ def by_layer(state: Any, layout: Layout) -> dict[str, jax.Array]:
       ValueError: the rows of the state are not those of the placement.
     """
     arrays = {}
-    for name, leaf, rows in _leaves(state, layout):
+
+    def take(name: str, leaf: Any, rows: Rows | None) -> None:
         array = array_of(leaf)
         if rows is not None:
             order = tuple(rows.index(layer) for layer in sorted(rows) if layer >= 0)
             array = jax.device_put(array, array.sharding.with_memory_kind("device"))
             array = _take_layers(array, order, _without_layers(array))
         arrays[name] = array
+
+    _each(state, layout, take)
     return arrays
 
 
 def abstract_by_layer(target: Any, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
     """What to read for a state, or a part of it: the arrays of `by_layer`, sharded over its mesh."""
     arrays = {}
-    for name, leaf, rows in _leaves(target, layout):
+
+    def take(name: str, leaf: Any, rows: Rows | None) -> None:
         array = array_of(leaf)
         if rows is not None:
             shape = (sum(layer >= 0 for layer in rows), *array.shape[1:])
             sharding = _without_layers(array)
             array = jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
         arrays[name] = array
+
+    _each(target, layout, take)
     return arrays
 
 
 def from_layers(target: Tree, layout: Layout, arrays: Mapping[str, jax.Array]) -> Tree:
     """A state, or a part of it, with these values, as `abstract_by_layer` describes them."""
-    leaves = []
-    for name, leaf, rows in _leaves(target, layout):
+
+    def give(name: str, leaf: Any, rows: Rows | None) -> jax.Array:
         value = arrays[name]
         if rows is not None:
             value = _take_layers(value, _places_in_order(rows), value.sharding)
             value = jax.device_put(value, array_of(leaf).sharding)
-        leaves.append(leaf.replace(value) if is_variable(leaf) else value)
-    return jax.tree.unflatten(jax.tree.structure(target, is_leaf=is_variable), leaves)
+        return value
+
+    return _each(target, layout, give)
 
 
 def with_parameters(
@@ -94,11 +114,128 @@ def kind_of(leaf: Any) -> str | None:
     return leaf.get_metadata("kind", None) if is_variable(leaf) else None
 
 
-def _leaves(state: Any, layout: Layout) -> Iterator[tuple[str, Any, Rows | None]]:
-    """Name and leaf, and what lies in its rows; see `_rows`."""
+def _each(
+    state: Tree, layout: Layout, change: Callable[[str, Any, Rows | None], jax.Array | None]
+) -> Tree:
+    """As `each_by_name`; with what lies in the rows of a leaf, see `_rows`."""
     rows_of = dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
-    for name, leaf in named_leaves(state, "/"):
-        yield name, leaf, _rows(name, leaf, rows_of)
+    return each_by_name(
+        state, layout, lambda name, leaf: change(name, leaf, _rows(name, leaf, rows_of))
+    )
+
+
+# ---- layers in pools ----
+
+
+def each_by_name(
+    tree: Tree, layout: Layout, change: Callable[[str, Any], jax.Array | None], separator: str = "/"
+) -> Tree:
+    """A tree with other values of its variables; layers in pools are shown in slots of a stack, one by one.
+
+    Args:
+      tree: a state or a part of it; arrays of pools are donated, where one is changed.
+      change: name and variable -> the new array, None for no change. A tree of shapes becomes one of arrays,
+        if all are changed.
+    """
+
+    def of(path: Any, node: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=separator)
+        if not _has_pool(node):
+            value = change(name, node)
+            if value is None:
+                return node
+            return node.replace(value) if is_variable(node) else value
+        begin = name + separator if name else ""
+
+        def within(name: str, leaf: Any) -> jax.Array | None:
+            return change(begin + name, leaf)
+
+        key = _has_pool(node)
+        rest = nnx.State({name: part for name, part in node.items() if name != key})
+        rest = each_by_name(rest, layout, within, separator)
+        return nnx.State({**rest, key: _each_in_pool(node[key], key, layout, within, separator)})
+
+    return jax.tree_util.tree_map_with_path(
+        of, tree, is_leaf=lambda node: is_variable(node) or bool(_has_pool(node))
+    )
+
+
+def _has_pool(node: Any) -> str:
+    """The name of the pool in a state, if there is one."""
+    return next((key for key in POOLS if isinstance(node, nnx.State) and key in node), "")
+
+
+def _each_in_pool(planes: Any, key: str, layout: Layout, change: Any, separator: str) -> Any:
+    """As `each_by_name`, for the planes of one pool."""
+    assert layout.pools is not None
+    number, (variables, structure) = POOLS.index(key), jax.tree.flatten(planes, is_leaf=is_variable)
+    pool, arrays = layout.pools[number], [*map(array_of, variables)]
+    shapes = dict(named_leaves((layout.params, layout.frozen)[number], "/"))
+    for kind, names in enumerate(layout.pooled_names(number)):
+        for name, leaf in zip(names, pool.leaves[kind], strict=True):
+            variable, plane = shapes[name], arrays[leaf.plane]
+            split = axes_of_spec(plane.sharding.spec, plane.ndim)
+            rules = split_over_data(layout.rules) if DATA in sum(split, ()) else layout.rules
+            place = array_of(shardings(variable, plane.sharding.mesh, rules))
+            shown: Any = jax.ShapeDtypeStruct(variable.shape, plane.dtype, sharding=place)
+            stacked = place, None
+            if kind_of(variable) is None:  # of a single stage
+                in_slots = NamedSharding(place.mesh, P(STAGE, *leaf.spec))
+                stacked = in_slots, int(np.flatnonzero(pool.is_full[kind])[0])
+            if not _is_shape(variables[leaf.plane]):
+                shown = stack_of(_on_device(plane), pool, kind, leaf, stacked[0])
+                shown = shown if stacked[1] is None else _row(shown, stacked[1], place)
+            value = change(name.replace("/", separator), variable.replace(shown))
+            if value is not None:
+                plane = _on_device(plane)
+                if stacked[1] is not None:
+                    value = _in_rows(value, pool.num_stages, stacked[0])
+                arrays[leaf.plane] = with_stack(plane, value, pool, kind, leaf, plane.sharding)
+    made = [
+        variable.replace(jax.device_put(array, array_of(variable).sharding))
+        if isinstance(array, jax.Array)
+        else variable
+        for variable, array in zip(variables, arrays, strict=True)
+    ]
+    return jax.tree.unflatten(structure, made)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _row(stack: jax.Array, row: int, place: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(stack[row], place)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _in_rows(value: jax.Array, count: int, place: NamedSharding) -> jax.Array:
+    rows = jnp.broadcast_to(value[None], (count, *value.shape))
+    return jax.lax.with_sharding_constraint(rows, place)
+
+
+def _is_shape(leaf: Any) -> bool:
+    return not isinstance(array_of(leaf), jax.Array)
+
+
+def _on_device(plane: Any) -> jax.Array:
+    """A plane in the devices' own memory; zeros for a shape."""
+    place = plane.sharding.with_memory_kind("device")
+    if isinstance(plane, jax.Array):
+        return jax.device_put(plane, place)
+    return jax.jit(functools.partial(jnp.zeros, plane.shape, plane.dtype), out_shardings=place)()
+
+
+def in_stacks(tree: Tree, layout: Layout) -> Tree:
+    """A tree whose layers may be in pools, with all of them in slots of stacks."""
+
+    def of(node: Any) -> Any:
+        if not (key := _has_pool(node)):
+            return node
+        found: dict[str, Any] = {}
+        each_by_name(node, layout, lambda name, leaf: found.update({name: leaf}))
+        shapes = (layout.params, layout.frozen)[POOLS.index(key)]
+        leaves = [found[name] for name, _ in named_leaves(shapes, "/")]
+        return jax.tree.unflatten(jax.tree.structure(shapes, is_leaf=is_variable), leaves)
+
+    return jax.tree.map(of, tree, is_leaf=lambda node: is_variable(node) or bool(_has_pool(node)))
 
 
 def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:

@@ -17,6 +17,7 @@ from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
+from jaxpar.training.by_layer import in_stacks
 from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data
 from jaxpar.training.predict import predict
@@ -52,12 +53,13 @@ class LoadedRun:
     @property
     def params(self) -> nnx.State:
         """The parameters, an `nnx.State` nested by their names; `jaxpar.show(run.params)` draws them."""
-        return self.state.params
+        return in_stacks(self.state.params, self.setup.layout)
 
     @functools.cached_property
     def model(self) -> Any:
         """The task's model with these parameters."""
-        return self.setup.layout.merge(self.state.params, self.state.frozen)
+        layout = self.setup.layout
+        return layout.merge(self.params, in_stacks(self.state.frozen, layout))
 
     def evaluate(self, split: str = "valid") -> Evaluation:
         """Loss and metrics on a split of the run's data.

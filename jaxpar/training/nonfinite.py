@@ -32,7 +32,7 @@ from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState
 from jaxpar.step import CompiledStep, dropout_key, mean_loss
-from jaxpar.training.by_layer import kind_of
+from jaxpar.training.by_layer import in_stacks, kind_of
 
 NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart
 
@@ -67,7 +67,7 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
     """Where the first number is that is not finite, in the order of computing.
 
     What is computed before and after the layers is one place each. The first call compiles a program; with
-    several processes, all of them call it.
+    several processes, all of them call it. Layers in pools are looked at in stacks, which take more room.
 
     Args:
       setup: that the state was made with.
@@ -77,8 +77,8 @@ def find_origin(setup: Setup, state: TrainState, batch: Any) -> Origin:
     parallel = setup.parallel  # the gradients of weights would be cut from what is looked at
     pipeline = dataclasses.replace(parallel.pipeline, zero_bubble=False)
     parallel = dataclasses.replace(parallel, pipeline=pipeline)
-    layout = Layout(setup.layout.facts, parallel)
-    train = setup.train
+    layout = Layout(setup.layout.facts, parallel, may_pool=False)
+    train, state = setup.train, in_stacks(state, setup.layout)
     look = dataclasses.replace(setup, layout=layout).keep(
         _make_look, parallel, train.num_steps, train.clip_norm, train.seed
     )

@@ -28,11 +28,19 @@ from jaxpar.hosts.agree import together
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model import made
 from jaxpar.setup import Setup
-from jaxpar.sharding import array_of, is_variable
+from jaxpar.sharding import array_of
 from jaxpar.state import TrainState, abstract_state, draw_variables, state_of
-from jaxpar.training.by_layer import kind_of
+from jaxpar.training.by_layer import each_by_name, kind_of
 from jaxpar.training.run_folder import RunFolder
-from jaxpar.training.weights import Rows, Tensor, Weights, in_ranges, named_rows, open_files
+from jaxpar.training.weights import (
+    Rows,
+    Tensor,
+    Weights,
+    in_ranges,
+    named_rows,
+    names_of_rows,
+    open_files,
+)
 
 _log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 26  # at once; what is stored as one piece is unpacked whole for each
@@ -172,14 +180,16 @@ class Taken:
 
     def _filled(self, tree: nnx.State) -> nnx.State:
         """Variables with the values that are taken; the old ones are gone."""
-        leaves = []
-        for _, leaf, names in named_rows(tree, self.setup.layout):
-            found = [(row, name) for row, name in enumerate(names) if name in self.weights.tensors]
-            if found:
-                filled = self._fill(array_of(leaf), found, is_stacked=kind_of(leaf) is not None)
-                leaf = leaf.replace(filled)
-            leaves.append(leaf)
-        return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_variable), leaves)
+        layout = self.setup.layout
+
+        def fill(name: str, leaf: Any) -> jax.Array | None:
+            names = enumerate(names_of_rows(name, leaf, layout))
+            found = [(row, name) for row, name in names if name in self.weights.tensors]
+            if not found:
+                return None
+            return self._fill(array_of(leaf), found, is_stacked=kind_of(leaf) is not None)
+
+        return each_by_name(tree, layout, fill, ".")
 
     def _fill(
         self, array: jax.Array, names: list[tuple[int, str]], *, is_stacked: bool

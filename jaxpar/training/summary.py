@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
-from jaxpar.base.display import format_count
+from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.stage_names import NamedPlacement
 from jaxpar.ends import owner
 from jaxpar.layout import Layout
@@ -27,6 +27,7 @@ def summarize(setup: Setup) -> list[tuple[str, str]]:
         *_describe_mesh(setup),
         *_describe_layers(setup.layout),
         *describe_ends(setup.layout),
+        *describe_pools(setup.layout),
         *describe_balance(setup.layout),
         *_describe_tensor(setup.layout),
         *task.describe(),
@@ -82,17 +83,39 @@ def describe_ends(layout: Layout) -> list[tuple[str, str]]:
     stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
     if stages == 1:
         return []
-    variables = *named_leaves(layout.params, "/"), *named_leaves(layout.frozen, "/")
+    placed, variables = dict[str, int](), []
+    for number, state in enumerate((layout.params, layout.frozen)):
+        variables += named_leaves(state, "/")
+        if layout.pools is not None:
+            alone = zip(layout.pooled_names(number)[-2:], layout.ends_on, strict=True)
+            placed |= {name: stage for names, stage in alone for name in names}
     for path, variable in variables:
         name, dims = owner(path) or path, dims_of(variable)
-        if LAYERS not in dims:
+        if LAYERS not in dims and path not in placed:
             split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
             (parts if split else whole)[name] = None
     told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
+    alone = {owner(path) or path: stage for path, stage in placed.items()}
+    told += [f"{name} on stage {stage} alone" for name, stage in alone.items()]
     for name in whole:
         why = layout.why_whole(ends[name]) if name in ends else ""
         told.append(f"all of {name}" + f" ({why})" * bool(why))
     return [("on a stage", "; ".join(told))] * bool(told)
+
+
+def describe_pools(layout: Layout) -> list[tuple[str, str]]:
+    """Where layers of unequal shapes lie, if a device could have room for those of its stage alone."""
+    if layout.possible_pools is None:
+        return []
+    pools, stacks = (
+        format_bytes(sum(getattr(pool, name) for pool in layout.possible_pools))
+        for name in ("num_bytes", "stack_bytes")
+    )
+    text = f"pools, {pools} of layers on a device; {stacks} in stacks of their kinds"
+    if layout.why_stacks:
+        text = f"stacks of their kinds, {stacks} of layers on a device; {pools} in pools, "
+        text += f"but {layout.why_stacks}"
+    return [("layers in", text)]
 
 
 def describe_balance(layout: Layout) -> list[tuple[str, str]]:

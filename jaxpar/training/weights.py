@@ -35,8 +35,8 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.files import check_file, in_words, read_file, read_json, whole_file
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.layout import Layout
-from jaxpar.sharding import array_of, axes_of_spec, named_leaves, to_spec
-from jaxpar.training.by_layer import kind_of
+from jaxpar.sharding import array_of, axes_of_spec, to_spec
+from jaxpar.training.by_layer import each_by_name, kind_of
 
 LIMIT_BYTES = 5 * 10**9  # of a file
 SHA256 = "jaxpar_sha256"  # in a file's metadata: of the whole file, this hash all zeros
@@ -59,14 +59,20 @@ def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str,
     Args:
       tree: parameters, or other variables, in the slots of the layout.
     """
-    rows_of = dict(zip(layout.facts.kinds, layout.slots.rows, strict=True))
-    for name, leaf in named_leaves(tree):
-        kind = kind_of(leaf)
-        if kind is None:
-            yield name, leaf, (name,)
-            continue
-        stack, inner = name.split(f".{kind}.", 1)
-        yield name, leaf, tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows_of[kind])
+    found: list[tuple[str, Any]] = []
+    each_by_name(tree, layout, lambda *each: found.append(each), ".")
+    for name, leaf in found:
+        yield name, leaf, names_of_rows(name, leaf, layout)
+
+
+def names_of_rows(name: str, leaf: Any, layout: Layout) -> tuple[str, ...]:
+    """The names of a variable's tensors, as of `named_rows`."""
+    kind = kind_of(leaf)
+    if kind is None:
+        return (name,)
+    stack, inner = name.split(f".{kind}.", 1)
+    rows = layout.slots.rows[layout.facts.kinds.index(kind)]
+    return tuple(f"{stack}.{n}.{inner}" if n >= 0 else "" for n in rows)
 
 
 # ---- out ----

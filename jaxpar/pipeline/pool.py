@@ -1,0 +1,358 @@
+"""Layers of unequal shapes in pools: a device has room for the layers of its own stage, not for all kinds.
+
+In a stack of each kind every stage has as many rows as the fullest of them needs. In a pool a layer is a
+*block* of rows, whatever its shapes; a stage's blocks lie one after the other, and what is left is zero:
+
+    stacks of kinds a, b, c        a pool
+    stage 0   a a  -  -            a a .
+    stage 1   -  b-  -             b b .
+    stage 2   -    -  c            c c c
+
+A pool has a *plane* [stage, rows, COLUMNS] for each dtype, and for what `tensor` splits one of its own, in
+which each of its devices has rows for its part. A leaf is whole rows of a plane. Where a layer's block begins
+is data, where its leaves lie within is not: one branch serves all layers of a kind. It takes its views inside
+of a `shard_map` over `tensor`, so that they send nothing: by constraints, one that was forgotten would mean a
+permute in a branch, for which other stages wait forever.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.base.axes import LAYERS, POOL_ROWS, STAGE, TENSOR
+
+COLUMNS = 128  # of a row, as many as of a TPU's tile
+
+
+class Leaf(NamedTuple):
+    """Where an array of a layer lies.
+
+    Attributes:
+      plane: its number.
+      start: its first row within the layer's block.
+      shape: on one device.
+      dim: that `tensor` splits; None for none.
+    """
+
+    plane: int
+    start: int
+    shape: tuple[int, ...]
+    dim: int | None
+
+    @property
+    def num_rows(self) -> int:
+        """Of the plane."""
+        return -(-math.prod(self.shape) // COLUMNS)
+
+    @property
+    def spec(self) -> P:
+        """Over `tensor`, of one layer's."""
+        return P(*(TENSOR if dim == self.dim else None for dim in range(len(self.shape))))
+
+    def part(self, layers: jax.Array) -> jax.Array:
+        """Of whole arrays of several layers, [layers, ...], the part of this device of `tensor`."""
+        if self.dim is None:
+            return layers
+        size = self.shape[self.dim]
+        return lax.dynamic_slice_in_dim(
+            layers, lax.axis_index(TENSOR) * size, size, axis=self.dim + 1
+        )
+
+    def read(self, plane: jax.Array, block: Any) -> jax.Array:
+        """The array, of a device's plane [1, rows, COLUMNS] in which its layer's block begins there."""
+        return self._rows(plane, block)[: math.prod(self.shape)].reshape(self.shape)
+
+    def write(self, plane: jax.Array, block: Any, value: jax.Array) -> jax.Array:
+        """That plane with another value of the array, and nothing else changed."""
+        rest = self._rows(plane, block)[value.size :]
+        rows = jnp.concatenate([value.reshape(-1).astype(plane.dtype), rest])
+        rows = rows.reshape(1, self.num_rows, COLUMNS)
+        return lax.dynamic_update_slice(plane, rows, self._place(block))
+
+    def rows_of(self, value: jax.Array) -> jax.Array:
+        """The array as rows; what it does not fill is zero."""
+        room = self.num_rows * COLUMNS
+        return jnp.pad(value.reshape(-1), (0, room - value.size)).reshape(-1, COLUMNS)
+
+    def _rows(self, plane: jax.Array, block: Any) -> jax.Array:
+        sizes = 1, self.num_rows, COLUMNS
+        return lax.dynamic_slice(plane, self._place(block), sizes).reshape(-1)
+
+    def _place(self, block: Any) -> tuple[jax.Array, ...]:
+        return jnp.int32(0), block + jnp.int32(self.start), jnp.int32(0)
+
+
+class Plane(NamedTuple):
+    """A plane of a pool.
+
+    Attributes:
+      dtype: its name.
+      is_split: whether `tensor` splits what lies in it.
+      rows: on one device.
+    """
+
+    dtype: str
+    is_split: bool
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """By which a state has it."""
+        return self.dtype + "_over_tensor" * self.is_split
+
+    @property
+    def dims(self) -> tuple[str | None, ...]:
+        """Their names."""
+        return LAYERS, POOL_ROWS if self.is_split else None, None
+
+    @property
+    def spec(self) -> P:
+        """Over `stage` and `tensor`."""
+        return P(STAGE, TENSOR) if self.is_split else P(STAGE)
+
+    @property
+    def num_bytes(self) -> int:
+        """On one device."""
+        return self.rows * COLUMNS * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pool:
+    """Where the arrays of all layers lie.
+
+    Attributes:
+      planes: in the order of their names.
+      leaves: of a layer of each kind, in the order in which a tree has them.
+      structures: of these trees.
+      starts: of each kind, for each row of what would be its stack, the first row of the block in each plane:
+        int32 [rows, planes].
+      is_full: of each kind, for each of these rows, whether there is a layer.
+      num_stages, num_tensor: sizes of the mesh.
+    """
+
+    planes: tuple[Plane, ...]
+    leaves: tuple[tuple[Leaf, ...], ...]
+    structures: tuple[Any, ...]
+    starts: tuple[np.ndarray, ...]
+    is_full: tuple[np.ndarray, ...]
+    num_stages: int
+    num_tensor: int
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[Any],
+        dims: Sequence[Sequence[int | None]],
+        rows: Sequence[Sequence[int]],
+        num_stages: int,
+        num_tensor: int,
+    ) -> "Pool":
+        """A pool for layers that are placed.
+
+        Args:
+          layers: a tree of shapes for each kind.
+          dims: for each kind, of each of its leaves the dim that `tensor` splits, or None.
+          rows: for each kind the layer in each row of its stack (`Slots.rows`).
+        """
+        kinds = [
+            [*zip(jax.tree.leaves(t), d, strict=True)] for t, d in zip(layers, dims, strict=True)
+        ]
+        keys = sorted(
+            {(np.dtype(a.dtype).name, dim is not None) for kind in kinds for a, dim in kind},
+            key=lambda key: Plane(*key, 0).name,
+        )
+        leaves, blocks = [], np.zeros((len(kinds), len(keys)), np.int32)
+        for number, kind in enumerate(kinds):
+            own = list[Leaf]()
+            for a, dim in kind:
+                plane = keys.index((np.dtype(a.dtype).name, dim is not None))
+                shape = tuple(n // num_tensor if d == dim else n for d, n in enumerate(a.shape))
+                own.append(Leaf(plane, int(blocks[number, plane]), shape, dim))
+                blocks[number, plane] += own[-1].num_rows
+            leaves.append(tuple(own))
+        is_full = tuple(np.asarray(own) >= 0 for own in rows)
+        starts, ends = [], np.zeros((num_stages, len(keys)), np.int32)
+        for number, full in enumerate(is_full):
+            full_SR = full.reshape(num_stages, -1)
+            before_SR = np.cumsum(full_SR, axis=1) - full_SR
+            starts_SRP = ends[:, None] + before_SR[..., None] * blocks[number]
+            starts.append(starts_SRP.reshape(len(full), -1).astype(np.int32))
+            ends = ends + full_SR.sum(1, keepdims=True) * blocks[number]
+        planes = tuple(Plane(*key, int(n)) for key, n in zip(keys, ends.max(0), strict=True))
+        structures = tuple(map(jax.tree.structure, layers))
+        return cls(
+            planes, tuple(leaves), structures, tuple(starts), is_full, num_stages, num_tensor
+        )
+
+    def shape_of(self, plane: Plane) -> tuple[int, int, int]:
+        """Of a whole plane."""
+        devices = self.num_tensor if plane.is_split else 1
+        return self.num_stages, devices * plane.rows, COLUMNS
+
+    @property
+    def num_bytes(self) -> int:
+        """On one device."""
+        return sum(plane.num_bytes for plane in self.planes)
+
+    @property
+    def stack_bytes(self) -> int:
+        """On one device, if each kind were a stack."""
+        return sum(
+            len(full) // self.num_stages * math.prod(leaf.shape) * self._itemsize(leaf)
+            for full, own in zip(self.is_full, self.leaves, strict=True)
+            for leaf in own
+        )
+
+    def _itemsize(self, leaf: Leaf) -> int:
+        return np.dtype(self.planes[leaf.plane].dtype).itemsize
+
+    def packed(self, kinds: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+        """A stage's planes, [1, rows, COLUMNS], on one device.
+
+        Args:
+          kinds: for each kind the arrays of its layers there, stacked, [layers, ...]; nothing if it has none.
+        """
+        parts: list[list[jax.Array]] = [[] for _ in self.planes]
+        for own, stacks in zip(self.leaves, kinds, strict=True):
+            blocks: list[list[jax.Array]] = [[] for _ in self.planes]
+            for leaf, stack in zip(own, stacks, strict=False):
+                blocks[leaf.plane].append(jax.vmap(leaf.rows_of)(stack))
+            for part, block in zip(parts, blocks, strict=True):
+                part += [jnp.concatenate(block, axis=1).reshape(-1, COLUMNS)] if block else []
+        full = []
+        for plane, part in zip(self.planes, parts, strict=True):
+            rest = plane.rows - sum(map(len, part))
+            full.append(jnp.concatenate([*part, jnp.zeros((rest, COLUMNS), plane.dtype)])[None])
+        return full
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooled:
+    """The layers of a stage in a pool: how the walk through them (`walk`) reads and changes one.
+
+    Attributes:
+      starts: as of the pool, of the rows of this stage, or of a group of it.
+    """
+
+    pool: Pool
+    starts: tuple[jax.Array, ...]
+    platform: str
+
+    def pick(self, planes: Any, kind: int, place: Any) -> Any:
+        """A layer; () if there are no planes for it."""
+        arrays, own = jax.tree.leaves(planes), self.pool.leaves[kind]
+        if len(arrays) != len(self.pool.planes):
+            return ()
+
+        def read(arrays: list[jax.Array], block: jax.Array) -> list[jax.Array]:
+            return [leaf.read(arrays[leaf.plane], block[leaf.plane]) for leaf in own]
+
+        specs = [leaf.spec for leaf in own]
+        found = self._over_tensor(read, (self._planes, P()), specs)(
+            arrays, self._block(kind, place)
+        )
+        return jax.tree.unflatten(self.pool.structures[kind], found)
+
+    def put(self, planes: Any, kind: int, place: Any, layer: Any) -> Any:
+        """The planes with a layer changed; as they are for ()."""
+        (arrays, structure), values = jax.tree.flatten(planes), jax.tree.leaves(layer)
+        if not values:
+            return planes
+        own = self.pool.leaves[kind]
+
+        def write(arrays: list[jax.Array], block: jax.Array, values: list[jax.Array]):
+            arrays = [*arrays]
+            for leaf, value in zip(own, values, strict=True):
+                changed = leaf.write(arrays[leaf.plane], block[leaf.plane], value)
+                arrays[leaf.plane] = self._row_major(changed)
+            return arrays
+
+        specs = self._planes, P(), [leaf.spec for leaf in own]
+        run = self._over_tensor(write, specs, self._planes)
+        return jax.tree.unflatten(structure, run(arrays, self._block(kind, place), values))
+
+    def _block(self, kind: int, place: Any) -> jax.Array:
+        return lax.dynamic_index_in_dim(self.starts[kind], place, 0, keepdims=False)
+
+    @property
+    def _planes(self) -> list[P]:
+        return [P(None, *plane.spec[1:]) for plane in self.pool.planes]
+
+    def _over_tensor(self, run: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        if self.pool.num_tensor == 1:
+            return run
+        return jax.shard_map(run, axis_names={TENSOR}, in_specs=in_specs, out_specs=out_specs)
+
+    def _row_major(self, plane: jax.Array) -> jax.Array:
+        """The plane where it lay: left to choose, XLA lays it out anew in every tick."""
+        if self.platform == "cpu":
+            return plane
+        return with_layout_constraint(plane, Layout(tuple(range(plane.ndim))))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def stack_of(
+    plane: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
+) -> jax.Array:
+    """A leaf of all layers of a kind as a stack with slots for it on every stage, [rows, ...].
+
+    Nothing is sent from stage to stage. Empty slots are zeros.
+
+    Args:
+      place: where the stack shall lie.
+    """
+
+    def run(plane: jax.Array, starts_RP: jax.Array, is_full_R: jax.Array) -> jax.Array:
+        def read(start: jax.Array, is_full: jax.Array) -> jax.Array:
+            found = leaf.read(plane, start)
+            return jnp.where(is_full, found, jnp.zeros_like(found))
+
+        return jax.vmap(read)(starts_RP[:, leaf.plane], is_full_R)
+
+    specs, starts, is_full = _slots(pool, kind, leaf)
+    out = P(STAGE, *leaf.spec)
+    found = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=out)(
+        plane, starts, is_full
+    )
+    return lax.with_sharding_constraint(found, place)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=0)
+def with_stack(
+    plane: jax.Array, stack: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
+) -> jax.Array:
+    """The plane, which is donated, with the values of such a stack.
+
+    Args:
+      place: where the plane lies.
+    """
+
+    def run(plane: Any, starts_RP: jax.Array, is_full_R: jax.Array, stack: jax.Array) -> Any:
+        def put(row: Any, plane: jax.Array) -> jax.Array:
+            start = starts_RP[row, leaf.plane]
+            before, value = leaf.read(plane, start), stack[row].astype(plane.dtype)
+            return leaf.write(plane, start, jnp.where(is_full_R[row], value, before))
+
+        return lax.fori_loop(0, len(stack), put, plane)
+
+    specs, starts, is_full = _slots(pool, kind, leaf)
+    specs = *specs, P(STAGE, *leaf.spec)
+    change: Any = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=specs[0])
+    changed = change(plane, starts, is_full, stack)
+    return lax.with_sharding_constraint(changed, place)
+
+
+def _slots(pool: Pool, kind: int, leaf: Leaf) -> tuple[tuple[P, ...], jax.Array, jax.Array]:
+    """Specs of a plane and of what says where the slots lie, and that."""
+    starts, is_full = (jnp.asarray(each[kind]) for each in (pool.starts, pool.is_full))
+    return (pool.planes[leaf.plane].spec, P(STAGE), P(STAGE)), starts, is_full

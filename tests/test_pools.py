@@ -1,0 +1,313 @@
+"""Layers of unequal shapes in pools: a device has room for those of its stage, and nothing else changes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from flax import nnx
+from models import MAKERS, WIDTH, Regression, draw, named
+from test_any_model import Calm, assert_same
+from test_cost import sums_of
+from test_equivalence import assert_close, full, on_devices
+
+from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run
+from jaxpar.analysis import inspect_step
+from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.trees import device_bytes
+from jaxpar.config import TrainConfig
+from jaxpar.data.batches import place_batch
+from jaxpar.nn import dropout
+from jaxpar.planning.cost import estimate_step
+from jaxpar.setup import Setup
+from jaxpar.state import abstract_state, audit, init_state
+from jaxpar.step import batch_sharding, make_loss_and_grad, make_train_step
+from jaxpar.training.by_layer import by_layer, from_layers, with_parameters
+from jaxpar.training.checkpoint import Checkpoints
+from jaxpar.training.nonfinite import find_origin
+from jaxpar.training.start import Start, find_weights
+from jaxpar.training.summary import describe_ends, describe_pools
+
+TRAIN = TrainConfig(num_steps=9, clip_norm=0.5)
+
+
+class Wide(nnx.Module):
+    """Of any inner width, none a multiple of a row's columns; what is not trained is of another dtype."""
+
+    def __init__(self, inner, *, rngs):
+        self.up = nnx.Linear(WIDTH, inner, kernel_init=named("input", "inner"), rngs=rngs)
+        self.down = nnx.Linear(inner, WIDTH, kernel_init=named("inner", None), rngs=rngs)
+        self.scale = nnx.Variable(jnp.linspace(0.5, 1, WIDTH).astype(jnp.bfloat16))
+
+    def __call__(self, carry, x, at):
+        y = self.down(jnp.tanh(dropout(self.up(x), 0.2, at)))
+        return carry, 0.5 * x + y * self.scale[...].astype(x.dtype)[None, None]
+
+
+MAKERS |= {
+    f"wide {inner}": lambda rngs, inner=inner: Wide(inner, rngs=rngs) for inner in (20, 50, 60)
+}
+KINDS = ("gru", "wide 60", "wide 20", "gru")
+
+
+class Foretelling(Regression):
+    """Each end has an array of its own, which is not called and so not in parts over stages."""
+
+    def __init__(self, kinds, *, rngs):
+        super().__init__(kinds, rngs=rngs)
+        self.mix = nnx.Param(draw(rngs, WIDTH, 80))
+        self.unmix = nnx.Param(draw(rngs, WIDTH, 90))
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        return x + jnp.tanh(x @ self.mix[...]) @ self.mix[...].T
+
+    def last(self, y, batch, at):
+        return super().last(self.last_of(y), batch, at)
+
+    def last_of(self, y):
+        return y + jnp.tanh(y @ self.unmix[...]) @ self.unmix[...].T
+
+    def predict(self, y, batch, at):
+        return {"y": self.outputs(self.last_of(y))}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unequal(Calm):
+    """Of this file alone: what is made of a task is kept."""
+
+    kinds: tuple[str, ...] = KINDS
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=0.01, warmup_steps=0)
+
+    def make_model(self, rngs):
+        return Foretelling(self.kinds, rngs=rngs)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Few numbers are worth it here, and rows are short."""
+    monkeypatch.setattr("jaxpar.layout.FEW", 0)
+    monkeypatch.setattr("jaxpar.pipeline.pool.COLUMNS", 8)
+
+
+def parallel_of(mesh, layout=None, **pipeline):
+    units = PipelineConfig(num_microbatches=2, **{"num_chunks": 2, **pipeline})
+    return Parallel(on_devices(mesh), units, **(layout or {}))
+
+
+def setup_of(task, parallel):
+    setup = Setup.of(task, parallel, TRAIN)
+    assert (setup.layout.pools is None) == (parallel.mesh.stage == 1)
+    return setup
+
+
+def batch_of(setup, step):
+    return place_batch(setup.task.make_batches("train", 0), step, batch_sharding(setup))
+
+
+def trained(setup, num_steps=2, state=None, first=0):
+    state, step = init_state(setup) if state is None else state, make_train_step(setup)
+    for number in range(first, first + num_steps):
+        state, metrics = step(state, batch_of(setup, number))
+    return state, float(metrics.loss)
+
+
+def arrays_of(state, setup):
+    return {name: np.asarray(array) for name, array in by_layer(state, setup.layout).items()}
+
+
+ONE = parallel_of((1, 1, 1), num_chunks=1)
+
+# ---- the law ----
+
+LAW = [
+    ((1, 2, 1), KINDS, {}, {}, None),
+    ((2, 2, 2), KINDS[:3], {"zero_bubble": False}, {"fsdp": True}, "up"),
+    full((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
+    full((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
+    full((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
+    full((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
+    full(
+        (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
+    ),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "kinds", "pipeline", "layout", "frozen"), LAW)
+def test_layers_in_pools_equal_their_definition(mesh, kinds, pipeline, layout, frozen):
+    task = Unequal(kinds, batch_size=8, freeze=frozen)
+    parallel = parallel_of(mesh, layout, **pipeline)
+    setup_of(task, parallel)
+    assert_same(task, parallel)
+
+
+def test_rows_without_a_layer_have_no_gradient(monkeypatch):
+    """In stacks: a group of layers may have none of a kind, though no slot of the stage is empty."""
+    monkeypatch.setattr("jaxpar.layout.FEW", 2**18)
+    task = Unequal((*KINDS[:3], "dense"), batch_size=8)
+    setup = Setup.of(task, parallel_of((1, 2, 1), schedule="v", zero_bubble=True), TRAIN)
+    assert setup.layout.pools is None
+    assert not setup.layout.slots.has_empty_slots
+    (_, _), grads = jax.jit(make_loss_and_grad(setup))(init_state(setup), batch_of(setup, 0))
+    norm = optax.tree.norm(by_layer(grads, setup.layout))
+    np.testing.assert_allclose(optax.tree.norm(grads), norm, rtol=1e-6)
+
+
+UPDATES = [
+    ((1, 2, 1), {"name": "adamw", "weight_decay": 0.1}, {}),
+    full((1, 4, 1), {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, {}),
+    full((2, 2, 1), {"name": "rmsprop"}, {"update": "host"}),
+    full((2, 2, 2), {"name": "adam"}, {"update": "sharded"}),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "optimizer", "layout"), UPDATES)
+def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, layout):
+    optimizer = OptimizerConfig(learning_rate=0.01, warmup_steps=0, **optimizer)
+    task = Unequal(optimizer=optimizer, batch_size=8)
+    setup, one = setup_of(task, parallel_of(mesh, layout)), setup_of(task, ONE)
+    (state, loss), (expected, expected_loss) = trained(setup), trained(one)
+    audit(state)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert_close(arrays_of(state.params, setup), arrays_of(expected.params, one))
+    # What no layer lies in is zero: the planes are those that the arrays alone give.
+    again = from_layers(abstract_state(setup), setup.layout, by_layer(state, setup.layout))
+    for ours, theirs in ((state.params, again.params), (state.opt_state, again.opt_state)):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+# ---- named arrays ----
+
+
+def test_a_run_goes_on_with_another_placement_and_mesh(tmp_path):
+    task = Unequal(batch_size=8)
+    before = setup_of(task, parallel_of((1, 2, 1), placement=(2, 2)))
+    state, _ = trained(before)
+    expected = arrays_of(state, before)
+    with Checkpoints(tmp_path, before) as checkpoints:
+        checkpoints.save(state)
+    losses = {}
+    for after in (
+        setup_of(task, parallel_of((1, 4, 1), {"update": "host"}, schedule="gpipe")),
+        setup_of(task, ONE),
+    ):
+        restored = Checkpoints(tmp_path, after).restore()
+        audit(restored)
+        found = arrays_of(restored, after)
+        assert found.keys() == expected.keys()
+        assert "params/layers/wide0/up/kernel" in found
+        for name, array in expected.items():
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+        losses[after.parallel.mesh] = trained(after, 1, restored, first=2)[1]
+    np.testing.assert_allclose([*losses.values()], losses[ONE.mesh], rtol=1e-5)
+
+
+def test_what_sees_names_sees_the_model_s(tmp_path):
+    task, parallel = Unequal(batch_size=8), parallel_of((1, 2, 1))
+    fit(task, parallel, TrainConfig(num_steps=2, out_dir=str(tmp_path / "run")), quiet=True)
+    setup_of(task, parallel)
+    pooled, one = (load_run(tmp_path / "run", mesh) for mesh in ("pp2", "dp1"))
+    assert pooled.setup.layout.pools is not None
+    names = set(one.params["layers"])
+    assert set(pooled.params["layers"]) == names
+    assert "wide0" in names
+    for layer in range(len(KINDS)):
+        same = [jax.tree.leaves(nnx.state(run.model.layers.layer(layer))) for run in (pooled, one)]
+        jax.tree.map(np.testing.assert_array_equal, *same)
+    # Predictions and a validation.
+    found, expected = (run.predict("valid")["y"] for run in (pooled, one))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(pooled.evaluate().loss, one.evaluate().loss, rtol=1e-5)
+    # Out into a file and in again.
+    files = [run.export(tmp_path / f"{n}.safetensors")[0] for n, run in enumerate((pooled, one))]
+    tensors = [safetensors.numpy.load_file(file) for file in files]
+    assert "layers.1.up.kernel" in tensors[0]
+    jax.tree.map(np.testing.assert_array_equal, *tensors)
+    setup = setup_of(dataclasses.replace(task, seq_len=4), parallel)
+    started = find_weights(setup, Start(str(files[0]))).state()
+    expected = arrays_of(pooled.state.params, pooled.setup)
+    found = arrays_of(started.params, setup)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_origin_of_a_nan_has_the_layer_s_name():
+    setup = setup_of(Unequal(batch_size=8), parallel_of((1, 2, 1)))
+    state = init_state(setup)
+    arrays = arrays_of(state.params, setup)
+    arrays["layers/wide0/up/kernel"] = arrays["layers/wide0/up/kernel"] * np.float32(np.nan)
+    state = with_parameters(state, setup.layout, arrays)
+    origin = find_origin(setup, state, batch_of(setup, 0))
+    assert origin.place == "the output of layer 1 (wide0)"
+
+
+# ---- bytes ----
+
+
+def test_a_device_has_room_for_its_own_stage():
+    task = Unequal(("wide 20", "wide 60", "wide 50", "wide 20"), batch_size=8)
+    parallel = parallel_of((1, 4, 1), placement="even")
+    setup = setup_of(task, parallel)
+    assert setup.layout.pools is not None
+    of_stage, model = [], nnx.eval_shape(lambda: task.make_model(nnx.Rngs(0)))
+    for number, ends in enumerate(
+        [(model.mix, model.inputs), (), (), (model.unmix, model.outputs)]
+    ):
+        layer = nnx.state(model.layers.maker(number)(nnx.Rngs(0)), nnx.Param)
+        of_stage.append(4 * sum(a.size for a in jax.tree.leaves((layer, jax.tree.leaves(ends)))))
+    stacks = setup.layout.pools[0].stack_bytes
+    assert stacks >= sum(of_stage[1:]) > 2 * max(of_stage)
+    state, held = abstract_state(setup), estimate_step(task, parallel, TRAIN).held
+    assert set(state.params) == {"@pool", "scale"}
+    own = device_bytes(state.params["@pool"])
+    assert max(of_stage) <= own <= 1.05 * max(of_stage)
+    assert device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8  # two counts
+    assert held["parameters"] == device_bytes((state.params, state.frozen))
+    assert held["optimizer"] == device_bytes(state.opt_state)
+    real = init_state(setup)
+    assert device_bytes(real) == device_bytes(state)
+    [(what, text)] = describe_pools(setup.layout)
+    assert what == "layers in"
+    assert text.startswith("pools, ")
+    [(_, text)] = describe_ends(setup.layout)
+    assert "mix on stage 0 alone; " in text
+    assert "unmix on stage 3 alone; all of scale" in text
+
+
+@pytest.mark.parametrize("zero_bubble", [True, full(False)])
+def test_nothing_of_a_pool_is_sent_over_stages(zero_bubble):
+    task = Unequal(("wide 20", "wide 60", "gru", "wide 50"), batch_size=16)
+    parallel = parallel_of((2, 2, 1), zero_bubble=zero_bubble)
+    setup_of(task, parallel)
+    predicted, compiled = (
+        sums_of(found, (DATA, STAGE))
+        for found in (estimate_step(task, parallel).sent, inspect_step(task, parallel).collectives)
+    )
+    for key in {*predicted, *compiled}:
+        difference = compiled[key] - predicted[key]
+        assert abs(difference) <= 0.01 * compiled[key] + 2000, (key, predicted, compiled)
+
+
+# ---- the choice ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Unequal):
+    def make_optimizer(self, num_steps):
+        return optax.adafactor(0.01)
+
+
+def test_where_stacks_stay_the_table_says_why():
+    setup = Setup.of(Own(batch_size=8), parallel_of((1, 2, 1)))
+    assert setup.layout.pools is None
+    assert "wide0" in abstract_state(setup).params["layers"]
+    [(_, text)] = describe_pools(setup.layout)
+    assert text.startswith("stacks of their kinds, ")
+    assert "but an optimizer that is not an OptimizerConfig may look at single" in text
+    equal = Setup.of(Unequal(("gru",) * 4), parallel_of((1, 2, 1)))
+    assert equal.layout.pools is None
+    assert describe_pools(equal.layout) == []
