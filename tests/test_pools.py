@@ -274,8 +274,8 @@ def test_a_device_has_room_for_its_own_stage():
     assert what == "layers in"
     assert text.startswith("pools, ")
     [(_, text)] = describe_ends(setup.layout)
-    assert "mix on stage 0 alone; " in text
-    assert "unmix on stage 3 alone; all of scale" in text
+    expected = "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
+    assert text == expected
 
 
 @pytest.mark.parametrize("zero_bubble", [True, full(False)])
