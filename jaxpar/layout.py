@@ -477,13 +477,15 @@ class Layout:
             own = {}
             for plane, array in zip(pool.planes, arrays, strict=True):
                 own[plane.name] = of(array, out_sharding=plane.dims, eager_sharding=False)
-            names = {name for kind in self.pooled_names(n) for name in kind}
-            flat = nnx.to_flat_state(tree)
-            rest = nnx.from_flat_state(
-                [(p, v) for p, v in flat if "/".join(map(str, p)) not in names]
-            )
+            rest = self._not_pooled(tree, n)
             made.append(nnx.State({**rest, POOLS[n]: nnx.State(own)} if own else rest))
         return tuple(made)
+
+    def _not_pooled(self, tree: nnx.State, number: int) -> nnx.State:
+        """What of a model's variables is in no pool."""
+        names = {name for kind in self.pooled_names(number) for name in kind}
+        flat = nnx.to_flat_state(tree)
+        return nnx.from_flat_state([(p, v) for p, v in flat if "/".join(map(str, p)) not in names])
 
     @functools.cached_property
     def stored(self) -> tuple[nnx.State, nnx.State]:
@@ -566,9 +568,7 @@ class Layout:
         drawn = self.facts.split(model.draw(key))[1]
         if POOLS[0] not in params:
             return drawn
-        names = {name for kind in self.pooled_names(0) for name in kind}
-        flat = nnx.to_flat_state(drawn)
-        rest = nnx.from_flat_state([(p, v) for p, v in flat if "/".join(map(str, p)) not in names])
+        rest = self._not_pooled(drawn, 0)
         return nnx.State({**rest, POOLS[0]: params[POOLS[0]]})
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:

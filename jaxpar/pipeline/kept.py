@@ -189,9 +189,8 @@ class Residuals:
                 ]
                 return add(grads, vary_like(kind.weights(prepare(), *parts), grads))
 
-            if (
-                -1 not in stage.spec.slots.rows[number]
-            ):  # other kinds may lie in the slots of a stage
+            # Other kinds may lie in the slots of a stage.
+            if -1 not in stage.spec.slots.rows[number]:
                 return run()
             return lax.cond(layer >= 0, run, lambda: grads)
 

@@ -160,7 +160,7 @@ class Pool:
         """A pool for layers that are placed.
 
         Args:
-          layers: a tree of shapes for each kind.
+          layers: a tree of shapes for each kind; the last two are what is used before and after the layers.
           dims: for each kind, of each of its leaves the dim that `tensor` splits, or None.
           rows: for each kind the layer in each row of its stack (`Slots.rows`).
         """
@@ -193,6 +193,10 @@ class Pool:
         return cls(
             planes, tuple(leaves), structures, tuple(starts), is_full, num_stages, num_tensor
         )
+
+    def is_end(self, kind: int) -> bool:
+        """Whether a kind is what is used before the layers, or after them, on one stage."""
+        return kind >= len(self.leaves) - 2
 
     def shape_of(self, plane: Plane) -> tuple[int, int, int]:
         """Of a whole plane."""
@@ -304,12 +308,12 @@ class Pooled:
 def stack_of(
     plane: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
 ) -> jax.Array:
-    """A leaf of all layers of a kind as a stack with slots for it on every stage, [rows, ...].
+    """A leaf of all layers of a kind as a stack with slots for it on every stage, [rows, ...]; or of an end.
 
-    Nothing is sent from stage to stage. Empty slots are zeros.
+    Of a stack nothing is sent from stage to stage. Empty slots are zeros.
 
     Args:
-      place: where the stack shall lie.
+      place: where it shall lie.
     """
 
     def run(plane: jax.Array, starts_RP: jax.Array, is_full_R: jax.Array) -> jax.Array:
@@ -324,6 +328,8 @@ def stack_of(
     found = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=out)(
         plane, starts, is_full
     )
+    if pool.is_end(kind):
+        found = found[int(pool.is_full[kind].argmax())]
     return lax.with_sharding_constraint(found, place)
 
 
@@ -331,7 +337,7 @@ def stack_of(
 def with_stack(
     plane: jax.Array, stack: jax.Array, pool: Pool, kind: int, leaf: Leaf, place: NamedSharding
 ) -> jax.Array:
-    """The plane, which is donated, with the values of such a stack.
+    """The plane, which is donated, with the values of such a stack, or of an end.
 
     Args:
       place: where the plane lies.
@@ -347,6 +353,8 @@ def with_stack(
 
     specs, starts, is_full = _slots(pool, kind, leaf)
     specs = *specs, P(STAGE, *leaf.spec)
+    if pool.is_end(kind):
+        stack = jnp.broadcast_to(stack[None], (pool.num_stages, *stack.shape))
     change: Any = jax.shard_map(run, mesh=place.mesh, in_specs=specs, out_specs=specs[0])
     changed = change(plane, starts, is_full, stack)
     return lax.with_sharding_constraint(changed, place)

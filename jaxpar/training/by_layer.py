@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA, LAYERS, STAGE
+from jaxpar.base.axes import DATA, LAYERS
 from jaxpar.layout import POOLS, Layout
 from jaxpar.pipeline.pool import stack_of, with_stack
 from jaxpar.sharding import (
@@ -178,18 +177,11 @@ def _each_in_pool(planes: Any, key: str, layout: Layout, change: Any, separator:
             rules = split_over_data(layout.rules) if DATA in sum(split, ()) else layout.rules
             place = array_of(shardings(variable, plane.sharding.mesh, rules))
             shown: Any = jax.ShapeDtypeStruct(variable.shape, plane.dtype, sharding=place)
-            stacked = place, None
-            if kind_of(variable) is None:  # of a single stage
-                in_slots = NamedSharding(place.mesh, P(STAGE, *leaf.spec))
-                stacked = in_slots, int(np.flatnonzero(pool.is_full[kind])[0])
             if not _is_shape(variables[leaf.plane]):
-                shown = stack_of(_on_device(plane), pool, kind, leaf, stacked[0])
-                shown = shown if stacked[1] is None else _row(shown, stacked[1], place)
+                shown = stack_of(_on_device(plane), pool, kind, leaf, place)
             value = change(name.replace("/", separator), variable.replace(shown))
             if value is not None:
                 plane = _on_device(plane)
-                if stacked[1] is not None:
-                    value = _in_rows(value, pool.num_stages, stacked[0])
                 arrays[leaf.plane] = with_stack(plane, value, pool, kind, leaf, plane.sharding)
     made = [
         variable.replace(jax.device_put(array, array_of(variable).sharding))
@@ -198,17 +190,6 @@ def _each_in_pool(planes: Any, key: str, layout: Layout, change: Any, separator:
         for variable, array in zip(variables, arrays, strict=True)
     ]
     return jax.tree.unflatten(structure, made)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _row(stack: jax.Array, row: int, place: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(stack[row], place)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _in_rows(value: jax.Array, count: int, place: NamedSharding) -> jax.Array:
-    rows = jnp.broadcast_to(value[None], (count, *value.shape))
-    return jax.lax.with_sharding_constraint(rows, place)
 
 
 def _is_shape(leaf: Any) -> bool:

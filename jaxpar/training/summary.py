@@ -83,20 +83,20 @@ def describe_ends(layout: Layout) -> list[tuple[str, str]]:
     stages, ends, parts, whole = layout.parallel.mesh.stage, layout.facts.ends, {}, {}
     if stages == 1:
         return []
-    placed, variables = dict[str, int](), []
+    variables, alone = [], {stage: dict[str, None]() for stage in layout.ends_on}
     for number, state in enumerate((layout.params, layout.frozen)):
-        variables += named_leaves(state, "/")
-        if layout.pools is not None:
-            alone = zip(layout.pooled_names(number)[-2:], layout.ends_on, strict=True)
-            placed |= {name: stage for names, stage in alone for name in names}
+        pooled = layout.pooled_names(number)[-2:] if layout.pools is not None else ()
+        for stage, names in zip(layout.ends_on, pooled, strict=False):
+            alone[stage] |= dict.fromkeys(owner(name) or name for name in names)
+        rest = {name for names in pooled for name in names}
+        variables += [each for each in named_leaves(state, "/") if each[0] not in rest]
     for path, variable in variables:
         name, dims = owner(path) or path, dims_of(variable)
-        if LAYERS not in dims and path not in placed:
+        if LAYERS not in dims:
             split = any(STAGE in layout.rules.axes_of(dim) for dim in dims if dim)
             (parts if split else whole)[name] = None
     told = [f"1/{stages} of {', '.join(parts)}"] * bool(parts)
-    alone = {owner(path) or path: stage for path, stage in placed.items()}
-    told += [f"{name} on stage {stage} alone" for name, stage in alone.items()]
+    told += [f"{', '.join(own)} on stage {stage} alone" for stage, own in alone.items() if own]
     for name in whole:
         why = layout.why_whole(ends[name]) if name in ends else ""
         told.append(f"all of {name}" + f" ({why})" * bool(why))
