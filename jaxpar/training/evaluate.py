@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import zeros
-from jaxpar.data.batches import Batches, place_batch
+from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model import Sums
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState, abstract_state
@@ -66,7 +66,7 @@ def sum_batches(
     checked, sums = CheckedBatches(setup.task, batches), list[Sums]()
     sharding = batch_sharding(setup)
     step = step or _counting(setup)
-    for window in range(checked.num_windows):
+    for window in windows(batches):
         before_batch()
         batch = place_batch(checked, window, sharding)
         if not window:
@@ -135,8 +135,8 @@ class CheckedBatches:
         self.batch_size = batches.batch_size
 
     @property
-    def num_windows(self) -> int:
-        """Batches of an epoch."""
+    def num_windows(self) -> int | None:
+        """Batches of an epoch, if it is known."""
         return self._batches.num_windows
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:

@@ -292,7 +292,9 @@ def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> 
         state = checkpoints.restore()
         if batches is not None:
             step = int(state.step)
-            batches.check(checkpoints.described(step)["batches"], f"the checkpoint of step {step}")
+            known = checkpoints.described(step)
+            what = f"the checkpoint of step {step}"
+            batches.check(known["batches"], what, known["position"])
         return release(state, setup.train.allowed_skips)
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.files import free_path
-from jaxpar.data.batches import place_batch
+from jaxpar.data.batches import EndOfStreamError, place_batch
 from jaxpar.hosts.agree import SharedError, in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup
@@ -87,6 +87,7 @@ class Run:
         config = self.config
         step = first_step = int(self.state.step)
         losses: list[float] = []
+        ended: EndOfStreamError | None = None
         waiting: list[Metrics] = []  # on the device until the next log point
         step_once = make_train_step(self.setup)
         in_process_0(lambda: self.folder.rewind_metrics(step))
@@ -105,7 +106,11 @@ class Run:
             goes_on = not self._validates(step) or self._validate(step, stop)
             while goes_on and step < config.num_steps and not self._is_stopped(stop):
                 tracer.before_step()
-                batch = place_batch(self.batches, step, self.sharding)
+                try:
+                    batch = place_batch(self.batches, step, self.sharding)
+                except EndOfStreamError as error:  # in all processes
+                    ended = error
+                    break
                 self.state, metrics = step_once.run(self.state, batch)
                 step += 1
                 waiting.append(metrics)
@@ -136,6 +141,12 @@ class Run:
             if self.checkpoints.latest_step() != step > first_step:
                 self._save()
         self.report.end(step, config.num_steps, stop.reason)
+        if ended is not None:
+            self.checkpoints.close()
+            raise EndOfStreamError(
+                f"{ended}. The state of step {step} is saved: go on with --resume --train.out-dir "
+                f"{self.folder}"
+            ) from ended
         if tracer.path is not None:
             self.report.profile(tracer.path)
         return first_step, losses, stop.reason
@@ -163,9 +174,10 @@ class Run:
 
     def _save(self) -> None:
         """Begins to write a checkpoint; data.json says how the other files are with it."""
-        read = self.batches.checksums(int(self.state.step))
+        step = int(self.state.step)
+        read, position = self.batches.checksums(step), self.batches.position(step)
         in_process_0(self.folder.write_checksums)
-        self.checkpoints.save(self.state, read)
+        self.checkpoints.save(self.state, read, position)
         self.saved = time.perf_counter()
 
     def _is_time_to_save(self) -> bool:
@@ -236,19 +248,21 @@ class Run:
             if metrics.skipped == self.num_skipped:
                 continue
             self.num_skipped += 1
-            epoch, window = divmod(number, self.batches.num_windows)
+            num_windows = self.batches.num_windows
+            epoch, window = (0, number) if num_windows is None else divmod(number, num_windows)
             skipped = Skipped(
                 step=number + 1,
                 nonfinite=_first_not_finite(metrics),
                 epoch=epoch,
                 window=window,
-                num_windows=self.batches.num_windows,
+                num_windows=num_windows,
                 skipped=self.num_skipped,
             )
             if self.num_skipped > self.config.allowed_skips:
                 raise self._halt(skipped)
             self._write(skipped.to_json())
             self.report.skipped(skipped, self.config.allowed_skips)
+        self.batches.keep_from(step)
         return fetched
 
     def _halt(self, last: Skipped) -> FloatingPointError:

@@ -115,7 +115,13 @@ class _Data:
 
     def __init__(self, setup: Setup, batches: Batches):
         self.setup, self.batches = setup, CheckedBatches(setup.task, batches)
-        self.num_batches, facts = batches.num_windows, setup.layout.facts
+        facts = setup.layout.facts
+        require(
+            batches.num_windows is not None,
+            f"{type(batches).__name__} does not tell how many batches there are, which predictions are "
+            f"stored by; give arrays, such as jaxpar.ArrayBatches",
+        )
+        self.num_batches = batches.num_windows or 0
         if not self.num_batches:
             raise ValueError("there are no batches to predict; give more rows, or smaller batches")
         self._in_order, self.has_steps = None, False
