@@ -1,5 +1,7 @@
 # What is learned, and by which model.
 from jaxpar.task import Task as Task
+from jaxpar.model import Model as Model
+from jaxpar.model import Layer as Layer
 from jaxpar.model import Stack as Stack
 from jaxpar.base.at import At as At
 from jaxpar.model import Sums as Sums

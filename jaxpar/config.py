@@ -17,7 +17,7 @@ from jaxpar.base.checks import (
     require_positive,
     require_rate,
 )
-from jaxpar.base.files import refuse_address
+from jaxpar.base.files import check_path
 from jaxpar.base.stage_names import NamedPlacement, read_placement
 from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
 
@@ -361,8 +361,9 @@ class TrainConfig:
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
         require_int32(self, "num_steps", "max_skipped")
         for name in ("out_dir", "fallback_dir"):
-            require(getattr(self, name) != "", f"{name}='' names no folder; leave it out")
-            refuse_address(name, getattr(self, name) or "")
+            if (path := getattr(self, name)) is not None:
+                require(path != "", f"{name}='' names no folder; leave it out")
+                check_path(name, path)
 
     @property
     def allowed_skips(self) -> int:

@@ -179,7 +179,7 @@ def _base(tables: dict[str, Any], base: Settings | None) -> Settings:
     """The settings that a file changes; its names of the task are removed."""
     spec = tables.pop(TASK, None)
     if not isinstance(spec, str | None):
-        raise ValueError(f'{TASK}={spec!r}: use a text, such as {TASK} = "lm"')
+        raise ValueError(f'{TASK}={spec!r}: use a string, such as {TASK} = "lm"')
     if spec is None and base is None:
         raise ValueError(
             'it names no task; add a line such as task = "lm" or task = "path/to/file.py:Name" at the top'

@@ -18,11 +18,12 @@ from flax import nnx
 from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, STAGE
 from jaxpar.base.checks import check_takes, require
+from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made
+from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of
 from jaxpar.task import Task
@@ -78,6 +79,7 @@ class ModelFacts:
         self.batch = _example_of(task)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
+        _check_frozen(task, self.model)
         self.time_major = bool(getattr(self.model, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         stack = self.model.layers
@@ -129,7 +131,7 @@ class ModelFacts:
     @property
     def has_last_part(self) -> bool:
         """Whether the model itself says how all stages have a part of what follows the layers."""
-        return hasattr(self.model, "last_part")
+        return says(self.model, "last_part")
 
     @functools.cached_property
     def split_dims(self) -> dict[str, str]:
@@ -320,7 +322,7 @@ class ModelFacts:
           ValueError: the model has no such method, or it returns something else.
         """
         name = type(self.model).__name__
-        if not hasattr(self.model, "predict"):
+        if not says(self.model, "predict"):
             raise ValueError(
                 f"model {name} has no method predict, which says what the output of each row is; write "
                 f'predict(self, y, batch, at) that returns arrays by name, such as {{"y": self.out(y)}}'
@@ -540,7 +542,7 @@ _HELD = re.compile(
 def _check_model(task: Task, model: Any) -> None:
     what = f"the model of task {task.name}, a {type(model).__name__}"
     for name, *arguments in (("first", "batch", "at"), ("last", "y", "batch", "at")):
-        if not callable(getattr(model, name, None)):
+        if not says(model, name):
             raise ValueError(
                 f"{what}, has no method {name}; a model has first(batch, at), layers (a Stack) and "
                 f"last(y, batch, at)"
@@ -550,6 +552,19 @@ def _check_model(task: Task, model: Any) -> None:
         raise ValueError(
             f"{what}, has no Stack called layers; write "
             f"self.layers = jaxpar.Stack([make_layer] * num_layers, rngs=rngs)"
+        )
+
+
+def _check_frozen(task: Task, model: Any) -> None:
+    """Raises if the task's filter of what is not trained matches nothing of the model."""
+    if isinstance(nnx.filterlib.to_predicate(task.frozen), nnx.Nothing):
+        return
+    params = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    if not nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, task.frozen))):
+        raise ValueError(
+            f"frozen={task.frozen} of task {task.name} matches no parameter; it has "
+            f"{format_names(['.'.join(map(str, path)) for path in params])}: give a filter of some, such as "
+            f"nnx.PathContains({params[0][0]!r})"
         )
 
 

@@ -21,7 +21,7 @@ from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import values, wrap_like
+from jaxpar.model import says, values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
@@ -198,13 +198,13 @@ def _run_in_units(
 ):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
-    if hasattr(model, "prepare"):
+    if says(model, "prepare"):
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
-    sharded = sharded and (not predicts or (is_part and hasattr(model, "predict_part")))
+    sharded = sharded and (not predicts or (is_part and says(model, "predict_part")))
     in_parts = [
         names.intersection(uses.called)
         for names, uses in zip(layout.parts, outer.uses, strict=True)

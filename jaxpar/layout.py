@@ -35,7 +35,7 @@ from jaxpar.ends import (
     with_calls,
 )
 from jaxpar.facts import ModelFacts, called, flatten
-from jaxpar.model import NO_SLOTS
+from jaxpar.model import NO_SLOTS, says
 from jaxpar.pipeline.placement import (
     PartCosts,
     Route,
@@ -326,7 +326,7 @@ class Layout:
     def drawn(self, params: nnx.State, frozen: nnx.State, key: jax.Array) -> nnx.State:
         """The parameters with what the model draws of them for a step; see `model.Model`."""
         model = self.merge(params, frozen)
-        return self.facts.split(model.draw(key))[1] if hasattr(model, "draw") else params
+        return self.facts.split(model.draw(key))[1] if says(model, "draw") else params
 
     def of_layers(self, state: nnx.State) -> tuple[Any, ...]:
         """For each kind its part of parameters or frozen variables; `nnx.State`s, maybe empty."""
@@ -384,7 +384,7 @@ class Layout:
 
         def make(params, frozen):
             model = self.merge(params, frozen)
-            return model.prepare(sizes) if sizes and hasattr(model, "prepare") else model
+            return model.prepare(sizes) if sizes and says(model, "prepare") else model
 
         return nnx.eval_shape(make, self.params, self.frozen)
 

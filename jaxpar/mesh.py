@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.base.checks import check_fields, require_instance
 from jaxpar.base.display import Shown, format_count
+from jaxpar.base.loading import guard_remedy
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -148,7 +149,7 @@ class MeshConfig(Shown):
                     f"{wanted})"
                 )
             raise ValueError(
-                f"mesh {self} needs {format_count(wanted, 'device')}, there "
+                f"mesh {self} needs {format_count(wanted, 'device')}, but there "
                 f"{'is' if num_available == 1 else 'are'} {num_available}; {remedy}"
             )
         return self
@@ -228,10 +229,13 @@ def simulate_devices(num_devices: int) -> None:
         found = jax.devices()
         if len(found) == num_devices and all(d.platform == "cpu" for d in found):
             return
+        remedy = guard_remedy(f"simulate_devices({num_devices})") or (
+            "call it before anything touches a device, or in a notebook restart the kernel (or call "
+            "jax.extend.backend.clear_backends())"
+        )
         raise ValueError(
             f"simulate_devices({num_devices}) came too late: JAX has already started with "
-            f"{len(found)} {found[0].platform} device(s); call it before anything touches a device, "
-            f"or in a notebook restart the kernel (or call jax.extend.backend.clear_backends())"
+            f"{len(found)} {found[0].platform} device(s); {remedy}"
         ) from error
 
 

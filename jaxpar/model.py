@@ -2,18 +2,13 @@
 
     batch --first--> x --layer 0--> x --layer 1--> ... --last--> sums of loss, weight and metrics
 
-A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). y is as x,
-any tree of floating-point arrays. One that adds to the loss, such as a penalty on its outputs, returns
-`(carry, y, Sums(loss, weight=0, metrics))`: sums over its rows, which are added to those of `last`. A layer
-with state says how it begins: `initial_carry(rows)`, arrays [rows, ...]; their dims may have names,
-`carry_dims`. One that needs the whole window at once, as attention does, says `whole_window = True`: chunks
-of time are refused. A *model* is a module with methods `first(batch, at)` and `last(y, batch, at)`, and a
-`Stack` called `layers`. See `Model` for what it may have besides.
+A *layer* is a module `(carry, x, at) -> (carry, y)`: its state, its inputs, where they lie (`At`). See
+`Layer` and `Model` for what each may say besides.
 """
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -104,40 +99,108 @@ def check_variables(what: str, state: nnx.State) -> None:
             )
 
 
-class Model(Protocol):
-    """What a model has; the methods that are commented out are optional.
+class Layer(nnx.Module):
+    """A part of a `Stack`. Derive from it, or have what you need of it in any `nnx.Module`.
 
-    `time_major`: blocks come as [time, rows, ...] (arrays [rows] of a batch as they are), and time can be cut
-    into chunks. Set it to False for a model without time: blocks come as [rows, ...].
+    Attributes:
+      kind_name: layers of one name, structure and shapes are one kind, whose parameters are stacked under it;
+        None is the name of the class.
+      carry_dims: names of the dims of each array of the carry, a tree as that, such as ("batch", "hidden"),
+        so that rules can split it; None names the rows alone.
+      whole_window: whether it reads all time steps at once, as attention does: chunks of time are refused.
     """
 
+    kind_name: ClassVar[str | None] = None
+    carry_dims: ClassVar[Any] = None
+    whole_window: ClassVar[bool] = False
+
+    def initial_carry(self, rows: int) -> Any:
+        """The state that a sequence begins with: a tree of float arrays [rows, ...]; () for none."""
+        return ()
+
+    def __call__(self, carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+        """The layer over a block of time: (carry, y), or (carry, y, sums) if it adds to the loss.
+
+        Args:
+          carry: the state before the block, as `initial_carry`.
+          x: a tree of float arrays, [time, rows, ...], or without time [rows, ...].
+          at: where the block lies; `at.batch` is its part of the batch, whatever the layer.
+        Returns:
+          the state after the block, and y, which the next layer takes; maybe a `Sums` over the block's rows,
+          of weight 0, which is added to those of `last`.
+        """
+        raise NotImplementedError
+
+
+class Model(nnx.Module):
+    """What a model is. Derive from it, or have what you need of this in any `nnx.Module`.
+
+    Attributes:
+      layers: a `Stack`.
+      time_major: blocks come as [time, rows, ...] (arrays [rows] of a batch as they are), and time can be cut
+        into chunks. False is for a model without time: blocks come as [rows, ...].
+    """
+
+    time_major: ClassVar[bool] = True
     layers: "Stack"
-    # time_major: ClassVar[bool] = True
 
     def first(self, batch: Any, at: At) -> Any:
-        """Before the layers: a block of the batch -> x."""
-        ...
+        """Before the layers: a block of the batch -> x, a tree of float arrays."""
+        raise NotImplementedError
 
     def last(self, y: Any, batch: Any, at: At) -> Sums:
-        """After the layers."""
-        ...
+        """After the layers: sums over the block."""
+        raise NotImplementedError
 
-    # def last_part(self, y, batch, at) -> Sums
-    #   `last` on every stage of a pipeline at once (head="sharded"): each has its part of the parameters
-    #   whose dims the rules map to `stage`, and all have y, in float32. Combines what the parts give by
-    #   collectives over `stage`. Without it, what `last` calls can be in parts, as in `first` (`ends`).
-    # def predict(self, y, batch, at) -> dict[str, Array]
-    #   What is predicted for each row, by name: arrays [time, rows, ...], or [rows, ...] without time; for
-    #   `LoadedRun.predict`.
-    # def predict_part(self, y, batch, at) -> dict[str, Array]
-    #   `predict` on every stage at once, as `last_part`; all give the same. Without it the last stage has
-    #   the whole parameters of `predict` while it runs.
-    # def prepare(self, sizes) -> Model
-    #   The model as a step that runs in units uses it, with work done on its parameters that is needed once a
-    #   step, not once a unit. `sizes` are those of the mesh's axes.
-    # def draw(self, key) -> Model
-    #   The model with what is drawn once a step of its parameters alone, such as dropped weights, from the
-    #   step's key; not called in evaluation.
+    def predict(self, y: Any, batch: Any, at: At) -> dict[str, jax.Array]:
+        """Optional: what is predicted for each row, by name; for `LoadedRun.predict`.
+
+        Returns:
+          arrays [time, rows, ...], or [rows, ...] without time.
+        """
+        raise NotImplementedError
+
+    def draw(self, key: jax.Array) -> "Model":
+        """Optional: the model with what is drawn once a step, of its parameters alone: dropped weights, say.
+
+        Args:
+          key: of the step; it is not called in evaluation.
+        """
+        raise NotImplementedError
+
+    def prepare(self, sizes: Mapping[str, int]) -> "Model":
+        """Optional: the model as a step that runs in units uses it.
+
+        For work on its parameters that is needed once a step, not once a unit.
+
+        Args:
+          sizes: of the mesh's axes.
+        """
+        raise NotImplementedError
+
+    def last_part(self, y: Any, batch: Any, at: At) -> Sums:
+        """Optional: `last` on every stage of a pipeline at once (head="sharded").
+
+        Each stage has its part of the parameters whose dims the rules map to `stage`, and combines what the
+        parts give by collectives over `stage`. Without it, what `last` calls can be in parts (`ends`).
+
+        Args:
+          y: all of it, in float32.
+        """
+        raise NotImplementedError
+
+    def predict_part(self, y: Any, batch: Any, at: At) -> dict[str, jax.Array]:
+        """Optional: `predict` on every stage at once, as `last_part`; all give the same.
+
+        Without it the last stage has the whole parameters of `predict` while it runs.
+        """
+        raise NotImplementedError
+
+
+def says(model: Any, name: str) -> bool:
+    """Whether a model has an optional method: not that of `Model`."""
+    method = getattr(model, name, None)
+    return method is not None and getattr(method, "__func__", None) is not getattr(Model, name)
 
 
 class _Source:
@@ -351,7 +414,7 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
     use = "an nnx.Module; return it from the function"
     require_instance("what a maker of a Stack returns", module, nnx.Module, use)
     graphdef, state = nnx.split(module)
-    name = getattr(module, "kind_name", type(module).__name__)
+    name = getattr(module, "kind_name", None) or type(module).__name__
     check_variables(f"layer {name}", state)
     check_takes(
         module,

@@ -20,7 +20,7 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums
+from jaxpar.model import Sums, in_words
 from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
@@ -152,11 +152,7 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
       ValueError: it is not.
     """
     example, whole, name = layout.facts.batch, layout.facts.num_steps, layout.task.name
-    if jax.tree.structure(batch) != jax.tree.structure(example):
-        raise ValueError(
-            f"the batch has the structure {jax.tree.structure(batch)}, those of task {name} have "
-            f"{jax.tree.structure(example)}"
-        )
+    check_arrays(layout, batch)
     lengths = set()
     for (path, leaf), wanted in zip(
         jax.tree.leaves_with_path(batch), jax.tree.leaves(example), strict=True
@@ -186,6 +182,22 @@ def check_batch_shape(layout: Layout, batch: Any) -> int:
             + "; give a batch of that length, or change that of the task"
         )
     return length
+
+
+def check_arrays(layout: Layout, batch: Any) -> None:
+    """Raises a ValueError if a batch, or some of its rows, has not the arrays that the task's example has."""
+
+    def describe(tree: Any) -> str:
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path in paths]
+        return in_words(tree) + f" of {', '.join(names)}" * any(names)
+
+    example = layout.facts.batch
+    if jax.tree.structure(batch) != jax.tree.structure(example):
+        raise ValueError(
+            f"the batch is {describe(batch)}, those of task {layout.task.name} are {describe(example)}; give "
+            f"all of these, also for `predict`: zeros where targets are not known"
+        )
 
 
 class _GradientStep(CompiledStep):

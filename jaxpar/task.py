@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from jaxpar.base.checks import check_fields, require_instance
 from jaxpar.base.files import read_file
+from jaxpar.base.loading import LOADED
 from jaxpar.config import Parallel, TrainConfig
 
 if TYPE_CHECKING:
@@ -265,7 +266,7 @@ def find_task(spec: str) -> type[Task]:
     }
     if own - {field.name for field in dataclasses.fields(task_class)}:
         raise ValueError(
-            f"{path}: {name} has fields and is no dataclass of its own, so they are no options; write "
+            f"{path}: {name} has fields and is not a dataclass itself, so they are not options; write "
             f"@dataclasses.dataclass(frozen=True) above it"
         )
     return task_class
@@ -290,11 +291,13 @@ def _load(path: Path, sha256: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
     sys.path.insert(0, str(path.parent))
+    before = LOADED.set(path)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
         raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
+        LOADED.reset(before)
         sys.path.remove(str(path.parent))
     return module

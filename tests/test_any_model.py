@@ -6,6 +6,7 @@ it is, then `last`, on whole arrays, on one device, differentiated by JAX.
 
 import dataclasses
 import functools
+import pydoc
 import re
 
 import hypothesis
@@ -15,13 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import WIDTH, Regress
+from models import MAKERS, WIDTH, Dense, Regress, Regression
 from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
+from jaxpar.facts import ModelFacts
 from jaxpar.nn import named_param
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
@@ -295,6 +297,54 @@ def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
         init_state(Task(), Parallel(on_devices((1, 1, 1))))
 
 
+class BasedDense(Dense, jaxpar.Layer):
+    """With the defaults of a layer: no state, no names, any chunk of time."""
+
+
+class Based(Regression, jaxpar.Model):
+    """With the defaults of a model."""
+
+    def __init__(self, *, rngs):
+        super().__init__(("gru",), rngs=rngs)
+        makers = [MAKERS["gru"], lambda rngs: BasedDense(rngs=rngs)]
+        self.layers = Stack(makers, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithBases(Regress):
+    def make_model(self, rngs):
+        return Based(rngs=rngs)
+
+
+def test_bases_say_by_default_what_a_plain_module_does_not_say():
+    assert_same(WithBases(), Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2)))
+    with pytest.raises(ValueError, match="model Based has no method predict, which says"):
+        _ = ModelFacts.of(WithBases()).outputs
+    bases = (jaxpar.Model, jaxpar.Layer)
+    told = "".join(pydoc.plain(pydoc.render_doc(base)) for base in bases)
+    for name in (
+        "time_major",
+        "predict",
+        "draw",
+        "prepare",
+        "last_part",
+        "initial_carry",
+        "kind_name",
+    ):
+        assert name in told
+
+    class Empty(jaxpar.Model):
+        def __init__(self, rngs):
+            self.layers = Stack([MAKERS["dense"]], rngs=rngs)
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            return Empty(rngs)
+
+    with pytest.raises(ValueError, match=r"a Empty, has no method first; a model has first\(batch"):
+        ModelFacts.of(Task())
+
+
 class Counts(nnx.Module):
     """Its `count` is changed by calls, in a way that a test chooses."""
 
@@ -380,7 +430,9 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
         wrong = {k: change(v) if np.ndim(v) > 1 else v for k, v in batch.items()}
         with pytest.raises(ValueError, match=message):
             step(state, wrong)
-    with pytest.raises(ValueError, match="the batch has the structure"):
+    with pytest.raises(
+        ValueError, match=r"the batch is a dict of x, those of task Reg.* are a dict of level, "
+    ):
         step(state, {"x": batch["x"]})
 
 

@@ -334,7 +334,7 @@ IMAGES = {
 }  # fmt: skip
 
 DEVICES = {
-    "too many devices": (train("--mesh", "dp16"), "needs 16 devices, there are 8; use .*simulate 16"),
+    "too many devices": (train("--mesh", "dp16"), "needs 16 devices, but there are 8; use .*simulate 16"),
     "no such device": (
         train("--devices", "9"), r"mesh devices=\(9,\): there is no device 9; .* 0 to 7",
     ),
@@ -372,7 +372,7 @@ DEVICES = {
     "axes by short names": (train("--mesh", "dp=2,pp=2"), r"unknown axis 'dp'; axes are \('data', 'stage', "),
     "fewer devices than are named": (
         train("--mesh", "dp1", "--devices", "2", "3"),
-        r"needs 1 device, there are 2; name 1 of them with devices=\(0,\), or set one size to -1",
+        r"needs 1 device, but there are 2; name 1 of them with devices=\(0,\), or set one size to -1",
     ),
     "rows that the named devices cannot share": (
         train("--batch-size", "6", "--devices", *"01234567"), "batch_size=6 does not divide by data=8",
@@ -386,7 +386,7 @@ DEVICES = {
     "simulated too late": (train("--simulate", "3"), r"simulate_devices\(3\) came too late"),
     "nothing simulated": (train("--simulate", "0"), r"simulate_devices\(0\): use 1 to 1024"),
     "evaluation on no such mesh": (
-        ["evaluate", "run", "--mesh", "tp9"], "needs 9 devices, there are 8",
+        ["evaluate", "run", "--mesh", "tp9"], "needs 9 devices, but there are 8",
     ),
 }  # fmt: skip
 
@@ -434,13 +434,13 @@ FILES = {
     "a number for a truth": (
         config("fsdp = 1\n"), r"fsdp=1 \(int\): use true or false",
     ),
-    "a number for a text": (config("corpus = 1\n"), r"corpus=1 \(int\): use a text"),
+    "a number for a text": (config("corpus = 1\n"), r"corpus=1 \(int\): use a string"),
     "no such option": (
         config('[optimizer]\nname = "adm"\n'), r"optimizer\.name='adm': use 'adam' or 'adamw' or",
     ),
     "fractions of layers": (
         config("[pipeline]\nplacement = [1, 2.5]\n"),
-        r"placement=\(1, 2\.5\): use a text or a list of whole numbers",
+        r"placement=\(1, 2\.5\): use a string or a list of whole numbers",
     ),
     "a number for a table": (config("train = 3\n"), r"train=3: write a table \[train\]"),
     "infinite": (config("[train]\nclip_norm = inf\n"), r"train\.clip_norm=inf: use a finite number"),
@@ -474,38 +474,40 @@ FILES = {
     ),
     "no weights": (train("--start", "no.safetensors"), r"no\.safetensors is not a safetensors file"),
     "no weights in a folder": (
-        train("--start", "text"), r"text holds no run, and neither model\.safetensors and model\.safe",
+        train("--start", "text"), r"text holds no run, and neither model\.safetensors nor model\.safe",
     ),
     "weights without words": (
         train("--start", "model.safetensors"), "does not tell the words of its rows; write them into",
     ),
     "weights of other sizes": (
         train("--start", "run", "--hidden-size", "16"),
-        r"run after step 2 is of other sizes than the model: head\.kernel is 8x384 there and 16x384 here",
+        r"run after step 2 has different sizes from the model's: head\.kernel is 8x384 there and 16x384 here",
     ),
     "weights of more layers": (
         train("--start", "run", "--num-layers", "1"),
         r"run after step 2 has layers\.1\.b, layers\.1\.w_h, layers\.1\.w_x, for which the model has no",
     ),
     "weights that nobody takes": (
-        train("--start", "run", "--start-leave", ".*"), "nothing of run after step 2 is taken; leave over le",
+        train("--start", "run", "--start-leave", ".*"), "nothing of run after step 2 is taken; leave out le",
     ),
     "a pattern that fits nothing": (
         train("--start", "run", "--start-leave", "encoder"),
-        r"start: 'encoder' fits no tensor of run after step 2; it has embedding\.table, head\.bias, head\.k",
+        r"start: 'encoder' matches no tensor of run after step 2; it has embedding\.table, head\.bias",
     ),
     "no pattern": (
-        train("--start", "run", "--start-leave", "lay("), r"start: 'lay\(' is no regular expression: missing",
+        train("--start", "run", "--start-leave", "lay("),
+        r"start: 'lay\(' is not a valid regular expression: missing",
     ),
     "a group that is not there": (
         train("--start", "run", "--start-rename", r"head\.bias=\1"), r"start: '\\\\1' cannot replace 'head\\",
     ),
     "two names for one": (
         train("--start", "run", "--start-rename", r"head\..*=head.bias"),
-        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias; rename or leave",
+        r"start: head\.bias and head\.kernel of run after step 2 would both be head\.bias; rename one",
     ),
     "an export into a file": (
-        ["export", "run", "-o", "empty.txt/model"], r"cannot write empty\.txt/model: empty\.txt is no folder",
+        ["export", "run", "-o", "empty.txt/model"],
+        r"cannot write empty\.txt/model: empty\.txt is not a folder",
     ),
     "an export into no folder": (
         ["export", "run", "-o", "no/model"], "cannot write no/model: no does not exist; make that folder, or",

@@ -384,8 +384,8 @@ def test_arguments_out_of_range(changes, message):
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (np.array([1, 2, 3]), "separator=0 is none of the 3 tokens; give the token that ends"),
-        (np.array([], np.int32), "separator=0 is none of the 0 tokens"),
+        (np.array([1, 2, 3]), "separator=0 is not one of the 3 tokens; give the token that ends"),
+        (np.array([], np.int32), "separator=0 is not one of the 0 tokens"),
         (np.array([1, -1, 0]), "token -1 at position 1 is negative"),
         (np.zeros(3), "type float64"),
         (np.zeros((2, 3), np.int32), r"shape \(2, 3\)"),

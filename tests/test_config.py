@@ -26,7 +26,7 @@ FIELDS = [
     (LM, {"dtype": "float16"}, "dtype='float16': use 'float32' or 'bfloat16'"),
     (LM, {"dtype": np.float32}, r"dtype=<class .*>: use 'float32' or 'bfloat16'"),
     (LM, {"tie_embedding": 1}, r"tie_embedding=1 \(int\): use true or false"),
-    (LM, {"corpus": None}, "corpus=None: use a text"),
+    (LM, {"corpus": None}, "corpus=None: use a string"),
     (LM, {"batch_size": np.int64(8)}, r"batch_size=np\.int64\(8\): use a whole number"),
     (LM, {"hidden_size": 10**20}, r"hidden_size=100000000000000000000: must be below 2\*\*63"),
     (LM, {"hidden_size": 10**5000}, r"hidden_size=a number of 16610 bits: must be below 2\*\*63"),
@@ -54,9 +54,9 @@ FIELDS = [
     (
         PipelineConfig,
         {"placement": 2},
-        r"placement=2 \(int\): use a text or a list of whole numbers",
+        r"placement=2 \(int\): use a string or a list of whole numbers",
     ),
-    (PipelineConfig, {"placement": (1, 2.0)}, r"placement=\(1, 2\.0\): use a text or a list of"),
+    (PipelineConfig, {"placement": (1, 2.0)}, r"placement=\(1, 2\.0\): use a string or a list of"),
     (PipelineConfig, {"schedule": "1f1c"}, "schedule='1f1c': use '1f1b' or 'gpipe' or"),
     (PipelineConfig, {"head": None}, "head=None: use 'auto' or 'last' or 'sharded'"),
     (Parallel, {"shares": 3}, r"shares=3 \(int\): use a list of whole numbers or None"),
@@ -67,7 +67,7 @@ FIELDS = [
     (OptimizerConfig, {"learning_rate": "1e-3"}, "learning_rate='1e-3': use a number"),
     (OptimizerConfig, {"learning_rate": float("inf")}, "learning_rate=inf: use a finite number"),
     (TrainConfig, {"nonfinite": None}, "nonfinite=None: use 'stop' or 'skip'"),
-    (TrainConfig, {"out_dir": Path("runs")}, r"out_dir=.*: use a text or None"),
+    (TrainConfig, {"out_dir": Path("runs")}, r"out_dir=.*: use a string or None"),
     (MeshConfig, {"devices": (0, "1")}, r"mesh devices=\(0, '1'\): use a list of whole numbers"),
 ]
 
@@ -105,7 +105,7 @@ class Own:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"pair": (1, 2)}, r"pair=\(1, 2\): use a list of 2: a whole number, a text"),
+        ({"pair": (1, 2)}, r"pair=\(1, 2\): use a list of 2: a whole number, a string"),
         ({"pair": (1, "a", "b")}, r"pair=\(1, 'a', 'b'\): use a list of 2"),
         ({"pairs": ((1, 2, 3),)}, r"pairs=\(\(1, 2, 3\),\): use a list of"),
         ({"widths": ["wide"]}, r"widths=\('wide',\): use a list of whole numbers"),

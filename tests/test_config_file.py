@@ -167,7 +167,7 @@ def test_a_task_is_as_its_file_is_now(tmp_path, own):
         ("[optimizer]\nlearning_rate = 0", r"optimizer\.learning_rate=0\.0: must be positive"),
         ('simulate = "x"', r"config\.toml: simulate='x': use a number of devices, 1 or more"),
         ("simulate = 0", r"simulate=0: use a number of devices"),
-        ("task = 3", r'task=3: use a text, such as task = "lm"'),
+        ("task = 3", r'task=3: use a string, such as task = "lm"'),
         ('task = "lmm"', r"there is no task 'lmm'; did you mean 'lm'\?"),
     ],
 )

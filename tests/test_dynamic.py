@@ -116,7 +116,10 @@ def test_dynamic_evaluation_is_the_same_on_every_mesh(run, mesh):
             lambda run: evaluate_dynamically(run.path, rate=0.1, decay=1.5),
             r"decay=1\.5: must be from 0 to 1",
         ),
-        (lambda run: evaluate_run(run, rows=1), r"task LM has no rows; leave rows=1 out"),
+        (
+            lambda run: evaluate_run(run, rows=1),
+            r"rows=1 is not a size by which task LM reads data; use",
+        ),
     ],
 )
 def test_impossible_evaluations_are_refused(run, make, message):

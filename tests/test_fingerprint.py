@@ -128,8 +128,9 @@ def test_checksums_are_the_same_on_every_mesh(own):
     for mesh in ("dp1", "dp2", "dp4tp2", "pp2", "dp2pp2"):
         parallel = Parallel(on(mesh))
         devices = parallel.mesh.build()
-        batches = HashedBatches(own, own.make_batches("train", 0))
-        sharding = batch_sharding(Setup.of(own, parallel, mesh=devices))
+        setup = Setup.of(own, parallel, mesh=devices)
+        batches = HashedBatches(setup, own.make_batches("train", 0))
+        sharding = batch_sharding(setup)
         for step in range(6):
             jaxpar.data.batches.place_batch(batches, step, sharding)
         sums = batches.checksums(6)

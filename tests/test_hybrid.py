@@ -196,7 +196,7 @@ def test_evaluation_counts_every_image_once():
 
 def test_labels_and_images_of_another_network_are_refused():
     batch = {**TASK.example_batch(), "label": np.array([3, 10, 0])}
-    with pytest.raises(ValueError, match="label 10 at position 1 is none of the 10 classes"):
+    with pytest.raises(ValueError, match="label 10 at position 1 is not one of the 10 classes"):
         TASK.check_batch(batch)
     with pytest.raises(ValueError, match=r"image_shape=\(9, 8, 1\) .* use image_shape=\(8, 8, 1\)"):
         make_task(image_shape=(9, 8, 1)).make_batches("train", 0)

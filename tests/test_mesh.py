@@ -70,7 +70,7 @@ def test_resolving_fills_exactly_the_devices_that_there_are(sizes, inferred):
 @hypothesis.given(sizes=SIZES, num_available=st.integers(1, 200))
 def test_resolving_refuses_any_other_number_of_devices(sizes, num_available):
     hypothesis.assume(math.prod(sizes) != num_available)
-    with pytest.raises(ValueError, match=f"devices?, there (is|are) {num_available};"):
+    with pytest.raises(ValueError, match=f"devices?, but there (is|are) {num_available};"):
         MeshConfig(*sizes).resolve(num_available)
     rest = math.prod(sizes[1:])
     if num_available % rest:
@@ -136,7 +136,10 @@ def test_parse_refuses(text, message):
         (lambda: MeshConfig(devices=(0, 0)), r"devices=\(0, 0\) name \[0\] twice"),
         (lambda: MeshConfig(devices=(-1,)), r"devices=\(-1,\).*numbers from 0"),
         (lambda: MeshConfig(devices=()), r"devices=\(\): name at least one"),
-        (lambda: MeshConfig(data=16).build(), "needs 16 devices, there are 8.*simulate 16 devices"),
+        (
+            lambda: MeshConfig(data=16).build(),
+            "needs 16 devices, but there are 8.*simulate 16 devices",
+        ),
         (
             lambda: MeshConfig(data=16).build(
                 jax.devices()
@@ -145,7 +148,7 @@ def test_parse_refuses(text, message):
         ),
         (lambda: MeshConfig(data=-1, tensor=3).build(), "8 devices do not divide by 3"),
         (lambda: MeshConfig(data=2, devices=(0, 9)).build(), "no device 9; numbers go from 0 to 7"),
-        (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, there are 3"),
+        (lambda: MeshConfig(data=2, devices=(0, 1, 2)).build(), "needs 2 devices, but there are 3"),
         (lambda: simulate_devices(0), r"simulate_devices\(0\): use 1 to 1024"),
     ],
 )
@@ -159,7 +162,7 @@ def test_a_mesh_smaller_than_the_machine_takes_the_first_devices(monkeypatch):
     mesh = MeshConfig(data=3, tensor=2).build()
     np.testing.assert_array_equal(device_ids(mesh), np.arange(6).reshape(3, 1, 2))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"needs 6 devices, there are 8.*set one size to -1"):
+    with pytest.raises(ValueError, match=r"needs 6 devices, but there are 8.*set one size to -1"):
         MeshConfig(data=3, tensor=2).build()
 
 

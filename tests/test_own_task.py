@@ -284,6 +284,14 @@ MISTAKES = {
     "no such class": ("forecast.py:Forcast", r"forecast\.py has no task 'Forcast'; it has Forecast"),
     "no name": ("forecast.py", r"there is no task 'forecast\.py'; .*path/to/file\.py:Name"),
     "a file that fails": ("fails.py:Own", r"fails\.py fails when it is run: ZeroDivisionError"),
+    "a file that trains": (
+        "trains.py:Own",
+        r"fit would train once more: trains\.py is only loaded here, for the task in it; put what it runs "
+        r'besides, such as fit, under `if __name__ == "__main__":` \(trains\.py, line 5\)',
+    ),
+    "a file that simulates": (
+        "simulates.py:Own", r"has already started with 8 .*; simulates\.py is only loaded here, .* as sim",
+    ),
     "a field named as an option": (
         "names.py:Own", r"the field 'resume' of Own has the name of an option of train; give it another",
     ),
@@ -294,6 +302,12 @@ MISTAKES = {
     "a value that it refuses": ("names.py:Picky", r"error: 7 is my favourite"),
 }  # fmt: skip
 
+TRAINS = """
+import jaxpar
+class Own(jaxpar.lm.LM):
+    pass
+jaxpar.fit(Own(num_layers=1), train=jaxpar.TrainConfig(num_steps=1))
+"""
 NAMES = """
 import dataclasses
 import jaxpar
@@ -327,6 +341,8 @@ def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     (tmp_path / "forecast.py").write_text(FILE)
     (tmp_path / "fails.py").write_text("1 / 0\n")
     (tmp_path / "names.py").write_text(NAMES)
+    (tmp_path / "trains.py").write_text(TRAINS)
+    (tmp_path / "simulates.py").write_text("import jaxpar\njaxpar.simulate_devices(3)\n")
     monkeypatch.chdir(tmp_path)
     spec, message = MISTAKES[mistake]
     more = ["--number", "8"] if spec.endswith("Picky") else []
@@ -355,6 +371,11 @@ SUMS = 'jaxpar.Sums(jnp.sum(error**2), jnp.sum(batch["weight"]), {"mae": jnp.sum
 BATCHES = 'jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed)'
 OPTIMIZER = FILE[FILE.index("    optimizer: jaxpar") : FILE.index("\n\n    unit")]
 STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
+UNIT = '    unit: ClassVar[str] = "values"'
+FROZEN = (
+    r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter; it has embed\.bias, "
+    r"embed\.kernel, layers\.gru\.b, .* such as nnx\.PathContains\('embed'\)"
+)
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 WRONG = [
     (SUMS, "jnp.mean(error**2)", r"returns an array of shape \[\]; return jaxpar\.Sums"),
@@ -379,7 +400,7 @@ WRONG = [
     full("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
-    ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is no dataclass .* above it$"),
+    ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is not a dataclass .* above it$"),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     full('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
     ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\); --debug shows"),
@@ -388,6 +409,7 @@ WRONG = [
     full("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\); --debug shows"),
     full("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing; .*return \(carry, y\), or .* or wrap"),
     full('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\); give a na"),
+    (UNIT, f'{UNIT}\n    frozen = nnx.PathContains("lstm")', FROZEN),
     full("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
 ]  # fmt: skip
 

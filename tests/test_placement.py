@@ -323,9 +323,9 @@ def test_names_by_example(text, placement, shown):
     [
         (
             "fair",
-            "placement='fair': 'fair' is no part of a model; write what is on each stage, such as 'fi",
+            "placement='fair': 'fair' is not a part of a model; write what is on each stage, such as 'fi",
         ),
-        ("first, embed | last", "'embed' is no part of a model"),
+        ("first, embed | last", "'embed' is not a part of a model"),
         ("first,, 0", "'' is no part"),
         ("first, -1", "'-1' is no part"),
         ("", "placement='': layer 0 is missing; name every part, as in 'first, 0-2 |"),

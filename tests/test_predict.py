@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from jaxpar.state import init_state
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.model import LanguageModel
 from jaxpar.tasks.lm.streams import line_places
+from jaxpar.training.evaluate import in_batches
 from jaxpar.training.predict import predict
 
 full = pytest.mark.full
@@ -287,7 +289,7 @@ class Batches(jaxpar.SeriesBatches):
     def batch(self, step, rows=slice(None)):
         at = Path(__file__).with_name("kill")
         if at.exists() and step == 12:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, at.read_text()))
         return super().batch(step, rows)
 
 class Model(nnx.Module):
@@ -316,15 +318,15 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     (folder / "series.py").write_text(KILLED)
     assert command(folder, "train", "series.py:Series", "--train.num-steps", "2",
-                   "--optimizer.warmup-steps", "0", "--train.out-dir", "run") == 0  # fmt: skip
-    assert command(folder, "predict", "run", "test", "--out", "whole") == 0
+                   "--optimizer.warmup-steps", "0", "--train.out-dir", "run").returncode == 0  # fmt: skip
+    assert command(folder, "predict", "run", "test", "--out", "whole").returncode == 0
     return folder
 
 
 def command(folder, *arguments):
-    """The exit code of a command line there."""
+    """A command line that has run there."""
     run = [sys.executable, "-m", "jaxpar", *arguments]
-    return subprocess.run(run, cwd=folder, capture_output=True, timeout=300, check=False).returncode
+    return subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -332,13 +334,13 @@ def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
     out = f"out{num_processes}"
     launch = ["launch", "--processes", "2", "--", "predict", "--mesh", "dp2"]
     run = [*(launch if num_processes == 2 else ["predict"]), "run", "test", "--out", out]
-    (trained / "kill").touch()
-    assert command(trained, *run) != 0
+    (trained / "kill").write_text("SIGKILL")
+    assert command(trained, *run).returncode != 0
     found = json.loads((trained / out / "predictions.json").read_text())
     assert found["finished"] == 7
     assert np.isnan(np.load(trained / out / "next.npy")).any()
     (trained / "kill").unlink()
-    assert command(trained, *run) == 0
+    assert command(trained, *run).returncode == 0
     whole, after = (np.load(trained / name / "next.npy") for name in ("whole", out))
     assert whole.shape == (400, 4)
     assert not np.isnan(whole).any()
@@ -349,6 +351,23 @@ def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
     np.testing.assert_allclose(after, whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_a_prediction_after_a_batch_and_says_how_it_goes_on(name, trained):
+    run = ["predict", "run", "test", "--out", name]
+    (trained / "kill").write_text(name)
+    done = command(trained, *run)
+    (trained / "kill").unlink()
+    assert done.returncode == 128 + getattr(signal, name)
+    told = f"stopped after 13 of 20 batches, which are in {name}; the same again goes on there\n"
+    assert done.stderr.endswith(told)
+    assert json.loads((trained / name / "predictions.json").read_text())["finished"] == 13
+    assert command(trained, *run).returncode == 0
+    assert (trained / name / "next.npy").read_bytes() == (trained / "whole/next.npy").read_bytes()
+    again = command(trained, *run)
+    assert (again.returncode, again.stdout) == (0, f"{name}/next.npy: float32[400, 4]\n")
+    assert again.stderr == f"{name} was complete already; nothing is predicted again\n"
+
+
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     """In a process of its own: what one output array has would show, and so would all of them."""
     code = f"""
@@ -357,6 +376,7 @@ import jax.numpy as jnp, numpy as np
 from flax import nnx
 import jaxpar
 from jaxpar.setup import Setup
+from jaxpar.training.evaluate import in_batches
 from jaxpar.training.predict import predict
 
 class Model(nnx.Module):
@@ -417,25 +437,95 @@ def text_run(text, tmp_path_factory):
     return jaxpar.load_run(folder)
 
 
-def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, capsys):
+def test_a_text_that_was_named_from_another_folder_is_found(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(text.parent)
+    adam = jaxpar.OptimizerConfig(warmup_steps=0)
+    sizes = {"vocab_size": None, "num_words": None}
+    task = dataclasses.replace(TASK, corpus=text.name, optimizer=adam, **sizes)
+    train = jaxpar.TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
+    loss = jaxpar.fit(task, "dp1", train, quiet=True).evaluations["valid"].loss
+    monkeypatch.chdir(tmp_path)
+    run = jaxpar.load_run("run")
+    assert run.setup.task.corpus == str(text)
+    assert run.evaluate("valid").loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_run_predicts_its_splits_and_other_texts(text_run, text, tmp_path, capsys, caplog):
     found = text_run.predict("valid", quiet=True)["log_likelihood"]
     loss = text_run.evaluate("valid").loss
     np.testing.assert_allclose(-np.nanmean(found), loss, rtol=1e-5)
     (tmp_path / "other.txt").write_text((text / "valid.txt").read_text())
     other = text_run.predict(str(tmp_path / "other.txt"), quiet=True)["log_likelihood"]
     np.testing.assert_array_equal(other, found)
+    assert caplog.text == ""
+    (tmp_path / "new.txt").write_text("zebra " + (text / "valid.txt").read_text() + "zebra\n")
+    assert len(text_run.batches(str(tmp_path / "new.txt")).arrays["tokens"]) == len(found) + 3
+    assert f"2 of the {len(found) + 3} tokens of {tmp_path}/new.txt are not in the" in caplog.text
     one = text_run.predict("valid", quiet=True, batch_size=1)["log_likelihood"]
     np.testing.assert_allclose(one[:3], found[:3], rtol=1e-4)  # the first of 16 streams
     out = tmp_path / "out"
     assert (
         main(["predict", str(text_run.folder), "valid", "--mesh", "dp2pp2", "--out", str(out)]) == 0
     )
-    assert f"wrote {out}/log_likelihood.npy: float32[{len(found)}]" in capsys.readouterr().out
+    assert f"{out}/log_likelihood.npy: float32[{len(found)}]" in capsys.readouterr().out
     np.testing.assert_allclose(np.load(out / "log_likelihood.npy"), found, rtol=1e-5, atol=1e-6)
     with pytest.raises(
-        ValueError, match=r"holds other predictions: of data valid, not test; give another"
+        ValueError,
+        match=r"out holds other predictions: their data is valid, and test is asked for; give another",
     ):
         text_run.predict("test", out, quiet=True)
+    with pytest.raises(ValueError, match=r"their batch_size is 16, and 8 is asked for; "):
+        text_run.predict("valid", out, quiet=True, batch_size=8)
+
+
+CALLS = {
+    "a field of the model": (
+        lambda run: run.predict("test", num_layers=2),
+        r"num_layers=2 is not a size by which task LM reads data; use .*batch_size or seq_len or",
+    ),
+    "a kind": (lambda run: run.predict("test", layer="gru"), "layer='gru' is not a size by which"),
+    "a size in words": (lambda run: run.predict("test", seq_len="8"), "seq_len='8': use a whole number"),
+    "a number": (lambda run: run.predict(3), r"data=3 \(int\): use a split, such as 'test', or batches, "),
+    "into a number": (lambda run: run.predict("test", 3), r"out=3 \(int\): use a path"),
+    "no targets": (
+        lambda run: run.predict(jaxpar.ArrayBatches({"inputs_BT": np.zeros((16, 32), np.int32)}, 16)),
+        "the batch is a dict of inputs_BT, weight, those of task LM are a Batch of inputs_BT, targets_BT",
+    ),
+    "a mesh of a number": (lambda run: jaxpar.load_run(run.folder.path, 4), r"mesh=4 \(int\): use the shape"),
+    "a run of a number": (lambda run: jaxpar.load_run(3), r"folder=3 \(int\): use a path"),
+    "a run without a name": (lambda run: jaxpar.load_run(""), "folder='' names nothing; give a path"),
+    "a start without a name": (lambda run: jaxpar.Start(""), "start='' names nothing; give a path"),
+    "an export to a number": (lambda run: run.export(3), r"path=3 \(int\): use a path"),
+    "words of a number": (lambda run: run.vocabulary.encode(5), r"text=5 \(int\): use a string, or a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_call_of_a_run_is_told_at_once(name, text_run):
+    call, message = CALLS[name]
+    with pytest.raises(ValueError, match=message) as raised:
+        call(text_run)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_size_that_changes_the_model_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Wide(Rows):
+        width: int = 4
+
+        def make_model(self, rngs):
+            model = Net(rngs)
+            model.more = nnx.Param(jnp.zeros(self.width))
+            return model
+
+    setup = Setup.of(Wide(), "dp1")
+    state = init_state(setup)
+    with pytest.raises(
+        ValueError, match=r"batch_size=4, width=5 changes the parameters of the model; use"
+    ):
+        in_batches(setup, state, batch_size=4, width=5)
+    changed, _ = in_batches(setup, state, batch_size=4)
+    assert changed.task == Wide(batch_size=4)
 
 
 def test_images_have_probabilities():
@@ -520,7 +610,8 @@ def test_folders_of_something_else_are_refused(tmp_path):
         predicted(task, "dp1", batches, out=tmp_path / "used")
     predicted(task, "dp1", batches, out=tmp_path / "done")
     with pytest.raises(
-        ValueError, match=r"done holds other predictions: of first batch .*; give another"
+        ValueError,
+        match=r"done holds other predictions: their checksum of the first batch is .*; give",
     ):
         predicted(
             task, "dp1", jaxpar.ArrayBatches({"x": -batches.arrays["x"]}, 8), out=tmp_path / "done"
@@ -536,5 +627,9 @@ def test_a_state_of_training_is_not_gone_on_with():
         def batch(self, step, rows=slice(None)):
             return {**super().batch(step, rows), "starts": False}
 
+    class Carrying(Rows):
+        def example_batch(self):
+            return Going().batch(0)
+
     with pytest.raises(ValueError, match="first batch says starts=False"):
-        predicted(dataclasses.replace(Rows()), "dp1", Going())
+        predicted(Carrying(), "dp1", Going())

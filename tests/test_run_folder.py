@@ -252,7 +252,7 @@ def test_overwriting_keeps_a_link_and_what_is_not_of_the_run(run, text, tmp_path
 def test_a_lock_is_no_link(run, text, tmp_path):
     (tmp_path / "mine").write_text("mine")
     (run / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match=r"\.lock is a link, and a lock is none; remove it"):
+    with pytest.raises(OSError, match=r"\.lock is a link, and a lock must not be one; remove it"):
         fit(make_task(text), ONE, make_train(run, num_steps=5), resume=True)
     assert (tmp_path / "mine").read_text() == "mine"
 
@@ -294,7 +294,7 @@ def test_checkpoints_that_lead_to_other_things_are_refused(run, text, tmp_path, 
     before = sorted(photos.rglob("*"))
     # A new run holds on to what is there by its name alone; the others look where it leads.
     refused = FileExistsError if not use else ValueError
-    with pytest.raises(refused, match=r"no checkpoint of this run|holds a run already"):
+    with pytest.raises(refused, match=r"not a checkpoint of this run|holds a run already"):
         fit(make_task(text), ONE, make_train(folder, num_steps=6), **use)
     assert sorted(photos.rglob("*")) == before
 

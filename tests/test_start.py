@@ -274,7 +274,7 @@ def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them
         assert result.first_step == 0
 
 
-def test_parts_are_renamed_left_over_and_new(run, tmp_path):
+def test_parts_are_renamed_left_out_and_new(run, tmp_path):
     """Fewer layers, another order of kinds, another head, one part frozen; told before the first step."""
     kinds = ("dense", "gru", "cell", "cell")
     task = Regress(kinds=kinds, freeze="inputs", optimizer=ADAM)
@@ -310,9 +310,9 @@ def test_parts_are_renamed_left_over_and_new(run, tmp_path):
     assert told["taken", "layers.1.w_x"] == "was layers.0.w_x"
     assert told["taken", "scale"] == ""
     assert told["new", "outputs.kernel"] == ""
-    assert told["left over", "layers.4.kernel"] == ""
-    assert told["left over", "outputs.kernel"] == ""
-    assert {what for what, _ in told} == {"taken", "new", "left over"}
+    assert told["left out", "layers.4.kernel"] == ""
+    assert told["left out", "outputs.kernel"] == ""
+    assert {what for what, _ in told} == {"taken", "new", "left out"}
 
 
 def start_of(task, start):
@@ -366,7 +366,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_begins_with_the_same_weight
     notes = Notes()
     again = fit(task, ONE, train(out_dir), resume=True, report=notes)
     assert again.losses == first.losses
-    assert ("left over", "scale") in {row[:2] for row in notes.rows}
+    assert ("left out", "scale") in {row[:2] for row in notes.rows}
     notes = Notes()
     more = fit(task, ONE, train(out_dir, 3), resume=True, report=notes)
     assert more.first_step == 2
@@ -383,8 +383,13 @@ def test_names_of_neighbouring_layers_are_one():
 OTHER = "a zebra ran to the mat\nthe cat sat\n"
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenWords(lm.LM):
+    frozen = nnx.PathContains("embedding")
+
+
 @pytest.mark.parametrize("mesh", ["dp1", "pp2tp2"])
-def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
+def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path, caplog):
     """The others of the new text are drawn; and what was of the old one alone is told."""
     folder = tmp_path / "other"
     folder.mkdir()
@@ -421,6 +426,18 @@ def test_the_rows_of_words_that_both_texts_have_are_taken(mesh, text, tmp_path):
                 np.testing.assert_array_equal(
                     np.take(here[name], row, axis), expected, err_msg=word
                 )
+    assert caplog.text == ""
+    fixed = Setup.of(FrozenWords(**vars(task)), on(mesh), TrainConfig(num_steps=4))
+    find_weights(fixed, start := Start(str(first.out_dir)))
+    assert (
+        "embedding.table is frozen, and 1 of its words are new: their rows are drawn" in caplog.text
+    )
+    caplog.clear()
+    same = Setup.of(
+        dataclasses.replace(fixed.task, corpus=str(text), vocab_size=None, num_words=None)
+    )
+    find_weights(same, start)
+    assert caplog.text == ""
 
 
 def tensors_of(state, setup):

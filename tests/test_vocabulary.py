@@ -88,7 +88,7 @@ def test_loading_something_else_names_the_file(tmp_path, content):
 def test_pieces_that_are_no_tokenizer_are_refused():
     pytest.importorskip("tokenizers")
     vocabulary = Vocabulary(("<unk>", "<eos>"), "subword", "{")
-    with pytest.raises(ValueError, match=r"^the pieces of the vocabulary are no tokenizer: EOF"):
+    with pytest.raises(ValueError, match=r"^the pieces of the vocabulary are not a tokenizer: EOF"):
         vocabulary.encode("a text")
 
 

@@ -395,7 +395,7 @@ def test_a_file_that_changed_since_it_was_exported_is_refused(run, text, tmp_pat
             open_files(path)
     del metadata["jaxpar_sha256"]
     safetensors.numpy.save_file(tensors, path, {**metadata, "words": '{"a"'})
-    with pytest.raises(ValueError, match=r"'words' in its metadata is not a JSON list of texts"):
+    with pytest.raises(ValueError, match=r"'words' in its metadata is not a JSON list of strings"):
         started(path, text, TASKS[run.out_dir.name])
 
 

@@ -100,7 +100,7 @@ def _describe(wanted: Any) -> str:
         int: "a whole number",
         float: "a number",
         bool: "true or false",
-        str: "a text",
+        str: "a string",
         types.NoneType: "None",
     }
     return names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"

@@ -2,7 +2,10 @@
 
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
+
+_NAMED = 8  # that a message names
 
 
 @functools.singledispatch
@@ -55,6 +58,12 @@ class Printed(Shown):
 def format_count(number: int, noun: str, ending: str = "s") -> str:
     """1 chunk, 2 chunks."""
     return f"{number} {noun}{ending * (number != 1)}"
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Names of parameters, of many the first."""
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join([*names[:_NAMED], *more])
 
 
 def format_shape(shape: tuple[int, ...]) -> str:

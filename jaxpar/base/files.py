@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxpar.base.checks import require, require_instance
+
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
 WRITABLE = "give a place that can be written"
 
@@ -130,7 +132,7 @@ def check_place(path: Path) -> None:
       OSError: it is not.
     """
     if not path.parent.is_dir():
-        known = "is no folder" if path.parent.exists() else "does not exist"
+        known = "is not a folder" if path.parent.exists() else "does not exist"
         kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
         raise kind(
             f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
@@ -157,14 +159,16 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def refuse_address(name: str, path: str | os.PathLike[str]) -> None:
-    """Raises for an address such as gs://bucket/run, also as `Path` writes it: it would name a local folder.
+def check_path(name: str, path: str | os.PathLike[str]) -> None:
+    """Raises for what is no path, or an address such as gs://bucket/run, which would name a local folder.
 
     Args:
       name: of the setting that the path is of.
     Raises:
-      ValueError: it is one.
+      ValueError: it is one, it is empty, or no path.
     """
+    require_instance(name, path, str | os.PathLike, "a path")
+    require(path != "", f"{name}='' names nothing; give a path")
     if _ADDRESS.match(os.fspath(path)):
         raise ValueError(
             f"{name}={os.fspath(path)!r} is an address, and jaxpar writes and reads folders of this machine; "

@@ -93,7 +93,7 @@ def _parts_of(text: str, places: list[str]) -> tuple[list[_Part], int]:
     for word, _ in words:
         require(
             word in spans,
-            f"placement={text!r}: {word!r} is no part of a model; write what is on each stage, such as "
+            f"placement={text!r}: {word!r} is not a part of a model; write what is on each stage, such as "
             f'{_EXAMPLE!r}, or numbers of layers such as (3, 3, 2), "balanced" or "even"',
         )
     return [_Part(*spans[word], place) for word, place in words], after

@@ -79,7 +79,7 @@ class Train(RunOptions):
     Attributes:
       start: begin with these weights: a run's folder, or a file, index or folder of safetensors.
       start_rename: what the weights are called there and here, as PATTERN=NAME: 'encoder\.(.*)=embedding.\1'.
-      start_leave: patterns for names of weights there that are left over: 'layers\.[45]\..*'.
+      start_leave: patterns for names of weights there that are left out: 'layers\.[45]\..*'.
       resume: continue the run in --train.out-dir, or the latest one, with its task and settings.
       resume_or_begin: continue the run in --train.out-dir, or begin it there: one command for every start
         of a job.
@@ -308,17 +308,23 @@ class Predict(BatchOptions):
     out: Annotated[str, arg(aliases=["-o"], metavar="FOLDER")] = dataclasses.field(kw_only=True)
 
     def run(self) -> int:
-        """The exit code, 0."""
+        """The exit code: 0, or 128 and the number of the signal that stopped it."""
         import jax
 
+        from jaxpar.hosts.stopping import Interrupted
         from jaxpar.training.loaded import load_run
 
         self.start_processes()
         run = load_run(self.run_dir, self.mesh, best=self.best)
-        outputs = run.predict(self.data, self.out, **self.sizes)
+        try:
+            outputs = run.predict(self.data, self.out, **self.sizes)
+        except Interrupted as interrupted:
+            if jax.process_index() == 0:
+                print(interrupted, file=sys.stderr)
+            return 128 + interrupted.signal
         if jax.process_index() == 0:
             for name, array in outputs.items():
-                print(f"wrote {Path(self.out) / name}.npy: {array.dtype}{list(array.shape)}")
+                print(f"{Path(self.out) / name}.npy: {array.dtype}{list(array.shape)}")
         return 0
 
 

@@ -7,7 +7,7 @@ process reads only its own rows. Those of arrays in memory are in `data`. Dims: 
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ class EndOfStreamError(ValueError):
     """A batch is asked for that a stream does not have."""
 
 
+@runtime_checkable
 class Batches(Protocol):
     """The batches of a split; `batch_size` is B, over all processes."""
 

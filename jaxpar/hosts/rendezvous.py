@@ -187,7 +187,7 @@ def _report(address: str, process_id: int, facts: Mapping[str, str], seconds: fl
                     return
                 case {"verdict": str(verdict)}:
                     raise ValueError(verdict)
-            problem = "what listens there is no process 0 of jaxpar"
+            problem = "what listens there is not process 0 of jaxpar"
         except OSError as error:
             problem = error.strerror or str(error)
         time.sleep(0.2)

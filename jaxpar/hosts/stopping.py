@@ -27,6 +27,18 @@ class Stopped(Exception):  # noqa: N818
     """This is the place to stop."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Something has ended after a signal, with what it has done saved; says how it goes on.
+
+    Attributes:
+      signal: that ended it.
+    """
+
+    def __init__(self, told: str, signal: signal.Signals):
+        super().__init__(told)
+        self.signal = signal
+
+
 class Stop:
     """Whether to stop: ask before every piece of work, while it is open as a context manager.
 

@@ -120,8 +120,8 @@ def _rows(name: str, leaf: Any, rows_of: Mapping[str, Rows]) -> Rows | None:
         return None
     if not is_stacked:
         raise ValueError(
-            f"{name} has the shape {leaf.shape}: optimizer state of other dims than its parameter cannot be "
-            f"stored by layer, as placement and schedule ask for with layers {rows}; place as many layers "
+            f"{name} has the shape {leaf.shape}: optimizer state with other dims than its parameter cannot "
+            f"be stored by layer, as placement and schedule ask for with layers {rows}; place as many layers "
             f"on every stage, in one group, or use another optimizer"
         )
     return rows

@@ -60,7 +60,7 @@ class ConsoleReport(Report):
         self.console.print(state, "", highlight=False)
 
     def start(self, taken: "Taken") -> None:
-        """Which weights are taken, new and left over."""
+        """Which weights are taken, new and left out."""
         self._print(f"begins with the weights of {taken.weights.source}")
         table = FittingTable("", "parameter", "shape", "")
         for row in taken.to_rows():

@@ -6,16 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
+from jaxpar.base.checks import require
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import zeros
 from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model import Sums
 from jaxpar.setup import Setup
+from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
-from jaxpar.step import batch_sharding, make_eval_step
-from jaxpar.task import Task
+from jaxpar.step import batch_sharding, check_arrays, make_eval_step
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
@@ -63,7 +65,7 @@ def sum_batches(
     Raises:
       ValueError: batches differ in size from those of training, or the first continues a state not its own.
     """
-    checked, sums = CheckedBatches(setup.task, batches), list[Sums]()
+    checked, sums = CheckedBatches(setup, batches), list[Sums]()
     sharding = batch_sharding(setup)
     step = step or _counting(setup)
     for window in windows(batches):
@@ -104,21 +106,37 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
     Args:
       sizes: of the task's fields, such as batch_size=1.
     Raises:
-      ValueError: the task has no such field, or the size does not fit.
+      ValueError: the task has no such field, it is one of the model's, or the size does not fit.
     """
     task, parallel = setup.task, setup.parallel
-    known = {field.name for field in dataclasses.fields(task)}
+    fields = dataclasses.fields(task)
+    free = [field.name for field in fields if field.metadata.get("free")]
+    taken = free or [field.name for field in fields]  # a task need not say which are free
+    taken = [name for name in taken if isinstance(getattr(task, name), int)]
+    use = f"use {' or '.join(taken)}" if taken else "leave it out"
     for name, size in sizes.items():
-        if name not in known:
-            raise ValueError(f"task {task.name} has no {name}; leave {name}={size} out")
+        told = f"{name}={size!r} is not a size by which task {task.name} reads data; {use}"
+        require(name in taken, told)
     if parallel.mesh.stage == 1:  # the layers lie where they are, however a batch is cut
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
+    before = _shapes(setup)
     setup = Setup.of(dataclasses.replace(task, **sizes), parallel, setup.train, setup.mesh)
+    require(
+        _shapes(setup) == before,
+        f"{', '.join(f'{name}={size}' for name, size in sizes.items())} changes the parameters of the model; "
+        f"use sizes by which data are read, such as batch_size",
+    )
     carry = abstract_state(setup).carry
     where = jax.tree.map(lambda leaf: leaf.sharding, carry)
     make = jax.jit(lambda: zeros(carry), out_shardings=where)
     return setup, dataclasses.replace(state, carry=make())
+
+
+def _shapes(setup: Setup) -> dict[str, tuple[Any, Any]]:
+    """Shapes and types of the variables of a setup's model."""
+    variables = named_leaves(nnx.state(setup.layout.facts.model))
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in variables}
 
 
 def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
@@ -128,10 +146,10 @@ def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
 
 
 class CheckedBatches:
-    """The batches of a task, each checked by the task before it goes onto a mesh."""
+    """The batches of a task, each checked, also by the task, before it goes onto a mesh."""
 
-    def __init__(self, task: Task, batches: Batches):
-        self._task, self._batches = task, batches
+    def __init__(self, setup: Setup, batches: Batches):
+        self._setup, self._batches = setup, batches
         self.batch_size = batches.batch_size
 
     @property
@@ -143,10 +161,11 @@ class CheckedBatches:
         """The batch of a step.
 
         Raises:
-          ValueError: the task finds a value in it that would give a wrong number.
+          ValueError: it has other arrays than the task's, or a value that would give a wrong number.
         """
         batch = self._batches.batch(step, rows)
-        self._task.check_batch(batch)
+        check_arrays(self._setup.layout, batch)
+        self._setup.task.check_batch(batch)
         return batch
 
 

@@ -23,7 +23,6 @@ from jaxpar.data.iterator import REMEMBERED, IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Together
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
-from jaxpar.task import Task
 from jaxpar.training.checksums import checksum, digest
 from jaxpar.training.evaluate import CheckedBatches
 
@@ -65,7 +64,7 @@ def _read_twice(setup: Setup, split: str) -> str:
     source = task.make_batches(split, *([setup.train.seed] if split == "train" else []))
     what = f"the batch of {type(source).__name__}"
     check_takes(source.batch, ("step", "rows"), what, "write batch(self, step, rows=slice(None))")
-    batches, B = CheckedBatches(task, source), source.batch_size
+    batches, B = CheckedBatches(setup, source), source.batch_size
     require(batches.num_windows != 0, "no batch; give more rows, or smaller batches")
     batch = batches.batch(0)
     check_batch_shape(setup.layout, batch)
@@ -134,8 +133,8 @@ def hash_rows(batch: Any, start: int) -> int:
 class HashedBatches(CheckedBatches):
     """Batches that remember the checksums of the rows that this process has read last."""
 
-    def __init__(self, task: Task, batches: Batches):
-        super().__init__(task, batches)
+    def __init__(self, setup: Setup, batches: Batches):
+        super().__init__(setup, batches)
         self._stream = batches if isinstance(batches, IteratorBatches) else None
         self._read: dict[int, dict[str, int]] = {}
         self._together = Together()

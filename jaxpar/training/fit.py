@@ -10,6 +10,7 @@ import jax
 
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import make_folder
+from jaxpar.base.loading import guard_remedy
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.hosts.agree import agree, in_process_0, together
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
@@ -71,8 +72,8 @@ def fit(
 
     Raises:
       ValueError: sizes do not fit each other or the mesh, a part of the model mixes rows of the batch, a
-        split has no batches of the task's sizes, the data have changed since the run began, or weights to
-        begin with do not fit the model.
+        split has no batches of the task's sizes, the data have changed since the run began, weights to
+        begin with do not fit the model, or a file calls it while it is loaded for the task in it.
       FloatingPointError: a loss or gradient is not finite, and `train.nonfinite` does not allow the step to
         be skipped, or no more of them. The state before the step has been saved: a resumed run meets the
         same batch.
@@ -80,6 +81,8 @@ def fit(
         a run already (FileExistsError), or another process trains there (BlockingIOError); or what a run
         writes cannot be written, in all of its processes, and the message says where the state is.
     """
+    if remedy := guard_remedy("fit"):
+        raise ValueError(f"fit would train once more: {remedy}")
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
@@ -173,7 +176,7 @@ def open_run(
     begins = before is None or before.checkpoints(setup).is_empty
     taken = find_weights(setup, start) if start is not None and begins else None
     texts = texts_of(setup, {**data, "start": start and start.to_json()})  # and these?
-    batches = HashedBatches(task, task.make_batches("train", train.seed))
+    batches = HashedBatches(setup, task.make_batches("train", train.seed))
     is_cut_alike = before is not None and before.record.check_data(data)
     told = [] if taken is None else taken.to_rows()
     found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jaxpar.base.checks import require_instance
+from jaxpar.base.files import check_path
 from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
@@ -95,14 +97,20 @@ class LoadedRun:
           ValueError: the model has no `predict`, or it mixes rows; batches do not fit the task; the folder
             has other predictions.
           OSError: the data cannot be read, or the folder not be written.
+          KeyboardInterrupt: SIGINT or SIGTERM has ended it after a batch; in a folder it goes on from there.
         """
+        use = "a split, such as 'test', or batches, such as jaxpar.ArrayBatches(arrays, batch_size)"
+        require_instance("data", data, str | Batches, use)
+        if out is not None:
+            check_path("out", out)
         setup, state = self.setup, self.state
         if sizes:
             setup, state = in_batches(setup, state, **sizes)
         run = dataclasses.replace(self, setup=setup, state=state)
         batches = run.batches(data) if isinstance(data, str) else data
         name = data if isinstance(data, str) else type(data).__name__
-        of = {"run": self.folder.record.read()["run"], "step": self.step, "data": name}
+        known = {"run": self.folder.record.read()["run"], "folder": str(self.folder)}
+        of = {**known, "step": self.step, "data": name}
         return predict(setup, state, batches, out, of=of, quiet=quiet)
 
     def batches(self, data: str) -> Batches:
@@ -130,6 +138,7 @@ class LoadedRun:
           ValueError: `dtype` is another, or PyTorch has no such layers.
           OSError: a file cannot be written.
         """
+        check_path("path", path)
         if dtype not in (None, "bfloat16"):
             raise ValueError(f"dtype={dtype!r}: use 'bfloat16', or None for weights as they are")
         tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
@@ -139,8 +148,8 @@ class LoadedRun:
     def _to_torch(self, tensors: Mapping[str, Outgoing]) -> Mapping[str, Outgoing]:
         """The tensors by PyTorch's names."""
         raise ValueError(
-            f"torch=True: the run is of the task {self.setup.task.name}, whose layers PyTorch does not have; "
-            f"leave it out (--torch), and the names are those of its parameters"
+            f"torch=True (--torch) is for language models (lm) of LSTMs or GRUs, and this run is of the task "
+            f"{self.setup.task.name}; leave it out, and the names are those of its parameters"
         )
 
     def _texts(self) -> dict[str, str]:
@@ -167,7 +176,7 @@ def load_run(
       ValueError: the model does not fit the mesh, or a file is damaged.
       OSError: there is no run, no checkpoint in it, or the file of its task is gone.
     """
-    mesh = MeshConfig.parse(mesh) if isinstance(mesh, str) else mesh
+    mesh = mesh if isinstance(mesh, MeshConfig) else MeshConfig.parse(mesh)
     folder = RunFolder(run_dir)
     setup, state = folder.restore(mesh, best=best)
     module, _, name = setup.task.run_class.partition(":")

@@ -86,7 +86,9 @@ class FolderLock:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise OSError(f"{self._path} is a link, and a lock is none; remove it") from error
+                raise OSError(
+                    f"{self._path} is a link, and a lock must not be one; remove it"
+                ) from error
             raise self._failure(error) from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from jaxpar.base.files import WRITABLE, in_words, make_folder
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import Together, in_process_0, together
+from jaxpar.hosts.stopping import Interrupted, Stop
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, abstract_state
@@ -45,6 +47,7 @@ from jaxpar.training.writing import Writing
 PART_SECONDS = 30.0  # about what is lost where a process is killed
 _DESCRIPTION, _CARRY = "predictions.json", "carry-"
 _NO_BATCH: tuple[int, int, dict[str, jax.Array]] = 0, 0, {}  # number, time steps, outputs
+_FOLDER = "folder"  # of the run, which is not compared
 _TYPES = {"of": dict, "finished": int}
 
 
@@ -83,22 +86,41 @@ def predict(
 
 
 def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> None:
-    """Predicts all batches that are not finished, part by part."""
+    """Predicts all batches that are not finished, part by part.
+
+    Raises:
+      Interrupted: a signal has ended it after a batch.
+    """
     finished, total, part = out.begin(), data.num_batches, 1
+    is_hidden = quiet or jax.process_index() > 0
     if finished == total:
+        if not is_hidden:
+            print(
+                f"{out.kept_in} was complete already; nothing is predicted again", file=sys.stderr
+            )
         return
-    state, is_hidden = out.restored(state), quiet or jax.process_index() > 0
-    with Progress(console=make_console(sys.stderr), disable=is_hidden) as progress:
+    state, console = out.restored(state), make_console(sys.stderr)
+    with Stop() as stop, Progress(console=console, disable=is_hidden) as progress:
         bar = progress.add_task("predicting", total=total, completed=finished)
         while finished < total:
-            began, stop = time.monotonic(), min(finished + part, total)
-            for number in range(finished, stop):
-                state = data.predict(state, number, out)
-                progress.update(bar, completed=number + 1)
+            began, end = time.monotonic(), min(finished + part, total)
+            while finished < end:
+                state = data.predict(state, finished, out)
+                finished += 1
+                progress.update(bar, completed=finished)
+                if stop.now():
+                    break
             data.write_last(out)
-            out.finish(state, stop)
+            out.finish(state, finished)
+            if isinstance(stop.reason, signal.Signals) and finished < total:
+                kept = f"which are in {out.kept_in}; the same again goes on there"
+                lost = "which are lost; a folder (out=...) would keep them"
+                told = (
+                    f"stopped after {finished} of {total} batches, {kept if out.kept_in else lost}"
+                )
+                raise Interrupted(told, stop.reason)
             seconds = time.monotonic() - began
-            finished, part = stop, in_process_0(functools.partial(_next_part, part, seconds))
+            part = in_process_0(functools.partial(_next_part, part, seconds))
 
 
 def _next_part(part: int, seconds: float) -> int:
@@ -114,7 +136,7 @@ class _Data:
     """
 
     def __init__(self, setup: Setup, batches: Batches):
-        self.setup, self.batches = setup, CheckedBatches(setup.task, batches)
+        self.setup, self.batches = setup, CheckedBatches(setup, batches)
         facts = setup.layout.facts
         require(
             batches.num_windows is not None,
@@ -190,7 +212,13 @@ class _Data:
 
 
 class _Memory:
-    """Predictions in memory."""
+    """Predictions in memory.
+
+    Attributes:
+      kept_in: their folder, if they have one.
+    """
+
+    kept_in: str | None = None
 
     def __init__(self, data: _Data):
         self.arrays = {name: data.empty(name) for name in data.shapes}
@@ -220,17 +248,23 @@ class _Folder(_Memory):
     """
 
     def __init__(self, path: Path, data: _Data, of: Mapping[str, Any]):
-        self._path, self._data, self._together = path, data, Together()
+        self._path, self.kept_in = path, str(path)
+        self._data, self._together = data, Together()
         self.lock = FolderLock(path, self._make)
         arrays = {name: f"{s.dtype}{list(s.shape)}" for name, s in data.shapes.items()}
         first = f"{hash_rows(data.batches.batch(0), 0):016x}"
-        self._of = {**of, "arrays": arrays, "first batch": first, "batches": data.num_batches}
+        sizes = {
+            "batch_size": data.batches.batch_size,
+            "number of steps": data.setup.layout.facts.num_steps,
+        }
+        sizes |= {"number of batches": data.num_batches, "arrays": arrays}
+        self._of = {**of, **sizes, "checksum of the first batch": first}
         self.opened = contextlib.ExitStack()
         self._finished, self._files = 0, dict[str, int]()
         for name in arrays:
             require(
                 Path(name).name == name,
-                f"`predict` of the model gives {name!r}, which is no name of a file; use another",
+                f"`predict` of the model gives {name!r}, which is not a valid file name; use another",
             )
 
     def path_of(self, name: str) -> Path:
@@ -291,10 +325,11 @@ class _Folder(_Memory):
             self._note(0)
         found = read_table(self._path / _DESCRIPTION, _TYPES)
         for name, value in self._of.items():
-            if found["of"].get(name) != value:
+            if (was := found["of"].get(name)) != value and name != _FOLDER:  # a run may be moved
+                where = f" (in {found['of'].get(_FOLDER)})" * (name == "run")
                 raise ValueError(
-                    f"{self._path} holds other predictions: of {name} {found['of'].get(name)}, not {value}; "
-                    f"give another folder, or remove this one"
+                    f"{self._path} holds other predictions: their {name} is {was}{where}, and {value} is "
+                    f"asked for; give another folder, or remove this one"
                 )
         for name in self._data.shapes:
             if not found["finished"]:

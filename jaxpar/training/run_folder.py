@@ -30,11 +30,11 @@ import jax
 
 from jaxpar.base.files import (
     WRITABLE,
+    check_path,
     free_path,
     in_words,
     make_folder,
     read_file,
-    refuse_address,
     whole_file,
 )
 from jaxpar.config_file import read_config, read_toml, to_toml
@@ -59,7 +59,7 @@ class RunFolder:
     """A run's folder by its path; nothing is read or written until a method is called."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        refuse_address("folder", path)
+        check_path("folder", path)
         self.path = Path(path).expanduser()
         self.config_path = self.path / CONFIG
         self.data_path = self.path / DATA
@@ -188,7 +188,8 @@ class RunFolder:
             if path.name.isdecimal() and (run is None or run_of(path) != run):
                 raise ValueError(
                     f"{self.checkpoints_path} is a link to {os.readlink(self.checkpoints_path)}, where "
-                    f"{path.name} is no checkpoint of this run; link to an empty folder, or to this run's own"
+                    f"{path.name} is not a checkpoint of this run; link to an empty folder, or to this run's "
+                    f"own"
                 )
 
     def checkpoints(self, setup: Setup) -> Checkpoints:

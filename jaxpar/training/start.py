@@ -2,12 +2,13 @@
 
     layers.0-5.w_x of a file  --leave, rename-->  layers.0-3.w_x of the model, in the slots of its devices
 
-Nothing is lost in silence: each tensor of the source has a place in the model, or is named as left over.
+Nothing is lost in silence: each tensor of the source has a place in the model, or is named as left out.
 """
 
 import collections
 import dataclasses
 import functools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,8 +22,8 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.checks import check_fields, require, require_instance
-from jaxpar.base.display import format_shape
-from jaxpar.base.files import refuse_address
+from jaxpar.base.display import format_names, format_shape
+from jaxpar.base.files import check_path
 from jaxpar.hosts.agree import together
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model import made
@@ -33,9 +34,10 @@ from jaxpar.training.by_layer import kind_of
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Rows, Tensor, Weights, in_ranges, named_rows, open_files
 
+_log = logging.getLogger(__name__)
 _READ_BYTES = 1 << 26  # at once; what is stored as one piece is unpacked whole for each
-_NAMED = 4  # tensors that a message names
-_LEAVE = "leave them over (--start-leave PATTERN, Start(leave=...))"
+_NAMED = 4  # tensors whose shapes a message names
+_LEAVE = "leave them out (--start-leave PATTERN, Start(leave=...))"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Start:
       path: a safetensors file, the index of several, a folder with model.safetensors or its index; or the
         folder of a run, of which the newest state is taken.
       rename: pairs of a pattern for names of the source, and the name instead, which may have groups of the
-        pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that fits counts.
-      leave: patterns for names of the source, before they are renamed, that are left over.
+        pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that matches counts.
+      leave: patterns for names of the source, before they are renamed, that are left out.
     """
 
     path: str
@@ -58,13 +60,13 @@ class Start:
 
     def __post_init__(self):
         check_fields(self)
-        refuse_address("start", self.path)
+        check_path("start", self.path)
         for pattern in (*self.leave, *(old for old, _ in self.rename)):
             try:
                 re.compile(pattern)
             except re.error as error:
                 raise ValueError(
-                    f"start: {pattern!r} is no regular expression: {error}; write one, such as "
+                    f"start: {pattern!r} is not a valid regular expression: {error}; write one, such as "
                     r"'layers\.[45]\..*'"
                 ) from None
 
@@ -89,7 +91,7 @@ class Start:
         return cls(**{**content, "rename": tuple(map(tuple, content["rename"]))})
 
     def new_name(self, name: str) -> str | None:
-        """What a tensor of the source is called in the model; None if it is left over."""
+        """What a tensor of the source is called in the model; None if it is left out."""
         if any(re.fullmatch(pattern, name) for pattern in self.leave):
             return None
         for pattern, replacement in self.rename:
@@ -112,7 +114,7 @@ class Taken:
       weights: those that are taken, by the model's names.
       sources: the names that they had, where these are others.
       new: parameters that are drawn.
-      left: names of the source that are left over.
+      left: names of the source that are left out.
       variables: parameters and other variables of the model, as shapes.
     """
 
@@ -124,7 +126,7 @@ class Taken:
     variables: Mapping[str, jax.ShapeDtypeStruct]
 
     def to_rows(self) -> list[tuple[str, str, str, str]]:
-        """What is taken, new and left over: (which of them, names, shape, what is to be said)."""
+        """What is taken, new and left out: (which of them, names, shape, what is to be said)."""
         groups = collections.defaultdict[tuple[str, str, str, str, bool], list[str]](list)
 
         def add(what: str, name: str, shape: tuple[int, ...], note: str = "") -> None:
@@ -141,7 +143,7 @@ class Taken:
         for name in self.new:
             add("new", name, self.variables[name].shape)
         for name, shape in self.left.items():
-            add("left over", name, shape)
+            add("left out", name, shape)
         rows = []
         for (what, _, shape, note, _), names in groups.items():
             before = in_ranges([self.sources[name] for name in names if name in self.sources])
@@ -239,7 +241,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
     Raises:
       OSError: there are no such files, or no such run.
       ValueError: a tensor has no place in the model, another shape, or a type that cannot become the
-        model's; a pattern fits no name; or nothing is taken.
+        model's; a pattern matches no name; or nothing is taken.
     """
     weights = _open(setup, start)
     names = {name: start.new_name(name) for name in weights.tensors}
@@ -248,13 +250,20 @@ def find_weights(setup: Setup, start: Start) -> Taken:
     renamed = {new: name for name, new in names.items() if new is not None}
     tensors = {new: weights.tensors[name] for new, name in renamed.items()}
     weights = setup.task.take_weights(dataclasses.replace(weights, tensors=tensors))
-    state, variables = abstract_state(setup), {}
+    state, variables, frozen = abstract_state(setup), {}, set[str]()
     for tree in (state.params, state.frozen):
         for _, leaf, own in named_rows(tree, setup.layout):
+            frozen |= {*own} if tree is state.frozen else set()
             shape = leaf.shape if kind_of(leaf) is None else leaf.shape[1:]
             one = jax.ShapeDtypeStruct(shape, leaf.dtype)
             variables |= {name: one for name in own if name}
     _check_places(weights, variables)
+    for name in weights.rows.keys() & frozen if weights.num_new and not jax.process_index() else ():
+        _log.warning(
+            "%s is frozen, and %s of its words are new: their rows are drawn at random and never trained; "
+            "train it, or keep to the words of %s",
+            name, f"{weights.num_new:,}", weights.source,
+        )  # fmt: skip
     weights = dataclasses.replace(
         weights, tensors={n: weights.tensors[n] for n in variables if n in weights.tensors}
     )
@@ -306,17 +315,18 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
 
 
 def _check_patterns(start: Start, source: str, names: Mapping[str, str | None]) -> None:
-    """Raises if a pattern fits no name, or two tensors get one."""
+    """Raises if a pattern matches no name, or two tensors get one."""
     for pattern in (*start.leave, *(old for old, _ in start.rename)):
         require(
             any(re.fullmatch(pattern, name) for name in names),
-            f"start: {pattern!r} fits no tensor of {source}; it has {_some(names)}",
+            f"start: {pattern!r} matches no tensor of {source}; it has {_some(names)}",
         )
     kept = collections.Counter(filter(None, names.values()))
     for new in (name for name, count in kept.items() if count > 1):
         both = [name for name, its_new in names.items() if its_new == new]
         raise ValueError(
-            f"start: {' and '.join(both)} of {source} would both be {new}; rename or leave over one of them"
+            f"start: {' and '.join(both)} of {source} would both be {new}; rename one of them, or leave it "
+            f"out"
         )
 
 
@@ -331,7 +341,7 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
         )
     require(
         bool(weights.tensors),
-        f"nothing of {weights.source} is taken; leave over less, or begin without it",
+        f"nothing of {weights.source} is taken; leave out less, or begin without it",
     )
     differ = list(_different_shapes(weights, variables))
     if differ:
@@ -342,8 +352,8 @@ def _check_places(weights: Weights, variables: Mapping[str, jax.ShapeDtypeStruct
         )
         more = f"; and {len(differ) - _NAMED} more" if len(differ) > _NAMED else ""
         raise ValueError(
-            f"{weights.source} is of other sizes than the model: {shapes}{more}; give the model the sizes "
-            f"that it has there, or {_LEAVE}"
+            f"{weights.source} has different sizes from the model's: {shapes}{more}; give the model the "
+            f"sizes that it has there, or {_LEAVE}"
         )
     for name, tensor in weights.tensors.items():
         kinds = [
@@ -371,6 +381,4 @@ def _different_shapes(
 
 def _some(names: Iterable[str]) -> str:
     """Names of tensors, of many the first."""
-    found = in_ranges([*names])
-    more = [f"{len(found) - 2 * _NAMED} more"] if len(found) > 2 * _NAMED else []
-    return ", ".join([*found[: 2 * _NAMED], *more])
+    return format_names(in_ranges([*names]))

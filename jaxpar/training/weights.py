@@ -305,6 +305,7 @@ class Weights:
       texts: that came with them, such as a file's metadata, by their names.
       rows: for a tensor of which rows are taken, by its name: the dim that they are along, and for each row
         of the model the one that it takes, -1 for none.
+      num_new: how many of these rows are of words, or the like, that the source lacks.
       note: what is to be said of that.
     """
 
@@ -312,6 +313,7 @@ class Weights:
     tensors: Mapping[str, Tensor]
     texts: Mapping[str, str]
     rows: Mapping[str, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
+    num_new: int = 0
     note: str = ""
 
 
@@ -349,8 +351,8 @@ def _in_folder(folder: Path) -> Path:
     found = [folder / name for name in names if (folder / name).is_file()]
     if len(found) != 1:
         raise ValueError(
-            f"{folder} holds {'both ' if found else 'no run, and neither '}{' and '.join(names)}; give the "
-            f"folder of a run, or a file"
+            f"{folder} holds {'both ' if found else 'no run, and neither '}"
+            f"{(' and ' if found else ' nor ').join(names)}; give the folder of a run, or a file"
         )
     return found[0]
 

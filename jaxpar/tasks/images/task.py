@@ -165,7 +165,7 @@ class Images(Task):
         labels = np.asarray(batch[LABEL])
         if bad := [int(i) for i in np.flatnonzero((labels < 0) | (labels >= self.num_classes))[:1]]:
             raise ValueError(
-                f"label {labels[bad[0]]} at position {bad[0]} is none of the {self.num_classes} classes "
+                f"label {labels[bad[0]]} at position {bad[0]} is not one of the {self.num_classes} classes "
                 f"(0 to {self.num_classes - 1}); set num_classes, or correct the labels"
             )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from os import PathLike
@@ -20,11 +21,13 @@ from jaxpar.data.order import check_at_least
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
 from jaxpar.tasks.lm.task import LM, VOCABULARY
-from jaxpar.tasks.lm.vocabulary import Vocabulary, check_tokens
+from jaxpar.tasks.lm.vocabulary import UNK, Vocabulary, check_tokens
 from jaxpar.tasks.lm.weights import WORDS, to_torch
 from jaxpar.training.loaded import LoadedRun, load_run
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -43,8 +46,8 @@ class TextRun(LoadedRun):
     def batches(self, data: str) -> Batches:
         """The batches of a split of the run's data, or of a file of text.
 
-        A text is read with the run's vocabulary, in which other words are `<unk>`, and as the task says: as
-        one stream, or by lines.
+        A text is read with the run's vocabulary, in which other words are `<unk>` (a warning counts
+        them), and as the task says: as one stream, or by lines.
 
         Args:
           data: "train", "valid" or "test"; or the path of a file.
@@ -58,6 +61,12 @@ class TextRun(LoadedRun):
                 f"{data} is neither a split ({', '.join(SPLITS)}) nor a file of text; give one of these"
             )
         tokens = self.vocabulary.encode(read_text(Path(data).expanduser()))
+        num_unknown = int((tokens == self.vocabulary.words.index(UNK)).sum())
+        if num_unknown and jax.process_index() == 0:
+            _log.warning(
+                "%s of the %s tokens of %s are not in the vocabulary of the run, and are read as %s",
+                f"{num_unknown:,}", f"{len(tokens):,}", data, UNK,
+            )  # fmt: skip
         assert isinstance(self.setup.task, LM)
         return self.setup.task.batches_of(tokens, self.vocabulary.separator)
 

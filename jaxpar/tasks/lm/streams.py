@@ -141,7 +141,7 @@ def line_places(tokens: np.ndarray, separator: int) -> tuple[np.ndarray, np.ndar
     separators = np.flatnonzero(tokens == separator)
     if not separators.size:
         raise ValueError(
-            f"separator={separator} is none of the {len(tokens)} tokens; give the token that "
+            f"separator={separator} is not one of the {len(tokens)} tokens; give the token that "
             f"ends a line, such as the id of <eos>"
         )
     bounds = np.unique(np.concatenate([[0], separators, [len(tokens) - 1]]))

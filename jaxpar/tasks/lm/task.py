@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from jaxpar.base.axes import TENSOR
@@ -287,15 +288,19 @@ class LM(Task):
     # ---- with data and devices ----
 
     def resolve(self) -> Self:
-        """The task with the sizes of its vocabulary filled in.
+        """The task with the sizes of its vocabulary filled in, and the whole path of its text.
 
         The text is read where vocab_size does not say what is needed.
         """
-        task = dataclasses.replace(self)  # a text that has changed since is read again
+        from jaxpar.tasks.lm.corpus import NAMES
+
+        path = Path(self.corpus).expanduser().absolute()
+        whole = str(path) if self.corpus not in NAMES and path.exists() else self.corpus
+        task = dataclasses.replace(self, corpus=whole)  # what has changed since is read again
         if self.vocab_size is None:
             corpus = task._corpus
             words = self.num_words or len(corpus.vocabulary)
-            task = dataclasses.replace(self, num_words=words, vocab_size=padded(words))
+            task = dataclasses.replace(task, num_words=words, vocab_size=padded(words))
             vars(task)["_corpus"] = corpus
         return task
 

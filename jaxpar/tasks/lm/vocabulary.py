@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.base.checks import require_instance
 from jaxpar.base.files import read_json, read_text
 
 SUBWORD = "subword"
@@ -116,7 +117,9 @@ class Vocabulary:
         try:
             return _tokenizers().Tokenizer.from_str(self.pieces)
         except Exception as error:  # the package has no error of its own
-            raise ValueError(f"the pieces of the vocabulary are no tokenizer: {error}") from error
+            raise ValueError(
+                f"the pieces of the vocabulary are not a tokenizer: {error}"
+            ) from error
 
     @property
     def separator(self) -> int:
@@ -129,8 +132,9 @@ class Vocabulary:
         A newline in a text becomes `<eos>`; words outside the vocabulary become `<unk>`.
 
         Raises:
-          ValueError: strict, and a word is outside the vocabulary.
+          ValueError: it is neither, or strict, and a word is outside the vocabulary.
         """
+        require_instance("text", text, str | Iterable, "a string, or a list of words")
         if self.tokenizer == SUBWORD and isinstance(text, str):  # of which nothing is unknown
             return _encode_pieces(self._pieces, text, self.separator)
         words = _tokenize(text, self.tokenizer) if isinstance(text, str) else text
@@ -175,7 +179,7 @@ class Vocabulary:
         content = read_json(text)
         words, *texts = (content.get(name, "") for name in ("words", "tokenizer", "pieces"))
         if not (isinstance(words, list) and {str}.issuperset(map(type, [*texts, *words]))):
-            raise ValueError("its words, tokenizer or pieces are missing, or no texts")
+            raise ValueError("its words, tokenizer or pieces are missing, or not strings")
         return cls(tuple(words), *texts)
 
     @classmethod

@@ -69,9 +69,10 @@ def with_words(weights: Weights, task: "LM", vocabulary: str | None) -> Weights:
     chosen = np.full(task.known_vocab_size, -1)
     chosen[: len(own)] = [ids.get(word, -1) for word in own]
     num_taken = int((chosen >= 0).sum())
-    note = f"{num_taken:,} of its {len(words):,} words, {len(own) - num_taken:,} are new"
+    num_new = len(own) - num_taken
+    note = f"{num_taken:,} of its {len(words):,} words, {num_new:,} are new"
     rows = {name: (dim, chosen) for name, dim in found.items()}
-    return dataclasses.replace(weights, rows=rows, note=note)
+    return dataclasses.replace(weights, rows=rows, num_new=num_new, note=note)
 
 
 def _words_of(weights: Weights) -> Sequence[str]:
@@ -84,10 +85,10 @@ def _words_of(weights: Weights) -> Sequence[str]:
         )
     try:
         words = read_json(weights.texts[WORDS], list)
-        require(all(isinstance(word, str) for word in words), "its words are not texts")
+        require(all(isinstance(word, str) for word in words), "its words are not strings")
     except ValueError as error:
         raise ValueError(
-            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of texts; export it again"
+            f"{weights.source}: {WORDS!r} in its metadata is not a JSON list of strings; export it again"
         ) from error
     return words
 
