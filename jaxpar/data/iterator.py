@@ -86,8 +86,7 @@ class IteratorBatches:
 
     def position(self, step: int) -> str | None:
         """Where the source was before a batch, one of the last `REMEMBERED` or kept; for `seek`."""
-        text = self._positions.get(step)
-        return None if text is None else json.dumps([step, text])
+        return self._positions.get(step)
 
     def seek(self, position: str) -> None:
         """Goes to a position, so that the batch after it is the next.
@@ -95,9 +94,9 @@ class IteratorBatches:
         Raises:
           ValueError: the source takes no positions, or not this one.
         """
-        self._next, text = json.loads(position)
+        number, state = json.loads(position)
         try:
-            self._open(_decode(json.loads(text)), self._next)
+            self._open(_decode(state), number)
         except Exception as error:
             self._iterator = None
             raise ValueError(f"{type(error).__name__}: {error}") from error
@@ -143,7 +142,7 @@ class IteratorBatches:
             state = self._iterator.get_state()
         else:
             return None
-        return None if state is None else json.dumps(_encode(state))
+        return None if state is None else json.dumps([self._next, _encode(state)])
 
     def _forget(self) -> None:
         oldest = self._next - 1 if self._kept_from is None else self._kept_from
