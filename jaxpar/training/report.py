@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.config import short_name
+from jaxpar.mesh import short_name
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.progress import Evaluation, Progress, Skipped, format_number
