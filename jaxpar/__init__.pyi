@@ -7,6 +7,7 @@ from jaxpar.base.at import At as At
 from jaxpar.model import Sums as Sums
 from jaxpar.data.array import ArrayBatches as ArrayBatches
 from jaxpar.data.streams import SeriesBatches as SeriesBatches
+from jaxpar.data.iterator import IteratorBatches as IteratorBatches
 from jaxpar.config import OptimizerConfig as OptimizerConfig
 
 # On which devices, and for how long.

@@ -320,7 +320,11 @@ class TrainConfig:
       seed: of initial values, dropout and the order of the data.
       log_every: steps between lines of progress.
       eval_every: steps between validations; 0 for the end only.
+      patience: validations in a row without a lower loss than the lowest before, after which the run ends; 0
+        for none.
       checkpoint_every: steps between checkpoints; 0 for the end only.
+      checkpoint_minutes: minutes after a checkpoint, or the beginning, until the next line of progress brings
+        another one; 0 for none.
       keep_checkpoints: the newest ones kept.
       keep_best: also save and keep the state with the lowest validation loss.
       fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
@@ -336,7 +340,9 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 25
     eval_every: int = 0
+    patience: int = 0
     checkpoint_every: int = 100
+    checkpoint_minutes: float = 0.0
     keep_checkpoints: int = 2
     keep_best: bool = True
     fallback_dir: str | None = None
@@ -345,7 +351,13 @@ class TrainConfig:
     def __post_init__(self):
         check_fields(self)
         require_positive(self, "num_steps", "log_every", "keep_checkpoints", "max_skipped")
-        require_not_negative(self, "clip_norm", "eval_every", "checkpoint_every")
+        require_not_negative(self, "clip_norm", "eval_every", "patience")
+        require_not_negative(self, "checkpoint_every", "checkpoint_minutes")
+        require(
+            self.eval_every > 0 or self.patience == 0,
+            f"patience={self.patience} counts validations, and eval_every=0 has none before the end; set "
+            f"eval_every, such as to an epoch's steps",
+        )
         require(0 <= self.seed < 2**32, f"seed={self.seed}: must be from 0 to {2**32 - 1}")
         require_int32(self, "num_steps", "max_skipped")
         for name in ("out_dir", "fallback_dir"):

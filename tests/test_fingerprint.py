@@ -177,8 +177,8 @@ ARRAYS = {"x": rows(), "y": rows()}
 WRONG = {
     "an iterator": (
         Drawing,
-        r"split 'train': batch\(0\) has other rows when it is read again in two halves; .* instead of an "
-        r"iterator use arrays \(jaxpar\.ArrayBatches, SeriesBatches\)",
+        r"split 'train': batch\(0\) has other rows when it is read again in two halves; .* use arrays "
+        r"\(jaxpar\.ArrayBatches, SeriesBatches\) .*, or give an iterator to jaxpar\.IteratorBatches",
     ),
     "whole batches": (
         lambda: Whole(ARRAYS, 8, 0),

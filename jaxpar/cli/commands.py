@@ -90,6 +90,7 @@ class Train(RunOptions):
       memory: memory of a device, such as 16GB: a layout that needs more, by the compiler's number, is
         refused.
       profile: write a trace of steps 3 to 5 into the run's folder, for ui.perfetto.dev.
+      track: log to these as well; wandb by its variables, such as WANDB_PROJECT.
     """
 
     start: Annotated[str | None, arg(metavar="PATH")] = None
@@ -102,6 +103,7 @@ class Train(RunOptions):
     balance: Literal["work", "time", "memory"] = "work"
     memory: Annotated[str | None, arg(metavar="SIZE")] = None
     profile: Switch = False
+    track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
 
     def run(self) -> int:
         """The exit code: 0, or 128 and the number of the signal that stopped it."""
@@ -109,8 +111,11 @@ class Train(RunOptions):
             raise ValueError(
                 "--resume-or-begin keeps what is in the folder, --overwrite removes it; use one of them"
             )
+        from jaxpar.training.console import ConsoleReport
         from jaxpar.training.fit import fit
+        from jaxpar.training.trackers import TRACKERS
 
+        trackers = [TRACKERS[name]() for name in self.track]
         task, parallel, train = self._settled()
         goes_on = self.resume and self.resume_or_begin
         result = fit(
@@ -121,8 +126,9 @@ class Train(RunOptions):
             resume=self.resume,
             overwrite=self.overwrite,
             profile=self.profile,
+            report=[ConsoleReport(), *trackers],
         )
-        return 0 if result.stopped_by is None else 128 + result.stopped_by
+        return 128 + result.stopped_by if isinstance(result.stopped_by, int) else 0
 
     def _start(self) -> "Start | None":
         """The weights to begin with."""

@@ -5,6 +5,8 @@ process reads only its own rows. Those of arrays in memory are in `data`. Dims: 
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -14,6 +16,10 @@ from jax.sharding import NamedSharding
 from jaxpar.base.checks import check_divides
 
 
+class EndOfStreamError(ValueError):
+    """A batch is asked for that a stream does not have."""
+
+
 @runtime_checkable
 class Batches(Protocol):
     """The batches of a split; `batch_size` is B, over all processes."""
@@ -21,8 +27,8 @@ class Batches(Protocol):
     batch_size: int
 
     @property
-    def num_windows(self) -> int:
-        """Batches in an epoch."""
+    def num_windows(self) -> int | None:
+        """Batches in an epoch; None for a stream, which is read until an `EndOfStreamError`."""
         ...
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
@@ -33,6 +39,19 @@ class Batches(Protocol):
           state begins anew; without it, it does so with every batch.
         """
         ...
+
+
+def windows(batches: Batches) -> Iterator[int]:
+    """The numbers of the batches of an epoch, each while it can be read."""
+    if batches.num_windows is not None:
+        yield from range(batches.num_windows)
+        return
+    for window in itertools.count():
+        try:
+            batches.batch(window)
+        except EndOfStreamError:
+            return
+        yield window
 
 
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:

@@ -1,14 +1,15 @@
-"""SIGINT and SIGTERM: they end a run after the step under way, in all of its processes after the same one.
+"""SIGINT and SIGTERM end a run after the step under way, in all of its processes after the same one.
 
     process 0    step 41 | step 42 | stop        gets a signal in step 41, and asks all to stop
     process 1    step 41 | step 42 | stop        was in step 42 then: all go as far as the farthest
 
 They talk by way of the coordinator, in threads of their own that look twice a second: what a step pays is
 a lock that nobody else holds. If each left after its own step, some would wait in a collective forever. What
-one of them cannot write ends the run in the same way.
+one of them cannot write ends the run in the same way, and so does a report that asks for it.
 """
 
 import contextlib
+import json
 import signal
 import threading
 
@@ -19,7 +20,6 @@ from jaxpar.hosts.stall_watchdog import StallWatchdog
 
 POLL_SECONDS = 0.5
 
-_REQUESTED = 0  # is no signal
 _ASKED = "asked"
 
 
@@ -46,12 +46,12 @@ class Stop:
     ask equally often.
 
     Attributes:
-      signal: that ended the run; None as long as `now` says no, or if `request` did.
+      reason: a signal, or the reason of a request, that ended the run; None as long as `now` says no.
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self._received: list[int] = []  # numbers of signals, or _REQUESTED
+        self.reason: signal.Signals | str | None = None
+        self._received: list[int | str] = []  # numbers of signals, and reasons
         self._handlers = {}
         self._group = _Group() if jax.process_count() > 1 else None
 
@@ -74,12 +74,12 @@ class Stop:
         reason = self._received[0] if self._received else None
         if self._group is not None:
             reason = self._group.pass_by(reason)
-        self.signal = signal.Signals(reason) if reason else None
+        self.reason = signal.Signals(reason) if isinstance(reason, int) else reason
         return reason is not None
 
-    def request(self) -> None:
+    def request(self, reason: str = "") -> None:
         """Asks to stop as a signal does; any thread of any process may."""
-        self._received.append(_REQUESTED)
+        self._received.append(reason)
 
     def check(self) -> None:
         """Asks in the middle of something.
@@ -105,13 +105,13 @@ class _Group:
     def __init__(self) -> None:
         self._board = Board("stop")
         self._num_calls = 0
-        self._agreed: tuple[int, int] | None = None  # after how many calls, and why
+        self._agreed: tuple[int, int | str] | None = None  # after how many calls, and why
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._stalls = StallWatchdog()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
-    def pass_by(self, received: int | None) -> int | None:
+    def pass_by(self, received: int | str | None) -> int | str | None:
         """Counts the call; why all stop here, if they do.
 
         Args:
@@ -119,7 +119,7 @@ class _Group:
         """
         if received is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has been asked for already
-                self._board.put(_ASKED, str(received))
+                self._board.put(_ASKED, json.dumps(received))
         with self._lock:
             if self._agreed is not None and self._num_calls >= self._agreed[0]:
                 return self._agreed[1]
@@ -143,7 +143,7 @@ class _Group:
                 with self._lock:  # no more steps here until it is known how far the others are
                     self._tell()
                     told = [self._board.wait_for(str(n), n) for n in range(jax.process_count())]
-                    self._agreed = max(map(int, told)), int(asked)
+                    self._agreed = max(map(int, told)), json.loads(asked)
             except jax.errors.JaxRuntimeError:
                 pass  # this process has closed, or the coordinator is gone and JAX ends this one
             return

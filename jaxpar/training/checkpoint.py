@@ -53,6 +53,7 @@ _DESCRIBED = {
     "step": int,
     "losses": dict[str, str],
     "batches": dict[str, str],
+    "position": str | None,
     "checksums": dict[str, str],
 }
 # Of what stands in the folder.
@@ -94,7 +95,12 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def save(self, state: TrainState, batches: Mapping[str, str] | None = None) -> None:
+    def save(
+        self,
+        state: TrainState,
+        batches: Mapping[str, str] | None = None,
+        position: str | None = None,
+    ) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
         Nothing counts as a checkpoint until all of it is written. The task's fields are in it, as JSON.
@@ -102,7 +108,7 @@ class Checkpoints:
 
         Args:
           state: may be donated to the next training step at once.
-          batches: what the data were; see `described`.
+          batches, position: what the data were; see `described`.
         Raises:
           ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
@@ -123,6 +129,7 @@ class Checkpoints:
             )
         losses = {str(each): repr(loss) for each, loss in self.losses.items()}
         own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
+        own |= {"position": position}
         described = _describe(self._setup.task) | own
         with self._failing_in_words():
             self._saving = Writing(
@@ -217,6 +224,8 @@ class Checkpoints:
 
     def described(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.
+
+        `position` is where a stream was before the first of these, if it can tell.
 
         Raises:
           OSError, ValueError: there is no such checkpoint, or it is damaged.

@@ -21,7 +21,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
-from jaxpar.training.report import Report
+from jaxpar.training.report import Report, describe_stop
 from jaxpar.training.stage_table import stage_table
 from jaxpar.training.summary import summarize
 
@@ -107,12 +107,12 @@ class ConsoleReport(Report):
         """A line."""
         self._print(f"step {step}  the task has changed the optimizer's state for this validation")
 
-    def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
+    def end(self, step: int, num_steps: int, stopped_by: signal.Signals | str | None) -> None:
         """Says so if the run was stopped."""
         self.close()
         if stopped_by is not None:
             self._print(
-                f"stopped by {stopped_by.name} after step {step}/{num_steps}; its state is saved, "
+                f"{describe_stop(stopped_by)} after step {step}/{num_steps}; its state is saved, "
                 f"go on with python -m jaxpar train --resume --train.out-dir {self._out_dir}"
             )
 

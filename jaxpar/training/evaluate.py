@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxpar.base.checks import require
 from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import zeros
-from jaxpar.data.batches import Batches, place_batch
+from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model import Sums
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
@@ -68,7 +68,7 @@ def sum_batches(
     checked, sums = CheckedBatches(setup, batches), list[Sums]()
     sharding = batch_sharding(setup)
     step = step or _counting(setup)
-    for window in range(checked.num_windows):
+    for window in windows(batches):
         before_batch()
         batch = place_batch(checked, window, sharding)
         if not window:
@@ -153,8 +153,8 @@ class CheckedBatches:
         self.batch_size = batches.batch_size
 
     @property
-    def num_windows(self) -> int:
-        """Batches of an epoch."""
+    def num_windows(self) -> int | None:
+        """Batches of an epoch, if it is known."""
         return self._batches.num_windows
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:

@@ -8,6 +8,7 @@ again.
 
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,15 +18,17 @@ import xxhash
 
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import SPLITS
-from jaxpar.data.batches import Batches
+from jaxpar.data.batches import Batches, EndOfStreamError
+from jaxpar.data.iterator import REMEMBERED, IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Together
 from jaxpar.setup import Setup
 from jaxpar.step import check_batch_shape
 from jaxpar.training.checksums import checksum, digest
 from jaxpar.training.evaluate import CheckedBatches
 
-REMEMBERED = 4  # batches before a checkpoint whose checksums it holds
 _MODULUS = 2**64
+
+_log = logging.getLogger(__name__)
 
 
 def describe_data(setup: Setup) -> dict[str, Any]:
@@ -62,9 +65,11 @@ def _read_twice(setup: Setup, split: str) -> str:
     what = f"the batch of {type(source).__name__}"
     check_takes(source.batch, ("step", "rows"), what, "write batch(self, step, rows=slice(None))")
     batches, B = CheckedBatches(setup, source), source.batch_size
-    require(batches.num_windows > 0, "no batch; give more rows, or smaller batches")
+    require(batches.num_windows != 0, "no batch; give more rows, or smaller batches")
     batch = batches.batch(0)
     check_batch_shape(setup.layout, batch)
+    if isinstance(source, IteratorBatches):
+        _check_reads_again(source, batch)
     whole, halves = hash_rows(batch, 0), 0
     for start, stop in ((0, B // 2), (B // 2, B)) if B > 1 else ((0, 1),):
         part = batches.batch(0, slice(start, stop))
@@ -79,10 +84,24 @@ def _read_twice(setup: Setup, split: str) -> str:
         raise ValueError(
             "batch(0) has other rows when it is read again in two halves; every device reads its "
             "own rows, and a resumed run reads batches again, so batch(step, rows) must depend on these two "
-            "alone: instead of an iterator use arrays (jaxpar.ArrayBatches, SeriesBatches), and draw from "
-            "np.random.default_rng([seed, step])"
+            "alone: use arrays (jaxpar.ArrayBatches, SeriesBatches) and draw from "
+            "np.random.default_rng([seed, step]), or give an iterator to jaxpar.IteratorBatches"
         )
     return _as_text(whole)
+
+
+def _check_reads_again(source: IteratorBatches, batch: Any) -> None:
+    """Raises if a stream does not begin with this batch when it is read from the beginning again."""
+    source.restart()
+    try:
+        is_same = hash_rows(source.batch(0), 0) == hash_rows(batch, 0)
+    except EndOfStreamError:
+        is_same = False
+    require(
+        is_same,
+        "the stream begins with another batch when it is read again, as a resumed run or the next evaluation "
+        "does; let make open it anew, with the order of its data drawn from a seed",
+    )
 
 
 def describe_array(array: np.ndarray) -> dict[str, Any]:
@@ -116,14 +135,19 @@ class HashedBatches(CheckedBatches):
 
     def __init__(self, setup: Setup, batches: Batches):
         super().__init__(setup, batches)
+        self._stream = batches if isinstance(batches, IteratorBatches) else None
         self._read: dict[int, dict[str, int]] = {}
         self._together = Together()
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
         """See `CheckedBatches`."""
-        batch = super().batch(step, rows)
+        read = batch = super().batch(step, rows)
         start, stop, _ = rows.indices(self.batch_size)
-        self._read.setdefault(step, {})[f"{start} to {stop - 1}"] = hash_rows(batch, start)
+        if self._stream is not None:  # every process reads all rows
+            read, start, stop = self._stream.batch(step), 0, self.batch_size
+        parts, part = self._read.setdefault(step, {}), f"{start} to {stop - 1}"
+        if self._stream is None or part not in parts:
+            parts[part] = hash_rows(read, start)
         for old in sorted(self._read)[:-REMEMBERED]:
             del self._read[old]
         return batch
@@ -140,15 +164,40 @@ class HashedBatches(CheckedBatches):
             raise DifferentError(f"{problem}; give all processes the same data")
         return sums
 
-    def check(self, sums: Mapping[str, str], what: str) -> None:
+    def position(self, step: int) -> str | None:
+        """Where a stream was before the first of those batches; None if it cannot tell, or is none."""
+        first = min((each for each in self._read if each < step), default=step)
+        return None if self._stream is None else self._stream.position(first)
+
+    def keep_from(self, step: int) -> None:
+        """Batches from this step on may be asked for again, and of those before none."""
+        if self._stream is not None:
+            self._stream.keep_from(step)
+
+    def check(self, sums: Mapping[str, str], what: str, position: str | None = None) -> None:
         """Reads batches again, and compares.
 
         Args:
           sums: as of `checksums`.
           what: has them, in words.
+          position: as of `position`.
         Raises:
           ValueError: the data have changed.
         """
+        if self._stream is not None and position is not None:
+            try:
+                self._stream.seek(position)
+                self._compare(sums, what)
+            except ValueError as error:
+                _log.warning(
+                    "the stream is read from its beginning, not from its position (%s)", error
+                )
+                self._stream.restart()
+            else:
+                return
+        self._compare(sums, what)
+
+    def _compare(self, sums: Mapping[str, str], what: str) -> None:
         for step, expected in sums.items():
             if _as_text(hash_rows(super().batch(int(step)), 0)) != expected:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.progress import Evaluation
-from jaxpar.training.report import FitResult, Report
+from jaxpar.training.report import FitResult, Report, Reports
 from jaxpar.training.run_folder import (
     TASK,
     RunFolder,
@@ -48,7 +48,7 @@ def fit(
     resume: bool = False,
     overwrite: bool = False,
     profile: bool = False,
-    report: Report | None = None,
+    report: Report | Sequence[Report] | None = None,
     quiet: bool = False,
 ) -> FitResult:
     """Trains a model as the task says, and evaluates it.
@@ -67,7 +67,7 @@ def fit(
         run), or from the start if there is none yet, with the same weights; the mesh may be another one.
       overwrite: remove the run that `train.out_dir` holds.
       profile: write a trace of a few steps into `out_dir`/profile, for Perfetto and TensorBoard.
-      report: receives what happens while it runs; None prints it (`ConsoleReport`).
+      report: receives what happens while it runs, or several that do; None prints it (`ConsoleReport`).
       quiet: prints nothing.
 
     Raises:
@@ -86,7 +86,13 @@ def fit(
     check_task(task)
     train = task.train if train is None else train
     require_instance("train", train, TrainConfig, "a TrainConfig")
-    require_instance("report", report, Report | None, "a Report, such as ConsoleReport()")
+    reports = (
+        report if isinstance(report, Sequence) else [ConsoleReport() if report is None else report]
+    )
+    for each in reports:
+        require_instance(
+            "report", each, Report, "a Report, such as ConsoleReport(), or a list of them"
+        )
     require(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place; leave out one of them",
@@ -106,8 +112,8 @@ def fit(
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
     silent = quiet or jax.process_index() > 0
-    report = Report() if silent else report or ConsoleReport()
-    with open_run(setup, folder, report, start=start, **options) as run:
+    heard_by = Reports([] if silent else reports)
+    with open_run(setup, folder, heard_by, start=start, **options) as run:
         return run.train()
 
 
@@ -136,7 +142,7 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
 def open_run(
     setup: Setup,
     folder: RunFolder | None,
-    report: Report,
+    report: Reports,
     *,
     start: Start | None = None,
     resume: bool,
@@ -147,7 +153,7 @@ def open_run(
 
     Args:
       folder: as of `choose_folder`.
-      report: hears of it; of all processes, those that shall say something have one that does.
+      report: hear of it, in each process its own.
       start, resume, overwrite, profile: as of `fit`.
     Raises:
       ValueError, OSError: as of `fit`.
@@ -177,11 +183,11 @@ def open_run(
     if setup.parallel.has_equal_shares:  # others say that devices differ
         found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
     agree(data, found, remedy="give all of them the same data, task and devices", last=True)
-    report.plan(setup, target)
-    if taken is not None:
-        report.start(taken)
-
     with contextlib.ExitStack() as stack:
+        stack.push(lambda _, error, __: _hear_end(report, error))
+        report.plan(setup, target)
+        if taken is not None:
+            report.start(taken)
         state = None
         if before is not None:
             stack.enter_context(before.lock())
@@ -201,8 +207,13 @@ def open_run(
         if state is None:
             state = init_state(setup) if taken is None else taken.state()
         audit(state)
-        stack.callback(report.close)
         yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)
+
+
+def _hear_end(report: Reports, error: BaseException | None) -> None:
+    if error is not None:
+        report.failed(error)
+    report.close()
 
 
 @contextlib.contextmanager
@@ -284,7 +295,9 @@ def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> 
         state = checkpoints.restore()
         if batches is not None:
             step = int(state.step)
-            batches.check(checkpoints.described(step)["batches"], f"the checkpoint of step {step}")
+            known = checkpoints.described(step)
+            what = f"the checkpoint of step {step}"
+            batches.check(known["batches"], what, known["position"])
         return release(state, setup.train.allowed_skips)
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)

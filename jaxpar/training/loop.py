@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpar.base.files import free_path
-from jaxpar.data.batches import place_batch
+from jaxpar.data.batches import EndOfStreamError, place_batch
 from jaxpar.hosts.agree import SharedError, in_process_0, together
 from jaxpar.hosts.stopping import Stop, Stopped
 from jaxpar.setup import Setup
@@ -24,7 +25,7 @@ from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
 from jaxpar.training.progress import Evaluation, Progress, Skipped
-from jaxpar.training.report import FitResult, Report
+from jaxpar.training.report import FitResult, Reports
 from jaxpar.training.run_folder import RunFolder
 
 # A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
@@ -45,7 +46,7 @@ class Run:
     batches: HashedBatches
     folder: RunFolder
     checkpoints: Checkpoints
-    report: Report
+    report: Reports
     texts: Mapping[str, str]
     state: TrainState
     profile: bool
@@ -58,7 +59,8 @@ class Run:
         self.first_loss: float | None = None
         self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
-        self.started = time.perf_counter()
+        self.validations: dict[int, Evaluation] = {}  # of steps
+        self.started = self.saved = time.perf_counter()
 
     def train(self) -> FitResult:
         """Takes the steps that are left, saves the state after the last, and evaluates it.
@@ -76,21 +78,21 @@ class Run:
             raise _rescue(self, error) from error
         return FitResult(losses, first_step, self.state, self.setup, evaluations, stopped_by)
 
-    def _take_steps(self) -> tuple[int, list[float], signal.Signals | None]:
+    def _take_steps(self) -> tuple[int, list[float], signal.Signals | str | None]:
         """Takes the steps that are left, and saves the state after the last.
 
         Returns:
-          the steps that had been taken before, the losses of these, and the signal that ended them early.
+          the steps that had been taken before, the losses of these, and what ended them early.
         """
         config = self.config
         step = first_step = int(self.state.step)
         losses: list[float] = []
+        ended: EndOfStreamError | None = None
         waiting: list[Metrics] = []  # on the device until the next log point
         step_once = make_train_step(self.setup)
         in_process_0(lambda: self.folder.rewind_metrics(step))
         stored = self.checkpoints.stored_losses().items()
         self.checkpoints.losses |= {each: loss for each, loss in stored if each <= step}
-        validated = {*self.checkpoints.losses}
         self.lines = self.folder.metrics()
         losses_before = (line["loss"] for line in self.lines if line["split"] == "train")
         self.first_loss = next(losses_before, None)
@@ -100,13 +102,15 @@ class Run:
         tracer = StepTracer(self.folder.profile_path if traces else None)
         with Stop() as stop, tracer:
             self.checkpoints.on_failure = stop.request
-            if self._validates(step) and step in validated:
-                self._adjust(step)  # the run was to end here
-            elif self._validates(step):
-                self._validate(step, stop)  # which a signal has ended
-            while step < config.num_steps and not stop.now():
+            # What ended the run here may have ended this validation, or what follows it.
+            goes_on = not self._validates(step) or self._validate(step, stop)
+            while goes_on and step < config.num_steps and not self._is_stopped(stop):
                 tracer.before_step()
-                batch = place_batch(self.batches, step, self.sharding)
+                try:
+                    batch = place_batch(self.batches, step, self.sharding)
+                except EndOfStreamError as error:  # in all processes
+                    ended = error
+                    break
                 self.state, metrics = step_once.run(self.state, batch)
                 step += 1
                 waiting.append(metrics)
@@ -116,7 +120,7 @@ class Run:
                 # The first step is waited for as well: compiling it would hide the others' speed.
                 is_logged = step % config.log_every == 0 or last or step == first_step + 1
                 evaluates = self._validates(step)
-                is_due = self.checkpoints.is_due(step)
+                is_due = self.checkpoints.is_due(step) or (is_logged and self._is_time_to_save())
                 if is_logged or evaluates or is_due:
                     for metrics in self._look(waiting, step):
                         losses.append(float(metrics.loss))
@@ -136,30 +140,50 @@ class Run:
             losses += [float(each.loss) for each in self._look(waiting, step)]
             if self.checkpoints.latest_step() != step > first_step:
                 self._save()
-        self.report.end(step, config.num_steps, stop.signal)
+        self.report.end(step, config.num_steps, stop.reason)
+        if ended is not None:
+            self.checkpoints.close()
+            raise EndOfStreamError(
+                f"{ended}. The state of step {step} is saved: go on with --resume --train.out-dir "
+                f"{self.folder}"
+            ) from ended
         if tracer.path is not None:
             self.report.profile(tracer.path)
-        return first_step, losses, stop.signal
+        return first_step, losses, stop.reason
 
-    def _finish(self, stopped_by: signal.Signals | None) -> dict[str, Evaluation]:
-        """The evaluations of valid and test, unless the run was stopped; all files are written."""
-        evaluations = {}
-        if stopped_by is None:
+    def _is_stopped(self, stop: Stop) -> bool:
+        """Whether the run ends here, by a signal or a report; in all processes after the same step."""
+        if (reason := self.report.asked) is not None:
+            stop.request(reason)
+        return stop.now()
+
+    def _finish(self, stopped_by: signal.Signals | str | None) -> dict[str, Evaluation]:
+        """The evaluations of valid and test, unless a signal ended the run; all files are written."""
+        evaluations, step = {}, int(self.state.step)
+        if not isinstance(stopped_by, signal.Signals):
             for split in ("valid", "test"):
-                evaluations[split] = self.evaluate(int(self.state.step), split)
+                known = self.validations.get(step) if split == "valid" else None
+                evaluations[split] = known or self.evaluate(step, split)
         self.checkpoints.close()  # what is named in the last lines is there
         if evaluations:
             loss = evaluations["valid"].loss
-            in_process_0(lambda: self.checkpoints.note_loss(int(self.state.step), loss))
+            in_process_0(lambda: self.checkpoints.note_loss(step, loss))
         in_process_0(self.folder.write_checksums)
         self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
         return evaluations
 
     def _save(self) -> None:
         """Begins to write a checkpoint; data.json says how the other files are with it."""
-        read = self.batches.checksums(int(self.state.step))
+        step = int(self.state.step)
+        read, position = self.batches.checksums(step), self.batches.position(step)
         in_process_0(self.folder.write_checksums)
-        self.checkpoints.save(self.state, read)
+        self.checkpoints.save(self.state, read, position)
+        self.saved = time.perf_counter()
+
+    def _is_time_to_save(self) -> bool:
+        """Whether a checkpoint is due by the clock of process 0."""
+        seconds = 60 * self.config.checkpoint_minutes
+        return seconds > 0 and in_process_0(lambda: time.perf_counter() - self.saved >= seconds)
 
     def _validates(self, step: int) -> bool:
         """Whether a validation follows this step of the loop."""
@@ -167,10 +191,21 @@ class Run:
         return bool(every) and 0 < step < self.config.num_steps and step % every == 0
 
     def _validate(self, step: int, stop: Stop) -> bool:
-        """Evaluates valid; False if a signal ended that: a resumed run does it before its first step."""
-        try:
-            self.checkpoints.losses[step] = self.evaluate(step, "valid", stop.check).loss
-        except Stopped:
+        """Evaluates valid, unless that has been done; False if the run ends with it.
+
+        A signal ends it before: a resumed run does it before its first step.
+        """
+        losses = self.checkpoints.losses
+        if step not in losses:
+            try:
+                self.validations[step] = self.evaluate(step, "valid", stop.check)
+            except Stopped:
+                return False
+            losses[step] = self.validations[step].loss
+        patience, every = self.config.patience, self.config.eval_every
+        since = validations_since_best({s: loss for s, loss in losses.items() if s % every == 0})
+        if 0 < patience <= since:
+            stop.reason = f"patience={patience}: no lower validation loss in the last {since}"
             return False
         self._adjust(step)
         return True
@@ -213,19 +248,21 @@ class Run:
             if metrics.skipped == self.num_skipped:
                 continue
             self.num_skipped += 1
-            epoch, window = divmod(number, self.batches.num_windows)
+            num_windows = self.batches.num_windows
+            epoch, window = (0, number) if num_windows is None else divmod(number, num_windows)
             skipped = Skipped(
                 step=number + 1,
                 nonfinite=_first_not_finite(metrics),
                 epoch=epoch,
                 window=window,
-                num_windows=self.batches.num_windows,
+                num_windows=num_windows,
                 skipped=self.num_skipped,
             )
             if self.num_skipped > self.config.allowed_skips:
                 raise self._halt(skipped)
             self._write(skipped.to_json())
             self.report.skipped(skipped, self.config.allowed_skips)
+        self.batches.keep_from(step)
         return fetched
 
     def _halt(self, last: Skipped) -> FloatingPointError:
@@ -293,6 +330,13 @@ class Run:
     def _write(self, line: dict[str, object]) -> None:
         """Process 0 writes a line."""
         in_process_0(lambda: self.folder.append_metrics(line))
+
+
+def validations_since_best(losses: Mapping[int, float]) -> int:
+    """How many follow the first one with the lowest loss, which is finite; all, if there is none."""
+    finite = [step for step in losses if math.isfinite(losses[step])]
+    best = min(finite, key=lambda step: (losses[step], step), default=-1)
+    return sum(step > best for step in losses)
 
 
 def _first_not_finite(metrics: Metrics) -> Literal["loss", "gradient", "update"]:

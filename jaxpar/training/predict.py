@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -111,13 +112,13 @@ def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> No
                     break
             data.write_last(out)
             out.finish(state, finished)
-            if stop.signal is not None and finished < total:
+            if isinstance(stop.reason, signal.Signals) and finished < total:
                 kept = f"which are in {out.kept_in}; the same again goes on there"
                 lost = "which are lost; a folder (out=...) would keep them"
                 told = (
                     f"stopped after {finished} of {total} batches, {kept if out.kept_in else lost}"
                 )
-                raise Interrupted(told, stop.signal)
+                raise Interrupted(told, stop.reason)
             seconds = time.monotonic() - began
             part = in_process_0(functools.partial(_next_part, part, seconds))
 
@@ -136,7 +137,13 @@ class _Data:
 
     def __init__(self, setup: Setup, batches: Batches):
         self.setup, self.batches = setup, CheckedBatches(setup, batches)
-        self.num_batches, facts = batches.num_windows, setup.layout.facts
+        facts = setup.layout.facts
+        require(
+            batches.num_windows is not None,
+            f"{type(batches).__name__} does not tell how many batches there are, which predictions are "
+            f"stored by; give arrays, such as jaxpar.ArrayBatches",
+        )
+        self.num_batches = batches.num_windows or 0
         if not self.num_batches:
             raise ValueError("there are no batches to predict; give more rows, or smaller batches")
         self._in_order, self.has_steps = None, False

@@ -61,7 +61,7 @@ class Skipped:
       step: as in `Progress`.
       nonfinite: which of them.
       epoch, window: the place of its batch in the data, counted from 0.
-      num_windows: batches of an epoch.
+      num_windows: batches of an epoch; None in a stream.
       skipped: such steps up to this one.
     """
 
@@ -69,14 +69,17 @@ class Skipped:
     nonfinite: Literal["loss", "gradient", "update"]
     epoch: int
     window: int
-    num_windows: int
+    num_windows: int | None
     skipped: int
 
     def to_text(self) -> str:
         """What is wrong, and where."""
+        where = "the stream"
+        if self.num_windows is not None:
+            where = f"{self.num_windows} in epoch {self.epoch}"
         return (
-            f"the {self.nonfinite} of step {self.step} is not finite (batch {self.window} of "
-            f"{self.num_windows} in epoch {self.epoch}, from 0)"
+            f"the {self.nonfinite} of step {self.step} is not finite (batch {self.window} of {where}, "
+            f"from 0)"
         )
 
     def to_json(self) -> dict[str, Any]:

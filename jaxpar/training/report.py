@@ -1,9 +1,13 @@
 """Who listens to a run: what it tells before, while and after it trains."""
 
 import dataclasses
+import functools
+import logging
 import signal
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.mesh import short_name
 from jaxpar.setup import Setup
@@ -12,6 +16,8 @@ from jaxpar.training.progress import Evaluation, Progress, Skipped, format_numbe
 
 if TYPE_CHECKING:
     from jaxpar.training.start import Taken
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +30,9 @@ class FitResult:
       first_step: the number of steps taken before; 0 unless resumed.
       state: after the last step.
       setup: task, layout, mesh and settings as they were used, with what was left open filled in.
-      evaluations: of valid and test, by the split's name; empty if the run was stopped.
-      stopped_by: SIGINT or SIGTERM, if one ended the run before its last step.
+      evaluations: of valid and test, by the split's name; empty if a signal ended the run.
+      stopped_by: what ended the run before its last step: SIGINT or SIGTERM, or the reason of a `Report.stop`
+        or of `patience`; None if nothing did.
     """
 
     losses: list[float]
@@ -33,7 +40,7 @@ class FitResult:
     state: TrainState
     setup: Setup
     evaluations: dict[str, Evaluation]
-    stopped_by: signal.Signals | None = None
+    stopped_by: signal.Signals | str | None = None
 
     def __repr__(self) -> str:
         """What came of it, in a line."""
@@ -41,7 +48,7 @@ class FitResult:
         facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
         for evaluation in self.evaluations.values():
             facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
-        facts += [f"stopped by {self.stopped_by.name}"] if self.stopped_by else []
+        facts += [describe_stop(self.stopped_by)] if self.stopped_by is not None else []
         where = short_name(self.setup.parallel.mesh)
         return (
             f"FitResult({self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
@@ -54,8 +61,31 @@ class FitResult:
         return Path(self.setup.train.out_dir)
 
 
+def describe_stop(stopped_by: signal.Signals | str) -> str:
+    """In words, what ended a run before its last step."""
+    if isinstance(stopped_by, signal.Signals):
+        return f"stopped by {stopped_by.name}"
+    return f"stopped ({stopped_by})"
+
+
 class Report:
-    """Hears what a run does, and says nothing. Derive from it to say something."""
+    """Hears what a run does, and says nothing. Derive from it to say something.
+
+    With several processes, those of process 0 hear it. An error that one raises is a warning, and the run
+    goes on.
+
+    Attributes:
+      stop_reason: of `stop`, if that was called in this run.
+    """
+
+    stop_reason: str | None = None
+
+    def stop(self, reason: str = "by a report") -> None:
+        """Ends the run after the step under way, in all processes; any method or thread may call it.
+
+        The state is saved, valid and test are evaluated, and a resumed run goes on from there.
+        """
+        self.stop_reason = reason
 
     def plan(self, setup: Setup, state: TrainState) -> None:
         """Before anything is compiled; `state` is abstract."""
@@ -81,14 +111,51 @@ class Report:
     def adjusted(self, step: int) -> None:
         """After an evaluation for which the task has changed the optimizer's state."""
 
-    def end(self, step: int, num_steps: int, stopped_by: signal.Signals | None) -> None:
-        """After the last step taken here."""
+    def end(self, step: int, num_steps: int, stopped_by: signal.Signals | str | None) -> None:
+        """After the last step taken here; `stopped_by` is as in `FitResult`."""
+
+    def failed(self, error: BaseException) -> None:
+        """When the run ends with an error; only `close` follows."""
 
     def close(self) -> None:
-        """At the end of a run that has begun, however it ends; nothing follows if that is an error."""
+        """The last after `plan`, however the run ends."""
 
     def profile(self, path: Path) -> None:
         """After `end`, if steps were traced; `path` is for Perfetto."""
 
     def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
-        """When everything is written; `evaluations` is empty if the run was stopped."""
+        """When everything is written; `evaluations` is empty if a signal ended the run."""
+
+
+class Reports(Report):
+    """Several that hear of a run. What one raises is told once, and ends no run."""
+
+    def __init__(self, reports: Sequence[Report]):
+        self._reports, self._told = reports, set[int]()
+        for report in reports:
+            report.stop_reason = None  # of a run before
+
+    @property
+    def asked(self) -> str | None:
+        """Why one of them asks for an end; None if none does."""
+        return next((r.stop_reason for r in self._reports if r.stop_reason is not None), None)
+
+    def _tell(self, method: str, *facts: Any) -> None:
+        for number, report in enumerate(self._reports):
+            try:
+                getattr(report, method)(*facts)
+            except Exception as error:
+                if number not in self._told:
+                    self._told.add(number)
+                    place = traceback.extract_tb(error.__traceback__)[-1]
+                    _log.warning(
+                        "%s.%s: %s: %s (%s, line %d); training goes on, and further errors of this report "
+                        "are not told",
+                        *(type(report).__name__, method, type(error).__name__, error),
+                        *(place.filename, place.lineno),
+                    )
+
+
+for _method in vars(Report).keys() - vars(object).keys() - {"stop", "stop_reason"}:
+    if not _method.startswith("_"):
+        setattr(Reports, _method, functools.partialmethod(Reports._tell, _method))
