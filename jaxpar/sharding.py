@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -370,5 +371,9 @@ def array_of(leaf: Any) -> Any:
 
 
 def is_variable(leaf: Any) -> bool:
-    """Where `jax.tree` is to stop: at a variable, which knows the names of its dims."""
-    return isinstance(leaf, nnx.Variable)
+    """Where `jax.tree` is to stop: at a variable, which knows the names of its dims.
+
+    One that an optimizer masks has no array, and counts as nothing.
+    """
+    is_one = isinstance(leaf, nnx.Variable)
+    return is_one and not isinstance(leaf.get_value(), optax.MaskedNode)

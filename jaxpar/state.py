@@ -23,7 +23,7 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import Stack
-from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
+from jaxpar.optimizer import HOST_MEMORY, HostOptimizer, heeds_empty_rows
 from jaxpar.setup import Setup
 from jaxpar.sharding import (
     Rules,
@@ -334,15 +334,25 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
                 f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "
                 f"parameter; use one that keeps arrays, such as optax.adafactor"
             )
-    if setup.parallel.update != "host":
+    layout, on_host = setup.layout, setup.parallel.update == "host"
+    rows = zip(layout.facts.kinds, layout.slots.rows, strict=True)
+    with_empty = [kind for kind, layers in rows if -1 in layers and layout.pools is None]
+    if not (task.has_optimizer and (on_host or with_empty)):
         return
     with jax.numpy_dtype_promotion("standard"):
         found = reductions(setup.optimizer.update, state.params, state.opt_state, state.params)
-    if found:
+    looks = f"the optimizer of task {task.name} looks at more than one number at once"
+    if found and on_host:
         raise ValueError(
-            f"update='host': devices update their parts of a parameter alone, and the optimizer of task "
-            f"{task.name} looks at more than one number at once ({', '.join(sorted(found))}); use "
-            f"update='sharded', or an optimizer such as optax.adam"
+            f"update='host': devices update their parts of a parameter alone, and {looks} "
+            f"({', '.join(sorted(found))}); use update='sharded', or an optimizer such as optax.adam"
+        )
+    if found and heeds_empty_rows(setup.optimizer, state.params):
+        raise ValueError(
+            f"placement={layout.placement}: {looks} ({', '.join(sorted(found))}), and layers of a kind are "
+            f"stacked, with empty rows for stages that have fewer of {', '.join(with_empty)}, which change "
+            f"the others' updates; use a placement with as many of each kind on every stage, or an optimizer "
+            f"such as optax.adam"
         )
 
 

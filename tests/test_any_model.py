@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -184,6 +185,72 @@ def test_a_layer_that_needs_the_whole_window_refuses_chunks():
         ValueError, match=r"layer bidirectional reads the whole window at once, num_chunks=4 cuts"
     ):
         Setup.of(Calm(("both ways", "cell")), Parallel(on_devices((1, 2, 1)), units))
+
+
+def by_name(params):
+    """What comes after the layers is one group, all else another."""
+
+    def group(path, _):
+        return "end" if "outputs" in jax.tree_util.keystr(path) else "rest"
+
+    return jax.tree.map_with_path(group, params)
+
+
+def above(rank):
+    return lambda params: jax.tree.map(lambda a: a.ndim > rank, params)
+
+
+OPTIMIZERS = {
+    "groups": optax.multi_transform({"end": optax.sgd(0.1), "rest": optax.adam(1e-2)}, by_name),
+    "masked": optax.chain(optax.masked(optax.add_decayed_weights(0.1), above(2)), optax.adam(1e-2)),
+    "frozen": optax.multi_transform({"end": optax.set_to_zero(), "rest": optax.sgd(0.1)}, by_name),
+    "muon": optax.contrib.muon(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+}
+
+
+class Grouped(Regress):
+    def make_optimizer(self, num_steps):
+        return OPTIMIZERS[self.freeze]  # its name, in the place of another option
+
+    frozen = nnx.Nothing()
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "layout"),
+    [
+        ("groups", ("gru", "dense", "cell"), {"update": "sharded"}),
+        full("groups", ("gru", "dense", "cell"), {"fsdp": True}),
+        full("groups", ("gru", "dense", "cell"), {"update": "host"}),
+        full("masked", ("gru", "gru", "dense"), {}),
+        full("frozen", ("gru", "gru", "dense"), {}),
+        ("muon", ("gru",) * 4, {}),
+        full("clipped", ("gru", "gru", "gru"), {}),
+    ],
+)
+def test_optimizers_of_groups_leave_the_same_parameters(name, kinds, layout):
+    def train(mesh, **layout):
+        task = Grouped(kinds, freeze=name)
+        units = PipelineConfig(num_microbatches=2, num_chunks=2)
+        parallel = Parallel(on_devices(mesh), units, **layout)
+        state, step = init_state(task, parallel), make_train_step(task, parallel)
+        batches = task.make_batches("train", 0)
+        for number in range(2):
+            state, _ = step(state, batches.batch(number))
+        audit(state)
+        return by_layer(state.params, Settings(task, parallel, TrainConfig()))
+
+    assert_close(train((2, 2, 1), **layout), train((1, 1, 1)))
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_an_optimizer_that_empty_rows_would_change_is_refused(name):
+    task = Grouped(("gru", "gru", "gru", "dense"), freeze=name)
+    with pytest.raises(
+        ValueError, match=r"placement=\(.*looks at more than one number at once .*empty rows"
+    ):
+        init_state(task, Parallel(on_devices((1, 2, 1))))
 
 
 @pytest.mark.parametrize("seed", [0, full(1)])

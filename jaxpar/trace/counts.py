@@ -3,13 +3,13 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
-from jaxpar.trace.jaxprs import CHEAP, inlined, programs_in, reads_of
+from jaxpar.trace.jaxprs import CHEAP, equations_in, inlined, programs_in, reads_of
 
 # How the names of factorizations begin, LAPACK's included; see `reductions`.
 FACTORIZATIONS = ("cholesky", "qr", "householder", "lu", "svd", "eig", "triangular_solve")
@@ -93,19 +93,11 @@ def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
     """The names of operations that combine elements of an array: sums, matrix products, sorts."""
     return {
         name
-        for equation in _equations(jax.make_jaxpr(function)(*args).jaxpr)
+        for equation in equations_in(jax.make_jaxpr(function)(*args).jaxpr)
         if (name := equation.primitive.name).startswith(_REDUCING)
         and name != "reduce_precision"
         and any(v.aval.shape for v in equation.invars)
     }
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All of a program, those of its loops, branches and calls too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for part in programs_in(equation):
-            yield from _equations(part)
 
 
 def _amount(jaxpr: Any) -> Amount:
