@@ -19,7 +19,7 @@ from jaxpar.base.checks import (
 )
 from jaxpar.base.files import check_path
 from jaxpar.base.stage_names import NamedPlacement, read_placement
-from jaxpar.mesh import DATA_PARALLEL, SHORT_NAMES, MeshConfig
+from jaxpar.mesh import DATA_PARALLEL, MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,10 +363,3 @@ def num_segments(num_chunks: int) -> int:
     """The divisor of a number of chunks nearest to its square root, other than the number itself."""
     divisors = [n for n in range(1, num_chunks) if num_chunks % n == 0] or [1]
     return min(divisors, key=lambda n: abs(n - num_chunks**0.5))
-
-
-def short_name(mesh: MeshConfig) -> str:
-    """dp2pp4, without the axes of size 1."""
-    short = {axis: name for name, axis in SHORT_NAMES.items()}
-    sizes = (f"{short[axis]}{size}" for axis, size in mesh.sizes.items() if size != 1)
-    return "".join(sizes) or "dp1"

@@ -27,8 +27,8 @@ from typing import Any
 
 from jaxpar.base.checks import leaves_of, walk
 from jaxpar.base.files import read_file
-from jaxpar.config import Parallel, short_name
-from jaxpar.mesh import MeshConfig
+from jaxpar.config import Parallel
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.task import Settings, Task, find_task, spec_of
 
 TASK, SIMULATE, TRAIN, MESH = "task", "simulate", "train", "mesh"
@@ -123,10 +123,15 @@ def to_toml(settings: Settings, simulate: int | None = None) -> str:
 
     import tomli_w
 
-    task, mesh = settings.task, settings.parallel.mesh
+    task, parallel, train = settings
+    own = tuple((axis, size) for axis, size in parallel.mesh.axes if size != 1)
+    mesh = dataclasses.replace(parallel.mesh, axes=own)
+    settings = Settings(task, dataclasses.replace(parallel, mesh=mesh), train)
     spec, tables = spec_of(task), _tables(keys_of(settings))
     if mesh.devices is None:
         tables[MESH] = short_name(mesh)
+    elif not own:
+        del tables[MESH]["axes"]
     try:
         simulated = {} if simulate is None else {SIMULATE: simulate}
         text = tomli_w.dumps({TASK: spec, **simulated, **tables})

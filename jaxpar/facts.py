@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import BATCH, DATA, STAGE
+from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
@@ -27,8 +27,9 @@ from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, m
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
+from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, used_inputs
-from jaxpar.trace.jaxprs import inlined, is_call
+from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -55,6 +56,10 @@ class _Traces(NamedTuple):
     adds_sums: bool
 
 
+def _own_axes(facts: "ModelFacts") -> tuple[str, ...]:
+    return facts.task.axes
+
+
 class ModelFacts:
     """What a task's model is, on any devices.
 
@@ -76,6 +81,7 @@ class ModelFacts:
           ValueError: the task's batches or its model are not as they must be.
         """
         self.task, self.platform = task, platform
+        task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
         self.batch = _example_of(task)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
@@ -196,8 +202,20 @@ class ModelFacts:
 
     @property
     def divides_by_hand(self) -> bool:
-        """Whether the batch is split over `data` alone, so that a step can cut it itself."""
-        return self.task.rules.axes_of(BATCH) == (DATA,)
+        """Whether the batch is split over `data`, and axes of one's own, so that a step can cut it itself."""
+        first, *others = self.task.rules.axes_of(BATCH) or (None,)
+        return first == DATA and set(others) <= {*self.task.axes}
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The axes of one's own that split rows."""
+        return self.task.rules.axes_of(BATCH)[1:] if self.divides_by_hand else ()
+
+    @property
+    def time_axes(self) -> tuple[str, ...]:
+        """The axes of one's own that split time."""
+        axes = dict(self.task.rules.table).get(TIME, ())
+        return tuple(axis for axis in axes if axis in self.task.axes)
 
     @property
     def layer_flops(self) -> float:
@@ -205,6 +223,7 @@ class ModelFacts:
         return float(np.mean(self.costs.layers, axis=0)[0]) if self.kind_of else 0.0
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def costs(self) -> PartCosts:
         """FLOPs of each part over a whole batch; layers without any have 1 forward and 2 backward."""
         (graphdef, params, frozen), y, block = self.split(self.model), self.traces.y, self.block
@@ -256,6 +275,7 @@ class ModelFacts:
         return [nnx.eval_shape(lambda n=n: self.make(0).layers.layer(n)) for n in numbers]
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def traces(self) -> _Traces:
         """`first`, every kind of layer and `last`, each traced once by itself, so that a mistake has a name.
 
@@ -292,6 +312,7 @@ class ModelFacts:
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def uses(self) -> tuple[Uses, Uses]:
         """How `first` and `last` use the modules of the model."""
         y = self.traces.y
@@ -345,6 +366,7 @@ class ModelFacts:
         return add(own, of_layers) if of_layers else own
 
     @functools.cached_property
+    @in_bound(_own_axes)
     def outputs(self) -> dict[str, Any]:
         """Shapes of what `predict` gives of a batch, as the model sees it: [T, B, ...], or [B, ...].
 
@@ -628,6 +650,12 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
     program, (out, after) = named(
         what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
     )
+    if any(eqn.primitive.name == "ppermute" for eqn in equations_in(program.jaxpr)):
+        raise ValueError(
+            f"{what} uses ppermute: stages run it in branches, where it would exchange with another stage "
+            f"and give other numbers without an error; use all_gather or all_to_all, which send no more "
+            f"than a ring of them"
+        )
     jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
@@ -653,7 +681,8 @@ def named(what: str, trace: Callable[[], Any]) -> Any:
             raise
         raise ValueError(
             f"{what} uses a collective of its own ({error}); the engine alone exchanges along "
-            f"{DATA!r} and {STAGE!r}, and the compiler along the axes of the rules: leave it out"
+            f"{DATA!r} and {STAGE!r}, and the compiler along {TENSOR!r}: leave it out, or use an axis of "
+            f'your own, which the task names: axes = ("context",)'
         ) from error
     except Exception as error:
         error.add_note(f"in {what} of the model, traced by itself")

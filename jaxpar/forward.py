@@ -5,6 +5,7 @@ The one place where a model and the pipeline meet.
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.parts import starts_of
-from jaxpar.base.trees import vary_like
+from jaxpar.base.trees import same_along, vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import says, values, wrap_like
@@ -28,7 +29,7 @@ from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.pipeline.spec import Layer, PipelineParams
 from jaxpar.pipeline.tables import TickTable, largest, make_table
 from jaxpar.pipeline.walk import SlotArrays, make_walk, run_layers, unstack, with_sums
-from jaxpar.sharding import constrain
+from jaxpar.sharding import axes_of_spec, constrain
 
 _make_schedule = functools.lru_cache(maxsize=1024)(make_schedule)  # few, asked for very often
 
@@ -111,10 +112,10 @@ def _run_at_once(
 ):
     """The whole batch and window as one block on every data-parallel group."""
 
-    def run(params, others, frozen, carry, batch, key, first_row=0, at_layout=anywhere):
+    def run(params, others, frozen, carry, batch, key, time=0, first_row=0, at_layout=anywhere):
         at = At(
             layer=jnp.int32(0),
-            time=jnp.int32(0),
+            time=jnp.int32(time),
             row=jnp.int32(first_row),
             key=key,
             batch=layout.facts.to_block(batch),
@@ -124,32 +125,75 @@ def _run_at_once(
         )
         return run_block(layout, layers, params, others, frozen, carry, at, predicts=predicts)
 
-    if mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand:
+    own = layout.task.axes
+    if not own and (mesh.shape[DATA] == 1 or not layout.facts.divides_by_hand):
         return run(params, others, frozen, carry, batch, key, at_layout=layout.constraint(mesh))
 
     # Left to itself, the compiler would sum gradients over `data` in the loop over the layers. Here they
     # are summed where the parameters came in, all at once.
+    axes, facts = (DATA, *own), layout.facts
+
     def run_shard(params, others, frozen, carry, batch, key):
-        group = lax.axis_index(DATA)
+        group = sum(lax.axis_index(axis) for axis in axes)
         with jax.named_scope("gradients"):
             params, others = vary_like((params, others), group)
-        first_row = group * (layout.facts.batch_size // mesh.shape[DATA])
+        places = _places(layout, mesh)
         at_layout = layout.constraint(mesh, DATA)
-        carry, sums = run(params, others, frozen, carry, batch, key, first_row, at_layout)
+        carry, sums = run(params, others, frozen, carry, batch, key, *places, at_layout)
+        carry = same_along(own, carry, of_carry)
         if predicts:
-            return carry, vary_like(sums, group)
+            return carry, same_along(own, vary_like(sums, group), of_block)
         with jax.named_scope("loss"):
-            return carry, lax.psum(vary_like(sums, group), DATA)
+            return carry, lax.psum(vary_like(sums, group), axes)
 
-    rows = jax.tree.map(lambda a: P(DATA) if jnp.ndim(a) else P(), batch)
-    of_block = P(None, DATA) if layout.facts.time_major else P(DATA)
+    rows, times = (DATA, *facts.row_axes) if facts.row_axes else DATA, facts.time_axes or None
+
+    def spec_of(a):
+        splits_time = facts.time_major and jnp.ndim(a) > 1 and jnp.shape(a)[1] > 1
+        return P(*(rows, times if splits_time else None)[: jnp.ndim(a)])
+
+    of_carry = _carry_specs(layout, carry, DATA)
+    of_block = P(times, rows) if facts.time_major else P(rows)
     return jax.shard_map(
         run_shard,
         mesh=mesh,
-        axis_names={DATA},
-        in_specs=(P(), P(), P(), P(None, DATA), rows, P()),
-        out_specs=(P(None, DATA), of_block if predicts else P()),
+        axis_names={*axes},
+        in_specs=(
+            layout.specs(params),
+            P(),
+            layout.specs(frozen),
+            of_carry,
+            jax.tree.map(spec_of, batch),
+            P(),
+        ),
+        out_specs=(of_carry, of_block if predicts else P()),
     )(params, others, frozen, carry, batch, key)
+
+
+def _places(layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
+    """The first time step and row of a device's block, of a batch that is not cut into units."""
+    facts, sizes = layout.facts, mesh.shape
+    rows = facts.batch_size // math.prod(sizes[axis] for axis in (DATA, *facts.row_axes))
+    first_row, first_step = lax.axis_index((DATA, *facts.row_axes)) * rows, 0
+    if facts.time_axes:
+        first_step = lax.axis_index(facts.time_axes) * (layout.chunk_len or 0)
+    return first_step, first_row
+
+
+def _carry_specs(layout: Layout, carry: Any, *axes: str) -> Any:
+    """Partition specs of a carry as the engine takes it, maybe with marks beside it."""
+    known = layout.carry_specs(*axes)
+    rows = (DATA, *layout.facts.row_axes)
+
+    def of_kind(own: Any, specs: list[P]) -> Any:
+        structure = jax.tree.structure(own)
+        if structure.num_leaves == len(specs):
+            return jax.tree.unflatten(structure, specs)
+        plain, beside = own
+        lead = STAGE if STAGE in axes else None
+        return of_kind(plain, specs), jax.tree.map(lambda _: P(lead, rows), beside)
+
+    return tuple(map(of_kind, carry, known))
 
 
 def run_block(
@@ -212,28 +256,43 @@ def _run_in_units(
         for names, uses in zip(layout.parts, outer.uses, strict=True)
     ]
     first_specs = outer.specs(outer.first, in_parts[0])
-    shares_first = any(STAGE in spec for own in first_specs for spec in own)
+    axes = [axes for own in first_specs for spec in own for axes in axes_of_spec(spec)]
+    last_names = frozenset[str]()
+    if sharded:
+        last_names = None if is_part else in_parts[1]
     deal, gather = _deal(layout, mesh)
-    b = parallel.microbatch_rows(layout.facts.batch_size)
+    b = layout.microbatch_rows
     constraint = layout.constraint(mesh, DATA, STAGE)
+    layer_specs = P(STAGE), P(STAGE)
+    if pools is None:
+        of_params = layout.layer_specs(layout.params)
+        of_params = _with_others(of_params, (P(STAGE),) * len(others))
+        layer_specs = of_params, layout.layer_specs(layout.frozen)
     pipeline = Pipeline(
         layers=layers,
         first=outer.run_first,
         last=functools.partial(outer.run_last, is_part=sharded and is_part),
         mesh=mesh,
         slots=layout.slots,
-        chunk_len=layout.facts.num_steps // parallel.num_chunks if layout.facts.num_steps else None,
+        chunk_len=layout.chunk_len,
         microbatch_rows=b,
         collects="rows" if predicts else "sums",
         adds_sums=layout.facts.adds_sums and not predicts,
         head="sharded" if sharded else "last",
-        first_specs=first_specs if shares_first else None,
-        last_specs=outer.specs(outer.last, None if is_part else in_parts[1]),
+        shares_first=any(STAGE in each for each in axes),
+        first_specs=first_specs,
+        last_specs=outer.specs(outer.last, last_names),
+        layer_specs=layer_specs,
+        carry_specs=_carry_specs(layout, carry, STAGE, DATA),
+        row_axes=layout.facts.row_axes,
+        time_axes=layout.facts.time_axes,
         config=parallel.pipeline,
         num_segments=parallel.num_segments,
         first_gradient=outer.add_first_gradient,
         first_rows=tuple(
-            np.cumsum((0, *parallel.group_shares[:-1])) * b * parallel.pipeline.num_microbatches
+            np.cumsum((0, *parallel.group_shares[:-1]))
+            * parallel.microbatch_rows(layout.facts.batch_size)
+            * parallel.pipeline.num_microbatches
         ),
         layout=constraint,
         pools=pools,

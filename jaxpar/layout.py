@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
+from jaxpar.base.checks import check_divides
 from jaxpar.base.trees import add, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
 from jaxpar.ends import (
@@ -58,8 +59,10 @@ from jaxpar.sharding import (
     named_leaves,
     off_stages,
     split_over_data,
+    to_spec,
 )
 from jaxpar.task import Task
+from jaxpar.trace.bound import bound, in_bound
 from jaxpar.trace.counts import used_inputs
 
 # The share of a stage's layers, or of the work of one, that is not worth a thought; nor are so few numbers.
@@ -87,9 +90,13 @@ class Layout:
     may_pool: bool = True
 
     def __post_init__(self):
-        facts, parallel = self.facts, self.parallel
-        task, stages = facts.task, parallel.mesh.stage
+        facts, task, mesh = self.facts, self.facts.task, self.parallel.mesh
+        parallel = dataclasses.replace(self.parallel, mesh=mesh.of_task(task.name, task.axes))
+        object.__setattr__(self, "parallel", parallel)
+        stages = parallel.mesh.stage
         parallel.check(facts.batch_size, facts.num_steps)
+        if task.axes:
+            self._check_own_axes()
         task.check(parallel)
         if parallel.num_segments > 1 and task.variable_length:
             raise ValueError(
@@ -116,6 +123,33 @@ class Layout:
         if stages > 1:
             self._check_ends()
         _ = self.placement  # likewise
+
+    def _check_own_axes(self) -> None:
+        """Raises where axes of one's own split rows or time, and cannot."""
+        facts, parallel, sizes = self.facts, self.parallel, self.parallel.mesh.sizes
+        rows, times = ({axis: sizes[axis] for axis in a} for a in (facts.row_axes, facts.time_axes))
+        units = {DATA: sizes[DATA], "num_microbatches": parallel.pipeline.num_microbatches}
+        check_divides("batch_size", facts.batch_size, {**units, **rows})
+        if rows and not parallel.has_equal_shares:
+            raise ValueError(
+                f"shares={parallel.shares}: the rules split rows over {', '.join(rows)} as well, so each "
+                f"device has as many; use equal shares"
+            )
+        if not times or math.prod(times.values()) == 1:
+            return
+        check_divides("seq_len", facts.num_steps or 1, times)
+        if parallel.num_chunks > 1 or facts.task.variable_length:
+            raise ValueError(
+                f"the rules split time over {', '.join(times)}, and num_chunks={parallel.num_chunks} cuts "
+                f"it, or batches have any length; use num_chunks=1, and batches of one length"
+            )
+        for name, (_, (_, carry, _, _)) in zip(facts.kinds, facts.traces.layers, strict=True):
+            if jax.tree.leaves(carry):
+                raise ValueError(
+                    f"the rules split time over {', '.join(times)}, and layer {name} goes from step to step: "
+                    f"its state would begin anew on each device; use layers without a state, or leave time "
+                    f"whole"
+                )
 
     def _check_ends(self) -> None:
         """Raises where what comes before and after the layers cannot lie as it was asked for."""
@@ -301,7 +335,31 @@ class Layout:
 
     def constraint(self, mesh: Mesh, *manual: str) -> Constraint:
         """For activations (`At.layout`)."""
-        return Constraint(mesh, self.rules, manual)
+        return Constraint(mesh, self.rules, (*manual, *self.task.axes))
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of a microbatch on a device."""
+        rows = self.parallel.microbatch_rows(self.facts.batch_size)
+        return rows // math.prod(self.parallel.mesh.sizes[axis] for axis in self.facts.row_axes)
+
+    @property
+    def chunk_len(self) -> int | None:
+        """Time steps of a chunk on a device; None if the model has no time."""
+        parts = math.prod(self.parallel.mesh.sizes[axis] for axis in self.facts.time_axes)
+        steps = self.facts.num_steps
+        return steps // self.parallel.num_chunks // parts if steps else None
+
+    def specs(self, tree: Any, *axes: str) -> Any:
+        """Partition specs over these axes and those of one's own, of a tree of variables."""
+        axes = (*axes, *self.task.axes)
+
+        def of(leaf: Any) -> Any:
+            split = self.rules.split(dims_of(leaf)) if is_variable(leaf) else ()
+            spec = to_spec([tuple(a for a in own if a in axes) for own in split])
+            return jax.tree.map(lambda _: spec, leaf)
+
+        return jax.tree.map(of, tree, is_leaf=is_variable)
 
     # ---- layers in pools ----
 
@@ -341,7 +399,7 @@ class Layout:
     def possible_pools(self) -> tuple[Pool, Pool] | None:
         """Pools, if layers can lie in them and take so much less than in stacks that it matters."""
         sizes, stages = self.parallel.mesh.sizes, self.parallel.mesh.stage
-        if stages == 1 or len(self.facts.kinds) < 2:
+        if stages == 1 or len(self.facts.kinds) < 2 or self.task.axes:
             return None
         ends = [[0 if s == end else -1 for s in range(stages)] for end in self.ends_on]
         pools = []
@@ -532,7 +590,17 @@ class Layout:
         pairs = zip(functions, shapes, strict=True)
         return tuple(functools.partial(self.facts.run_padded, *pair) for pair in pairs)
 
+    def layer_specs(self, state: nnx.State) -> tuple[Any, ...]:
+        """Of each kind the partition specs of its part of parameters or frozen variables, in a pipeline."""
+        return self.of_layers(self.specs(state, STAGE))
+
+    def carry_specs(self, *axes: str) -> list[list[P]]:
+        """Of each kind those of the arrays of its carry, over these axes and those of one's own."""
+        carry = jax.eval_shape(self.initial_carry, self.params, self.frozen)
+        return [jax.tree.leaves(self.specs(carry[kind], *axes)) for kind in self.facts.kinds]
+
     @functools.cached_property
+    @in_bound(lambda self: self.task.axes)
     def learned_starts(self) -> tuple[Callable[..., Any] | None, ...]:
         """For each kind (params, frozen, rows) -> its initial carry, if that depends on what is trained."""
         starts: list[Callable[..., Any] | None] = []
@@ -589,6 +657,7 @@ class Layout:
         return tuple(name for name, layer in pairs if not layer.has_weights)
 
     @functools.cached_property
+    @in_bound(lambda self: self.task.axes)
     def split_layers(self) -> tuple[SplitLayer, ...]:
         """One layer of each kind in parts, on a whole batch."""
         facts, split = self.facts, list[SplitLayer]()
@@ -674,7 +743,8 @@ class Outer:
             at = facts.at(zeros(facts.block))
             return facts.after_layers(model, zeros(facts.traces.y), at, predicts=predicts)
 
-        self.uses = uses(model, first), uses(model, last)
+        looked = functools.partial(uses, model)
+        self.uses = bound(layout.task.axes, lambda: (looked(first), looked(last)))
         self.first, self.last = map(self._numbers, self.uses)
 
     def _numbers(self, uses: Uses) -> tuple[list[int], ...]:
@@ -692,21 +762,22 @@ class Outer:
         )
 
     def specs(self, numbers: Sequence[Sequence[int]], names: Container[str] | None) -> Any:
-        """Partition specs over `stage` of leaves, trained and others, by the rules.
+        """Partition specs over `stage`, and axes of one's own, of leaves, trained and others, by the rules.
 
         Args:
-          names: of the modules that can be in parts, the others are whole; None if all can.
+          names: of the modules that are in parts over `stage`, the others are whole; None if all are.
         """
 
-        def spec(path: str, variable: Any) -> P:
-            if names is not None and owner(path) not in names:
-                return P()
-            axes = [self.layout.rules.axes_of(d) if d else () for d in dims_of(variable)]
-            return P(*(STAGE if STAGE in own else None for own in axes))
-
         def specs(state: Any, paths: Sequence[str], own: Sequence[int]) -> tuple[P, ...]:
-            variables = jax.tree.leaves(state, is_leaf=is_variable)
-            return tuple(spec(paths[n], variables[n]) for n in own)
+            of_all, of_others = (
+                jax.tree.leaves(self.layout.specs(state, *axes)) for axes in ([STAGE], [])
+            )
+            in_parts = (names is None or owner(path) in names for path in paths)
+            found = [
+                each[0] if part else each[1]
+                for part, *each in zip(in_parts, of_all, of_others, strict=True)
+            ]
+            return tuple(found[n] for n in own)
 
         return tuple(map(specs, self.states, self._paths, numbers))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MAX_SIMULATED = 1024  # devices, each with a thread of its own
 SHORT_NAMES = {"dp": DATA, "pp": STAGE, "tp": TENSOR}
+_AXIS = "[a-z_]+"  # the name of an axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,24 +34,36 @@ class MeshConfig(Shown):
       data: number of data-parallel groups; each takes its share of the batch.
       stage: number of pipeline stages; each holds its share of the layers.
       tensor: number of devices that a weight matrix is split over.
+      axes: axes of your own, (name, size) each, which layers may use by their names (`Task.axes`).
       devices: numbers of the devices to use, as in `jax.devices()`; None takes all of them.
 
-    One of the three sizes may be -1: it is inferred from the number of devices.
+    One of the sizes may be -1: it is inferred from the number of devices.
 
     Raises:
-      ValueError: a size is not positive (nor a single -1), or a device number is repeated.
+      ValueError: a size is not positive (nor a single -1), an axis has no usable name, or a device number is
+        repeated.
     """
 
     data: int = 1
     stage: int = 1
     tensor: int = 1
     devices: tuple[int, ...] | None = None
+    axes: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
         try:
             check_fields(self)
         except ValueError as error:
             raise ValueError(f"mesh {error}") from error
+        names = [name for name, _ in self.axes]
+        for name in names:
+            if not re.fullmatch(_AXIS, name) or name in (*MESH_AXES, *SHORT_NAMES):
+                raise ValueError(
+                    f"mesh axes={self.axes}: {name!r} is not a name for an axis of your own; use small "
+                    f"letters, such as 'context', and not {', '.join((*MESH_AXES, *SHORT_NAMES))}"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"mesh axes={self.axes} name {name!r} twice; name it once")
         for axis, size in self.sizes.items():
             if size < 1 and size != -1:
                 raise ValueError(
@@ -73,17 +86,17 @@ class MeshConfig(Shown):
     def parse(cls, text: str) -> "MeshConfig":
         """Reads `"data=2,stage=2,tensor=2"` or the short form `"dp2pp2tp2"`; axes left out have size 1.
 
+        Other names are axes of one's own: `"dp2pp2context2"`.
+
         Raises:
-          ValueError: the text has neither form, names an unknown axis, or names an axis twice.
+          ValueError: the text has neither form, or names an axis twice.
         """
         require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
-        names = "|".join(SHORT_NAMES)
-        if re.fullmatch(rf"(({names})-?\d+)+", text):
-            found = re.findall(rf"({names})(-?\d+)", text)
-            pairs = [(SHORT_NAMES[name], size) for name, size in found]
+        if re.fullmatch(rf"({_AXIS}-?\d+)+", text):
+            pairs = re.findall(rf"({_AXIS})(-?\d+)", text)
         else:
-            pairs = []
+            pairs = list[tuple[str, str]]()
             for part in text.split(","):
                 axis, equals, size = (piece.strip() for piece in part.partition("="))
                 if not equals or not re.fullmatch(r"-?\d+", size):
@@ -92,22 +105,44 @@ class MeshConfig(Shown):
                     )
                 pairs.append((axis, size))
         sizes: dict[str, int] = {}
-        for axis, size in pairs:
-            if axis not in MESH_AXES:
-                near = difflib.get_close_matches(axis, MESH_AXES, n=1, cutoff=0.4)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"mesh {text!r}: unknown axis {axis!r}; axes are {MESH_AXES}{hint}"
-                )
+        for name, size in pairs:
+            axis = SHORT_NAMES.get(name, name)
             if axis in sizes:
                 raise ValueError(f"mesh {text!r} names the axis {axis!r} twice; name it once")
             sizes[axis] = int(size)
-        return dataclasses.replace(cls(), **sizes)
+        own = tuple((axis, size) for axis, size in sizes.items() if axis not in MESH_AXES)
+        data, stage, tensor = (sizes.get(axis, 1) for axis in MESH_AXES)
+        return cls(data, stage, tensor, axes=own)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> size, outermost first; -1 where it is still to be inferred."""
-        return {DATA: self.data, STAGE: self.stage, TENSOR: self.tensor}
+        return {DATA: self.data, STAGE: self.stage, **dict(self.axes), TENSOR: self.tensor}
+
+    def replace(self, axis: str, size: int) -> "MeshConfig":
+        """With another size of an axis."""
+        if axis in MESH_AXES:
+            return dataclasses.replace(self, **{axis: size})
+        return dataclasses.replace(self, axes=tuple({**dict(self.axes), axis: size}.items()))
+
+    def of_task(self, task: str, axes: Sequence[str]) -> "MeshConfig":
+        """With those of a task's own axes that are missing, of size 1.
+
+        Args:
+          task: its name; `axes` those that it knows.
+        Raises:
+          ValueError: the mesh has an axis that the task does not know.
+        """
+        for axis, _ in self.axes:
+            if axis not in axes:
+                known = (*MESH_AXES, *axes)
+                near = difflib.get_close_matches(axis, (*known, *SHORT_NAMES), n=1, cutoff=0.4)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"mesh {short_name(self)}: unknown axis {axis!r}; axes of task {task} are "
+                    f"{', '.join(known)}{hint}"
+                )
+        return dataclasses.replace(self, axes=tuple((a, dict(self.axes).get(a, 1)) for a in axes))
 
     @property
     def num_devices(self) -> int:
@@ -136,7 +171,7 @@ class MeshConfig(Shown):
                     f"mesh {self}: {num_available} devices do not divide by {self.num_devices}, so "
                     f"{inferred[0]}=-1 cannot be inferred; use sizes that divide {num_available}"
                 )
-            return dataclasses.replace(self, **{inferred[0]: num_available // self.num_devices})
+            return self.replace(inferred[0], num_available // self.num_devices)
         wanted = self.num_devices
         if wanted != num_available:
             first = f"({'0, 1, ...' if wanted > 1 else '0,'})"
@@ -155,7 +190,7 @@ class MeshConfig(Shown):
         return self
 
     def build(self, devices: Sequence[Any] | None = None) -> "Mesh":
-        """The mesh over devices, axes (data, stage, tensor), all of type Auto.
+        """The mesh over devices, axes (data, stage, your own, tensor), all of type Auto.
 
         Devices are ordered by process, so that `tensor` (the axis with most traffic) stays inside a host
         where it fits, and `data` is the one that crosses hosts. In one process a mesh that is smaller than
@@ -192,6 +227,13 @@ class MeshConfig(Shown):
 
     def __str__(self) -> str:
         return ",".join(f"{axis}={size}" for axis, size in self.sizes.items())
+
+
+def short_name(mesh: MeshConfig) -> str:
+    """dp2pp4, without the axes of size 1."""
+    short = {axis: name for name, axis in SHORT_NAMES.items()}
+    sizes = (f"{short.get(axis, axis)}{n}" for axis, n in mesh.sizes.items() if n != 1)
+    return "".join(sizes) or "dp1"
 
 
 # All devices share the batch: the mesh where none is given.

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
 from jaxpar.base.trees import shape_of
@@ -79,7 +80,7 @@ class _Trial:
         self.rng = np.random.default_rng(0)
         self.in_batch = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else _NOWHERE, batch)
 
-        @_quick_jit
+        @self.quick_jit
         def first(variables, batch):
             leaves, frozen = variables
             return self.outer.run_first(leaves, frozen, self.at(batch))
@@ -97,7 +98,7 @@ class _Trial:
         name, number = self.layout.facts.kinds[kind], self.layout.facts.kind_of.index(kind)
         maker = self.layout.facts.model.layers.maker(number)
 
-        @_quick_jit
+        @self.quick_jit
         def draw():
             layer = made(maker, 0)
             begins = hasattr(layer, "initial_carry")
@@ -105,7 +106,7 @@ class _Trial:
 
         like = self.layout.facts.traces.layers[kind][1][2]
 
-        @_quick_jit
+        @self.quick_jit
         def layer(variables, carry, x, batch, row):
             def run(_, __, *args):
                 return nnx.merge(*variables)(*args)
@@ -156,8 +157,8 @@ class _Trial:
             return self.random_x(), self.batch
 
         variables, dims = self.draw_outer(self.outer.last), (self.in_x, self.in_batch)
-        of_half = functools.partial(_quick_jit(last), variables)
-        of_whole = functools.partial(_quick_jit(gradients_and_sums), variables)
+        of_half = functools.partial(self.quick_jit(last), variables)
+        of_whole = functools.partial(self.quick_jit(gradients_and_sums), variables)
         with jax.default_matmul_precision("float32"):  # whatever the size of a block
             self.check_added(
                 "`last`", lambda *inputs: of_whole(*inputs)[1], of_half, draw_inputs, dims
@@ -171,7 +172,7 @@ class _Trial:
         """By all that it gives."""
         facts = self.layout.facts
 
-        @_quick_jit
+        @self.quick_jit
         def predict(variables, y, batch):
             leaves, frozen = variables
             return self.outer.run_last(leaves, frozen, y, self.at(batch), is_part=False)
@@ -255,6 +256,17 @@ class _Trial:
         at = facts.at(facts.to_block(batch))
         return at._replace(layer=jnp.int32(layer), row=jnp.int32(row))
 
+    def quick_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`jax.jit`, for what runs a few times: a CPU's code takes far longer to be made well."""
+        if axes := self.layout.task.axes:  # which a layer may use by their names: of size 1
+            mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
+            of_one: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
+            plain = jax.shard_map(lambda args, options: inner(*args, **options), **of_one)
+            inner, function = function, lambda *args, **options: plain(args, options)
+        quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        is_cpu = jax.default_backend() == "cpu"
+        return jax.jit(function, compiler_options=quick if is_cpu else None)
+
     def random_x(self) -> Any:
         """Rows that differ in their means, too: statistics of many equal places would hardly differ."""
 
@@ -272,19 +284,13 @@ class _Trial:
     def draw_outer(self, numbers: Sequence[Sequence[int]]) -> Any:
         """Variables outside of the layers, by their numbers; the compiler leaves out all others."""
 
-        @_quick_jit
+        @self.quick_jit
         def draw():
             _, *states = self.layout.facts.split(self.layout.make(0))
             leaves = map(jax.tree.leaves, states)
             return [[own[n] for n in of] for own, of in zip(leaves, numbers, strict=True)]
 
         return draw()
-
-
-def _quick_jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.jit`, for what runs a few times: a CPU's code takes far longer to be made well."""
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return jax.jit(function, compiler_options=quick if jax.default_backend() == "cpu" else None)
 
 
 def _replace(array: Any, dim: int, row: int | None, by_nan: bool) -> Any:

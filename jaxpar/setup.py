@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import jax
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from jaxpar.base.checks import require_instance
 from jaxpar.config import Parallel, TrainConfig
@@ -71,11 +71,14 @@ class Setup:
         devices = find_devices() if mesh is None else mesh.devices.flat
         task = task.resolve()
         facts = ModelFacts.of(task, devices[0].platform)
+        own_axes = parallel.mesh.of_task(task.name, task.axes)
+        parallel = dataclasses.replace(parallel, mesh=own_axes)
         if mesh is None:
             parallel = _shared_by_rows(facts, parallel)
             mesh = parallel.mesh.build()
         if -1 in parallel.mesh.sizes.values():
             parallel = parallel.resolve(mesh.size)
+        mesh = _with_axes(mesh, parallel.mesh.sizes, task.axes)
         if dict(mesh.shape) != parallel.mesh.sizes:
             raise ValueError(
                 f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
@@ -112,6 +115,14 @@ class Setup:
         if make not in self._made or self._made[make][0] != args:
             self._made[make] = args, make(self, *args)
         return self._made[make][1]
+
+
+def _with_axes(mesh: Mesh, sizes: Mapping[str, int], axes: Sequence[str]) -> Mesh:
+    """With those of a task's own axes that it does not have, if they are of size 1."""
+    if not axes or {**dict.fromkeys(axes, 1), **mesh.shape} != sizes:
+        return mesh
+    devices = mesh.devices.reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 @functools.lru_cache(maxsize=8)

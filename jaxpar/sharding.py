@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from jaxpar.base.axes import (
     HIDDEN,
     INPUT,
     LAYERS,
-    MESH_AXES,
     STAGE,
     TENSOR,
     TIME,
@@ -49,7 +48,7 @@ class Rules:
         gather lies in few pieces.
 
     Raises:
-      ValueError: an unknown axis, two rules for one dim, or an axis twice in one rule.
+      ValueError: two rules for one dim, or an axis twice in one rule.
     """
 
     table: tuple[tuple[str, Axes], ...]
@@ -65,11 +64,6 @@ class Rules:
         for dim, axes in self.table:
             if dims.count(dim) > 1:
                 raise ValueError(f"there are {dims.count(dim)} rules for {dim!r}; keep one")
-            for axis in axes:
-                if axis not in MESH_AXES:
-                    raise ValueError(
-                        f"rule {dim!r} -> {axes}: unknown mesh axis {axis!r}; axes are {MESH_AXES}"
-                    )
             if len(set(axes)) < len(axes):
                 raise ValueError(f"rule {dim!r} -> {axes} names an axis twice; name it once")
 
@@ -81,6 +75,16 @@ class Rules:
     def replace(self, table: Mapping[str, str | Axes | None]) -> "Rules":
         """These rules with some of them changed, and others added."""
         return dataclasses.replace(Rules.make({**dict(self.table), **table}), over=self.over)
+
+    def check_axes(self, what: str, axes: Sequence[str]) -> None:
+        """Raises a ValueError if a rule has an axis that is none of these; `what` they are."""
+        for dim, own in self.table:
+            for axis in own:
+                require(
+                    axis in axes,
+                    f"rule {dim!r} -> {own}: unknown mesh axis {axis!r}; {what} are {', '.join(axes)}, and "
+                    f"an axis of your own is named in the task: axes = ({axis!r},)",
+                )
 
     def axes_of(self, dim: str) -> Axes:
         """The axes that split a dim.

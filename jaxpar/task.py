@@ -49,12 +49,15 @@ class Task:
       unit: what `Sums.weight` counts, in the plural: "tokens".
       frozen: an NNX filter for parameters that are not trained, by default none: they have no gradient, no
         buffer and no optimizer state.
+      axes: the names of axes of your own, over which rules may split dims and layers may use collectives; a
+        mesh that does not have one has it with size 1.
       train, parallel: the settings that its runs have by default.
       run_class: what `load_run` makes of its runs, by module and name: a class that derives from `LoadedRun`.
     """
 
     unit: ClassVar[str] = "rows"
     frozen: ClassVar[Any] = False
+    axes: ClassVar[tuple[str, ...]] = ()
     train: ClassVar[TrainConfig] = TrainConfig()
     parallel: ClassVar[Parallel] = Parallel()
     run_class: ClassVar[str] = "jaxpar.training.loaded:LoadedRun"

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from models import MAKERS, WIDTH, Dense, Regress, Regression
 from test_equivalence import assert_close, by_layer, full, on_devices
 
@@ -62,10 +63,16 @@ def plainly(task):
         at = At(0, 0, 0, key, block)
         carry = model.layers.initial_carry(task.batch_size)
         x = model.first(block, at._replace(layer=len(model.layers) + 1))
-        carry, y = model.layers(carry, x, at)
+        carry, y, *of_layers = model.layers(carry, x, at)
         sums = model.last(y, block, at._replace(layer=len(model.layers)))
+        for own in of_layers:
+            names = {**sums.metrics, **own.metrics}
+            sums = jax.tree.map(jnp.add, *(each.with_names(names) for each in (sums, own)))
         return sums.loss / sums.weight, (carry, sums)
 
+    if task.axes:  # which layers may use by their names: of size 1
+        mesh = jax.make_mesh((1,) * len(task.axes), task.axes, devices=jax.devices()[:1])
+        loss = jax.shard_map(loss, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     (value, (carry, sums)), grads = jax.jit(loss)(state)
     return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
 

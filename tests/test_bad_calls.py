@@ -176,7 +176,6 @@ CALLS = {
     "steps backwards": (lambda m: TrainConfig(num_steps=-1), "num_steps=-1: must be positive"),
     "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.*: write Rules\.make\("),
     "rules of a list": (lambda m: Rules([1]), r"rules=\[1\]: write Rules\.make\("),
-    "rules for no axis": (lambda m: Rules.make({"a": "stages"}), "unknown mesh axis 'stages'; axes are"),
     "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a mesh"),
     "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),

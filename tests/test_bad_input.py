@@ -369,7 +369,10 @@ DEVICES = {
     ),
     "a mesh in three words": (train("--mesh", "dp2", "pp2", "tp2"), "Unrecognized options: pp2, tp2 "),
     "a mesh of sizes alone": (train("--mesh", "2x2x2"), "cannot read '2x2x2'; write data=2,stage=2,"),
-    "axes by short names": (train("--mesh", "dp=2,pp=2"), r"unknown axis 'dp'; axes are \('data', 'stage', "),
+    "an axis that nobody knows": (
+        train("--mesh", "dp4xx2"), r"unknown axis 'xx'; axes of task LM are data, stage, tensor$",
+    ),
+    "an axis with a slip": (train("--mesh", "data=4,tensr=2"), r"unknown axis 'tensr'; .* mean 'tensor'\?"),
     "fewer devices than are named": (
         train("--mesh", "dp1", "--devices", "2", "3"),
         r"needs 1 device, but there are 2; name 1 of them with devices=\(0,\), or set one size to -1",

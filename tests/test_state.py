@@ -422,7 +422,6 @@ def test_a_plain_flax_module_is_sharded_by_its_own_metadata():
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"hidden": "tensr"}, "unknown mesh axis 'tensr'"),
         ({"hidden": ("data", "data")}, "names an axis twice"),
     ],
 )

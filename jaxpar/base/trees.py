@@ -1,12 +1,14 @@
 """Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 
 def add(totals: Any, parts: Any) -> Any:
@@ -96,6 +98,29 @@ def summed(tree: Any, axes: Any) -> Any:
         return lax.psum(leaf.astype(wide) if narrow else leaf, axes).astype(own)
 
     return jax.tree.map(sum_of, tree)
+
+
+def axes_in(spec: P) -> frozenset[str]:
+    """All axes of a partition spec."""
+    return frozenset().union(*((a,) if isinstance(a, str) else a or () for a in spec))
+
+
+def same_along(axes: Sequence[str], tree: Any, specs: Any) -> Any:
+    """Arrays that are the same along those of these axes of a `shard_map` that do not split them, typed so.
+
+    Args:
+      specs: says what splits them; partition specs of whole trees will do.
+    """
+
+    def same(spec: P, tree: Any) -> Any:
+        along = tuple(axis for axis in axes if axis not in axes_in(spec))
+        if not along:
+            return tree
+        is_first = sum(lax.axis_index(axis) for axis in along) == 0
+        tree = jax.tree.map(lambda a: jnp.where(is_first, a, jnp.zeros_like(a)), tree)
+        return summed(tree, along)
+
+    return jax.tree.map(same, specs, tree, is_leaf=lambda node: isinstance(node, P))
 
 
 def vary_over(leaf: Any, axes: frozenset[str]) -> Any:

@@ -28,10 +28,9 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-from jaxpar.config import short_name
 from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
 from jaxpar.hosts.scripts import OUT_DIR, options_of
-from jaxpar.mesh import MeshConfig, simulate_devices
+from jaxpar.mesh import MeshConfig, short_name, simulate_devices
 from jaxpar.task import Settings, find_task, spec_of
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA, STAGE
-from jaxpar.base.trees import add, summed
+from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.trees import add, axes_in, same_along, summed
 from jaxpar.pipeline.kept import what_is_kept
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import Route, make_slots
@@ -120,20 +121,15 @@ class Pipeline(Spec):
     def _run(self, params, frozen, carry, batch, table, key, *, with_gradients: bool):
         if self.remat and with_gradients:
             table = table.with_remat()
-        layers = (P(STAGE),) * len(self.layers) if self.pools is None else P(STAGE)
-        of_first = self.first_specs or (P(), P())
-        of_last = self.last_specs if self.head == "sharded" else (P(), P())
-        specs, of_frozen = (
-            PipelineParams(first, layers, last)
-            for first, last in zip(of_first, of_last, strict=True)
-        )
+        parts = zip(self.first_specs, self.layer_specs, self.last_specs, strict=True)
+        specs, of_frozen = (PipelineParams(*own) for own in parts)
         rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
         starts = tuple(tuple(map(jnp.asarray, pool.starts)) for pool in self.pools or ())
         slots = (self.slots.layers, self.slots.kinds, self.slots.places)
         arguments = (
             (params, specs),
             (frozen, of_frozen),
-            (carry, P(STAGE, DATA)),
+            (carry, self.carry_specs),
             (batch, jax.tree.map(self._batch_spec, batch)),
             (SlotArrays(*(jnp.asarray(part, jnp.int32) for part in slots)), P(STAGE)),
             (rows, P(STAGE)),
@@ -155,19 +151,18 @@ class Pipeline(Spec):
             else:
                 fixed = not with_gradients and known is not None
                 state = loop.run(loop.start(carry), known if fixed else table.num_ticks)
-            return self._results(state)
+            return self._results(state, specs)
 
-        rows = P(None, DATA) if self.rows_dim else P(DATA)
         results = (
-            P() if self.collects == "sums" else rows,
-            P(STAGE, DATA),
+            P() if self.collects == "sums" else self._spec_of_rows(),
+            self.carry_specs,
             P(DATA, None, None, STAGE),
             *([specs] if with_gradients else []),
         )
         return jax.shard_map(
             run,
             mesh=self.mesh,
-            axis_names={DATA, STAGE},
+            axis_names={DATA, STAGE, *self.own_axes},
             in_specs=tuple(spec for _, spec in arguments),
             out_specs=results,
             # Without axes to be manual over there are no sums, which the check asks for: XLA refuses a sum
@@ -175,35 +170,53 @@ class Pipeline(Spec):
             check_vma=self._has_axes,
         )(*(argument for argument, _ in arguments))
 
-    def _results(self, state: State) -> tuple[Any, ...]:
+    def _results(self, state: State, specs: PipelineParams) -> tuple[Any, ...]:
         """What all devices have made together: sums, carry, what was counted, and gradients."""
-        over_head = (DATA,) if self.head == "sharded" else (DATA, STAGE)
+        groups = (DATA, *self.own_axes)
+        over_head = groups if self.head == "sharded" else (*groups, STAGE)
+        rest = same_along(
+            self.own_axes,
+            (state.carry, state.ran_T4[None, ..., None]),
+            (self.carry_specs, P(DATA, None, None, STAGE)),
+        )
         if self.collects == "rows":
-            return self._rows(state.sums), state.carry, state.ran_T4[None, ..., None]
+            return self._rows(state.sums), *rest
         sums = self._sum(state.sums, *over_head)
         if self.adds_sums:
-            sums = add(sums, self._sum(state.layer_sums, DATA, STAGE))
-        out = sums, state.carry, state.ran_T4[None, ..., None]
+            sums = add(sums, self._sum(state.layer_sums, *groups, STAGE))
         if state.grads is None:
-            return out
+            return sums, *rest
         layers = state.grads.layers
-        over_first = (DATA, STAGE) if self.first_specs is None else (DATA,)
+        over_first = groups if self.shares_first else (*groups, STAGE)
         with jax.named_scope(BACKWARD), jax.named_scope("gradients"):
             grads = PipelineParams(
-                first=self._sum(state.grads.first, *over_first),
-                layers=self._sum(tuple(map(stack, layers)) if self.unroll else layers, DATA),
-                last=self._sum(state.grads.last, *over_head),
+                first=self._sum_parts(state.grads.first, specs.first, *over_first),
+                layers=self._sum_parts(
+                    tuple(map(stack, layers)) if self.unroll else layers, specs.layers, *groups
+                ),
+                last=self._sum_parts(state.grads.last, specs.last, *over_head),
             )
-        return (*out, grads)
+        return sums, *rest, grads
+
+    def _sum_parts(self, grads: Any, specs: Any, *axes: str) -> Any:
+        """Gradients, summed over those of the axes that do not split their parameters."""
+        if not self.own_axes:
+            return self._sum(grads, *axes)
+
+        def of(spec: P, grads: Any) -> Any:
+            return self._sum(grads, *(a for a in axes if a not in axes_in(spec)))
+
+        return jax.tree.map(of, specs, grads, is_leaf=lambda node: isinstance(node, P))
 
     def _rows(self, rows: Any) -> Any:
         """The rows that were collected, on all stages: those of the last layer's stage, zeros on others."""
         is_whole = self.head == "sharded" or not self._has_axes
-        return rows if is_whole else summed(rows, STAGE)
+        rows = rows if is_whole else summed(rows, STAGE)
+        return same_along(self.own_axes, rows, self._spec_of_rows())
 
     @property
     def _has_axes(self) -> bool:
-        return self.mesh.shape[DATA] * self.mesh.shape[STAGE] > 1
+        return self.mesh.size > self.mesh.shape[TENSOR]
 
     def _sum(self, tree: Any, *axes: str) -> Any:
         """The sum over devices."""
@@ -212,7 +225,14 @@ class Pipeline(Spec):
     def _batch_spec(self, leaf: Any) -> P:
         if not jnp.ndim(leaf):
             return P()
-        return P(None, DATA) if self.rows_dim and jnp.ndim(leaf) > 1 else P(DATA)
+        return self._spec_of_rows(has_time=jnp.ndim(leaf) > 1, splits_time=jnp.shape(leaf)[0] > 1)
+
+    def _spec_of_rows(self, *, has_time: bool = True, splits_time: bool = True) -> P:
+        """Of arrays [time, rows, ...], or [rows, ...] without time."""
+        rows = (DATA, *self.row_axes) if self.row_axes else DATA
+        if not (self.rows_dim and has_time):
+            return P(rows)
+        return P(self.time_axes or None if splits_time else None, rows)
 
     def _check(self, params, frozen, carry, batch, table: TickTable) -> None:
         """Raises where sizes do not fit, which would silently give another number."""
@@ -254,6 +274,7 @@ class Pipeline(Spec):
                 f"num_segments=1, or give a chunk_len"
             )
         num_units, b = data * table.max_microbatches, self.microbatch_rows
+        num_units *= math.prod(self.mesh.shape[axis] for axis in self.row_axes)
         self._check_batch(
             [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)], table, num_units
         )

@@ -61,7 +61,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import STAGE
 from jaxpar.base.trees import add, vary_like
 from jaxpar.pipeline.buffers import write
 from jaxpar.pipeline.kept import Inputs, Residuals
@@ -148,7 +148,7 @@ class Loop:
             )
         state = vary_like(state, here)
         # A sharded head's sums are the same on all stages, and so differ over `data` alone.
-        head_like = lax.axis_index(DATA) if self.spec.head == "sharded" else here
+        head_like = stage.group if self.spec.head == "sharded" else here
         sums = vary_like(stage.nothing_collected, head_like)
         state = state._replace(sums=sums, layer_sums=stage.no_sums)
         if self.kept is not None:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import STAGE
+from jaxpar.base.axes import DATA, MESH_AXES, STAGE
 from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import Slots
 from jaxpar.pipeline.pool import Pool
@@ -51,7 +51,7 @@ class Spec:
 
     Attributes:
       layers: a function for every kind of layer, see `Layer`; none may use collectives of its own over
-        `stage` or `data`.
+        `stage` or `data`, but over axes of the mesh that are none of jaxpar's (`own_axes`).
       first, last: before the first and after the last layer; see `First` and `Last`.
       slots: where each layer lies (`placement.make_slots`).
       pools: in which parameters of layers lie, and what of them is frozen; None if in stacks.
@@ -64,9 +64,12 @@ class Spec:
       adds_sums: whether layers return sums; all of them or none.
       head: "last" runs `last` on one stage only, that of the last layer; with "sharded" every stage runs it
         on its part of the parameters, and `last` combines the parts by collectives over `stage`.
-      first_specs, last_specs: partition specs over `stage` of `params.first` and `params.last`, and of what
-        is frozen of them. With `first_specs` every stage runs `first` on its part of the parameters, and it
-        combines the parts by collectives over `stage`; None runs it on one. `last_specs` are for "sharded".
+      shares_first: whether every stage runs `first` on its part of the parameters, and it combines the parts
+        by collectives over `stage`; otherwise one does.
+      first_specs, last_specs: partition specs of `params.first` and `params.last`, and of what is frozen of
+        them, over `own_axes`, and over `stage` where all stages have parts.
+      layer_specs, carry_specs: of layers, likewise, for every kind trees as the parameters; and of the carry.
+      row_axes, time_axes: those of `own_axes` that split the rows of a batch, and its time steps.
       config: how a unit runs and what is kept of it: `unroll`, `remat` and `remat_keeps`. The rest is said
         by the table that is run, by `slots` and by `head`.
       num_segments: G, of a window, each of as many chunks as the table says.
@@ -89,8 +92,13 @@ class Spec:
     collects: Literal["sums", "rows"] = "sums"
     adds_sums: bool = False
     head: Head = "last"
-    first_specs: tuple[Any, Any] | None = None
+    shares_first: bool = False
+    first_specs: tuple[Any, Any] = (P(), P())
     last_specs: tuple[Any, Any] = (P(), P())
+    layer_specs: tuple[Any, Any] = (P(STAGE), P(STAGE))
+    carry_specs: Any = dataclasses.field(default=P(STAGE, DATA))
+    row_axes: tuple[str, ...] = ()
+    time_axes: tuple[str, ...] = ()
     config: PipelineConfig = dataclasses.field(default=PipelineConfig())
     num_segments: int = 1
     first_gradient: FirstGradient | None = None
@@ -105,6 +113,11 @@ class Spec:
     def platform(self) -> str:
         """Of the mesh's devices, as JAX calls it."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def own_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh that are none of jaxpar's."""
+        return tuple(axis for axis in self.mesh.axis_names if axis not in MESH_AXES)
 
     @property
     def unroll(self) -> bool:

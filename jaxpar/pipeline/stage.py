@@ -12,6 +12,7 @@ Legend: t time steps of a chunk, b rows of a microbatch, B rows of the device's 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,8 +53,9 @@ class Stage:
       rows: for every kind the layer in each row of its stack.
       starts: of layers in pools, for both: see `pool.Pool`.
       key: of dropout.
-      number: of the stage, and `first_row` of the group in the batch.
-      here: a value that differs over both axes, as everything does that is cast to be like it.
+      number: of the stage; `first_row` of the device in the batch, and `first_step` in the window.
+      here: a value that differs over all axes, as everything does that is cast to be like it; `group` over
+        all but `stage`.
       num_chunks: K of the batch, at most `max_chunks`; `num_groups` V, of layers; `num_rows` B.
       x_shape, sums_shape: of what layers pass on, and of what `last` gives of a unit.
     """
@@ -69,7 +71,9 @@ class Stage:
     key: jax.Array | None
     number: jax.Array
     first_row: jax.Array
+    first_step: Any
     here: jax.Array
+    group: jax.Array
     num_chunks: Any
     max_chunks: int
     num_groups: int
@@ -94,13 +98,14 @@ class Stage:
         number = lax.axis_index(STAGE)
         # Casting the parameters before the loop puts the sums of their gradients over `data` and `stage`
         # after it.
-        here = number + lax.axis_index(DATA)
-        # Parts of an end combine what is the same on all stages.
         group, sharded_head = lax.axis_index(DATA), spec.head == "sharded"
+        for axis in spec.own_axes:
+            group = group + lax.axis_index(axis)
+        here = number + group
 
-        def vary(parts):
+        def vary(parts):  # parts of an end combine what is the same on all stages
             return PipelineParams(
-                first=vary_like(parts.first, here if spec.first_specs is None else group),
+                first=vary_like(parts.first, group if spec.shares_first else here),
                 layers=vary_like(parts.layers, here),
                 last=vary_like(parts.last, group if sharded_head else here),
             )
@@ -112,11 +117,18 @@ class Stage:
                 for tree in (params, frozen)
             )
         # Likewise, for autodiff through `forward`.
-        batches = vary_like(batch, here), batch
+        batches = vary_like(batch, here), vary_like(batch, group)
         slots, rows, starts = vary_like((slots, rows, starts), here)
         num_rows = table.max_microbatches * spec.microbatch_rows
-        first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * num_rows, num_rows)
+        in_group = num_rows * math.prod(spec.mesh.shape[axis] for axis in spec.row_axes)
+        first_rows = spec.first_rows or range(0, spec.mesh.shape[DATA] * in_group, in_group)
         first_row = jnp.asarray(first_rows, jnp.int32)[lax.axis_index(DATA)]
+        if spec.row_axes:
+            first_row = first_row + lax.axis_index(spec.row_axes) * num_rows
+        first_step = 0
+        if spec.time_axes:
+            steps = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > 1)
+            first_step = lax.axis_index(spec.time_axes) * steps
         sizes = table.num_chunks, table.max_chunks, table.route.num_groups, num_rows
         stage = cls(
             *(
@@ -130,7 +142,9 @@ class Stage:
                 key,
                 number,
                 first_row,
+                first_step,
                 here,
+                group,
                 *sizes,
             )
         )
@@ -155,7 +169,7 @@ class Stage:
     @property
     def shares_first(self) -> bool:
         """Whether all stages run what comes before the layers, on their parts of it."""
-        return self.spec.first_specs is not None
+        return self.spec.shares_first
 
     def first_gradient(self, grads: Any, unit: Unit, dx: Any) -> Any:
         """The gradients of what comes before the layers, with what a unit adds."""
@@ -316,7 +330,7 @@ class Stage:
 
         return At(
             layer=0,
-            time=time,
+            time=self.first_step + time,
             row=self.first_row + row,
             key=self.key,
             batch=jax.tree.map(cut, self.batch_on_all if on_all else self.batch),

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.analysis.collectives import num_messages, sent_bytes
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.base.axes import BATCH, DATA, LAYERS, MESH_AXES, STAGE, TENSOR
+from jaxpar.base.axes import BATCH, DATA, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import owner
@@ -216,11 +216,11 @@ class Step:
         self.schedule = step_schedule(parallel, share)
         self.num_ticks = self.schedule.num_ticks * parallel.num_segments
         self.units = share * parallel.pipeline.num_microbatches * parallel.num_chunks
-        steps, rows = facts.num_steps, parallel.microbatch_rows(facts.batch_size)
+        rows = self.layout.microbatch_rows
         if not facts.divides_by_hand:
             axes = self.layout.rules.axes_of(BATCH)
             rows = facts.batch_size // math.prod(self.sizes[axis] for axis in axes)
-        self.unit = counts.unit(steps and steps // parallel.num_chunks, rows)
+        self.unit = counts.unit(self.layout.chunk_len, rows)
         self.rows = tuple(map(len, self.layout.slots.rows))
         ends, kind_of = np.cumsum((0, *self.layout.placement)), np.asarray(facts.kind_of, int)
         placed = [
@@ -396,7 +396,7 @@ class Step:
     def sent(self) -> Iterator[Sent]:
         """The collectives of 1 kB and more."""
         for each in itertools.chain(self._parameters(), self._over_stages(), self._over_tensor()):
-            axes = tuple(a for a in MESH_AXES if a in each.axes and self.sizes[a] > 1)
+            axes = tuple(a for a, size in self.sizes.items() if a in each.axes and size > 1)
             if axes and each.bytes >= LEAST_BYTES and each.runs:
                 yield each._replace(axes=axes)
 
@@ -416,8 +416,7 @@ class Step:
         )
         for array in self.params:
             if array.dims[:1] == (LAYERS,) or not in_units:
-                size = self.part(array, rules).elements * FLOAT
-                yield Sent(f"gradient {array.name}", "all-reduce", (DATA,), size, 1)
+                yield self._gradient(array, rules, DATA)
         is_pooled = self.layout.pools is not None
         pooled = {n for kind in self.layout.pooled_names(0) for n in kind} if is_pooled else ()
         for numbers, on_all, names in ends if in_units else ():
@@ -425,9 +424,14 @@ class Step:
                 if array.path in pooled:
                     continue
                 in_parts = on_all and (names is None or owner(array.path) in names)
-                size = self.part(array, rules if in_parts else off_stages(rules)).elements * FLOAT
                 axes = (DATA,) if on_all else (DATA, STAGE)
-                yield Sent(f"gradient {array.name}", "all-reduce", axes, size, 1)
+                yield self._gradient(array, rules if in_parts else off_stages(rules), *axes)
+
+    def _gradient(self, array: Array, rules: Rules, *axes: str) -> Sent:
+        """That of a parameter, summed over axes, and over those of one's own that do not split it."""
+        part = self.part(array, rules)
+        axes = (*axes, *(a for a in self.layout.task.axes if a not in sum(part.axes, ())))
+        return Sent(f"gradient {array.name}", "all-reduce", axes, part.elements * FLOAT, 1)
 
     def _of_parts(self, place: int) -> Iterator[Sent]:
         """What modules in parts give and take, before the layers (place 0) or after them (-1)."""

@@ -26,6 +26,7 @@ from jaxpar.pipeline.split import SplitLayer
 from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
+from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import Amount, amount, needed_inputs
 
 
@@ -108,6 +109,10 @@ class Unit(NamedTuple):
     last: Amount
 
 
+def _own_axes(counts: "Counts") -> tuple[str, ...]:
+    return counts.facts.task.axes
+
+
 class Counts:
     """Of a task's model, whatever the devices.
 
@@ -163,6 +168,7 @@ class Counts:
         """
         return tuple(map(self._summed, (0, -1)))
 
+    @in_bound(_own_axes)
     def _summed(self, place: int) -> dict[str, tuple[int, int, int]]:
         facts, names = self.facts, []
         graphdef, state = nnx.split(facts.model)
@@ -224,6 +230,7 @@ class Counts:
         fewer = rows // least_factor(rows)
         return _between(self._traced(t, fewer), self._traced(t, rows), fewer, rows, b)
 
+    @in_bound(_own_axes)
     def _trace(self, t: int | None, b: int) -> Unit:
         facts, outer, functions = self.facts, self._outer, self._layout.layer_functions()
 

@@ -4,9 +4,10 @@ import contextlib
 
 import jax
 
-from jaxpar.config import Parallel, TrainConfig, short_name
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.planning.machine import SHEETS, Machine, sheet_of
 from jaxpar.planning.planner import plan
 from jaxpar.planning.search import describe, divisors
@@ -46,7 +47,8 @@ def fit_devices(
     name = sheet_of(device)
     # Its own memory may differ from process to process.
     machine = Machine(name, num_devices, len(jax.local_devices()), **SHEETS[name])
-    ranking = plan(task, Parallel(), train, machine, num_finalists=0, tensor=tensor)
+    own_axes = Parallel(MeshConfig(axes=asked.axes))
+    ranking = plan(task, own_axes, train, machine, num_finalists=0, tensor=tensor)
     found, how = (*ranking.fitting, *ranking.refused)[0], "is the quickest"
     if not found.fits:
         how = "needs the least memory"

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Literal
 
 from jaxpar.base.display import Printed, format_bytes
-from jaxpar.config import Parallel, TrainConfig, short_name
+from jaxpar.config import Parallel, TrainConfig
 from jaxpar.config_file import option_words
+from jaxpar.mesh import short_name
 from jaxpar.pipeline.placement import PartCosts, balance, tick_cost
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
 from jaxpar.planning.cost import Step, StepCost, estimate

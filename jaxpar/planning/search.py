@@ -6,11 +6,12 @@ not fit without it; an update that is split over `data` also where it is quicker
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from jaxpar.config import Parallel, PipelineConfig, TrainConfig, short_name
-from jaxpar.mesh import MeshConfig
+from jaxpar.config import Parallel, PipelineConfig, TrainConfig
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.planning.cost import StepCost, estimate
 from jaxpar.planning.counts import Counts, counts_of
 from jaxpar.planning.machine import Machine
@@ -101,7 +102,7 @@ def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Para
     """Meshes, and how the batch and time are cut on them; sizes may still not fit."""
     facts = counts.facts
     heads = ("sharded", "last") if facts.has_last_part else ("auto",)
-    for mesh in _meshes(num_devices, given.mesh.devices):
+    for mesh in _meshes(num_devices, given.mesh):
         stages, rows = mesh.stage, facts.batch_size // mesh.data
         if stages > max(len(facts.kind_of), 1) or facts.batch_size % mesh.data:
             continue
@@ -115,10 +116,12 @@ def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Para
                 yield Parallel(mesh, pipeline, given.shares, given.speeds)
 
 
-def _meshes(num_devices: int, devices: tuple[int, ...] | None) -> Iterator[MeshConfig]:
-    for data in divisors(num_devices):
-        for stage in divisors(num_devices // data):
-            yield MeshConfig(data, stage, num_devices // data // stage, devices)
+def _meshes(num_devices: int, given: MeshConfig) -> Iterator[MeshConfig]:
+    """All meshes of so many devices with the given axes of one's own."""
+    count, rest = divmod(num_devices, math.prod(size for _, size in given.axes))
+    for data in divisors(count) if not rest else ():
+        for stage in divisors(count // data):
+            yield MeshConfig(data, stage, count // data // stage, given.devices, given.axes)
 
 
 def _cuts(n: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
@@ -23,6 +23,14 @@ def programs_in(eqn: Any) -> list[Jaxpr]:
         for part in (value if isinstance(value, tuple | list) else (value,))
         if isinstance(part, ClosedJaxpr | Jaxpr)
     ]
+
+
+def equations_in(jaxpr: Jaxpr) -> Iterator[Any]:
+    """All equations of a program, and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for part in programs_in(eqn):
+            yield from equations_in(part)
 
 
 def made_of(

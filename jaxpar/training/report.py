@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxpar.config import short_name
+from jaxpar.mesh import short_name
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.progress import Evaluation, Progress, Skipped, format_number

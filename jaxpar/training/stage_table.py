@@ -38,7 +38,8 @@ class StageRow:
 def stage_rows(layout: Layout) -> list[StageRow]:
     """The parts of a model in the order of the data, of a layout with stages."""
     facts, parallel, route = layout.facts, layout.parallel, layout.route
-    num_units = parallel.num_units
+    unit = layout.microbatch_rows * (layout.chunk_len or 1)
+    num_units = facts.batch_size * (facts.num_steps or 1) // unit
     (first_bytes, last_bytes), x_bytes = _outer_bytes(layout), whole_bytes(facts.passed)
     costs, begin = facts.costs, 0
 
@@ -91,11 +92,10 @@ def stage_table(layout: Layout) -> tuple[FittingTable, str]:
             times + format_bytes(row.weight_bytes) if row.weight_bytes else "",
             *(format_bytes(size) if size else "" for size in (row.kept_bytes, row.sent_bytes)),
         )
-    parallel, facts = layout.parallel, layout.facts
-    unit = format_count(parallel.microbatch_rows(facts.batch_size), "row")
-    if facts.num_steps:
-        unit += f" x {format_count(facts.num_steps // parallel.num_chunks, 'step')}"
-    whole = ", before tensor splits them" * (parallel.mesh.sizes[TENSOR] > 1)
+    unit = format_count(layout.microbatch_rows, "row")
+    if layout.chunk_len:
+        unit += f" x {format_count(layout.chunk_len, 'step')}"
+    whole = ", before tensor splits them" * (layout.parallel.mesh.sizes[TENSOR] > 1)
     return table, f"FLOPs, and bytes kept and sent, of a unit of {unit}{whole}"
 
 

@@ -8,10 +8,9 @@ import numpy as np
 from jaxpar.base.axes import DATA, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.stage_names import NamedPlacement
-from jaxpar.config import short_name
 from jaxpar.ends import owner
 from jaxpar.layout import Layout
-from jaxpar.mesh import MeshConfig
+from jaxpar.mesh import MeshConfig, short_name
 from jaxpar.pipeline.placement import balanced, tick_cost
 from jaxpar.setup import Setup
 from jaxpar.sharding import annotated, dims_of, named_leaves

@@ -1,0 +1,350 @@
+"""Axes of one's own: collectives within layers, rows and time that they split, and what is refused."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from models import FEATURES, MAKERS, SGD, WIDTH, Regress
+from test_any_model import assert_same
+from test_equivalence import full
+
+import jaxpar
+from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
+from jaxpar.config_file import read_config, to_toml
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout
+from jaxpar.mesh import short_name
+from jaxpar.planning import estimate_step, plan
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import make_eval_step, make_loss_and_grad, make_predict_step
+from jaxpar.task import Settings, find_task
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+class Attention(nnx.Module):
+    """Causal attention of each device's part of time to all keys and values."""
+
+    whole_window = True
+
+    def __init__(self, *, rngs):
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, carry, x_TBW, at: At):
+        q, *kv = jnp.split(self.qkv(nn.dropout(x_TBW, 0.2, at)), 3, -1)
+        k, v = (lax.all_gather(a, "context", tiled=True) for a in kv)
+        seen = at.time + jnp.arange(len(q))[:, None] >= jnp.arange(len(k))[None]
+        scores = jnp.einsum("tbw,sbw->tsb", q, k) * WIDTH**-0.5
+        weights = jax.nn.softmax(jnp.where(seen[..., None], scores, -1e9), 1)
+        return carry, x_TBW + jnp.einsum("tsb,sbw->tbw", weights, v)
+
+
+class Experts(nnx.Module):
+    """Each row goes to one of four experts by all_to_all, and comes back; the balance of use is a loss."""
+
+    num_experts = 4
+
+    def __init__(self, *, rngs):
+        self.router = nnx.Linear(WIDTH, self.num_experts, use_bias=False, rngs=rngs)
+        kernel = jax.random.normal(rngs.params(), (self.num_experts, WIDTH, WIDTH)) / 4
+        self.kernel = nn.named_param(kernel, ("experts", None, None))
+
+    def __call__(self, carry, x_TBW, at: At):
+        scores_TBE = jax.nn.softmax(self.router(x_TBW))
+        chosen_TBE = jax.nn.one_hot(scores_TBE.argmax(-1), self.num_experts)
+        sent_ETBW = jnp.einsum("tbe,tbw->etbw", chosen_TBE, x_TBW)
+        # From [all experts, own rows] to [own experts, all rows].
+        here = lax.all_to_all(sent_ETBW, "expert", 0, 2, tiled=True)
+        made = jnp.tanh(jnp.einsum("etbw,ewv->etbv", here, self.kernel[...]))
+        back_ETBW = lax.all_to_all(made, "expert", 2, 0, tiled=True)
+        y = x_TBW + jnp.einsum("etbw,tbe->tbw", back_ETBW, chosen_TBE * scores_TBE)
+        penalty = 0.1 * jnp.sum(jnp.square(scores_TBE))
+        return carry, y, Sums(penalty, jnp.float32(0), {"penalty": penalty})
+
+
+LAYERS = {
+    **MAKERS,
+    "attention": lambda rngs: Attention(rngs=rngs),
+    "experts": lambda rngs: Experts(rngs=rngs),
+}
+
+
+class Parted(nnx.Module):
+    def __init__(self, kinds, *, rngs):
+        self.inputs = nnx.Linear(FEATURES, WIDTH, use_bias=False, rngs=rngs)
+        self.outputs = nnx.Linear(WIDTH, FEATURES, use_bias=False, rngs=rngs)
+        self.layers = Stack([LAYERS[kind] for kind in kinds], rngs=rngs)
+
+    def first(self, batch, at: At):
+        return jnp.tanh(self.inputs(batch["x"]))
+
+    def last(self, y, batch, at: At):
+        error = self.outputs(nn.dropout(y, 0.1, at)) - batch["y"]
+        weight = batch["weight"]
+        return Sums(jnp.sum(jnp.square(error) * weight[..., None]), jnp.sum(weight), {})
+
+    def predict(self, y, batch, at: At):
+        return {"next": self.outputs(y)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Context(Regress):
+    kinds: tuple[str, ...] = ("attention", "dense", "attention", "dense")
+    axes = ("context",)
+
+    @property
+    def rules(self):
+        return jaxpar.RULES.replace({"time": "context"})
+
+    def make_model(self, rngs):
+        return Parted(self.kinds, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture(Context):
+    kinds: tuple[str, ...] = ("gru", "experts", "dense", "experts")
+    optimizer: jaxpar.OptimizerConfig = jaxpar.OptimizerConfig(
+        "sgd", 0.05, "constant", warmup_steps=0
+    )
+    axes = ("expert",)
+
+    @property
+    def rules(self):
+        return jaxpar.RULES.replace({"batch": ("data", "expert"), "experts": "expert"})
+
+
+def laid_out(mesh, **pipeline):
+    config = MeshConfig.parse(mesh)
+    config = dataclasses.replace(config, devices=tuple(range(config.num_devices)))
+    return Parallel(config, PipelineConfig(**pipeline))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ("dp1", {}),
+        ("dp2context2", {}),
+        ("pp2context2", {"num_microbatches": 2}),
+        full("dp2pp2context2", {"num_microbatches": 2, "remat": True}),
+        full("pp2context2tp2", {"schedule": "interleaved", "num_groups": 2}),
+        full("context8", {"num_microbatches": 2}),
+    ],
+)
+def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
+    assert_same(Context(), laid_out(mesh, **pipeline))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        full("dp1", {}),
+        ("expert4", {}),
+        ("dp2pp2expert2", {"num_microbatches": 2, "num_chunks": 2}),
+        full("pp4expert2", {"num_microbatches": 2, "num_chunks": 4, "schedule": "gpipe"}),
+        full("pp2expert2tp2", {"num_chunks": 2, "schedule": "v"}),
+        full("dp2expert2", {"num_microbatches": 2}),
+    ],
+)
+def test_experts_over_an_axis_equal_the_plain_model(mesh, pipeline):
+    assert_same(Mixture(), laid_out(mesh, **pipeline))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("name", "options", "mesh", "pipeline"),
+    [
+        ("experts.py:Experts", {"num_experts": 4}, "dp2pp2expert2", {"num_microbatches": 2}),
+        full("experts.py:Experts", {"num_experts": 4, "split": "tensor"}, "pp2tp2", {}),
+        ("long_context.py:LongContext", {"num_heads": 2}, "pp2context2", {"num_microbatches": 2}),
+        full("long_context.py:LongContext", {"exchange": "all_to_all"}, "dp2pp2context2", {}),
+    ],
+)
+def test_examples_equal_the_plain_model(name, options, mesh, pipeline):
+    task = find_task(f"{EXAMPLES}/{name}")
+    sizes = {"width": 16, "batch_size": 8, "seq_len": 16, "optimizer": SGD}
+    assert_same(task(**sizes, **options), laid_out(mesh, **pipeline))
+
+
+class ByNames(nnx.Module):
+    """Attention of split heads, between what is split along the sequence: the compiler exchanges."""
+
+    whole_window = True
+
+    def __init__(self, *, rngs):
+        self.qkv = nnx.Linear(WIDTH, 3 * WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, carry, x, at: At):
+        x = at.layout(x, "sequence", None, None)
+        qkv = self.qkv(x).reshape(*x.shape[:2], 3, 4, -1)
+        q, k, v = (at.layout(a, None, None, "heads", None) for a in jnp.moveaxis(qkv, 2, 0))
+        weights = jax.nn.softmax(jnp.einsum("tbnd,sbnd->nbts", q, k))
+        mixed = jnp.einsum("nbts,sbnd->tbnd", weights, v).reshape(x.shape)
+        return carry, x + at.layout(mixed, "sequence", None, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(Regress):
+    @property
+    def rules(self):
+        return jaxpar.RULES.replace({"sequence": "tensor", "heads": "tensor"})
+
+    def make_model(self, rngs):
+        model = Parted((), rngs=rngs)
+        model.layers = Stack([lambda rngs: ByNames(rngs=rngs)] * 2, rngs=rngs)
+        return model
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("mesh", ["pp2tp2", full("dp2tp4")])
+def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
+    assert_same(Named(), laid_out(mesh))
+    setup = Setup.of(Named(), laid_out("tp4"))
+    state, batch = init_state(setup), Named().make_batches("train", 0).batch(0)
+    text = jax.jit(make_loss_and_grad(setup)).lower(state, batch).compile().as_text()
+    assert "all-to-all" in text
+
+
+def test_predictions_and_evaluations_on_an_axis_equal_those_of_one_device():
+    def predicted(task, mesh, **pipeline):
+        setup = Setup.of(task, laid_out(mesh, **pipeline))
+        batch = task.make_batches("test").batch(0)
+        _, found = make_predict_step(setup)(init_state(setup), batch)
+        _, sums = make_eval_step(setup)(init_state(setup), batch)
+        return jax.device_get((found, sums))
+
+    for task, mesh in ((Context(), "pp2context2"), (Mixture(), "dp2pp2expert2")):
+        plain, split = predicted(task, "dp1"), predicted(task, mesh)
+        for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(split), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_goes_on_with_another_size_of_its_axis(tmp_path):
+    def fit(out_dir, mesh, num_steps, **how):
+        train = TrainConfig(num_steps, out_dir=str(tmp_path / out_dir), log_every=1)
+        return jaxpar.fit(Mixture(), laid_out(mesh), train, quiet=True, **how)
+
+    whole = fit("whole", "dp1", 4)
+    fit("parts", "expert4", 2)
+    parts = fit("parts", "dp2pp2expert2", 4, resume=True)
+    np.testing.assert_allclose(parts.losses, whole.losses[-2:], rtol=1e-4)
+    run = jaxpar.load_run(tmp_path / "parts")
+    found = run.evaluate("test").metrics["loss"]
+    np.testing.assert_allclose(found, parts.evaluations["test"].metrics["loss"], rtol=1e-5)
+
+
+def test_a_device_has_its_experts_and_its_part_of_the_gradients_sums():
+    setup = Setup.of(Mixture(), laid_out("pp2expert2"))
+    kernel = init_state(setup).params["layers"]["experts"]["kernel"]
+    assert kernel.sharding.spec[:2] == ("stage", "expert")
+    assert kernel.sharding.shard_shape(kernel.shape)[1:] == (2, WIDTH, WIDTH)
+    cost = estimate_step(Mixture(), laid_out("pp2expert2"), machine="v5e:2x2")
+    axes = {sent.what: sent.axes for sent in cost.sent}
+    assert axes["gradient layers.gru.w_h"] == ("expert",)
+    assert "gradient layers.experts.kernel" not in axes  # nobody else has these
+
+
+def test_a_plan_keeps_the_axis():
+    given = Parallel(MeshConfig(axes=(("expert", 2),)))
+    ranking = plan(Mixture(), given, machine="v5e:2x4", num_finalists=0)
+    meshes = {cost.parallel.mesh for cost in (*ranking.fitting, *ranking.refused)}
+    assert {mesh.sizes["expert"] for mesh in meshes} == {2}
+    assert {(mesh.data, mesh.stage) for mesh in meshes} >= {(4, 1), (2, 2), (1, 4)}
+
+
+class Ring(Attention):
+    def __call__(self, carry, x_TBW, at: At):
+        @jax.checkpoint
+        def moved(x):
+            return jax.jit(lambda x: lax.ppermute(x, "context", [(0, 0)]))(x)
+
+        return carry, moved(x_TBW)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ringed(Context):
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.layers = Stack([lambda rngs: Ring(rngs=rngs)], rngs=rngs)
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed(Context):
+    axes = ()
+
+    @property
+    def rules(self):
+        return jaxpar.RULES
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistyped(Context):
+    @property
+    def rules(self):
+        return jaxpar.RULES.replace({"time": "contxt"})
+
+
+@pytest.mark.parametrize(
+    ("task", "mesh", "message"),
+    [
+        (Ringed(), "dp1", "layer ring uses ppermute: stages run it in branches"),
+        (Unnamed(), "dp1", r"layer attention uses a collective of its own .*axes = \(\"context\",\)"),
+        (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
+        (Context(), "contxt2", "unknown axis 'contxt'; axes of task Context are .*did you mean 'context'"),
+        (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),
+        (Context(seq_len=9), "context2", "seq_len=9 does not divide by context=2"),
+        (Mixture(batch_size=6), "dp2expert2", "batch_size=6 does not divide by data=2 x .*expert=2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_the_run(task, mesh, message):
+    with pytest.raises(ValueError, match=message):
+        init_state(task, laid_out(mesh))
+
+
+def test_chunks_of_time_and_unequal_shares_are_refused():
+    with pytest.raises(ValueError, match="num_chunks=2"):
+        Setup.of(Context(), laid_out("pp2context2", num_chunks=2))
+    shares = dataclasses.replace(laid_out("dp2expert2"), shares=(3, 1))
+    with pytest.raises(ValueError, match=r"shares=\(3, 1\): the rules split rows over expert"):
+        Setup.of(Mixture(), shares)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "written"),
+    [
+        ("dp2pp2context2", (("context", 2),), "dp2pp2context2"),
+        ("data=2,stage=2,context=2", (("context", 2),), "dp2pp2context2"),
+        ("expert4", (("expert", 4),), "expert4"),
+    ],
+)
+def test_a_mesh_is_read_with_its_axes(text, axes, written):
+    mesh = MeshConfig.parse(text)
+    assert (mesh.axes, short_name(mesh)) == (axes, written)
+    assert list(mesh.sizes)[-1] == "tensor"
+
+
+@pytest.mark.parametrize("name", ["data", "dp", "Context", "two words", ""])
+def test_names_that_cannot_be_axes_are_refused(name):
+    with pytest.raises(ValueError, match="is not a name for an axis of your own"):
+        MeshConfig(axes=((name, 2),))
+
+
+@pytest.mark.parametrize("mesh", ["dp1", "expert2"])
+@pytest.mark.parametrize("devices", [None, (0, 1)])
+def test_settings_are_read_as_they_are_written(mesh, devices, tmp_path):
+    config = MeshConfig.parse(mesh)
+    if devices is not None:
+        config = dataclasses.replace(config, devices=devices[: config.num_devices])
+    task = find_task(f"{EXAMPLES}/experts.py:Experts")()
+    parallel = Layout(ModelFacts.of(task), Parallel(config)).parallel
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(Settings(task, parallel, TrainConfig())))
+    assert Layout(ModelFacts.of(task), read_config(path).parallel).parallel == parallel
