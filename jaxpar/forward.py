@@ -282,7 +282,12 @@ def _run_in_units(
         shares_first=any(STAGE in each for each in axes),
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
-        layer_specs=layer_specs,
+        layer_specs=(P(STAGE), P(STAGE))
+        if pools
+        else (
+            _with_others(layout.layer_specs(layout.params), (P(STAGE),) * len(others)),
+            layout.layer_specs(layout.frozen),
+        ),
         carry_specs=_carry_specs(layout, carry, STAGE, DATA),
         row_axes=layout.facts.row_axes,
         time_axes=layout.facts.time_axes,

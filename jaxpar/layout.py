@@ -378,6 +378,8 @@ class Layout:
             getattr(type(task), name) is not getattr(Task, name)
             for name in ("make_optimizer", "after_validation", "evaluated_params")
         )
+        if task.axes:
+            return "axes of its own may split them"
         if is_own or not task.has_optimizer:
             return "an optimizer that is not an OptimizerConfig may look at single parameters"
         if any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at):
