@@ -263,11 +263,6 @@ def _run_in_units(
     deal, gather = _deal(layout, mesh)
     b = layout.microbatch_rows
     constraint = layout.constraint(mesh, DATA, STAGE)
-    layer_specs = P(STAGE), P(STAGE)
-    if pools is None:
-        of_params = layout.layer_specs(layout.params)
-        of_params = _with_others(of_params, (P(STAGE),) * len(others))
-        layer_specs = of_params, layout.layer_specs(layout.frozen)
     pipeline = Pipeline(
         layers=layers,
         first=outer.run_first,

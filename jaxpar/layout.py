@@ -401,7 +401,7 @@ class Layout:
     def possible_pools(self) -> tuple[Pool, Pool] | None:
         """Pools, if layers can lie in them and take so much less than in stacks that it matters."""
         sizes, stages = self.parallel.mesh.sizes, self.parallel.mesh.stage
-        if stages == 1 or len(self.facts.kinds) < 2 or self.task.axes:
+        if stages == 1 or len(self.facts.kinds) < 2:
             return None
         ends = [[0 if s == end else -1 for s in range(stages)] for end in self.ends_on]
         pools = []
@@ -437,6 +437,8 @@ class Layout:
 
         Of those that are trained, and of all others: what `first` uses and what `last` does, by name.
         """
+        if self.task.axes:  # they stay in stacks, and so does all else where it is
+            return [[{}, {}], [{}, {}]]
         first, last = self.facts.reads
         looked_at, sizes = self._looked_at, self.parallel.mesh.sizes
         uses = (
