@@ -437,6 +437,8 @@ class Layout:
 
         Of those that are trained, and of all others: what `first` uses and what `last` does, by name.
         """
+        if self.task.axes:  # they stay in stacks, and so does all else where it is
+            return [[{}, {}], [{}, {}]]
         first, last = self.facts.reads
         looked_at, sizes = self._looked_at, self.parallel.mesh.sizes
         uses = (
