@@ -693,7 +693,7 @@ def test_state_of_other_shapes_is_stored_where_layers_lie_in_order(tmp_path):
         (1, 2, 1), (1, 3), Factored(**vars(dataclasses.replace(SMALL, num_layers=4)))
     )
     with pytest.raises(
-        ValueError, match=r"of other dims than its parameter cannot be stored by layer"
+        ValueError, match=r"with other dims than its parameter cannot be stored by layer"
     ):
         abstract_by_layer(abstract_state(Setup.of(*uneven)), Setup.of(*uneven).layout)
 

@@ -210,6 +210,8 @@ def test_options_in_the_text_exist():
 
 HELPS = (
     ["train", "lm"], ["train", "images"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
+    ["train", f"{ROOT}/examples/long_context.py:LongContext"],
+    ["train", f"{ROOT}/examples/experts.py:Experts"],
     ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["predict"], ["sample"], ["export"],
     ["launch"],
 )  # fmt: skip
