@@ -92,7 +92,8 @@ def parts_of(task, parallel):
     return {
         name: variable.get_value().sharding.shard_shape(variable.shape)
         for name, variable in named_leaves({**state.params, **state.frozen})
-        if not name.startswith("layers.") and STAGE in str(variable.get_value().sharding.spec)
+        if not name.startswith(("layers.", "@pool"))
+        and STAGE in str(variable.get_value().sharding.spec)
     }
 
 

@@ -283,7 +283,8 @@ class Loop:
             own, dx = inputs
             return stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, own, dx))
 
-        return self._if_runs(runs, leave, (own, dx), grads, adds=True)
+        after = self._if_runs(runs, leave, (own, dx), grads._replace(last=()), adds=True)
+        return after._replace(last=grads.last)
 
     def _if_runs(
         self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
@@ -355,8 +356,12 @@ class Loop:
 
         nothing = jax.tree.map(jnp.zeros_like, y)
         if stage.has_pooled(1):
-            now = state.sums, nothing, state.grads
+            first = (
+                state.grads.first
+            )  # which all stages may share, as the other end in `_leave_pooled`
+            now = state.sums, nothing, state.grads._replace(first=())
             sums, dy, grads = self._if_runs(active, run_pooled, y, now, adds=True)
+            grads = grads._replace(first=first)
         else:
             (sums, dy), last = lax.cond(
                 active, run, lambda: ((state.sums, nothing), state.grads.last)
