@@ -18,6 +18,7 @@
 # %%
 import builtins
 import dataclasses
+import logging
 import signal
 from pathlib import Path
 
@@ -115,6 +116,8 @@ owners = [builtins, *(thing for thing in vars(builtins).values() if isinstance(t
 members = (member for owner in owners for member in vars(owner).values())
 texts = {text for member in members if isinstance(text := getattr(member, "__doc__", None), str)}
 Path("builtins.txt").write_text("\n".join(sorted(texts)))
+# It has words that the run does not know; without this line a warning says how many.
+logging.getLogger("jaxpar").setLevel(logging.ERROR)
 likelihood = run.predict("builtins.txt", quiet=True)["log_likelihood"]
 print(f"{len(likelihood):,} words, perplexity {np.exp(-np.nanmean(likelihood)):.1f}")
 words, tokens = run.vocabulary.words, run.vocabulary.encode(Path("builtins.txt").read_text())

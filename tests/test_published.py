@@ -66,7 +66,7 @@ print(*np.abs(np.divide(*losses) - 1))
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_in_float64_meshes_differ_by_its_rounding(text, tmp_path):
     """All that the AWD recipe has, on one device and on eight, in a process of its own."""
     command = [sys.executable, "-c", PROGRAM, str(text), str(tmp_path)]
