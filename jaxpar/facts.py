@@ -513,7 +513,7 @@ def _total(function: Callable[..., Any]) -> Callable[..., Any]:
     """(inputs, *others) -> the sum of all floats that a function of these gives."""
 
     def total(inputs, *others):
-        out = jax.tree.leaves(function(*inputs, *others))
+        out = map(jnp.asarray, jax.tree.leaves(function(*inputs, *others)))
         floats = (leaf for leaf in out if jnp.issubdtype(leaf.dtype, jnp.floating))
         return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in floats)
 
