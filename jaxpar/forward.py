@@ -246,7 +246,6 @@ def _run_in_units(
         model = model.prepare(mesh.shape)
     outer = Outer(layout, model, predicts=predicts)
     pools, ends = layout.pools, (outer.names(outer.first), outer.names(outer.last))
-    stored = outer.states if pools is None else (params, frozen)
     sharded = layout.head == "sharded" and mesh.shape[STAGE] > 1
     is_part = sharded and layout.facts.has_last_part
     # A model that cannot predict by parts has what it uses for that on every stage meanwhile.
@@ -278,7 +277,7 @@ def _run_in_units(
         first_specs=first_specs,
         last_specs=outer.specs(outer.last, last_names),
         layer_specs=(P(STAGE), P(STAGE))
-        if pools
+        if layout.pools_layers
         else (
             _with_others(layout.layer_specs(layout.params), (P(STAGE),) * len(others)),
             layout.layer_specs(layout.frozen),
@@ -296,19 +295,23 @@ def _run_in_units(
         ),
         layout=constraint,
         pools=pools,
+        pools_layers=layout.pools_layers,
         pooled_ends=ends,
         lay_out_gradients=constraint.of_variables,
     )
 
     def parts(number, others=()):
         leaves, first, last = (each[number] for each in (outer.leaves, outer.first, outer.last))
-        pooled = {name for kind in layout.pooled_names(number) for name in kind} if pools else ()
+        pooled = {name for kind in layout.pooled_names(number) for name in kind}
         first, last = (
             tuple(None if name in pooled else leaves[n] for n, name in zip(own, names, strict=True))
             for own, names in ((first, ends[0][number]), (last, ends[1][number]))
         )
-        layers = _with_others(layout.layers_of(stored[number], number), others)
-        return PipelineParams(first, layers, last)
+        planes = layout.planes_of((params, frozen)[number], number)
+        if layout.pools_layers:
+            return PipelineParams(first, planes, last)
+        layers = _with_others(layout.of_layers(outer.states[number]), others)
+        return PipelineParams(first, layers, last, planes)
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)

@@ -68,8 +68,8 @@ from jaxpar.trace.counts import used_inputs
 # The share of a stage's layers, or of the work of one, that is not worth a thought; nor are so few numbers.
 LITTLE, FEW = 0.1, 2**18
 
-# In a state that has its layers in pools, instead of `LAYERS_OF_MODEL`: the planes of those that are trained,
-# and of what is not.
+# In a state of a layout with pools, instead of what lies in them: the planes of what is trained, and of what
+# is not.
 POOLS = ("@pool", "@pool of frozen")
 
 
@@ -80,7 +80,7 @@ class Layout:
     Attributes:
       facts: of the task.
       parallel: with no -1 left.
-      may_pool: False keeps layers in stacks, whatever they take.
+      may_pool: False leaves all that could lie in pools where it is, whatever that takes.
     Raises:
       ValueError: the two do not fit each other.
     """
@@ -361,26 +361,36 @@ class Layout:
 
         return jax.tree.map(of, tree, is_leaf=is_variable)
 
-    # ---- layers in pools ----
+    # ---- layers and ends in pools ----
 
     @functools.cached_property
     def pools(self) -> tuple[Pool, Pool] | None:
-        """Where layers lie, those that are trained and what of them is not; None if in stacks."""
-        return self.possible_pools if self.may_pool and not self.why_stacks else None
+        """For what is trained and for what is not; None if nothing lies in pools."""
+        if self.pools_layers:
+            return self.possible_pools
+        return self._pools_of_ends if self.may_pool and not self._has_own_optimizer else None
+
+    @property
+    def pools_layers(self) -> bool:
+        """Whether layers lie in pools; otherwise they are in stacks."""
+        return self.may_pool and self.possible_pools is not None and not self.why_stacks
+
+    @property
+    def _has_own_optimizer(self) -> bool:
+        names = "make_optimizer", "after_validation", "evaluated_params"
+        kind, task = type(self.task), self.task
+        is_own = any(getattr(kind, name) is not getattr(Task, name) for name in names)
+        return is_own or not task.has_optimizer
 
     @functools.cached_property
     def why_stacks(self) -> str:
         """Why layers lie in stacks of their kinds though pools would take less, in words; "" otherwise."""
-        task, model = self.task, self.facts.model
+        model = self.facts.model
         if self.possible_pools is None:
             return ""
-        is_own = any(
-            getattr(type(task), name) is not getattr(Task, name)
-            for name in ("make_optimizer", "after_validation", "evaluated_params")
-        )
-        if task.axes:
+        if self.task.axes:
             return "axes of its own may split them"
-        if is_own or not task.has_optimizer:
+        if self._has_own_optimizer:
             return "an optimizer that is not an OptimizerConfig may look at single parameters"
         if any(path.startswith(f"{LAYERS_OF_MODEL}/") for path in self._looked_at):
             return f"{type(model).__name__}.draw or prepare looks at them"
@@ -399,13 +409,38 @@ class Layout:
 
     @functools.cached_property
     def possible_pools(self) -> tuple[Pool, Pool] | None:
-        """Pools, if layers can lie in them and take so much less than in stacks that it matters."""
-        sizes, stages = self.parallel.mesh.sizes, self.parallel.mesh.stage
-        if stages == 1 or len(self.facts.kinds) < 2:
+        """Pools, if layers can lie in them and take so much less than in stacks that it matters.
+
+        Layers of one kind take as much in a stack, which a scan reads without a copy.
+        """
+        if self.parallel.mesh.stage == 1 or len(self.facts.kinds) < 2:
             return None
+        if (pools := self._make_pools(self.facts.layer_stacks)) is None:
+            return None
+        in_stacks, in_pools = (
+            sum(getattr(pool, name) for pool in pools) for name in ("stack_bytes", "num_bytes")
+        )
+        saves = in_stacks - in_pools > max(LITTLE * in_stacks, FEW * 4)
+        return pools if saves else None
+
+    @functools.cached_property
+    def _pools_of_ends(self) -> tuple[Pool, Pool] | None:
+        """Pools for what comes before and after the layers alone, if that is much beside those of a stage.
+
+        No stage but its own has it then, and its gradients are not summed over stages.
+        """
+        size = sum(array_of(leaf).size for own in self._own_ends[0] for leaf in own.values())
+        if size <= max(LITTLE * self.facts.layer_numbers / self.parallel.mesh.stage, FEW):
+            return None
+        nothing = tuple({} for _ in self.facts.kinds)
+        return self._make_pools((nothing, nothing))
+
+    def _make_pools(self, layer_stacks: Sequence[Sequence[Any]]) -> tuple[Pool, Pool] | None:
+        """Pools for layers, trained ones and others by kind, and for both ends; None if they do not fit."""
+        sizes, stages = self.parallel.mesh.sizes, self.parallel.mesh.stage
         ends = [[0 if s == end else -1 for s in range(stages)] for end in self.ends_on]
         pools = []
-        for stacks, of_ends in zip(self.facts.layer_stacks, self._own_ends, strict=True):
+        for stacks, of_ends in zip(layer_stacks, self._own_ends, strict=True):
             shapes: list[Any] = [
                 jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), stack)
                 for stack in stacks
@@ -420,11 +455,7 @@ class Layout:
                 shapes.append({name: shape_of(array_of(leaf)) for name, leaf in own.items()})
                 dims += [[_dim_over_tensor(leaf, 0, self._rules, sizes) for leaf in own.values()]]
             pools.append(Pool.of(shapes, dims, (*self.slots.rows, *ends), stages, sizes[TENSOR]))
-        in_stacks, in_pools = (
-            sum(getattr(pool, name) for pool in pools) for name in ("stack_bytes", "num_bytes")
-        )
-        saves = in_stacks - in_pools > max(LITTLE * in_stacks, FEW * 4)
-        return (pools[0], pools[1]) if saves else None
+        return pools[0], pools[1]
 
     @property
     def ends_on(self) -> tuple[int, int]:
@@ -437,7 +468,7 @@ class Layout:
 
         Of those that are trained, and of all others: what `first` uses and what `last` does, by name.
         """
-        if self.task.axes:  # they stay in stacks, and so does all else where it is
+        if self.parallel.mesh.stage == 1 or self.task.axes:  # all stays where it is
             return [[{}, {}], [{}, {}]]
         first, last = self.facts.reads
         looked_at, sizes = self._looked_at, self.parallel.mesh.sizes
@@ -457,9 +488,13 @@ class Layout:
         Args:
           number: 0 of what is trained, 1 of other variables.
         """
+        if self.pools is None:
+            return []
         stacks = zip(self.facts.kinds, self.facts.layer_stacks[number], strict=True)
         names = [
             [f"{LAYERS_OF_MODEL}/{kind}/{name}" for name, _ in named_leaves(stack, "/")]
+            if self.pools_layers
+            else []
             for kind, stack in stacks
         ]
         return [*names, *map(list, self._own_ends[number])]
@@ -500,15 +535,13 @@ class Layout:
         ]
         return self.in_pools((self.params, self.frozen), planes)
 
-    def layers_of(self, state: nnx.State, number: int) -> Any:
-        """The layers of a state as an engine takes them: by kind, or planes.
+    def planes_of(self, state: nnx.State, number: int) -> nnx.State:
+        """Those of a state; nothing if it has no pool.
 
         Args:
           number: 0 of what is trained, 1 of other variables.
         """
-        return (
-            self.of_layers(state) if self.pools is None else nnx.State(state.get(POOLS[number], {}))
-        )
+        return nnx.State(state.get(POOLS[number], {}))
 
     def _without_pools(self, params: nnx.State, frozen: nnx.State) -> tuple[nnx.State, ...]:
         """The same, with zeros for what is in pools, which nobody reads."""

@@ -47,8 +47,9 @@ class TrainState(Shown):
       step: int32 scalar, steps taken.
       skipped: int32 scalar, how many of them were skipped because their loss, gradient or update was not
         finite. One more than the settings allow halts the state: it stays as it was before that step.
-      params: `nnx.State` of what is trained; variables carry the names of their dims. Layers may be in pools
-        (`Layout.pools`): `training.by_layer` has them by their names.
+      params: `nnx.State` of what is trained; variables carry the names of their dims. Layers, and what
+        is used before and after them, may be in pools (`Layout.pools`): `training.by_layer` has them by their
+        names.
       frozen: `nnx.State` of all other variables of the model, likewise.
       opt_state: of optax; what mirrors a parameter carries its named dims too. Empty if the task has no
         optimizer.
@@ -336,7 +337,7 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
             )
     layout, on_host = setup.layout, setup.parallel.update == "host"
     rows = zip(layout.facts.kinds, layout.slots.rows, strict=True)
-    with_empty = [kind for kind, layers in rows if -1 in layers and layout.pools is None]
+    with_empty = [kind for kind, layers in rows if -1 in layers and not layout.pools_layers]
     if not (task.has_optimizer and (on_host or with_empty)):
         return
     with jax.numpy_dtype_promotion("standard"):

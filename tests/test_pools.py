@@ -51,6 +51,7 @@ MAKERS |= {
     f"wide {inner}": lambda rngs, inner=inner: Wide(inner, rngs=rngs) for inner in (20, 50, 60)
 }
 KINDS = ("gru", "wide 60", "wide 20", "gru")
+ALIKE = ("gru", "gru", "gru", "gru")
 
 
 class Foretelling(Regression):
@@ -129,6 +130,13 @@ LAW = [
     full((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
     slow((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
     full((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
+    # Layers of one kind stay in a stack; the ends alone are in pools.
+    ((2, 2, 1), ALIKE, {"zero_bubble": True}, {"fsdp": True}, None),
+    full((1, 2, 2), ALIKE, {"unroll": True}, {}, "mix"),
+    slow((1, 2, 2), ALIKE, {"schedule": "v", "remat": True}, {}, "inputs"),
+    slow(
+        (1, 4, 1), ALIKE, {"zero_bubble": False, "placement": "first | 0-1 | 2-3 | last"}, {}, None
+    ),
     full((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
     full(
         (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
@@ -184,8 +192,9 @@ def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, l
 # ---- named arrays ----
 
 
-def test_a_run_goes_on_with_another_placement_and_mesh(tmp_path):
-    task = Unequal(batch_size=8)
+@pytest.mark.parametrize("kinds", [KINDS, slow(ALIKE)])
+def test_a_run_goes_on_with_another_placement_and_mesh(kinds, tmp_path):
+    task = Unequal(kinds, batch_size=8)
     before = setup_of(task, parallel_of((1, 2, 1), placement=(2, 2)))
     state, _ = trained(before)
     expected = arrays_of(state, before)
@@ -200,7 +209,7 @@ def test_a_run_goes_on_with_another_placement_and_mesh(tmp_path):
         audit(restored)
         found = arrays_of(restored, after)
         assert found.keys() == expected.keys()
-        assert "params/layers/wide0/up/kernel" in found
+        assert {"params/layers/gru/w_x", "params/mix", "params/unmix"} < found.keys()
         for name, array in expected.items():
             np.testing.assert_array_equal(found[name], array, err_msg=name)
         losses[after.parallel.mesh] = trained(after, 1, restored, first=2)[1]
@@ -278,9 +287,12 @@ def test_a_device_has_room_for_its_own_stage():
     assert text == expected
 
 
-@pytest.mark.parametrize("zero_bubble", [True, full(False)])
-def test_nothing_of_a_pool_is_sent_over_stages(zero_bubble):
-    task = Unequal(("wide 20", "wide 60", "gru", "wide 50"), batch_size=16)
+@pytest.mark.parametrize(
+    ("kinds", "zero_bubble"),
+    [(ALIKE, True), (("wide 20", "wide 60", "gru", "wide 50"), True), full(KINDS, False)],
+)
+def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
+    task = Unequal(kinds, batch_size=16)
     parallel = parallel_of((2, 2, 1), zero_bubble=zero_bubble)
     setup_of(task, parallel)
     predicted, compiled = (
@@ -308,6 +320,26 @@ def test_where_stacks_stay_the_table_says_why():
     [(_, text)] = describe_pools(setup.layout)
     assert text.startswith("stacks of their kinds, ")
     assert "but an optimizer that is not an OptimizerConfig may look at single" in text
-    equal = Setup.of(Unequal(("gru",) * 4), parallel_of((1, 2, 1)))
-    assert equal.layout.pools is None
-    assert describe_pools(equal.layout) == []
+
+
+def test_layers_of_one_kind_stay_in_a_stack_and_only_ends_are_in_pools():
+    setup = setup_of(Unequal(ALIKE, batch_size=8), parallel_of((1, 4, 1), placement="even"))
+    state, model = (
+        abstract_state(setup),
+        nnx.eval_shape(lambda: Foretelling(ALIKE, rngs=nnx.Rngs(0))),
+    )
+    assert set(state.params) == {"layers", "@pool", "scale"}
+    assert describe_pools(setup.layout) == []
+    [(_, text)] = describe_ends(setup.layout)
+    assert text == "inputs, mix on stage 0 alone; outputs, unmix on stage 3 alone; all of scale"
+    of_ends = [
+        4 * sum(a.size for a in jax.tree.leaves(both))
+        for both in ((model.mix, model.inputs), (model.unmix, model.outputs))
+    ]
+    own = device_bytes(state.params["@pool"])
+    assert max(of_ends) <= own <= 1.05 * max(of_ends)
+    held = estimate_step(setup.task, setup.parallel, TRAIN).held
+    assert held["parameters"] == device_bytes((state.params, state.frozen))
+    assert held["optimizer"] == device_bytes(state.opt_state) == 2 * device_bytes(state.params) + 8
+    whole = Setup.of(Own(ALIKE, batch_size=8), setup.parallel)
+    assert whole.layout.pools is None

@@ -122,7 +122,7 @@ class Pipeline(Spec):
         if self.remat and with_gradients:
             table = table.with_remat()
         parts = zip(self.first_specs, self.layer_specs, self.last_specs, strict=True)
-        specs, of_frozen = (PipelineParams(*own) for own in parts)
+        specs, of_frozen = (PipelineParams(*own, P(STAGE)) for own in parts)
         rows = tuple(jnp.asarray(rows, jnp.int32) for rows in self.slots.rows)
         starts = tuple(tuple(map(jnp.asarray, pool.starts)) for pool in self.pools or ())
         slots = (self.slots.layers, self.slots.kinds, self.slots.places)
@@ -195,6 +195,7 @@ class Pipeline(Spec):
                     tuple(map(stack, layers)) if self.unroll else layers, specs.layers, *groups
                 ),
                 last=self._sum_parts(state.grads.last, specs.last, *over_head),
+                ends=self._sum(state.grads.ends, *groups),
             )
         return sums, *rest, grads
 
@@ -255,7 +256,7 @@ class Pipeline(Spec):
                 f"only layers of one kind in one group can be written out: use unroll=False"
             )
         stacks = [("params", params.layers), ("frozen parameters", frozen.layers)]
-        for what, trees in (*stacks * (self.pools is None), ("carry", carry)):
+        for what, trees in (*stacks * (not self.pools_layers), ("carry", carry)):
             if len(trees) != len(self.layers):
                 raise ValueError(
                     f"{what} of {len(trees)} kinds of layers for {len(self.layers)} functions; give one "

@@ -155,8 +155,8 @@ class Loop:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
             )
-            layers = self.spec.lay_out_gradients(grads.layers)
-            state = state._replace(grads=grads._replace(layers=layers))
+            layers, ends = map(self.spec.lay_out_gradients, (grads.layers, grads.ends))
+            state = state._replace(grads=grads._replace(layers=layers, ends=ends))
         return state
 
     def run(
@@ -283,8 +283,9 @@ class Loop:
             own, dx = inputs
             return stage.add_to_end(0, grads, lambda now: stage.first_gradient(now, own, dx))
 
-        after = self._if_runs(runs, leave, (own, dx), grads._replace(last=()), adds=True)
-        return after._replace(last=grads.last)
+        alone = {name: getattr(grads, name) for name in stage.left_alone(0)}
+        now = grads._replace(**dict.fromkeys(alone, ()))
+        return self._if_runs(runs, leave, (own, dx), now, adds=True)._replace(**alone)
 
     def _if_runs(
         self, runs: Any, run: Callable[..., Any], inputs: Any, state: Any, *, adds: bool = False
@@ -356,12 +357,10 @@ class Loop:
 
         nothing = jax.tree.map(jnp.zeros_like, y)
         if stage.has_pooled(1):
-            first = (
-                state.grads.first
-            )  # which all stages may share, as the other end in `_leave_pooled`
-            now = state.sums, nothing, state.grads._replace(first=())
+            alone = {name: getattr(state.grads, name) for name in stage.left_alone(1)}
+            now = state.sums, nothing, state.grads._replace(**dict.fromkeys(alone, ()))
             sums, dy, grads = self._if_runs(active, run_pooled, y, now, adds=True)
-            grads = grads._replace(first=first)
+            grads = grads._replace(**alone)
         else:
             (sums, dy), last = lax.cond(
                 active, run, lambda: ((state.sums, nothing), state.grads.last)

@@ -8,6 +8,9 @@ In a stack of each kind every stage has as many rows as the fullest of them need
     stage 1   -  b-  -             b b .
     stage 2   -    -  c            c c c
 
+What comes before the layers and after them may lie there too, as two more kinds; or alone, with the layers in
+stacks. No other stage has it then.
+
 A pool has a *plane* [stage, rows, COLUMNS] for each dtype, and for what `tensor` splits one of its own, in
 which each of its devices has rows for its part. A leaf is whole rows of a plane. Where a layer's block begins
 is data, where its leaves lie within is not: one branch serves all layers of a kind. It takes its views inside

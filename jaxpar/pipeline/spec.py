@@ -38,11 +38,13 @@ class PipelineParams(NamedTuple):
       layers: a tree for every kind of layer, every leaf stacked, [rows, ...], rows sharded over `stage`; or
         the planes of a pool.
       last: of the function after the layers.
+      ends: the planes of a pool for what of `first` and `last` is None there, if layers lie in none.
     """
 
     first: Any
     layers: Any
     last: Any
+    ends: Any = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Spec:
         `stage` or `data`, but over axes of the mesh that are none of jaxpar's (`own_axes`).
       first, last: before the first and after the last layer; see `First` and `Last`.
       slots: where each layer lies (`placement.make_slots`).
-      pools: in which parameters of layers lie, and what of them is frozen; None if in stacks.
+      pools: in which parameters lie, and what is frozen; None if nothing does.
+      pools_layers: whether layers do; otherwise they are in stacks, and what is in pools is of the ends.
       pooled_ends: with pools, the names of the parameters of `first` and of `last`, both of all and of what
         is frozen; those that are None in `params` lie in the pools, as two more kinds of layers.
       chunk_len: t, time steps of a chunk; None if the model has no time, and blocks are [rows, ...].
@@ -107,6 +110,7 @@ class Spec:
     lay_out_gradients: Callable[[Any], Any] = lambda tree: tree
     buffer_fill: float | None = None
     pools: tuple[Pool, Pool] | None = None
+    pools_layers: bool = False
     pooled_ends: tuple[Any, Any] = ((), ())
 
     @property

@@ -108,6 +108,7 @@ class Stage:
                 first=vary_like(parts.first, group if spec.shares_first else here),
                 layers=vary_like(parts.layers, here),
                 last=vary_like(parts.last, group if sharded_head else here),
+                ends=vary_like(parts.ends, here),
             )
 
         params, frozen = vary(params), vary(frozen)
@@ -247,10 +248,10 @@ class Stage:
     def of_end(self, end: int, parts: PipelineParams) -> Any:
         """All parameters of `first` (end 0) or `last` (1), on the stage that runs it; or what is frozen."""
         own = (parts.first, parts.last)[end]
-        if not self.pooled:
+        if self.spec.pools is None:
             return own
         number = 0 if parts is self.params else 1
-        found = self._pooled_end(end, number, parts.layers)
+        found = self._pooled_end(end, number, parts)
         names = self.spec.pooled_ends[end][number]
         return tuple(
             found[name] if leaf is None else leaf for name, leaf in zip(names, own, strict=True)
@@ -258,11 +259,22 @@ class Stage:
 
     def has_pooled(self, end: int) -> bool:
         """Whether parameters of `first` (end 0) or `last` (1) that are trained lie in a pool."""
-        own = (self.params.first, self.params.last)[end] if self.pooled else ()
+        own = (self.params.first, self.params.last)[end] if self.spec.pools else ()
         return any(leaf is None for leaf in own)
 
-    def _pooled_end(self, end: int, number: int, planes: Any) -> Any:
-        return self.stores()[number].pick(planes, len(self.spec.layers) + end, 0)
+    def left_alone(self, end: int) -> tuple[str, ...]:
+        """The fields of gradients that `add_to_end` does not change; all stages may share the other end."""
+        other = ("last", "first")[end]
+        return (other,) if self.pooled else (other, "layers")
+
+    @property
+    def _planes(self) -> str:
+        """The field of parameters that has the planes."""
+        return "layers" if self.pooled else "ends"
+
+    def _pooled_end(self, end: int, number: int, parts: PipelineParams) -> Any:
+        planes = getattr(parts, self._planes)
+        return self._pooled()[number].pick(planes, len(self.spec.layers) + end, 0)
 
     def add_to_end(
         self, end: int, grads: PipelineParams, add_to: Callable[[Any], Any]
@@ -273,14 +285,15 @@ class Stage:
           add_to: all of its gradients -> the same, changed.
         """
         own, names = (grads.first, grads.last)[end], self.spec.pooled_ends[end][0]
-        found = self._pooled_end(end, 0, grads.layers)
+        found = self._pooled_end(end, 0, grads)
         whole = [found[n] if leaf is None else leaf for n, leaf in zip(names, own, strict=True)]
         after = add_to(tuple(whole))
         each = [*zip(names, own, after, strict=True)]
         found |= {name: new for name, old, new in each if old is None}
         rest = tuple(None if old is None else new for _, old, new in each)
-        layers = self.stores()[0].put(grads.layers, len(self.spec.layers) + end, 0, found)
-        return grads._replace(**{("first", "last")[end]: rest}, layers=layers)
+        planes = getattr(grads, self._planes)
+        planes = self._pooled()[0].put(planes, len(self.spec.layers) + end, 0, found)
+        return grads._replace(**{("first", "last")[end]: rest, self._planes: planes})
 
     # ---- pieces of a unit ----
 
@@ -373,7 +386,7 @@ class Stage:
     @property
     def pooled(self) -> bool:
         """Whether the layers lie in pools."""
-        return self.spec.pools is not None
+        return self.spec.pools_layers
 
     def stores(self, starts: Any = None) -> Sequence[Any]:
         """How parameters and frozen ones have a layer; see `walk.Switch`.
@@ -381,8 +394,10 @@ class Stage:
         Args:
           starts: of a group; None are those of the stage.
         """
-        if self.spec.pools is None:
-            return Stacks(), Stacks()
+        return self._pooled(starts) if self.pooled else (Stacks(), Stacks())
+
+    def _pooled(self, starts: Any = None) -> Sequence[Pooled]:
+        assert self.spec.pools is not None
         pairs = zip(self.spec.pools, starts or self.starts, strict=True)
         return [Pooled(*each, self.spec.platform) for each in pairs]
 

@@ -242,7 +242,7 @@ class Step:
         self.opt_state = self._stored(counts.opt_state, 0, copies)
 
     def _stored(self, arrays: Sequence[Array], number: int, copies: int = 1) -> tuple[Array, ...]:
-        """Arrays as a state has them: where layers are in pools, with so many times the planes of one."""
+        """Arrays as a state has them: instead of what lies in a pool so many times its planes."""
         pools = self.layout.pools
         if pools is None:
             return tuple(arrays)
@@ -251,7 +251,7 @@ class Step:
             shape, itemsize = pools[number].shape_of(plane), np.dtype(plane.dtype).itemsize
             planes.append(Array(f"pool.{plane.name}", plane.dims, shape, itemsize, None))
         names = {name for kind in self.layout.pooled_names(number) for name in kind}
-        rest = (a for a in arrays if a.kind is None and not names.intersection(_endings(a.path)))
+        rest = (a for a in arrays if not names.intersection(_endings(a.path)))
         return (*rest, *planes * copies)
 
     def part(self, array: Array, rules: Rules) -> Part:
@@ -417,8 +417,7 @@ class Step:
         for array in self.params:
             if array.dims[:1] == (LAYERS,) or not in_units:
                 yield self._gradient(array, rules, DATA)
-        is_pooled = self.layout.pools is not None
-        pooled = {n for kind in self.layout.pooled_names(0) for n in kind} if is_pooled else ()
+        pooled = {name for kind in self.layout.pooled_names(0) for name in kind}
         for numbers, on_all, names in ends if in_units else ():
             for array in (counts.params[n] for n in numbers):
                 if array.path in pooled:

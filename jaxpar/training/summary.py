@@ -85,7 +85,7 @@ def describe_ends(layout: Layout) -> list[tuple[str, str]]:
         return []
     variables, alone = [], {stage: dict[str, None]() for stage in layout.ends_on}
     for number, state in enumerate((layout.params, layout.frozen)):
-        pooled = layout.pooled_names(number)[-2:] if layout.pools is not None else ()
+        pooled = layout.pooled_names(number)[-2:]
         for stage, names in zip(layout.ends_on, pooled, strict=False):
             alone[stage] |= dict.fromkeys(owner(name) or name for name in names)
         rest = {name for names in pooled for name in names}
