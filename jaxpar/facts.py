@@ -23,7 +23,7 @@ from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
+from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, run_layer, says
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
@@ -269,6 +269,13 @@ class ModelFacts:
         return tuple(name for name, layer in pairs if getattr(layer, "whole_window", False))
 
     @functools.cached_property
+    def rows_together(self) -> dict[str, int]:
+        """How many rows a layer mixes, of the kinds that do."""
+        pairs = zip(self.kinds, self._layers, strict=True)
+        sizes = {name: getattr(layer, "rows_together", None) for name, layer in pairs}
+        return {name: size for name, size in sizes.items() if size is not None}
+
+    @functools.cached_property
     def _layers(self) -> list[Any]:
         """The first layer of each kind, of shapes."""
         numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
@@ -485,7 +492,7 @@ class ModelFacts:
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
 
         def call(layer, carry, x, batch):
-            return called(name, layer, carry, x, self.at(batch))
+            return run_layer(name, layer, carry, x, self.at(batch))
 
         after, y, *sums = _traced(f"layer {name}", call, layer, carry, x, self.block)
         check_floats(f"layer {name}: its output", y, WHY_FLOATS)
@@ -531,17 +538,6 @@ def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
     pairs, structure = jax.tree.flatten_with_path(state)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in pairs]
     return paths, [leaf for _, leaf in pairs], structure
-
-
-def called(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, ...]:
-    """What a layer returns, if it is two things, or three of which the last are sums."""
-    out = layer(carry, x, at)
-    if not isinstance(out, tuple) or len(out) not in (2, 3):
-        raise ValueError(
-            f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or (carry, y, sums) "
-            f"if it adds to the loss, or wrap a module that returns y alone: jaxpar.nn.Stateless(module)"
-        )
-    return (*out[:2], *(checked_sums(sums, f"layer {name}") for sums in out[2:]))
 
 
 def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:

@@ -36,8 +36,8 @@ from jaxpar.ends import (
     uses,
     with_calls,
 )
-from jaxpar.facts import ModelFacts, called, flatten
-from jaxpar.model import NO_SLOTS, says
+from jaxpar.facts import ModelFacts, flatten
+from jaxpar.model import NO_SLOTS, run_layer, says
 from jaxpar.pipeline.placement import (
     PartCosts,
     Route,
@@ -114,6 +114,16 @@ class Layout:
                 f"layer {facts.whole_window[0]} reads the whole window at once, "
                 f"num_chunks={parallel.num_chunks} cuts it; use num_chunks=1, and more microbatches"
             )
+        for name, size in facts.rows_together.items():
+            sizes = parallel.mesh.sizes
+            own = {axis: sizes[axis] for axis in facts.row_axes}
+            shares = sum(parallel.group_shares)
+            of_data = (
+                {DATA: sizes[DATA]} if parallel.has_equal_shares else {"sum of shares": shares}
+            )
+            units = {**of_data, "num_microbatches": parallel.pipeline.num_microbatches, **own}
+            units[f"rows_together of layer {name}"] = size
+            check_divides("batch_size", facts.batch_size, units)
         if stages > 1 and not facts.kind_of:
             raise ValueError(
                 f"stage={stages}: the model of task {task.name} has no layers in its stack to be "
@@ -684,7 +694,7 @@ class Layout:
         self, kind: str, graphdef: Any, params: Any, frozen: Any, carry: Any, x: Any, at: At
     ) -> tuple[Any, ...]:
         """A kind of layer as a function of its variables; mistakes inside are told with its name."""
-        out = called(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
+        out = run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
         return self.facts.of_layer(kind, out)
 
     @functools.cached_property

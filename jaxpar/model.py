@@ -95,7 +95,7 @@ def check_variables(what: str, state: nnx.State) -> None:
                 f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change; "
                 f"`first`, `last` and layers are functions of parameters and inputs: use "
                 f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm over features, such as "
-                f"nnx.LayerNorm or nnx.RMSNorm, instead of one over the batch"
+                f"nnx.LayerNorm or nnx.RMSNorm, instead of one that remembers batches"
             )
 
 
@@ -108,11 +108,15 @@ class Layer(nnx.Module):
       carry_dims: names of the dims of each array of the carry, a tree as that, such as ("batch", "hidden"),
         so that rules can split it; None names the rows alone.
       whole_window: whether it reads all time steps at once, as attention does: chunks of time are refused.
+      rows_together: how many neighbouring rows of the batch it may mix, as a norm by their statistics does:
+        it is called for so many at a time, whatever the mesh and the microbatches. None: each row stands
+        alone, and calls have any number of them.
     """
 
     kind_name: ClassVar[str | None] = None
     carry_dims: ClassVar[Any] = None
     whole_window: ClassVar[bool] = False
+    rows_together: ClassVar[int | None] = None
 
     def initial_carry(self, rows: int) -> Any:
         """The state that a sequence begins with: a tree of float arrays [rows, ...]; () for none."""
@@ -327,8 +331,9 @@ class Stack(nnx.Module):
         for number, kind in enumerate(self.kind_of):
             name, row = self.kinds[kind], self.slots.rows[kind].index(number)
             before = jax.tree.map(lambda a, row=row: a[row], values(carry[name]))
-            after, x, *sums = self.layer(number)(before, x, at._replace(layer=number))
-            total += [checked_sums(own, f"layer {name}") for own in sums]
+            at = at._replace(layer=number)
+            after, x, *sums = run_layer(name, self.layer(number), before, x, at)
+            total += sums
             carry[name] = jax.tree.map(
                 lambda v, a, row=row: v.replace(v[...].at[row].set(a)),
                 carry[name],
@@ -384,6 +389,57 @@ def _both(sums: Sums, others: Sums) -> Sums:
     return jax.tree.map(jnp.add, sums.with_names(names), others.with_names(names))
 
 
+def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+    """What a layer of a kind of this name returns for a block; checked.
+
+    One that mixes rows is called for each group of them.
+
+    Raises:
+      ValueError: it returns something else than two things, or three of which the last are sums.
+    """
+
+    def run(carry: Any, x: Any, at: At) -> tuple[Any, ...]:
+        out = layer(carry, x, at)
+        if not isinstance(out, tuple) or len(out) not in (2, 3):
+            raise ValueError(
+                f"layer {name} returns {in_words(out)}; let its __call__ return (carry, y), or (carry, y, "
+                f"sums) if it adds to the loss, or wrap a module that returns y alone: "
+                f"jaxpar.nn.Stateless(module)"
+            )
+        return (*out[:2], *(checked_sums(sums, f"layer {name}") for sums in out[2:]))
+
+    time, size = int(at.time_major), getattr(layer, "rows_together", None)
+    if size is None:
+        return run(carry, x, at)
+
+    def groups(tree: Any, dim: int) -> Any:  # [..., rows, ...] -> [groups, ..., size, ...]
+        def of(a: Any) -> Any:
+            own = min(dim, jnp.ndim(a) - 1)  # arrays [rows] have no time
+            if own < 0:
+                return a
+            return jnp.moveaxis(a.reshape(*a.shape[:own], -1, size, *a.shape[own + 1 :]), own, 0)
+
+        return jax.tree.map(of, tree)
+
+    def rows(tree: Any, dim: int) -> Any:  # and back
+        def of(a: jax.Array) -> jax.Array:
+            a = jnp.moveaxis(a, 0, dim)
+            return a.reshape(*a.shape[:dim], -1, *a.shape[dim + 2 :])
+
+        return jax.tree.map(of, tree)
+
+    def of_group(carry: Any, x: Any, batch: Any, row: Any) -> tuple[Any, ...]:
+        return run(carry, x, at._replace(batch=batch, row=row))
+
+    first_rows = at.row + jnp.arange(0, jax.tree.leaves(x)[0].shape[time], size)
+    has_rows = jax.tree.map(lambda a: 0 if jnp.ndim(a) else None, at.batch)
+    after, y, *sums = jax.vmap(of_group, (0, 0, has_rows, 0))(
+        groups(carry, 0), groups(x, time), groups(at.batch, time), first_rows
+    )
+    sums = jax.tree.map(functools.partial(jnp.sum, axis=0), sums)
+    return rows(after, 0), rows(y, time), *sums
+
+
 def values(tree: Any) -> Any:
     """A tree of variables as one of arrays."""
     return jax.tree.map(
@@ -420,6 +476,12 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
     graphdef, state = nnx.split(module)
     name = getattr(module, "kind_name", None) or type(module).__name__
     check_variables(f"layer {name}", state)
+    size = getattr(module, "rows_together", None)
+    if size is not None and not (isinstance(size, int) and size > 0):
+        raise ValueError(
+            f"layer {name} has rows_together={size!r}; use a positive number of rows, or None where each "
+            f"row stands alone"
+        )
     check_takes(
         module,
         ("carry", "x", "at"),

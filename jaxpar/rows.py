@@ -3,8 +3,8 @@
 A step gives each device, and each microbatch, some of the rows. What mixes rows, as a norm by the statistics
 of a batch or a loss that balances a batch do, would give another loss on every mesh, and no error. It is
 found before a run, on a few rows: where one of them is replaced, `first`, each kind of layer and `predict`
-must give the same bits for all others; and what `last` gives for two halves must add up to what it gives for
-the whole.
+must give the same bits for all others (a layer that says how many rows it mixes is called for so many); and
+what `last` gives for two halves must add up to what it gives for the whole.
 """
 
 import collections
@@ -56,8 +56,9 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     model = (predicts, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
     if num_rows and model not in _passed:
         trial = _Trial(layout, batch, num_rows, predicts=predicts)
-        for kind in range(len(layout.facts.kinds)):
-            trial.check_layer(kind)
+        for kind, name in enumerate(layout.facts.kinds):
+            if name not in layout.facts.rows_together:  # those are called for their rows alone
+                trial.check_layer(kind)
         if predicts:
             trial.check_predict()
         else:
@@ -247,7 +248,8 @@ class _Trial:
                         f"{what} mixes the rows of a batch: where row {row} of its input is replaced, its "
                         f"{name} changes in others, too. A step gives each device and microbatch only some "
                         f"rows, so the loss would depend on the mesh; compute each row from itself alone, "
-                        f"with a norm over features (nnx.LayerNorm, nnx.RMSNorm), not over the batch"
+                        f"with a norm over features (nnx.LayerNorm, nnx.RMSNorm), not over the batch, or let "
+                        f"a layer say how many rows it mixes (rows_together = 8)"
                     )
 
     def at(self, batch: Any, row: Any = 0, layer: int = 0) -> At:

@@ -78,7 +78,7 @@ def plainly(task):
     return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
 
 
-def assert_same(task, parallel):
+def assert_same(task, parallel, definition=plainly):
     settings = Settings(task, parallel, TrainConfig())
     setup = Setup.of(task, parallel)
     state = init_state(setup)
@@ -86,7 +86,7 @@ def assert_same(task, parallel):
     batch = place_batch(task.make_batches("train", 0), 1, batch_sharding(setup))
     batch = jax.tree.map(jnp.asarray, batch)
     (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(setup))(state, batch)
-    expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
+    expected_loss, expected_sums, expected_grads, expected_carry = definition(task)
     assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
     for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)

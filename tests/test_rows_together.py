@@ -1,0 +1,280 @@
+"""Layers that mix rows say how many, and mix as many on any mesh and schedule.
+
+The oracle runs the whole model on so many rows at a time, in plain Python.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import MAKERS, SGD, WIDTH, Regression, draw
+from test_any_model import Calm, assert_same, batch_of
+from test_equivalence import by_layer, full, on_devices, slow
+
+from jaxpar import (
+    ArrayBatches,
+    At,
+    OptimizerConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    Task,
+    fit,
+)
+from jaxpar.config import TrainConfig
+from jaxpar.nn import dropout, named_param
+from jaxpar.setup import Setup
+from jaxpar.task import Settings
+
+GROUP = 4
+
+
+class Norm(nnx.Module):
+    """By the statistics of the rows of each time step; dropped and weighted as rows are."""
+
+    rows_together = GROUP
+
+    def __init__(self, *, rngs):
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH))
+
+    def __call__(self, carry, x_TBW, at):
+        weight_TB1 = at.batch["weight"][..., None] + 0.1
+        share_TB1 = weight_TB1 / weight_TB1.sum(1, keepdims=True)
+        mean_T1W = jnp.sum(x_TBW * share_TB1, 1, keepdims=True)
+        variance_T1W = jnp.sum((x_TBW - mean_T1W) ** 2 * share_TB1, 1, keepdims=True)
+        y_TBW = (x_TBW - mean_T1W) * (variance_T1W + 1) ** -0.5 * self.scale[...][None, None]
+        return carry, x_TBW + dropout(y_TBW, 0.2, at)
+
+
+class Balanced(nnx.Module):
+    """A mixture whose loss asks that its rows use both experts alike; what it carries mixes rows, too."""
+
+    rows_together = 2 * GROUP
+    carry_dims = ("batch", "hidden")
+
+    def __init__(self, *, rngs):
+        self.router = nnx.Linear(WIDTH, 2, rngs=rngs)
+        self.experts = named_param(draw(rngs, WIDTH, 2, WIDTH), ("input", None, "hidden"))
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, WIDTH))
+
+    def __call__(self, carry_BW, x_TBW, at):
+        def step(carry_BW, x_BW):
+            past_BE = carry_BW.mean(1, keepdims=True) * jnp.array([[1.0, -1.0]])
+            chance_BE = jax.nn.softmax(x_BW @ self.router.kernel[...] + past_BE)
+            made_BEW = jnp.tanh(jnp.einsum("bi,iew->bew", x_BW, self.experts[...]))
+            y_BW = x_BW + jnp.einsum("be,bew->bw", chance_BE, made_BEW)
+            unbalanced = jnp.sum(jnp.square(chance_BE.mean(0) - 0.5))
+            return 0.5 * carry_BW + 0.1 * y_BW + y_BW.mean(0, keepdims=True), (y_BW, unbalanced)
+
+        carry_BW, (y_TBW, unbalanced_T) = jax.lax.scan(step, carry_BW, x_TBW)
+        unbalanced = jnp.sum(unbalanced_T) * self.rows_together
+        return carry_BW, y_TBW, Sums(0.3 * unbalanced, 0.0, {"unbalanced": unbalanced})
+
+
+class Mixing(Regression):
+    def __init__(self, kinds, *, rngs):
+        super().__init__((), rngs=rngs)
+        makers = MAKERS | {"norm": lambda rngs: Norm(rngs=rngs), "balanced": make_balanced}
+        self.layers = Stack([makers[kind] for kind in kinds], rngs=rngs)
+
+
+def make_balanced(rngs):
+    return Balanced(rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed(Calm):
+    kinds: tuple[str, ...] = ("gru", "norm", "balanced", "dense")
+    batch_size: int = 16
+
+    def make_model(self, rngs):
+        return Mixing(self.kinds, rngs=rngs)
+
+
+@functools.lru_cache(maxsize=4)
+def in_groups(task):
+    """Loss, sums, gradients and carry from the definition: all rows of the largest group, then the next."""
+    settings, size = Settings(task, Parallel("dp1"), TrainConfig()), 2 * GROUP
+    graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
+    batch = batch_of(task)
+    time = int(getattr(nnx.merge(graphdef, state), "time_major", True))
+    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if time and np.ndim(a) > 1 else a, batch)
+    key = jax.random.fold_in(jax.random.key(0), 0)
+
+    def rows(tree, begin, number):
+        def of(a):
+            if not np.ndim(a):
+                return a
+            dim = time if a.ndim > 1 else 0
+            return jax.lax.slice_in_dim(a, begin, begin + number, axis=dim)
+
+        return jax.tree.map(of, tree)
+
+    def mixed(layer, carry, x, at):
+        """A layer on the rows of the largest group: all of them, or its own number at a time."""
+        parts, number = [], getattr(layer, "rows_together", size)
+        for begin in range(0, size, number):
+            own = at._replace(row=at.row + begin, batch=rows(at.batch, begin, number))
+            before = jax.tree.map(lambda a, b=begin: a[b : b + number], carry)
+            parts.append(layer(before, rows(x, begin, number), own))
+        after, y = (
+            jax.tree.map(lambda *a, dim=dim: jnp.concatenate(a, dim), *(p[out] for p in parts))
+            for out, dim in enumerate((0, time))
+        )
+        return after, y, [p[2] for p in parts if len(p) > 2]
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def loss(state):
+        model = nnx.merge(graphdef, state)
+        whole, total = model.layers.initial_carry(task.batch_size), {}
+        carries = {name: [] for name in whole}
+        last = len(model.layers)
+        found = []
+        for begin in range(0, task.batch_size, size):
+            at = At(0, 0, begin, key, rows(block, begin, size))
+            x = model.first(at.batch, at._replace(layer=last + 1))
+            for number in range(last):
+                layer, kind = (
+                    model.layers.layer(number),
+                    model.layers.kinds[model.layers.kind_of[number]],
+                )
+                carry = layer.initial_carry(size) if hasattr(layer, "initial_carry") else ()
+                carry, x, sums = mixed(layer, carry, x, at._replace(layer=number))
+                carries[kind].append(carry)
+                found += sums
+            found.append(model.last(x, at.batch, at._replace(layer=last)))
+        names = {name: 0.0 for own in found for name in own.metrics}
+        total = jax.tree.map(lambda *a: sum(a), *(own.with_names(names) for own in found))
+        kinds = [model.layers.kinds[kind] for kind in model.layers.kind_of]
+
+        def joined(name, variable, *parts):
+            count = kinds.count(name)
+            rows = [jnp.concatenate(parts[number::count]) for number in range(count)]
+            return variable.replace(jnp.stack(rows))
+
+        after = {
+            name: jax.tree.map(
+                functools.partial(joined, name),
+                variables,
+                *carries[name],
+                is_leaf=lambda node: isinstance(node, nnx.Variable),
+            )
+            for name, variables in whole.items()
+        }
+        return total.loss / total.weight, (after, total)
+
+    (value, (carry, sums)), grads = jax.jit(loss)(state)
+    return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
+
+
+LAW = [
+    ((1, 1, 1), {}, {}),
+    ((1, 2, 1), {"num_chunks": 4, "zero_bubble": True}, {}),
+    ((2, 1, 1), {}, {"fsdp": True}),
+    full((1, 2, 2), {"num_microbatches": 2, "num_chunks": 2}, {}),
+    full((2, 1, 2), {}, {}),
+    slow((1, 4, 1), {"num_microbatches": 2, "remat": True}, {}),
+    slow((2, 2, 1), {"num_chunks": 2, "schedule": "v"}, {}),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "pipeline", "layout"), LAW)
+def test_layers_mix_as_many_rows_on_any_mesh(mesh, pipeline, layout):
+    assert_same(
+        Mixed(), Parallel(on_devices(mesh), PipelineConfig(**pipeline), **layout), in_groups
+    )
+
+
+@pytest.mark.law
+def test_unequal_shares_are_whole_groups():
+    task = Mixed(batch_size=32)
+    assert_same(task, Parallel(on_devices((2, 1, 1)), shares=(3, 1)), in_groups)
+
+
+class Flat(nnx.Module):
+    """Without time."""
+
+    time_major = False
+
+    def __init__(self, *, rngs):
+        self.inputs, self.outputs = (
+            nnx.Linear(*n, use_bias=False, rngs=rngs) for n in ((3, WIDTH), (WIDTH, 3))
+        )
+        self.layers = Stack([lambda rngs: Centred(rngs=rngs)] * 4, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.inputs(batch["x"])
+
+    def last(self, y, batch, at):
+        error = jnp.sum(jnp.square(self.outputs(y) - batch["y"]), -1)
+        return Sums(jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {})
+
+
+class Centred(nnx.Module):
+    rows_together = 2 * GROUP
+
+    def __init__(self, *, rngs):
+        self.mix = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, carry, x_BW, at):
+        weight_B1 = at.batch["weight"][:, None]
+        return carry, jnp.tanh(self.mix(x_BW - jnp.mean(x_BW * weight_B1, 0, keepdims=True)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeless(Task):
+    batch_size: int = 32
+    optimizer: OptimizerConfig = SGD
+
+    def make_model(self, rngs):
+        return Flat(rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        x_NF = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+        weight_N = np.linspace(0.5, 1.5, 64, dtype=np.float32)
+        return ArrayBatches(
+            {"x": x_NF, "y": np.sin(x_NF), "weight": weight_N}, self.batch_size, seed
+        )
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("mesh", [(2, 2, 1), full((1, 1, 1))])
+def test_a_model_without_time_mixes_rows_too(mesh):
+    assert_same(
+        Timeless(), Parallel(on_devices(mesh), PipelineConfig(num_microbatches=2)), in_groups
+    )
+
+
+def test_groups_that_a_microbatch_would_cut_are_refused():
+    parallel = Parallel(on_devices((2, 1, 1)), PipelineConfig(num_microbatches=2))
+    message = (
+        r"batch_size=16 does not divide by data=2 x num_microbatches=2 x rows_together of layer "
+        r"balanced=8 = 32; use batch_size 32"
+    )
+    with pytest.raises(ValueError, match=message):
+        fit(Mixed(), parallel, TrainConfig(num_steps=1))
+
+
+def test_a_number_of_rows_is_a_number():
+    class Wrong(Norm):
+        rows_together = "all"
+
+    with pytest.raises(ValueError, match=r"layer Wrong has rows_together='all'; use a positive"):
+        Stack([lambda rngs: Wrong(rngs=rngs)], rngs=nnx.Rngs(0))
+
+
+def test_a_run_trains_and_evaluates():
+    parallel = Parallel(on_devices((2, 2, 1)), PipelineConfig(num_chunks=2))
+    result = fit(Mixed(), parallel, TrainConfig(num_steps=2), quiet=True)
+    one = fit(Mixed(), Parallel("dp1"), TrainConfig(num_steps=2), quiet=True)
+    np.testing.assert_allclose(result.losses, one.losses, rtol=1e-5)
+    found, expected = (run.evaluations["valid"].loss for run in (result, one))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
