@@ -11,10 +11,12 @@ from flax import nnx
 from jax import lax
 from models import FEATURES, MAKERS, SGD, WIDTH, Regress
 from test_any_model import assert_same
+from test_cost import sums_of
 from test_equivalence import full, slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
+from jaxpar.analysis import inspect_step
 from jaxpar.config_file import read_config, to_toml
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
@@ -257,6 +259,21 @@ def test_a_plan_keeps_the_axis():
     meshes = {cost.parallel.mesh for cost in (*ranking.fitting, *ranking.refused)}
     assert {mesh.sizes["expert"] for mesh in meshes} == {2}
     assert {(mesh.data, mesh.stage) for mesh in meshes} >= {(4, 1), (2, 2), (1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("task", "mesh"), [(Context(), "dp2context2"), full(Mixture(batch_size=32), "expert4")]
+)
+def test_a_plan_counts_what_layers_send(task, mesh):
+    predicted, compiled = (
+        sums_of([each for each in sent if each.bytes > 1000 and each.op != "all-reduce"], task.axes)
+        for sent in (
+            estimate_step(task, laid_out(mesh)).sent,
+            inspect_step(task, laid_out(mesh)).collectives,
+        )
+    )
+    assert len(compiled) == len(task.axes) * (2 if "context" in mesh else 1)
+    assert predicted == compiled
 
 
 class Ring(Attention):

@@ -28,6 +28,7 @@ from jaxpar import (
 )
 from jaxpar.config import TrainConfig
 from jaxpar.nn import dropout, named_param
+from jaxpar.planning import estimate_step
 from jaxpar.setup import Setup
 from jaxpar.task import Settings
 
@@ -278,3 +279,9 @@ def test_a_run_trains_and_evaluates():
     np.testing.assert_allclose(result.losses, one.losses, rtol=1e-5)
     found, expected = (run.evaluations["valid"].loss for run in (result, one))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_plan_counts_whole_groups():
+    costs = [estimate_step(Mixed(batch_size=rows), "dp1") for rows in (24, 48)]
+    one, two = (cost.parts["layers"] for cost in costs)
+    np.testing.assert_allclose(two, 2 * one, rtol=0.1)

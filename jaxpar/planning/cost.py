@@ -395,7 +395,10 @@ class Step:
 
     def sent(self) -> Iterator[Sent]:
         """The collectives of 1 kB and more."""
-        for each in itertools.chain(self._parameters(), self._over_stages(), self._over_tensor()):
+        own = self._over_own_axes()
+        for each in itertools.chain(
+            self._parameters(), self._over_stages(), self._over_tensor(), own
+        ):
             axes = tuple(a for a, size in self.sizes.items() if a in each.axes and size > 1)
             if axes and each.bytes >= LEAST_BYTES and each.runs:
                 yield each._replace(axes=axes)
@@ -489,6 +492,21 @@ class Step:
         if any(self._split_matrices(self.last)):
             yield Sent("inputs of the head", "all-gather", along, x, self.units)
             yield Sent("their cotangents", "all-reduce", along, x, self.units)
+
+    def _over_own_axes(self) -> Iterator[Sent]:
+        """The collectives in layers, which were traced on one device: it has the part of an array alone."""
+        again = 1 + (self.parallel.runs_in_units and self.parallel.pipeline.remat)
+        for number, name in enumerate(self.counts.facts.kinds):
+            layers = self.units * float(self.layers_GSK.sum(0)[:, number].max())
+            forward, backward = self.unit.kinds[number].sent
+            for what, sent, times in (("in", forward, again), ("backward in", backward, 1)):
+                for op, axes, of in sent:
+                    runs = sent[op, axes, "runs"]
+                    if of == "runs" and runs:
+                        size = math.prod(self.sizes[axis] for axis in axes)
+                        whole = size if op in ("all-gather", "reduce-scatter") else 1
+                        each = sent[op, axes, "bytes"] / runs * whole
+                        yield Sent(f"{op} {what} {name}", op, axes, each, runs * layers * times)
 
     def _split_matrices(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """How many `tensor` splits by rows, and by columns."""

@@ -5,6 +5,7 @@ Legend: t time steps of a unit (None if the model has no time), b its rows.
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
-from jaxpar.trace.counts import Amount, amount, needed_inputs
+from jaxpar.trace.counts import Amount, Collectives, amount, collectives, needed_inputs
 
 
 class Array(NamedTuple):
@@ -83,12 +84,14 @@ class Kind(NamedTuple):
     Attributes:
       forward, backward, weights: what F, B and W do; W is nothing where B does it too.
       kept: bytes that F leaves for B and W.
+      sent: over axes of one's own, by F, and by B and W; see `trace.counts.collectives`.
     """
 
     forward: Amount
     backward: Amount
     weights: Amount
     kept: float
+    sent: tuple[Collectives, ...] = ()
 
 
 class Unit(NamedTuple):
@@ -226,8 +229,8 @@ class Counts:
         return _between(low, high, fewer, whole, t or 1)
 
     def _of_rows(self, t: int | None, b: int) -> Unit:
-        rows = self.facts.batch_size
-        fewer = rows // least_factor(rows)
+        rows, together = self.facts.batch_size, math.lcm(*self.facts.rows_together.values())
+        fewer = rows // least_factor(rows // together)
         return _between(self._traced(t, fewer), self._traced(t, rows), fewer, rows, b)
 
     @in_bound(_own_axes)
@@ -292,14 +295,20 @@ def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, 
         return split.forward(params, frozen, carry, x, at._replace(batch=batch))
 
     prepared, weights = jax.eval_shape(split.prepare, params, frozen), Amount()
+    of_forward = forward, params, frozen, carry, x, at.batch
+    of_backward = split.backward, prepared, split.saved, carry, x
+    sent = Counter(collectives(*of_backward))
     if split.has_weights:
         needed = [split.saved[n] for n in split.needed]
-        weights = amount(split.weights, prepared, needed, split.later)
+        of_weights = split.weights, prepared, needed, split.later
+        weights = amount(*of_weights)
+        sent.update(collectives(*of_weights))
     return Kind(
-        forward=amount(forward, params, frozen, carry, x, at.batch),
-        backward=amount(split.backward, prepared, split.saved, carry, x),
+        forward=amount(*of_forward),
+        backward=amount(*of_backward),
         weights=weights,
         kept=whole_bytes(split.saved_and_room),
+        sent=(collectives(*of_forward), dict(sent)),
     )
 
 

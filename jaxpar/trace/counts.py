@@ -33,6 +33,15 @@ _SAME = {"optimization_barrier", "pcast", "pvary", "sharding_constraint", "stop_
 # Operations that write their result where the first operand lay: the number of what they write.
 _IN_PLACE = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 _PRODUCTS = ("dot_general", "conv_general_dilated")
+# What XLA calls the operations that send over axes with names.
+_COLLECTIVES = {
+    "psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all",
+}  # fmt: skip
+
+
+# (operation, axes, "bytes" or "runs") -> a number.
+Collectives = dict[tuple[str, tuple[str, ...], str], float]
 
 
 class Amount(NamedTuple):
@@ -70,6 +79,34 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
       args: arrays or their shapes.
     """
     return _amount(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def collectives(function: Callable[..., Any], *args: Any) -> Collectives:
+    """What a function sends over axes that it names, by (operation, axes, "bytes" or "runs").
+
+    Bytes are of what each run takes; loops count by their length, and of a conditional all branches.
+
+    Args:
+      args: as of `amount`.
+    """
+    return _collectives(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _collectives(jaxpr: core.Jaxpr) -> Collectives:
+    found: Any = Counter()
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name.removesuffix("_invariant"), equation.params
+        if op := _COLLECTIVES.get(name):
+            axes = params["axes"] if "axes" in params else params["axis_name"]
+            named = tuple(
+                a for a in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(a, str)
+            )
+            found[op, named, "bytes"] += sum(map(_bytes, equation.invars))
+            found[op, named, "runs"] += len(equation.invars)
+        for part in programs_in(equation):
+            turns = params["length"] if name == "scan" else 1
+            found.update({key: turns * number for key, number in _collectives(part).items()})
+    return dict(found)
 
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
