@@ -30,6 +30,7 @@ from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
+from jaxpar.trace.places import place_of_error
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -673,7 +674,7 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
 
 
 def named(what: str, trace: Callable[[], Any]) -> Any:
-    """What a trace gives; its errors get a note with a name."""
+    """What a trace gives; its errors name the part of the model, and where they can the remedy."""
     try:
         return trace()
     except NameError as error:
@@ -685,5 +686,57 @@ def named(what: str, trace: Callable[[], Any]) -> Any:
             f'your own, which the task names: axes = ("context",)'
         ) from error
     except Exception as error:
+        for kind, text, does, use in _NEEDS_VALUES:
+            if isinstance(error, kind) and text in str(error):
+                told = ValueError(
+                    f"{_at(what, place_of_error(error))} {does}; while it is traced, once for all batches, "
+                    f"arrays have no values, at.layer, at.time and at.row among them; use {use}"
+                )
+                raise told.with_traceback(error.__traceback__) from None
         error.add_note(f"in {what} of the model, traced by itself")
         raise
+
+
+def _at(what: str, place: str) -> str:
+    return f"{what} ({place})" if place else what
+
+
+# What JAX raises where Python asks for the values of a traced array, and a part of its text; what was done,
+# and what to use.
+_BRANCHES = (
+    "decides in Python (`if`, `while`, `and`, `or`) by an array",
+    "jnp.where(condition, a, b), or jax.lax.cond where only one of both is to be computed",
+)
+_COUNTS = (
+    "counts in Python by an array, as in range(n) or parts[n]",
+    "jax.lax.fori_loop for a loop, and jnp.stack(parts)[n] for one of a list",
+)
+_TO_PYTHON = (
+    "makes a number of Python of an array: by float, int or .item(), or as a size",
+    "the array itself, in another type by x.astype(int), and for sizes those in x.shape",
+)
+_NEEDS_VALUES = (
+    (jax.errors.TracerBoolConversionError, "", *_BRANCHES),
+    (ValueError, "truth value of an array", *_BRANCHES),
+    (jax.errors.TracerIntegerConversionError, "", *_COUNTS),
+    (TypeError, "scalar arrays can be converted to", *_TO_PYTHON),
+    (
+        jax.errors.TracerArrayConversionError,
+        "",
+        "gives an array to NumPy",
+        "the function of jax.numpy: jnp, not np",
+    ),
+    (
+        jax.errors.NonConcreteBooleanIndexError,
+        "",
+        "takes as many elements as a mask has, as in x[mask]",
+        "jnp.where(mask, x, 0)",
+    ),
+    (
+        IndexError,
+        "static",
+        "cuts an array where another one says, as in x[:n]",
+        "jax.lax.dynamic_slice for a part of a known size, or jnp.where for one of another",
+    ),
+    (jax.errors.ConcretizationTypeError, "", *_TO_PYTHON),
+)

@@ -313,6 +313,7 @@ def zeros(rows):
     return jnp.zeros((rows, 2))
 
 
+HERE = r"test_any_model\.py, line \d+"
 MISTAKES = {
     "shape": (
         layer_that(lambda c, x, at: (c, x[..., :8])),
@@ -341,6 +342,52 @@ MISTAKES = {
     "a collective": (
         layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),
         r"layer wrong uses a collective of its own .*stage.*leave it out",
+    ),
+    "a branch in Python": (
+        layer_that(lambda c, x, at: (c, x if x.sum() > 0 else -x)),
+        rf"layer wrong \({HERE}\) decides in Python .*; use jnp.where\(condition, a, b\), or jax.lax.cond",
+    ),
+    "a branch by the layer's number": (
+        layer_that(lambda c, x, at: (c, x if at.layer else -x)),
+        rf"layer wrong \({HERE}\) decides in Python .* at.layer, at.time and at.row among them",
+    ),
+    "a branch in a loop": (
+        layer_that(
+            lambda c, x, at: jax.lax.scan(lambda c, x: (c, x if x[0, 0] > 0 else -x), c, x), zeros
+        ),
+        rf"layer wrong \({HERE}\) decides in Python",
+    ),
+    "a branch by many numbers": (
+        layer_that(lambda c, x, at: (c, x if x > 0 else -x)),
+        rf"layer wrong \({HERE}\) decides in Python",
+    ),
+    "many numbers of Python": (
+        layer_that(lambda c, x, at: (c, float(x) + x)),
+        rf"layer wrong \({HERE}\) makes a number of Python of an array",
+    ),
+    "a number of Python": (
+        layer_that(lambda c, x, at: (c, x / float(x.max()))),
+        rf"layer wrong \({HERE}\) makes a number of Python of an array.* use the array itself",
+    ),
+    "an item": (
+        layer_that(lambda c, x, at: (c, x / x.max().item())),
+        rf"layer wrong \({HERE}\) makes a number of Python of an array",
+    ),
+    "a loop of Python": (
+        layer_that(lambda c, x, at: (c, sum(x for _ in range(at.time)))),
+        rf"layer wrong \({HERE}\) counts in Python by an array.* use jax.lax.fori_loop",
+    ),
+    "a slice": (
+        layer_that(lambda c, x, at: (c, x.at[: at.row].set(0))),
+        rf"layer wrong \({HERE}\) cuts an array where another one says.* use jax.lax.dynamic_slice",
+    ),
+    "NumPy": (
+        layer_that(lambda c, x, at: (c, x + np.asarray(x))),
+        rf"layer wrong \({HERE}\) gives an array to NumPy; .* use the function of jax.numpy",
+    ),
+    "a mask": (
+        layer_that(lambda c, x, at: (c, x + x[x > 0].sum())),
+        rf"layer wrong \({HERE}\) takes as many elements as a mask has.* use jnp.where\(mask, x, 0\)",
     ),
     "a random stream": (
         lambda rngs: jaxpar.nn.Stateless(nnx.Dropout(0.5, rngs=rngs)),
