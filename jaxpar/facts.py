@@ -127,10 +127,10 @@ class ModelFacts:
             lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch
         )
 
-    def at(self, batch: Any) -> At:
-        """Of a whole batch, for tracing."""
+    def at(self, batch: Any, *, draws: bool = True) -> At:
+        """Of a whole batch, for tracing; with a key as in training, or without one."""
         zero = jnp.int32(0)
-        key = jax.random.key(0)
+        key = jax.random.key(0) if draws else None
         return At(
             *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
         )
@@ -284,10 +284,10 @@ class ModelFacts:
           ValueError: one of them is not as it must be.
         """
 
-        def first(model, batch):
-            return model.first(batch, self.at(batch))
+        def first(model, batch, **draws):
+            return model.first(batch, self.at(batch, **draws))
 
-        x = _traced("first", first, self.model, self.block)
+        x = _traced_twice("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
         shapes, layers, of_layers = [x], list[Any](), list[Any]()
         for number, kind in enumerate(self.kind_of):
@@ -302,11 +302,11 @@ class ModelFacts:
         dims = ("time", self.num_steps or 1), ("rows", self.batch_size)
         padding = Padding(shapes, dict(dims[not self.time_major :]))
 
-        def last(model, y, batch):
-            sums = model.last(y, batch, self.at(batch))
+        def last(model, y, batch, **draws):
+            sums = model.last(y, batch, self.at(batch, **draws))
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
-        sums = _traced("last", last, self.model, shapes[-1], self.block)
+        sums = _traced_twice("last", last, self.model, shapes[-1], self.block)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
@@ -382,10 +382,10 @@ class ModelFacts:
             )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
-        def predict(model, y, batch):
-            return self.predicted(model.predict(y, batch, self.at(batch)))
+        def predict(model, y, batch, **draws):
+            return self.predicted(model.predict(y, batch, self.at(batch, **draws)))
 
-        found = _traced("predict", predict, self.model, self.traces.y, self.block)
+        found = _traced_twice("predict", predict, self.model, self.traces.y, self.block)
         sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
         for key, output in found.items():
             if list(output.shape[: len(sizes)]) != sizes:
@@ -482,13 +482,13 @@ class ModelFacts:
             def begin(layer):
                 return layer.initial_carry(self.batch_size)
 
-            carry = _traced(f"layer {name}", begin, layer)
+            carry, _ = _traced(f"layer {name}", begin, layer)
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
 
-        def call(layer, carry, x, batch):
-            return called(name, layer, carry, x, self.at(batch))
+        def call(layer, carry, x, batch, **draws):
+            return called(name, layer, carry, x, self.at(batch, **draws))
 
-        after, y, *sums = _traced(f"layer {name}", call, layer, carry, x, self.block)
+        after, y, *sums = _traced_twice(f"layer {name}", call, layer, carry, x, self.block)
         check_floats(f"layer {name}: its output", y, WHY_FLOATS)
         check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
         graphdef, state = nnx.split(layer)
@@ -636,11 +636,28 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
     return rows.pop(), max(steps, default=1)
 
 
-def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
-    """The shapes that `call(module, *args)` gives, of shapes; the module must keep its variables.
+def _traced_twice(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """The shapes that `call(module, *args)` gives; what draws is traced with draws=False as well.
 
     Raises:
-      ValueError: the call changes a variable of the module, or adds one.
+      ValueError: as of `_traced`; or it fails where nothing is drawn, as in evaluation.
+    """
+    out, program = _traced(what, call, module, *args)
+    names = {eqn.primitive.name for eqn in equations_in(program.jaxpr)}
+    if any(name.startswith("random_") for name in names - {"random_seed"}):
+        _traced(what, functools.partial(call, draws=False), module, *args, has_key=False)
+    return out
+
+
+def _traced(
+    what: str, call: Callable[..., Any], module: Any, *args: Any, has_key: bool = True
+) -> tuple[Any, Any]:
+    """The shapes that `call(module, *args)` gives, of shapes, and its program.
+
+    Args:
+      has_key: whether the call has an `at.key`.
+    Raises:
+      ValueError: the call changes a variable of the module, or adds one, or it does what no part can do.
     """
     graphdef, state = nnx.split(module)
 
@@ -648,9 +665,8 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
         own = nnx.merge(graphdef, state)
         return call(own, *args), nnx.state(own)
 
-    program, (out, after) = named(
-        what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
-    )
+    trace = jax.make_jaxpr(run, return_shape=True)
+    program, (out, after) = named(what, lambda: trace(state, *args), has_key=has_key)
     if any(eqn.primitive.name == "ppermute" for eqn in equations_in(program.jaxpr)):
         raise ValueError(
             f"{what} uses ppermute: stages run it in branches, where it would exchange with another stage "
@@ -670,11 +686,15 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
             f"times in a step, in an order that the schedule decides; keep what lasts from step to step in "
             f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
         )
-    return out
+    return out, program
 
 
-def named(what: str, trace: Callable[[], Any]) -> Any:
-    """What a trace gives; its errors name the part of the model, and where they can the remedy."""
+def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
+    """What a trace gives; its errors name the part of the model, and where they can the remedy.
+
+    Args:
+      has_key: False if the same went well with an `at.key`.
+    """
     try:
         return trace()
     except NameError as error:
@@ -686,15 +706,24 @@ def named(what: str, trace: Callable[[], Any]) -> Any:
             f'your own, which the task names: axes = ("context",)'
         ) from error
     except Exception as error:
+        where = _at(what, place_of_error(error))
         for kind, text, does, use in _NEEDS_VALUES:
             if isinstance(error, kind) and text in str(error):
-                told = ValueError(
-                    f"{_at(what, place_of_error(error))} {does}; while it is traced, once for all batches, "
-                    f"arrays have no values, at.layer, at.time and at.row among them; use {use}"
+                told = (
+                    f"{where} {does}; while it is traced, once for all batches, arrays have no values, "
+                    f"at.layer, at.time and at.row among them; use {use}"
                 )
-                raise told.with_traceback(error.__traceback__) from None
-        error.add_note(f"in {what} of the model, traced by itself")
-        raise
+                break
+        else:
+            if has_key or not isinstance(error, TypeError | AttributeError):
+                error.add_note(f"in {what} of the model, traced by itself")
+                raise
+            told = (
+                f"{where} needs at.key, and that is None where nothing is drawn, in evaluation and in "
+                f"predictions ({type(error).__name__}: {' '.join(str(error).split())}); use "
+                f"jaxpar.nn.dropout(x, rate, at), or draw only if at.key is not None"
+            )
+        raise ValueError(told).with_traceback(error.__traceback__) from None
 
 
 def _at(what: str, place: str) -> str:

@@ -389,11 +389,44 @@ MISTAKES = {
         layer_that(lambda c, x, at: (c, x + x[x > 0].sum())),
         rf"layer wrong \({HERE}\) takes as many elements as a mask has.* use jnp.where\(mask, x, 0\)",
     ),
+    "a key that evaluation has not": (
+        layer_that(lambda c, x, at: (c, x + jax.random.normal(at.key, x.shape))),
+        rf"layer wrong \({HERE}\) needs at.key, .* None where nothing is drawn, .* use jaxpar.nn.dropout",
+    ),
+    "a key made of that": (
+        layer_that(lambda c, x, at: (c, x + jax.random.normal(jax.random.fold_in(at.key, 1)))),
+        rf"layer wrong \({HERE}\) needs at.key, .* or draw only if at.key is not None",
+    ),
+    "another mistake where nothing is drawn": (
+        layer_that(lambda c, x, at: (c, nn.dropout(x, 0.1, at)) if at.key is not None else x),
+        "layer wrong returns an array of shape .* return \\(carry, y\\)",
+    ),
     "a random stream": (
         lambda rngs: jaxpar.nn.Stateless(nnx.Dropout(0.5, rngs=rngs)),
         r"layer Stateless has module.rngs.count, a RngCount, which its calls change",
     ),
 }
+
+
+def test_what_draws_may_ask_for_its_key_and_predictions_have_none():
+    """`first` that asks runs in evaluation; `predict` that does not ask is refused."""
+
+    class Draws(Regression):
+        def first(self, batch, at):
+            x = super().first(batch, at)
+            return x if at.key is None else x + jax.random.normal(at.key, x.shape)
+
+        def predict(self, y, batch, at):
+            return {"y": y + jax.random.normal(at.key, y.shape)}
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            return Draws(self.kinds, rngs=rngs)
+
+    facts = ModelFacts.of(Task())
+    assert facts.traces.sums.loss.shape == ()
+    with pytest.raises(ValueError, match=rf"predict \({HERE}\) needs at.key"):
+        _ = facts.outputs
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
