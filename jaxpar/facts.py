@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR, TIME
+from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
@@ -30,7 +30,7 @@ from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
-from jaxpar.trace.places import place_of_error
+from jaxpar.trace.mistakes import check_equations, why_refused
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -667,12 +667,7 @@ def _traced(
 
     trace = jax.make_jaxpr(run, return_shape=True)
     program, (out, after) = named(what, lambda: trace(state, *args), has_key=has_key)
-    if any(eqn.primitive.name == "ppermute" for eqn in equations_in(program.jaxpr)):
-        raise ValueError(
-            f"{what} uses ppermute: stages run it in branches, where it would exchange with another stage "
-            f"and give other numbers without an error; use all_gather or all_to_all, which send no more "
-            f"than a ring of them"
-        )
+    check_equations(what, equations_in(program.jaxpr))
     jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
@@ -697,75 +692,8 @@ def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
     """
     try:
         return trace()
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise ValueError(
-            f"{what} uses a collective of its own ({error}); the engine alone exchanges along "
-            f"{DATA!r} and {STAGE!r}, and the compiler along {TENSOR!r}: leave it out, or use an axis of "
-            f'your own, which the task names: axes = ("context",)'
-        ) from error
     except Exception as error:
-        where = _at(what, place_of_error(error))
-        for kind, text, does, use in _NEEDS_VALUES:
-            if isinstance(error, kind) and text in str(error):
-                told = (
-                    f"{where} {does}; while it is traced, once for all batches, arrays have no values, "
-                    f"at.layer, at.time and at.row among them; use {use}"
-                )
-                break
-        else:
-            if has_key or not isinstance(error, TypeError | AttributeError):
-                error.add_note(f"in {what} of the model, traced by itself")
-                raise
-            told = (
-                f"{where} needs at.key, and that is None where nothing is drawn, in evaluation and in "
-                f"predictions ({type(error).__name__}: {' '.join(str(error).split())}); use "
-                f"jaxpar.nn.dropout(x, rate, at), or draw only if at.key is not None"
-            )
-        raise ValueError(told).with_traceback(error.__traceback__) from None
-
-
-def _at(what: str, place: str) -> str:
-    return f"{what} ({place})" if place else what
-
-
-# What JAX raises where Python asks for the values of a traced array, and a part of its text; what was done,
-# and what to use.
-_BRANCHES = (
-    "decides in Python (`if`, `while`, `and`, `or`) by an array",
-    "jnp.where(condition, a, b), or jax.lax.cond where only one of both is to be computed",
-)
-_COUNTS = (
-    "counts in Python by an array, as in range(n) or parts[n]",
-    "jax.lax.fori_loop for a loop, and jnp.stack(parts)[n] for one of a list",
-)
-_TO_PYTHON = (
-    "makes a number of Python of an array: by float, int or .item(), or as a size",
-    "the array itself, in another type by x.astype(int), and for sizes those in x.shape",
-)
-_NEEDS_VALUES = (
-    (jax.errors.TracerBoolConversionError, "", *_BRANCHES),
-    (ValueError, "truth value of an array", *_BRANCHES),
-    (jax.errors.TracerIntegerConversionError, "", *_COUNTS),
-    (TypeError, "scalar arrays can be converted to", *_TO_PYTHON),
-    (
-        jax.errors.TracerArrayConversionError,
-        "",
-        "gives an array to NumPy",
-        "the function of jax.numpy: jnp, not np",
-    ),
-    (
-        jax.errors.NonConcreteBooleanIndexError,
-        "",
-        "takes as many elements as a mask has, as in x[mask]",
-        "jnp.where(mask, x, 0)",
-    ),
-    (
-        IndexError,
-        "static",
-        "cuts an array where another one says, as in x[:n]",
-        "jax.lax.dynamic_slice for a part of a known size, or jnp.where for one of another",
-    ),
-    (jax.errors.ConcretizationTypeError, "", *_TO_PYTHON),
-)
+        if (why := why_refused(what, error, has_key=has_key)) is not None:
+            raise ValueError(why).with_traceback(error.__traceback__) from None
+        error.add_note(f"in {what} of the model, traced by itself")
+        raise

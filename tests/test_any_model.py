@@ -313,6 +313,16 @@ def zeros(rows):
     return jnp.zeros((rows, 2))
 
 
+def over_tensor():
+    mesh = jaxpar.MeshConfig(data=2, stage=2, tensor=2).build()
+    return jax.NamedSharding(mesh, P(None, None, "tensor"))
+
+
+def by_shard_map(x):
+    mesh, specs = over_tensor().mesh, P(None, None, "tensor")
+    return jax.shard_map(abs, mesh=mesh, in_specs=specs, out_specs=specs)(x)
+
+
 HERE = r"test_any_model\.py, line \d+"
 MISTAKES = {
     "shape": (
@@ -339,9 +349,37 @@ MISTAKES = {
         layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros((3, 3))),
         r"layer wrong: initial_carry\(16\) has an array of shape \(3, 3\)",
     ),
-    "a collective": (
+    "a collective over stages": (
         layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),
-        r"layer wrong uses a collective of its own .*stage.*leave it out",
+        rf"layer wrong \({HERE}\) uses a collective along 'stage', where the engine alone .* of your own",
+    ),
+    "a collective over rows": (
+        layer_that(lambda c, x, at: (c, x - jax.lax.pmean(x, ("data", "tensor")))),
+        rf"layer wrong \({HERE}\) uses a collective along 'data', where the engine alone exchanges",
+    ),
+    "a collective over tensor": (
+        layer_that(lambda c, x, at: (c, jax.lax.all_gather(x, "tensor", axis=2, tiled=True))),
+        rf"layer wrong \({HERE}\) uses a collective along 'tensor', where the compiler .* at.layout\(x, ",
+    ),
+    "a collective over an unknown axis": (
+        layer_that(lambda c, x, at: (c, x * jax.lax.axis_index("heads"))),
+        rf"layer wrong \({HERE}\) uses a collective along 'heads', .* write axes = \(\"heads\",\)",
+    ),
+    "a shard_map": (
+        layer_that(lambda c, x, at: (c, jax.jit(jax.checkpoint(by_shard_map))(x))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(shard_map over 'tensor'\).* at.layout\(x",
+    ),
+    "a shard_map of no mesh": (
+        layer_that(lambda c, x, at: (c, jax.shard_map(abs, in_specs=P(), out_specs=P())(x))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(by shard_map.*Axes of your own",
+    ),
+    "a sharding": (
+        layer_that(lambda c, x, at: (c, jax.lax.with_sharding_constraint(x, over_tensor()))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(sharding_constraint over 'tensor'\)",
+    ),
+    "a sharding of no mesh": (
+        layer_that(lambda c, x, at: (c, jax.lax.with_sharding_constraint(x, P("tensor")))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own",
     ),
     "a branch in Python": (
         layer_that(lambda c, x, at: (c, x if x.sum() > 0 else -x)),
