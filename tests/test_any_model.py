@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models import MAKERS, WIDTH, Dense, Regress, Regression
+from models import MAKERS, WIDTH, Dense, Regress, Regression, draw
 from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
@@ -630,16 +630,18 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
 
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     class Gates(nnx.Module):
-        def __init__(self, *, rngs):
-            self.w = named_param(jnp.ones((16, 32)), ("input", "hidden"))
+        def __init__(self, whole, *, rngs):
+            self.whole, self.w = whole, named_param(draw(rngs, 16, 32), ("input", "hidden"))
 
         def __call__(self, carry, x, at):
-            a, b = jnp.split(x @ self.w[...], 2, axis=-1)  # each is on one half of the devices
+            z = x @ self.w[...]
+            z = at.layout(z, None, "batch", None) if self.whole else z
+            a, b = jnp.split(z, 2, axis=-1)  # each is on one half of the devices, unless z is whole
             return carry, jnp.tanh(a) * nnx.sigmoid(b)
 
     class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = Stack([lambda rngs: Gates(rngs=rngs)] * 2, rngs=rngs)
+        def __init__(self, whole, rngs):
+            self.layers = Stack([lambda rngs: Gates(whole, rngs=rngs)] * 2, rngs=rngs)
 
         def first(self, batch, at):
             return jnp.ones((*batch["x"].shape[:2], 16))
@@ -647,14 +649,19 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
         def last(self, y, batch, at):
             return Sums(jnp.sum(y), jnp.float32(y.size))
 
+    @dataclasses.dataclass(frozen=True)
     class Task(Regress):
+        whole: bool = False
+
         def make_model(self, rngs):
-            return Model(rngs)
+            return Model(self.whole, rngs)
 
     task, parallel = Task(), Parallel(on_devices((1, 2, 2)))
     state, batch = init_state(task, parallel), task.make_batches("train", 0).batch(0)
     refused = functools.partial(
-        pytest.raises, ValueError, match="between the devices of 'tensor' within a unit"
+        pytest.raises,
+        ValueError,
+        match=rf"between the devices of 'tensor' within a unit's work, at split \({HERE}\)",
     )
     for make_step in (make_train_step, value_and_grad):
         with refused():
@@ -662,6 +669,7 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     program = jax.jit(make_loss_and_grad(Setup.of(task, parallel))).lower(state, batch).compile()
     with refused():
         check_program(program)
+    assert_same(Task(whole=True), parallel)  # as the message says
 
 
 def test_stages_need_layers_and_a_sharded_head_needs_a_method():
