@@ -163,6 +163,12 @@ def test_the_order_of_many_rows_is_not_held(seed):
         tracemalloc.stop()
 
 
+def test_lists_are_taken_as_arrays():
+    batch = ArrayBatches({"x": [[1, 2], [3, 4], [5, 6]], "y": (1.0, 2.0, 3.0)}, 2).batch(0)
+    np.testing.assert_array_equal(batch["x"], [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(batch["y"], [1, 2])
+
+
 # Evaluation.
 
 
