@@ -22,6 +22,7 @@ from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
+from jaxpar.data.batches import check_numbers
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, says
 from jaxpar.pipeline.placement import PartCosts, Passes
@@ -69,6 +70,7 @@ class ModelFacts:
       platform: that computes, which layers may ask (`At.on_cpu`).
       batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
         steps (None if the model has no time).
+      rounded: the names of its arrays that are float64 and that devices have as float32.
       time_major: of the model.
       model: of shapes, as the task makes it, its layers not yet in their slots.
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
@@ -83,7 +85,9 @@ class ModelFacts:
         """
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
-        self.batch = _example_of(task)
+        example = _example_of(task)
+        self.batch = jax.tree.map(shape_of, example)
+        self.rounded = _rounded(example)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
@@ -551,7 +555,7 @@ def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
 
 
 def _example_of(task: Task) -> Any:
-    """The shapes of a batch, as users have it."""
+    """A batch, as users have it."""
     _check_method(f"task {task.name}", task, "make_model", "rngs")
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
     batch = task.example_batch()
@@ -562,7 +566,17 @@ def _example_of(task: Task) -> Any:
                 f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
                 f"numbers: classes and words as int32 ids"
             )
-    return jax.tree.map(shape_of, batch)
+    check_numbers(batch)
+    return batch
+
+
+def _rounded(batch: Any) -> tuple[str, ...]:
+    """The names of arrays of float64 that JAX takes as float32."""
+    return tuple(
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in jax.tree.leaves_with_path(batch)
+        if np.ndim(leaf) and leaf.dtype == np.float64 != shape_of(leaf).dtype
+    )
 
 
 def _checked_model(task: Task, make: Callable[[], Any]) -> Any:

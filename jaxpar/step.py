@@ -17,6 +17,7 @@ from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.data.batches import check_numbers
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
@@ -74,10 +75,11 @@ class CompiledStep:
         Raises:
           ValueError: the state is of another mesh. The model mixes rows of a batch that is divided. The batch
             is not as the task's example: other arrays, other sizes, more time steps, or fewer where the task
-            has batches of one length; or it has values that the task refuses.
+            has batches of one length; or it has values that the task refuses, or devices cannot hold.
         """
         self._check_state(state)
         check_batch_shape(self._layout, batch)
+        check_numbers(batch)
         leaves = jax.tree.leaves(batch)
         if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
             self._layout.task.check_batch(jax.device_get(batch))

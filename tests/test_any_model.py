@@ -24,6 +24,7 @@ from test_equivalence import assert_close, by_layer, full, on_devices
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.config import TrainConfig
+from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import place_batch
 from jaxpar.facts import ModelFacts
 from jaxpar.nn import named_param
@@ -37,6 +38,7 @@ from jaxpar.step import (
     value_and_grad,
 )
 from jaxpar.task import Settings
+from jaxpar.training.summary import summarize
 
 pytestmark = pytest.mark.law
 
@@ -670,6 +672,48 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     with refused():
         check_program(program)
     assert_same(Task(whole=True), parallel)  # as the message says
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered(Regress):
+    """With a whole number and one of floating point of 64 bits for each step."""
+
+    largest: int = 0
+    split: str = "train"
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        batches.arrays["id"] = np.full(batches.length, self.largest if split == self.split else 5)
+        batches.arrays["wide"] = np.ones(batches.length)
+        return batches
+
+
+def test_whole_numbers_that_devices_cannot_hold_are_refused(tmp_path):
+    whole = r"batch\['id'\] has 2147483648, .* on devices, where it is int32; use ids .* or JAX_ENABLE_X64=1"
+    with pytest.raises(ValueError, match=whole):
+        init_state(Numbered(largest=2**31))
+    train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=f"split 'test': {whole}"):
+        jaxpar.fit(Numbered(largest=2**31, split="test"), "dp1", train, quiet=True)
+    assert not (tmp_path / "run").exists()
+    task, one = Numbered(largest=2**31 - 1), Parallel(on_devices((1, 1, 1)))
+    batch = task.make_batches("train", 0).batch(0)
+    state, step = init_state(task, one), make_train_step(task, one)
+    with pytest.raises(ValueError, match=r"batch\['id'\] has -2147483649"):
+        step(state, {**batch, "id": -batch["id"] - 2})
+    later = ArrayBatches({"id": np.array([1, 2, 2**63], np.uint64)}, 2)
+    where = jax.NamedSharding(one.mesh.build(), P())
+    np.testing.assert_array_equal(place_batch(later, 0, where)["id"], [1, 2])
+    with pytest.raises(ValueError, match=r"has 9223372036854775808, .* is uint32"):
+        place_batch(later, 1, where)
+    with jax.enable_x64(True):
+        assert int(place_batch(later, 1, where)["id"][0]) == 2**63
+
+
+def test_the_table_says_what_loses_digits():
+    facts = dict(summarize(Setup.of(Numbered(), Parallel(on_devices((1, 1, 1))))))
+    assert facts["numbers"] == "float64 in wide: computed as float32, as JAX_ENABLE_X64 is off"
+    assert "numbers" not in dict(summarize(Setup.of(Regress(), Parallel(on_devices((1, 1, 1))))))
 
 
 def test_stages_need_layers_and_a_sharded_head_needs_a_method():
