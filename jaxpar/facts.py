@@ -16,12 +16,13 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TENSOR, TIME
+from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
+from jaxpar.data.batches import check_numbers
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, run_layer, says
 from jaxpar.pipeline.placement import PartCosts, Passes
@@ -30,6 +31,7 @@ from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
+from jaxpar.trace.mistakes import check_equations, why_refused
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -68,6 +70,7 @@ class ModelFacts:
       platform: that computes, which layers may ask (`At.on_cpu`).
       batch: `ShapeDtypeStruct`s of a batch, as users have it; `batch_size` its rows, `num_steps` its time
         steps (None if the model has no time).
+      rounded: the names of its arrays that are float64 and that devices have as float32.
       time_major: of the model.
       model: of shapes, as the task makes it, its layers not yet in their slots.
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
@@ -82,7 +85,9 @@ class ModelFacts:
         """
         self.task, self.platform = task, platform
         task.rules.check_axes(f"axes of task {task.name}", (*MESH_AXES, *task.axes))
-        self.batch = _example_of(task)
+        example = _example_of(task)
+        self.batch = jax.tree.map(shape_of, example)
+        self.rounded = _rounded(example)
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
@@ -126,10 +131,10 @@ class ModelFacts:
             lambda a: a.swapaxes(0, 1) if jnp.ndim(a) > 1 else jnp.asarray(a), batch
         )
 
-    def at(self, batch: Any) -> At:
-        """Of a whole batch, for tracing."""
+    def at(self, batch: Any, *, draws: bool = True) -> At:
+        """Of a whole batch, for tracing; with a key as in training, or without one."""
         zero = jnp.int32(0)
-        key = jax.random.key(0)
+        key = jax.random.key(0) if draws else None
         return At(
             *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
         )
@@ -290,10 +295,10 @@ class ModelFacts:
           ValueError: one of them is not as it must be.
         """
 
-        def first(model, batch):
-            return model.first(batch, self.at(batch))
+        def first(model, batch, **draws):
+            return model.first(batch, self.at(batch, **draws))
 
-        x = _traced("first", first, self.model, self.block)
+        x = _traced_twice("first", first, self.model, self.block)
         check_floats("what `first` gives", x, WHY_FLOATS)
         shapes, layers, of_layers = [x], list[Any](), list[Any]()
         for number, kind in enumerate(self.kind_of):
@@ -308,11 +313,11 @@ class ModelFacts:
         dims = ("time", self.num_steps or 1), ("rows", self.batch_size)
         padding = Padding(shapes, dict(dims[not self.time_major :]))
 
-        def last(model, y, batch):
-            sums = model.last(y, batch, self.at(batch))
+        def last(model, y, batch, **draws):
+            sums = model.last(y, batch, self.at(batch, **draws))
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
-        sums = _traced("last", last, self.model, shapes[-1], self.block)
+        sums = _traced_twice("last", last, self.model, shapes[-1], self.block)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
@@ -388,10 +393,10 @@ class ModelFacts:
             )
         _check_method(f"model {name}", self.model, "predict", "y", "batch", "at")
 
-        def predict(model, y, batch):
-            return self.predicted(model.predict(y, batch, self.at(batch)))
+        def predict(model, y, batch, **draws):
+            return self.predicted(model.predict(y, batch, self.at(batch, **draws)))
 
-        found = _traced("predict", predict, self.model, self.traces.y, self.block)
+        found = _traced_twice("predict", predict, self.model, self.traces.y, self.block)
         sizes = [self.num_steps, self.batch_size] if self.time_major else [self.batch_size]
         for key, output in found.items():
             if list(output.shape[: len(sizes)]) != sizes:
@@ -488,13 +493,13 @@ class ModelFacts:
             def begin(layer):
                 return layer.initial_carry(self.batch_size)
 
-            carry = _traced(f"layer {name}", begin, layer)
+            carry, _ = _traced(f"layer {name}", begin, layer)
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
 
-        def call(layer, carry, x, batch):
-            return run_layer(name, layer, carry, x, self.at(batch))
+        def call(layer, carry, x, batch, **draws):
+            return run_layer(name, layer, carry, x, self.at(batch, **draws))
 
-        after, y, *sums = _traced(f"layer {name}", call, layer, carry, x, self.block)
+        after, y, *sums = _traced_twice(f"layer {name}", call, layer, carry, x, self.block)
         check_floats(f"layer {name}: its output", y, WHY_FLOATS)
         check_same(f"layer {name}: the carry that it returns", after, "the one it takes", carry)
         graphdef, state = nnx.split(layer)
@@ -546,7 +551,7 @@ def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
 
 
 def _example_of(task: Task) -> Any:
-    """The shapes of a batch, as users have it."""
+    """A batch, as users have it."""
     _check_method(f"task {task.name}", task, "make_model", "rngs")
     _check_method(f"task {task.name}", task, "make_batches", "split", "seed")
     batch = task.example_batch()
@@ -557,7 +562,17 @@ def _example_of(task: Task) -> Any:
                 f"batch{jax.tree_util.keystr(path)} of task {task.name} is an array of {dtype}; give "
                 f"numbers: classes and words as int32 ids"
             )
-    return jax.tree.map(shape_of, batch)
+    check_numbers(batch)
+    return batch
+
+
+def _rounded(batch: Any) -> tuple[str, ...]:
+    """The names of arrays of float64 that JAX takes as float32."""
+    return tuple(
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, leaf in jax.tree.leaves_with_path(batch)
+        if np.ndim(leaf) and leaf.dtype == np.float64 != shape_of(leaf).dtype
+    )
 
 
 def _checked_model(task: Task, make: Callable[[], Any]) -> Any:
@@ -631,11 +646,28 @@ def _sizes_of(task: Task, batch: Any, time_major: bool) -> tuple[int, int | None
     return rows.pop(), max(steps, default=1)
 
 
-def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
-    """The shapes that `call(module, *args)` gives, of shapes; the module must keep its variables.
+def _traced_twice(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any:
+    """The shapes that `call(module, *args)` gives; what draws is traced with draws=False as well.
 
     Raises:
-      ValueError: the call changes a variable of the module, or adds one.
+      ValueError: as of `_traced`; or it fails where nothing is drawn, as in evaluation.
+    """
+    out, program = _traced(what, call, module, *args)
+    names = {eqn.primitive.name for eqn in equations_in(program.jaxpr)}
+    if any(name.startswith("random_") for name in names - {"random_seed"}):
+        _traced(what, functools.partial(call, draws=False), module, *args, has_key=False)
+    return out
+
+
+def _traced(
+    what: str, call: Callable[..., Any], module: Any, *args: Any, has_key: bool = True
+) -> tuple[Any, Any]:
+    """The shapes that `call(module, *args)` gives, of shapes, and its program.
+
+    Args:
+      has_key: whether the call has an `at.key`.
+    Raises:
+      ValueError: the call changes a variable of the module, or adds one, or it does what no part can do.
     """
     graphdef, state = nnx.split(module)
 
@@ -643,15 +675,9 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
         own = nnx.merge(graphdef, state)
         return call(own, *args), nnx.state(own)
 
-    program, (out, after) = named(
-        what, lambda: jax.make_jaxpr(run, return_shape=True)(state, *args)
-    )
-    if any(eqn.primitive.name == "ppermute" for eqn in equations_in(program.jaxpr)):
-        raise ValueError(
-            f"{what} uses ppermute: stages run it in branches, where it would exchange with another stage "
-            f"and give other numbers without an error; use all_gather or all_to_all, which send no more "
-            f"than a ring of them"
-        )
+    trace = jax.make_jaxpr(run, return_shape=True)
+    program, (out, after) = named(what, lambda: trace(state, *args), has_key=has_key)
+    check_equations(what, equations_in(program.jaxpr))
     jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
     before = dict(zip(names, jaxpr.invars[: len(names)], strict=True))
@@ -665,21 +691,19 @@ def _traced(what: str, call: Callable[..., Any], module: Any, *args: Any) -> Any
             f"times in a step, in an order that the schedule decides; keep what lasts from step to step in "
             f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
         )
-    return out
+    return out, program
 
 
-def named(what: str, trace: Callable[[], Any]) -> Any:
-    """What a trace gives; its errors get a note with a name."""
+def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
+    """What a trace gives; its errors name the part of the model, and where they can the remedy.
+
+    Args:
+      has_key: False if the same went well with an `at.key`.
+    """
     try:
         return trace()
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise ValueError(
-            f"{what} uses a collective of its own ({error}); the engine alone exchanges along "
-            f"{DATA!r} and {STAGE!r}, and the compiler along {TENSOR!r}: leave it out, or use an axis of "
-            f'your own, which the task names: axes = ("context",)'
-        ) from error
     except Exception as error:
+        if (why := why_refused(what, error, has_key=has_key)) is not None:
+            raise ValueError(why).with_traceback(error.__traceback__) from None
         error.add_note(f"in {what} of the model, traced by itself")
         raise

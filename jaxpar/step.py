@@ -17,6 +17,7 @@ from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.data.batches import check_numbers
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
@@ -28,14 +29,16 @@ from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task
+from jaxpar.trace.places import place_of_instruction
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
 _PERMUTE_OF_A_UNIT = re.compile(
     r' collective-permute(?:-start)?\(.*op_name="[^"]*/while/body/[^"]*?'
     r'(?:cond/branch_\d+_fun|(?:forward|backward|weights\d)/while/body)/([^"]*)"'
+    r"(?:.* stack_frame_id=(\d+))?"
 )
-_STRUCTURE = re.compile(r"(while|body|closed_call|(transpose\()?jvp\(\)\)?)/")
+_STRUCTURE = re.compile(r"(while|body|closed_call|eval_jaxpr|(transpose\()?jvp\(\)\)?)/")
 
 
 class Metrics(NamedTuple):
@@ -72,10 +75,11 @@ class CompiledStep:
         Raises:
           ValueError: the state is of another mesh. The model mixes rows of a batch that is divided. The batch
             is not as the task's example: other arrays, other sizes, more time steps, or fewer where the task
-            has batches of one length; or it has values that the task refuses.
+            has batches of one length; or it has values that the task refuses, or devices cannot hold.
         """
         self._check_state(state)
         check_batch_shape(self._layout, batch)
+        check_numbers(batch)
         leaves = jax.tree.leaves(batch)
         if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
             self._layout.task.check_batch(jax.device_get(batch))
@@ -365,13 +369,19 @@ def check_program(program: jax.stages.Compiled) -> None:
     Raises:
       ValueError: a unit's work contains an exchange that all stages must take part in: it would wait forever.
     """
-    if found := _PERMUTE_OF_A_UNIT.search(program.as_text() or ""):
-        where = _STRUCTURE.sub("", found[1])
+    text = program.as_text() or ""
+    places = {}  # those of lines of the user's first
+    for found in _PERMUTE_OF_A_UNIT.finditer(text):
+        operation = _STRUCTURE.sub("", found[1])
+        place = place_of_instruction(text, int(found[2] or 0))
+        places.setdefault(not place, f"{operation} ({place})" if place else operation)
+    if places:
         raise ValueError(
-            f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's "
-            f"work, at {where}; all stages would have to take part in that, and wait forever. An array "
-            f"is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut (such as "
-            f"gates or heads) a dim of its own, as in [input, gates, hidden], or use tensor=1 or stage=1"
+            f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's work, "
+            f"at {places[min(places)]}; all stages would have to take part in that, and wait forever. "
+            f"An array is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut "
+            f"(such as gates or heads) a dim of its own, as in [input, gates, hidden], or have all of it on "
+            f'each device before the cut, at.layout(x, None, "batch", None), or use tensor=1 or stage=1'
         )
 
 

@@ -18,12 +18,13 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from models import MAKERS, WIDTH, Dense, Regress, Regression
+from models import MAKERS, WIDTH, Dense, Regress, Regression, draw
 from test_equivalence import assert_close, by_layer, full, on_devices
 
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.config import TrainConfig
+from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import place_batch
 from jaxpar.facts import ModelFacts
 from jaxpar.nn import named_param
@@ -37,6 +38,7 @@ from jaxpar.step import (
     value_and_grad,
 )
 from jaxpar.task import Settings
+from jaxpar.training.summary import summarize
 
 pytestmark = pytest.mark.law
 
@@ -313,6 +315,17 @@ def zeros(rows):
     return jnp.zeros((rows, 2))
 
 
+def over_tensor():
+    mesh = jaxpar.MeshConfig(data=2, stage=2, tensor=2).build()
+    return jax.NamedSharding(mesh, P(None, None, "tensor"))
+
+
+def by_shard_map(x):
+    mesh, specs = over_tensor().mesh, P(None, None, "tensor")
+    return jax.shard_map(abs, mesh=mesh, in_specs=specs, out_specs=specs)(x)
+
+
+HERE = r"test_any_model\.py, line \d+"
 MISTAKES = {
     "shape": (
         layer_that(lambda c, x, at: (c, x[..., :8])),
@@ -338,15 +351,122 @@ MISTAKES = {
         layer_that(lambda c, x, at: (c, x), lambda rows: jnp.zeros((3, 3))),
         r"layer wrong: initial_carry\(16\) has an array of shape \(3, 3\)",
     ),
-    "a collective": (
+    "a collective over stages": (
         layer_that(lambda c, x, at: (c, jax.lax.psum(x, "stage"))),
-        r"layer wrong uses a collective of its own .*stage.*leave it out",
+        rf"layer wrong \({HERE}\) uses a collective along 'stage', where the engine alone .* of your own",
+    ),
+    "a collective over rows": (
+        layer_that(lambda c, x, at: (c, x - jax.lax.pmean(x, ("data", "tensor")))),
+        rf"layer wrong \({HERE}\) uses a collective along 'data', where the engine alone exchanges",
+    ),
+    "a collective over tensor": (
+        layer_that(lambda c, x, at: (c, jax.lax.all_gather(x, "tensor", axis=2, tiled=True))),
+        rf"layer wrong \({HERE}\) uses a collective along 'tensor', where the compiler .* at.layout\(x, ",
+    ),
+    "a collective over an unknown axis": (
+        layer_that(lambda c, x, at: (c, x * jax.lax.axis_index("heads"))),
+        rf"layer wrong \({HERE}\) uses a collective along 'heads', .* write axes = \(\"heads\",\)",
+    ),
+    "a shard_map": (
+        layer_that(lambda c, x, at: (c, jax.jit(jax.checkpoint(by_shard_map))(x))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(shard_map over 'tensor'\).* at.layout\(x",
+    ),
+    "a shard_map of no mesh": (
+        layer_that(lambda c, x, at: (c, jax.shard_map(abs, in_specs=P(), out_specs=P())(x))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(by shard_map.*Axes of your own",
+    ),
+    "a sharding": (
+        layer_that(lambda c, x, at: (c, jax.lax.with_sharding_constraint(x, over_tensor()))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own \(sharding_constraint over 'tensor'\)",
+    ),
+    "a sharding of no mesh": (
+        layer_that(lambda c, x, at: (c, jax.lax.with_sharding_constraint(x, P("tensor")))),
+        rf"layer wrong \({HERE}\) asks for a mesh of its own",
+    ),
+    "a branch in Python": (
+        layer_that(lambda c, x, at: (c, x if x.sum() > 0 else -x)),
+        rf"layer wrong \({HERE}\) decides in Python .*; use jnp.where\(condition, a, b\), or jax.lax.cond",
+    ),
+    "a branch by the layer's number": (
+        layer_that(lambda c, x, at: (c, x if at.layer else -x)),
+        rf"layer wrong \({HERE}\) decides in Python .* at.layer, at.time and at.row among them",
+    ),
+    "a branch in a loop": (
+        layer_that(
+            lambda c, x, at: jax.lax.scan(lambda c, x: (c, x if x[0, 0] > 0 else -x), c, x), zeros
+        ),
+        rf"layer wrong \({HERE}\) decides in Python",
+    ),
+    "a branch by many numbers": (
+        layer_that(lambda c, x, at: (c, x if x > 0 else -x)),
+        rf"layer wrong \({HERE}\) decides in Python",
+    ),
+    "many numbers of Python": (
+        layer_that(lambda c, x, at: (c, float(x) + x)),
+        rf"layer wrong \({HERE}\) makes a number of Python of an array",
+    ),
+    "a number of Python": (
+        layer_that(lambda c, x, at: (c, x / float(x.max()))),
+        rf"layer wrong \({HERE}\) makes a number of Python of an array.* use the array itself",
+    ),
+    "an item": (
+        layer_that(lambda c, x, at: (c, x / x.max().item())),
+        rf"layer wrong \({HERE}\) makes a number of Python of an array",
+    ),
+    "a loop of Python": (
+        layer_that(lambda c, x, at: (c, sum(x for _ in range(at.time)))),
+        rf"layer wrong \({HERE}\) counts in Python by an array.* use jax.lax.fori_loop",
+    ),
+    "a slice": (
+        layer_that(lambda c, x, at: (c, x.at[: at.row].set(0))),
+        rf"layer wrong \({HERE}\) cuts an array where another one says.* use jax.lax.dynamic_slice",
+    ),
+    "NumPy": (
+        layer_that(lambda c, x, at: (c, x + np.asarray(x))),
+        rf"layer wrong \({HERE}\) gives an array to NumPy; .* use the function of jax.numpy",
+    ),
+    "a mask": (
+        layer_that(lambda c, x, at: (c, x + x[x > 0].sum())),
+        rf"layer wrong \({HERE}\) takes as many elements as a mask has.* use jnp.where\(mask, x, 0\)",
+    ),
+    "a key that evaluation has not": (
+        layer_that(lambda c, x, at: (c, x + jax.random.normal(at.key, x.shape))),
+        rf"layer wrong \({HERE}\) needs at.key, .* None where nothing is drawn, .* use jaxpar.nn.dropout",
+    ),
+    "a key made of that": (
+        layer_that(lambda c, x, at: (c, x + jax.random.normal(jax.random.fold_in(at.key, 1)))),
+        rf"layer wrong \({HERE}\) needs at.key, .* or draw only if at.key is not None",
+    ),
+    "another mistake where nothing is drawn": (
+        layer_that(lambda c, x, at: (c, nn.dropout(x, 0.1, at)) if at.key is not None else x),
+        "layer wrong returns an array of shape .* return \\(carry, y\\)",
     ),
     "a random stream": (
         lambda rngs: jaxpar.nn.Stateless(nnx.Dropout(0.5, rngs=rngs)),
         r"layer Stateless has module.rngs.count, a RngCount, which its calls change",
     ),
 }
+
+
+def test_what_draws_may_ask_for_its_key_and_predictions_have_none():
+    """`first` that asks runs in evaluation; `predict` that does not ask is refused."""
+
+    class Draws(Regression):
+        def first(self, batch, at):
+            x = super().first(batch, at)
+            return x if at.key is None else x + jax.random.normal(at.key, x.shape)
+
+        def predict(self, y, batch, at):
+            return {"y": y + jax.random.normal(at.key, y.shape)}
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            return Draws(self.kinds, rngs=rngs)
+
+    facts = ModelFacts.of(Task())
+    assert facts.traces.sums.loss.shape == ()
+    with pytest.raises(ValueError, match=rf"predict \({HERE}\) needs at.key"):
+        _ = facts.outputs
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -512,16 +632,18 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
 
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     class Gates(nnx.Module):
-        def __init__(self, *, rngs):
-            self.w = named_param(jnp.ones((16, 32)), ("input", "hidden"))
+        def __init__(self, whole, *, rngs):
+            self.whole, self.w = whole, named_param(draw(rngs, 16, 32), ("input", "hidden"))
 
         def __call__(self, carry, x, at):
-            a, b = jnp.split(x @ self.w[...], 2, axis=-1)  # each is on one half of the devices
+            z = x @ self.w[...]
+            z = at.layout(z, None, "batch", None) if self.whole else z
+            a, b = jnp.split(z, 2, axis=-1)  # each is on one half of the devices, unless z is whole
             return carry, jnp.tanh(a) * nnx.sigmoid(b)
 
     class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = Stack([lambda rngs: Gates(rngs=rngs)] * 2, rngs=rngs)
+        def __init__(self, whole, rngs):
+            self.layers = Stack([lambda rngs: Gates(whole, rngs=rngs)] * 2, rngs=rngs)
 
         def first(self, batch, at):
             return jnp.ones((*batch["x"].shape[:2], 16))
@@ -529,14 +651,19 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
         def last(self, y, batch, at):
             return Sums(jnp.sum(y), jnp.float32(y.size))
 
+    @dataclasses.dataclass(frozen=True)
     class Task(Regress):
+        whole: bool = False
+
         def make_model(self, rngs):
-            return Model(rngs)
+            return Model(self.whole, rngs)
 
     task, parallel = Task(), Parallel(on_devices((1, 2, 2)))
     state, batch = init_state(task, parallel), task.make_batches("train", 0).batch(0)
     refused = functools.partial(
-        pytest.raises, ValueError, match="between the devices of 'tensor' within a unit"
+        pytest.raises,
+        ValueError,
+        match=rf"between the devices of 'tensor' within a unit's work, at split \({HERE}\)",
     )
     for make_step in (make_train_step, value_and_grad):
         with refused():
@@ -544,6 +671,49 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
     program = jax.jit(make_loss_and_grad(Setup.of(task, parallel))).lower(state, batch).compile()
     with refused():
         check_program(program)
+    assert_same(Task(whole=True), parallel)  # as the message says
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbered(Regress):
+    """With a whole number and one of floating point of 64 bits for each step."""
+
+    largest: int = 0
+    split: str = "train"
+
+    def make_batches(self, split, seed=None):
+        batches = super().make_batches(split, seed)
+        batches.arrays["id"] = np.full(batches.length, self.largest if split == self.split else 5)
+        batches.arrays["wide"] = np.ones(batches.length)
+        return batches
+
+
+def test_whole_numbers_that_devices_cannot_hold_are_refused(tmp_path):
+    whole = r"batch\['id'\] has 2147483648, .* on devices, where it is int32; use ids .* or JAX_ENABLE_X64=1"
+    with pytest.raises(ValueError, match=whole):
+        init_state(Numbered(largest=2**31))
+    train = TrainConfig(num_steps=1, out_dir=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=f"split 'test': {whole}"):
+        jaxpar.fit(Numbered(largest=2**31, split="test"), "dp1", train, quiet=True)
+    assert not (tmp_path / "run").exists()
+    task, one = Numbered(largest=2**31 - 1), Parallel(on_devices((1, 1, 1)))
+    batch = task.make_batches("train", 0).batch(0)
+    state, step = init_state(task, one), make_train_step(task, one)
+    with pytest.raises(ValueError, match=r"batch\['id'\] has -2147483649"):
+        step(state, {**batch, "id": -batch["id"] - 2})
+    later = ArrayBatches({"id": np.array([1, 2, 2**63], np.uint64)}, 2)
+    where = jax.NamedSharding(one.mesh.build(), P())
+    np.testing.assert_array_equal(place_batch(later, 0, where)["id"], [1, 2])
+    with pytest.raises(ValueError, match=r"has 9223372036854775808, .* is uint32"):
+        place_batch(later, 1, where)
+    with jax.enable_x64(True):
+        assert int(place_batch(later, 1, where)["id"][0]) == 2**63
+
+
+def test_the_table_says_what_loses_digits():
+    facts = dict(summarize(Setup.of(Numbered(), Parallel(on_devices((1, 1, 1))))))
+    assert facts["numbers"] == "float64 in wide: computed as float32, as JAX_ENABLE_X64 is off"
+    assert "numbers" not in dict(summarize(Setup.of(Regress(), Parallel(on_devices((1, 1, 1))))))
 
 
 def test_stages_need_layers_and_a_sharded_head_needs_a_method():

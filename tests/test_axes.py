@@ -312,8 +312,8 @@ class Mistyped(Context):
 @pytest.mark.parametrize(
     ("task", "mesh", "message"),
     [
-        (Ringed(), "dp1", "layer ring uses ppermute: stages run it in branches"),
-        (Unnamed(), "dp1", r"layer attention uses a collective of its own .*axes = \(\"context\",\)"),
+        (Ringed(), "dp1", r"layer ring \(test_axes\.py, line \d+\) uses ppermute: stages run it in"),
+        (Unnamed(), "dp1", r"attention \(.*\) uses a collective along 'context', .*axes = \(\"context\",\)"),
         (Mistyped(), "dp1", r"rule 'time' -> \('contxt',\): unknown mesh axis 'contxt'; axes of task Mis"),
         (Context(), "contxt2", "unknown axis 'contxt'; axes of task Context are .*did you mean 'context'"),
         (Context(kinds=("gru",)), "context2", "layer gru goes from step to step: its state would begin"),

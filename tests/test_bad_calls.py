@@ -154,6 +154,20 @@ CALLS = {
     "batches of a list": (lambda m: ArrayBatches([1, 2], 2), r"arrays=\[1, 2\] .*: use a dict of arrays"),
     "batches of nothing": (lambda m: ArrayBatches({}, 2), "give one or more"),
     "batches of a number": (lambda m: ArrayBatches({"x": 3}, 2), r"arrays\['x'\]=3 has no rows"),
+    "batches of unequal sequences": (
+        lambda m: ArrayBatches({"x": [np.zeros(3), np.zeros(5)]}, 2),
+        r"arrays\['x'\] has 2 sequences of unequal lengths \(3, 5\).*PackedBatches, or .*BucketedBatches",
+    ),
+    "a series of unequal sequences": (
+        lambda m: SeriesBatches({"x": [[1] * n for n in range(1, 9)]}, 2, 4),
+        r"8 sequences of unequal lengths \(1, 2, 3, 4, \.\.\.\).* np\.concatenate\(x\), and give their len",
+    ),
+    "a series of unequal sequences as objects": (
+        lambda m: SeriesBatches({"x": np.array([[1], [1, 2]], object)}, 2, 4), "2 sequences of unequal len",
+    ),
+    "batches of unequal pictures": (
+        lambda m: ArrayBatches({"x": [np.zeros((2, 3)), np.zeros((2, 4))]}, 2), "has rows of unequal shapes",
+    ),
     "batches of different rows": (
         lambda m: ArrayBatches({"x": np.zeros(3), "y": np.zeros(4)}, 2), "'x': 3, 'y': 4.*all with the same",
     ),

@@ -1,6 +1,7 @@
 """Batches: streams continue, every target counts once, and rows are the same on every mesh."""
 
 import itertools
+import tracemalloc
 
 import hypothesis
 import jax
@@ -10,9 +11,10 @@ import xxhash
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.data.array import ArrayBatches
+from jaxpar.data.array import HELD, ArrayBatches
 from jaxpar.data.batches import place_batch
 from jaxpar.data.packed import PackedBatches
+from jaxpar.data.shuffle import Shuffle
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.streams import (
     IGNORE,
@@ -94,10 +96,77 @@ def hash_of_ten_batches(batches) -> str:
         (lambda: BucketedText(*LINES, EDGES, 7, starts=STARTS_OF_LINES), "486369274d17a074"),
         (lambda: ArrayBatches({"x": TEXT}, 64, 0), "c21970fcfcc5709f"),
         (lambda: ArrayBatches({"x": TEXT}, 64), "00d739be62361514"),
+        (
+            lambda: ArrayBatches({"x": np.arange(HELD + 1, dtype=np.int32)}, 64, 7),
+            "1e9195e2e7f2a816",
+        ),
     ],
 )
 def test_the_first_ten_batches_are_those_of_the_published_numbers(batches, hashed):
     assert hash_of_ten_batches(batches()) == hashed
+
+
+# Orders of many rows are computed place by place.
+
+
+def test_a_shuffle_has_every_number_once():
+    for length in (*range(1, 200), 997, 1024, 1025, 65_536, 65_537, 100_000):
+        for seed in range(3):
+            shuffle = Shuffle(length, np.random.default_rng([seed, length]))
+            found = shuffle[np.arange(length)]
+            assert found.dtype == np.int64
+            np.testing.assert_array_equal(np.sort(found), np.arange(length))
+
+
+def test_all_orders_of_few_numbers_are_as_likely():
+    orders = [tuple(Shuffle(4, np.random.default_rng(n))[np.arange(4)]) for n in range(4800)]
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(counts) == 24
+    assert np.sum((counts - 200) ** 2 / 200) < 60  # chi-squared of 23: 1 in 30,000 is above
+
+
+def test_neighbours_in_a_shuffle_are_far_from_each_other():
+    """Where the rows of a batch lie, and each of them beside the next, is uniform."""
+    length = 200_000_003
+    found = Shuffle(length, np.random.default_rng([0, 3]))[np.arange(10**6, 10**6 + 40_000)]
+    assert len(np.unique(found)) == 40_000
+    bins = found * 20 // length
+    pairs = np.bincount(bins[:-1] * 20 + bins[1:], minlength=400)
+    assert np.sum((pairs - 100) ** 2 / 100) < 520  # chi-squared of 399: 1 in 30,000 is above
+    parity = np.bincount((found[:-1] % 2) * 2 + found[1:] % 2)
+    np.testing.assert_allclose(parity, 10_000, atol=400)
+
+
+def test_an_epoch_of_many_rows_has_each_once_and_begins_anywhere(monkeypatch):
+    monkeypatch.setattr("jaxpar.data.array.HELD", 10)
+    rows = {"x": np.arange(101)}
+    batches = ArrayBatches(rows, 10, 0)
+    steps = [batches.batch(step)["x"] for step in range(20)]
+    for epoch in (np.concatenate(steps[:10]), np.concatenate(steps[10:])):
+        assert len(np.unique(epoch)) == 100
+    assert not np.array_equal(steps[0], steps[10])
+    for step in (17, 3):  # another process, some of its rows
+        found = ArrayBatches(rows, 10, 0).batch(step, slice(4, 7))["x"]
+        np.testing.assert_array_equal(found, steps[step][4:7])
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_the_order_of_many_rows_is_not_held(seed):
+    rows = {"x": np.broadcast_to(np.float32(0), (200_000_000,))}
+    tracemalloc.start()
+    try:
+        batches = ArrayBatches(rows, 64, seed)
+        for step in (0, batches.num_windows - 1, batches.num_windows, 5 * batches.num_windows):
+            batches.batch(step)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_lists_are_taken_as_arrays():
+    batch = ArrayBatches({"x": [[1, 2], [3, 4], [5, 6]], "y": (1.0, 2.0, 3.0)}, 2).batch(0)
+    np.testing.assert_array_equal(batch["x"], [[1, 2], [3, 4]])
+    np.testing.assert_array_equal(batch["y"], [1, 2])
 
 
 # Evaluation.

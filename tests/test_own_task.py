@@ -402,6 +402,7 @@ WRONG = [
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is not a dataclass .* above it$"),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
+    ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) decides in .* to be computed$"),
     full('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
     ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\); --debug shows"),
     full('"valid": (300, 1)', '"valid": (0, 1)', r"split 'valid': 0 steps are too .*\(own\.py, line \d+\)$"),

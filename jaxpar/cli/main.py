@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         from jaxpar.cli.options import OptionError
 
-        is_box = isinstance(error, OptionError)
-        print(error if is_box else f"error: {error}{_place_of(error)}", file=sys.stderr)
+        is_box, place = isinstance(error, OptionError), _place_of(error)
+        at_place = f" ({place})" if place not in str(error) else ""
+        print(error if is_box else f"error: {error}{at_place}", file=sys.stderr)
         reason = "its options are wrong" if is_box else str(error)
         return _leave(3 if isinstance(error, FloatingPointError) else 2, reason, error)
     except Exception as error:
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        print(f"error: {text}{place}; --debug shows the traceback", file=sys.stderr)
+        print(f"error: {text} ({place}); --debug shows the traceback", file=sys.stderr)
         return _leave(2, text)
 
 
@@ -153,11 +154,11 @@ def _check_encoding(argv: list[str]) -> None:
 
 
 def _place_of(error: BaseException) -> str:
-    """The line of the user's task that an error came through, if any: " (forecast.py, line 3)"."""
+    """The line of the user's task that an error came through, if any: "forecast.py, line 3"."""
     from jaxpar.task import FILE_OF_TASK
 
     places = [
-        f" ({Path(frame.f_code.co_filename).name}, line {line})"
+        f"{Path(frame.f_code.co_filename).name}, line {line}"
         for raised in (error.__cause__, error)
         for frame, line in traceback.walk_tb(raised and raised.__traceback__)
         if str(frame.f_globals.get("__name__")).startswith(FILE_OF_TASK)

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxpar.data.order import DrawnBatches, Places
+from jaxpar.data.shuffle import Shuffle
+
+HELD = 2**22  # rows whose order is drawn at once and held: 32 MiB
 
 
 class ArrayBatches(DrawnBatches):
@@ -32,13 +35,16 @@ class ArrayBatches(DrawnBatches):
         whole, rest = divmod(self.length, batch_size)
         self.num_windows = whole + (seed is None and rest > 0)
 
-    def draw(self, epoch: int) -> np.ndarray:
-        """The rows in their order."""
-        rows_N = np.arange(self.length)
-        return rows_N if self.seed is None else self.rng(epoch).permutation(rows_N)
+    def draw(self, epoch: int) -> np.ndarray | Shuffle | None:
+        """The rows in their order, which of many rows is not held; None if it is plain."""
+        if self.seed is None:
+            return None
+        rng = self.rng(epoch)
+        return rng.permutation(self.length) if self.length <= HELD else Shuffle(self.length, rng)
 
-    def window(self, drawn: np.ndarray, window: int, rows: slice) -> Places:
+    def window(self, drawn: np.ndarray | Shuffle | None, window: int, rows: slice) -> Places:
         """The next B of them."""
         at_B = np.arange(window * self.batch_size, (window + 1) * self.batch_size)[rows]
         there_B = at_B < self.length
-        return Places(drawn[np.where(there_B, at_B, 0)], there_B, {})
+        at_B = np.where(there_B, at_B, 0)
+        return Places(at_B if drawn is None else drawn[at_B], there_B, {})

@@ -60,13 +60,19 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
     Args:
       sharding: of the dim of rows, such as `step.batch_sharding` gives.
     Raises:
-      ValueError: the sharding does not divide the rows.
+      ValueError: the sharding does not divide the rows, or as of `check_numbers`.
     """
     B = batches.batch_size
     axes = (*sharding.spec, None)[0] or ()
     axes = (axes,) if isinstance(axes, str) else axes
     check_divides("batch_size", B, {axis: sharding.mesh.shape[axis] for axis in axes})
-    read = functools.cache(lambda start, stop: batches.batch(step, slice(start, stop)))
+
+    @functools.cache
+    def read(start: int, stop: int) -> Any:
+        batch = batches.batch(step, slice(start, stop))
+        check_numbers(batch)
+        return batch
+
     # Devices that differ on other axes share rows; those of other processes are not read.
     mine = [
         index[0].indices(B)[:2] if index else (0, B)
@@ -87,6 +93,27 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
         return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.unflatten(structure, [place(n, leaf) for n, leaf in enumerate(leaves)])
+
+
+def check_numbers(batch: Any) -> None:
+    """Checks that devices can hold a batch's whole numbers: they have 32 bits, unless JAX_ENABLE_X64 is on.
+
+    Raises:
+      ValueError: one is too large, and would become another.
+    """
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        given = np.asarray(leaf) if not isinstance(leaf, jax.Array) else leaf
+        kept = jax.dtypes.canonicalize_dtype(given.dtype)
+        if given.dtype == kept or given.dtype.kind not in "iu" or not given.size:
+            continue
+        least, most = int(given.min()), int(given.max())
+        of_kept = np.iinfo(kept)
+        if not of_kept.min <= least <= most <= of_kept.max:
+            number = most if most > of_kept.max else least
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has {number}, which would be another number on devices, "
+                f"where it is {kept}; use ids counted from 0, or JAX_ENABLE_X64=1"
+            )
 
 
 def put_batch(batch: Any, sharding: NamedSharding) -> Any:

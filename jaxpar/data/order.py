@@ -43,15 +43,16 @@ class DrawnBatches:
     num_windows: int
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None):
-        """Takes them.
+        """Takes them; lists become arrays.
 
         Raises:
-          ValueError: a number is out of range, or arrays differ in their length.
+          ValueError: a number is out of range, or arrays differ in their length, or rows in theirs.
         """
-        self.length = common_length(arrays)
+        self.arrays = checked_arrays(arrays)
+        self.length = len(next(iter(self.arrays.values())))
         check_at_least(1, batch_size=batch_size)
         check_at_least(0, seed=0 if seed is None else seed)
-        self.arrays, self.batch_size, self.seed = dict(arrays), batch_size, seed
+        self.batch_size, self.seed = batch_size, seed
         self._drawn = functools.lru_cache(maxsize=2)(self.draw)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
@@ -85,24 +86,50 @@ class DrawnBatches:
         return np.random.default_rng([self.seed, epoch, *more])
 
 
-def common_length(arrays: Mapping[str, np.ndarray]) -> int:
-    """The rows or steps that arrays have.
+def checked_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays by name of as many rows, or steps; of lists, too.
 
     Raises:
-      ValueError: these are no arrays by name, or they differ in their rows.
+      ValueError: these are no arrays by name, they differ in their rows, or rows of one in their shapes.
     """
     require_instance(
         "arrays", arrays, Mapping, 'a dict of arrays by name, such as {"x": x, "y": y}'
     )
-    for name, array in arrays.items():
-        if not np.ndim(array):
-            raise ValueError(f"arrays[{name!r}]={array!r} has no rows; give an array of rows")
-    lengths = {name: len(array) for name, array in arrays.items()}
+    found = {name: _as_array(name, array) for name, array in arrays.items()}
+    lengths = {name: len(array) for name, array in found.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(
             f"arrays of {lengths} rows; give one or more, all with the same number of rows"
         )
-    return next(iter(lengths.values()))
+    return found
+
+
+def _as_array(name: str, array: Any) -> Any:
+    """Rows as an array; what is one already is not read."""
+    is_array = not isinstance(array, list | tuple)
+    try:
+        found = array if is_array else np.asarray(array)
+    except ValueError:  # of unequal shapes
+        found = np.empty(len(array), object)
+        found[:] = array
+    if not np.ndim(found):
+        raise ValueError(f"arrays[{name!r}]={array!r} has no rows; give an array of rows")
+    of_objects = isinstance(found, np.ndarray) and found.dtype.kind == "O"
+    if not (of_objects and all(isinstance(row, list | tuple | np.ndarray) for row in found)):
+        return found  # other objects are told of the batch
+    lengths = [len(row) for row in found]
+    if len(set(lengths)) == 1:
+        raise ValueError(
+            f"arrays[{name!r}] has rows of unequal shapes; give an array of rows of one shape, such as "
+            f"padded ones"
+        )
+    shown = ", ".join(map(str, lengths[:4])) + ", ..." * (len(lengths) > 4)
+    raise ValueError(
+        f"arrays[{name!r}] has {len(lengths)} sequences of unequal lengths ({shown}), and rows are of one; "
+        f"lay them one after the other, np.concatenate({name}), and give their lengths to "
+        f"jaxpar.data.packed.PackedBatches, or to jaxpar.data.bucketed.BucketedBatches for layers that do "
+        f"not heed resets"
+    )
 
 
 def check_at_least(least: int, **values: int) -> None:

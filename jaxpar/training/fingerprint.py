@@ -18,7 +18,7 @@ import xxhash
 
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.parts import SPLITS
-from jaxpar.data.batches import Batches, EndOfStreamError
+from jaxpar.data.batches import Batches, EndOfStreamError, check_numbers
 from jaxpar.data.iterator import REMEMBERED, IteratorBatches
 from jaxpar.hosts.agree import DifferentError, Together
 from jaxpar.setup import Setup
@@ -67,6 +67,7 @@ def _read_twice(setup: Setup, split: str) -> str:
     batches, B = CheckedBatches(setup, source), source.batch_size
     require(batches.num_windows != 0, "no batch; give more rows, or smaller batches")
     batch = batches.batch(0)
+    check_numbers(batch)
     check_batch_shape(setup.layout, batch)
     if isinstance(source, IteratorBatches):
         _check_reads_again(source, batch)

@@ -1,0 +1,69 @@
+"""The user's line that a traced program, a compiled one or an error comes from: "forecast.py, line 33"."""
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
+        *(Path(str(module.__file__)).parent for module in (jax, flax)),
+        _PACKAGE,
+    )
+)
+# What calls the user's functions: a frame further out, such as that of `fit`, is no part of them.
+_CALLERS = {str(_PACKAGE / name) for name in ("facts.py", "layout.py", "rows.py")}
+
+# Lines of the tables in a compiled program's text, such as 2 {file_location_id=1 parent_frame_id=2}.
+_FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
+_ENTRY = re.compile(r"^(\d+) \{\w+=(\d+) \w+=(\d+)(?: line=(\d+))?", re.MULTILINE)
+
+
+def place_of_error(error: BaseException) -> str:
+    """Of an error as it is caught; "" if it comes through no line of the user's."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return _place([(frame.f_code.co_filename, line) for frame, line in frames][::-1])
+
+
+def place_of_equation(eqn: Any) -> str:
+    """Of an equation of a traced program; "" if it is none of the user's."""
+    found = eqn.source_info.traceback
+    return _place((frame.file_name, frame.line_num) for frame in (found.frames if found else ()))
+
+
+def place_of_instruction(text: str, frame: int) -> str:
+    """Of an instruction of a compiled program, by its text and the instruction's `stack_frame_id`."""
+    return _place(_frames(text, frame))
+
+
+def _frames(text: str, frame: int) -> Iterator[tuple[str, int]]:
+    """Files and lines of a frame of a compiled program and of those around it."""
+    names, _, rest = text.partition("\nFileNames\n")[2].partition("\nFileLocations\n")
+    locations, _, frames = rest.partition("\nStackFrames\n")
+    files = dict(_FILE.findall(names.partition("\nFunctionNames\n")[0]))
+    lines = {n: (files.get(file, ""), int(line)) for n, file, _, line in _ENTRY.findall(locations)}
+    table = {int(n): (at, int(around)) for n, at, around, _ in _ENTRY.findall(frames)}
+    base = table.get(1, ("", 0))[1]  # what the first one has for none around it
+    while frame in table:
+        at, around = table[frame]
+        yield lines.get(at, ("", 0))
+        frame = around - base
+
+
+def _place(frames: Iterable[tuple[str, int]]) -> str:
+    """Of frames, the innermost first."""
+    for file, line in frames:
+        if file in _CALLERS:
+            break
+        if file and not file.startswith(_LIBRARIES):
+            return f"{Path(file).name}, line {line}"
+    return ""
