@@ -126,17 +126,18 @@ def update(
 def gives_finite(optimizer: optax.GradientTransformation, *trees: Any) -> jax.Array:
     """Whether parameters and state after a step would be finite: for optimizers that are not `Safe`.
 
-    They are computed for that alone and not kept: to look at them after an update one would need the old ones
-    as well, and room for both.
-
     Args:
       trees: as `next_state` takes them.
     """
-    leaves = jax.tree.leaves(next_state(optimizer, *trees))
-    finite = [
-        jnp.isfinite(leaf).all() for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
-    return functools.reduce(jnp.logical_and, finite, jnp.bool_(True))
+    return all_finite(next_state(optimizer, *trees))
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether all numbers of a tree of arrays are finite."""
+    leaves = [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.inexact)]
+    return functools.reduce(
+        jnp.logical_and, [jnp.isfinite(a).all() for a in leaves], jnp.bool_(True)
+    )
 
 
 def heeds_empty_rows(optimizer: optax.GradientTransformation, params: Any) -> bool:

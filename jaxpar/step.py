@@ -1,6 +1,7 @@
 """Training and evaluation steps: compiled programs of a model's losses, gradients and updates."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,21 +16,29 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
+from jaxpar.base.display import format_bytes
+from jaxpar.base.memory import device_memory
 from jaxpar.base.parts import RATE, part_of
+from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import check_numbers
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, in_words
-from jaxpar.optimizer import HostOptimizer, Safe, clip_scale, gives_finite, update
+from jaxpar.optimizer import HostOptimizer, Safe, all_finite, clip_scale, next_state, update
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, shardings
 from jaxpar.state import TrainState, abstract_state, state_shardings
 from jaxpar.task import Task
+from jaxpar.trace.counts import reductions
 from jaxpar.trace.places import place_of_instruction
+
+# What state, gradients and a second copy may fill of a device's memory: the rest is for batches, and for what
+# the update works with.
+ROOM = 0.8
 
 # A collective-permute in a unit's work (a branch of the loop over ticks, or a loop of one turn or none), and
 # where in the model it comes from.
@@ -287,14 +296,49 @@ def make_train_step(
     setup = Setup.of(task, parallel, train, mesh)
     train = setup.train
     return setup.keep(
-        _make_train_step, train.num_steps, train.clip_norm, train.allowed_skips, train.seed
+        _make_train_step,
+        train.num_steps,
+        train.clip_norm,
+        train.allowed_skips,
+        train.seed,
+        how_often(setup)[0],
     )
 
 
-def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
+def how_often(setup: Setup) -> tuple[int, str]:
+    """How often a step computes its update, once or twice, and why; "" where it need not look at it.
+
+    One that may not be finite is computed for that alone, and once more into the place of the old arrays; or
+    it is computed beside them, and one of the two chosen. To choose reads both and writes one. The update
+    moves less where it treats each number by itself, and more where it reads them again, for sums and matrix
+    products: see `docs/training.md`.
+
+    Processes may have unequal memory, and have to do the same: of several, none goes by it.
+    """
+    target = abstract_state(setup)
+    if isinstance(setup.optimizer, Safe) or setup.parallel.update == "host":
+        return 1, ""
+    params, changed = target.params, (target.params, target.opt_state)
+    run = functools.partial(next_state, setup.optimizer)
+    reread = sum(reductions(run, params, params, target.opt_state).values())
+    if whole_bytes((params, changed, changed)) + reread <= 3 * whole_bytes(changed):
+        return 2, "choosing between old and new arrays would take longer"
+    copy, room = device_bytes(changed), None
+    what = f"a second copy of parameters and optimizer state ({format_bytes(copy)})"
+    if jax.process_count() == 1 and setup.mesh.devices.flat[0] in jax.local_devices():
+        room = device_memory(setup.mesh.local_devices)
+    if room is None:
+        return 2, f"it is not known whether {what} fits everywhere"
+    if device_bytes(target) + device_bytes(params) + copy > ROOM * room:
+        return 2, f"{what} does not fit"
+    return 1, f"with room for {what}"
+
+
+def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
     train, layout, mesh, optimizer = setup.train, setup.layout, setup.mesh, setup.optimizer
     loss_and_grad = make_loss_and_grad(setup, seed=train.seed)
     is_safe, on_host = isinstance(optimizer, Safe), setup.parallel.update == "host"
+    chooses = options[-1] == 1 and not (is_safe or on_host)
 
     def gradients(state: TrainState, batch: Any, table: TickTable | None):
         (loss, (carry, sums)), grads = loss_and_grad(state, batch, table)
@@ -306,12 +350,14 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
             norm = optax.tree.norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             scale, rate = clip_scale(norm, train.clip_norm), part_of(batch, RATE)
+            new = None
             if not (is_safe or on_host):
-                is_finite &= gives_finite(optimizer, params, grads, state.opt_state, scale, rate)
+                new = next_state(optimizer, params, grads, state.opt_state, scale, rate)
+                is_finite &= all_finite(new)
             state, applies = _count(state, carry, initial, is_finite, train.allowed_skips)
             state = dataclasses.replace(state, params=params)
             metrics = Metrics(loss, norm, state.skipped, sums)
-            return state, grads, scale, rate, applies, metrics
+            return (state, grads, scale, rate, applies, metrics), new
 
     def refuse(state: TrainState) -> TrainState:
         initial = layout.initial_carry(state.params, state.frozen)
@@ -319,11 +365,14 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
         return dataclasses.replace(state, params=constrain(state.params, mesh, state.opt_rules))
 
     def step(state: TrainState, batch: Any, table: TickTable | None) -> tuple[TrainState, Metrics]:
-        state, grads, scale, rate, applies, metrics = gradients(state, batch, table)
+        (state, grads, scale, rate, applies, metrics), new = gradients(state, batch, table)
         with jax.named_scope("update"):
-            params, opt_state = update(
-                optimizer, state.params, grads, state.opt_state, applies, scale, rate
-            )
+            old = state.params, state.opt_state
+            if chooses:
+                choose = functools.partial(jnp.where, applies)
+                params, opt_state = jax.tree.map(choose, new, old)
+            else:
+                params, opt_state = update(optimizer, old[0], grads, old[1], applies, scale, rate)
             params = constrain(params, mesh, state.param_rules)
         return dataclasses.replace(state, params=params, opt_state=opt_state), metrics
 
@@ -333,7 +382,8 @@ def _make_train_step(setup: Setup, *_: Any) -> CompiledStep:
         split = shardings(target.params, mesh, target.opt_rules)
         state = dataclasses.replace(states, params=split, opt_state=())
         out = (state, split, replicated, replicated, replicated, replicated)
-        return _HostStep(gradients, layout, optimizer, None if is_safe else refuse, states, out)
+        parts = (optimizer, None if is_safe else refuse, states, out)
+        return _HostStep(lambda *args: gradients(*args)[0], layout, *parts)
     return CompiledStep(
         step, layout, backward=True, donate_argnums=0, out_shardings=(states, replicated)
     )

@@ -22,7 +22,7 @@ from jaxpar.nn import Stateless, named_param
 from jaxpar.optimizer import MAX_SAFE_RATE, Safe, make_optimizer, next_state
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state, release
-from jaxpar.step import batch_sharding, make_train_step
+from jaxpar.step import batch_sharding, how_often, make_train_step
 from jaxpar.task import Settings
 from jaxpar.tasks.images.task import Images
 from jaxpar.tasks.lm.streams import Batch
@@ -33,6 +33,7 @@ from jaxpar.training.loop import EXPLODED
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.summary import summarize
 
 RARE = 23  # a word that only bad batches have
 ROWS, STEPS = 8, 4
@@ -466,6 +467,107 @@ def test_an_update_that_is_not_finite_changes_nothing(name, max_skipped):
             Setup.of(*settings, mesh), release(state, 0), batch_of(settings, mesh, 1)
         )
         assert str(origin) == "the update of embedding, whose gradient is finite"
+
+
+class Products(Steep):
+    """Updates with products of matrices, which take longer than a choice between old and new arrays."""
+
+    def make_optimizer(self, num_steps):
+        def times(update):
+            for _ in range(6 if update.ndim > 1 else 0):
+                update = update @ jnp.eye(update.shape[-1])
+            return jax.lax.bessel_i1e(update)  # which nothing else computes
+
+        products = optax.stateless(lambda updates, params=None: jax.tree.map(times, updates))
+        return optax.chain(products, super().make_optimizer(num_steps))
+
+    def describe(self):
+        return []
+
+
+LITTLE, MUCH = 2e4, 1e9  # bytes of a device: no room for a second copy, and room
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    [
+        ("data, tensor, fsdp", MUCH),
+        pytest.param("data, tensor, fsdp", LITTLE, marks=pytest.mark.full),
+        pytest.param("interleaved", MUCH, marks=pytest.mark.full),
+        ("interleaved", LITTLE),
+    ],
+)
+def test_costly_updates_are_computed_once_where_a_second_copy_fits(name, room, monkeypatch):
+    monkeypatch.setattr("jaxpar.step.device_memory", lambda devices: room)
+    task = Products(**{field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)})
+    layout, train = SETTINGS[name].parallel, TrainConfig(nonfinite="skip", max_skipped=2)
+    settings, mesh = Settings(task, layout, train), layout.mesh.build()
+    setup = Setup.of(*settings, mesh)
+    step, batch = make_train_step(setup), functools.partial(batch_of, settings, mesh)
+    begin = functools.partial(init_state, setup)
+
+    computed = step.lower(begin(), batch(0)).as_text().count("bessel_i1e")
+    times, text = (2, "does not fit") if room is LITTLE else (1, "with room for a second copy")
+    assert computed == times * len(jax.tree.leaves(begin().params))
+    told = dict(summarize(setup))["update"]
+    assert text in told
+    assert told.startswith(("once, ", "twice, ")[times - 1])
+
+    healthy, metrics = step(begin(), batch(0))
+    assert int(metrics.skipped) == 0
+    bad = {
+        "loss": poison(begin(), settings),
+        "gradient": change(begin(), settings, "head/kernel", scale),
+        "rate": healthy,
+    }
+    for what, state in bad.items():
+        before = jax.tree.map(np.array, (state.params, state.opt_state))
+        state, metrics = step(state, batch(1, (3,)))
+        assert int(metrics.skipped) == 1
+        is_finite = [bool(jnp.isfinite(x)) for x in (metrics.loss, metrics.grad_norm)]
+        assert is_finite == [what != "loss", what == "rate"]
+        assert_same((state.params, state.opt_state), jax.tree.leaves(before))
+
+
+OPTIMIZERS = {
+    "lion": (2, optax.lion(1e-4)),
+    "adam, clipped": (2, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))),
+    "sgd, clipped": (1, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-3))),
+    "lamb": (1, optax.lamb(1e-3)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(Regress):
+    name_of: str = ""
+
+    def make_optimizer(self, num_steps):
+        return OPTIMIZERS[self.name_of][1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_an_update_reads_says_how_often_it_is_computed(name):
+    """As measured: docs/training.md has the times."""
+    setup = Setup.of(Named(("dense",), name_of=name), Parallel(MeshConfig(devices=(0,))))
+    assert how_often(setup)[0] == OPTIMIZERS[name][0]
+
+
+def test_whether_a_second_copy_fits_is_decided_alike(monkeypatch):
+    """Cheap updates, host updates, and several processes, of which each knows its own memory alone."""
+    fields = {field.name: getattr(TASK, field.name) for field in dataclasses.fields(TASK)}
+
+    def found(task, name="one device"):
+        return how_often(Setup.of(task(**fields), SETTINGS[name].parallel))
+
+    assert found(LM) == (1, "")
+    assert found(Steep) == (2, "choosing between old and new arrays would take longer")
+    assert found(Steep, "uneven stages, update on the host") == (1, "")
+    assert found(Products)[0] == 1
+    monkeypatch.setattr("jaxpar.step.device_memory", lambda devices: None)
+    assert "it is not known" in found(Products)[1]
+    monkeypatch.undo()
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    assert "it is not known" in found(Products)[1]
 
 
 @pytest.mark.parametrize(

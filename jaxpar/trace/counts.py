@@ -126,15 +126,22 @@ def needed_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     return [v in needed for v in jaxpr.invars]
 
 
-def reductions(function: Callable[..., Any], *args: Any) -> set[str]:
-    """The names of operations that combine elements of an array: sums, matrix products, sorts."""
-    return {
-        name
-        for equation in equations_in(jax.make_jaxpr(function)(*args).jaxpr)
-        if (name := equation.primitive.name).startswith(_REDUCING)
-        and name != "reduce_precision"
-        and any(v.aval.shape for v in equation.invars)
-    }
+def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
+    """The operations that combine elements of an array (sums, matrix products, sorts): bytes that they read.
+
+    What is in a loop counts once.
+
+    Returns:
+      of all operations of a name.
+    """
+    found: dict[str, float] = {}
+    for equation in equations_in(jax.make_jaxpr(function)(*args).jaxpr):
+        name = equation.primitive.name
+        if not name.startswith(_REDUCING) or name == "reduce_precision":
+            continue
+        if any(v.aval.shape for v in equation.invars):
+            found[name] = found.get(name, 0.0) + sum(map(_bytes, equation.invars))
+    return found
 
 
 def _amount(jaxpr: Any) -> Amount:
