@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
@@ -21,7 +23,15 @@ from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
-from jaxpar.base.trees import add, check_floats, check_same, shape_of, zeros
+from jaxpar.base.trees import (
+    add,
+    check_floats,
+    check_same,
+    constants_told,
+    shape_of,
+    vary_over,
+    zeros,
+)
 from jaxpar.data.batches import check_numbers
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, run_layer, says
@@ -323,6 +333,28 @@ class ModelFacts:
             sums = sums._replace(metrics={**sums.metrics, **new})
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
+    def check_loops(self) -> None:
+        """Checks loops and branches of the model's own as devices trace that have parts of a batch.
+
+        Raises:
+          ValueError: in one of them constants meet what differs from device to device.
+        """
+        if self.task.axes:
+            return  # whose layers differ over axes that are not there yet: the step's own trace tells
+        y, block = self.traces.y, self.block
+        graphdef, state = nnx.split(self.model)
+
+        def first(state, block):
+            return nnx.merge(graphdef, state).first(block, self.at(block))
+
+        def last(state, y, block):
+            return nnx.merge(graphdef, state).last(y, block, self.at(block))
+
+        _check_types("`first`", first, state, block)
+        _check_types("`last`", last, state, y, block)
+        for name, (run, args) in zip(self.kinds, self.traces.layers, strict=True):
+            _check_types(f"layer {name}", run, *args)
+
     @functools.cached_property
     @in_bound(_own_axes)
     def uses(self) -> tuple[Uses, Uses]:
@@ -495,6 +527,7 @@ class ModelFacts:
 
             carry, _ = _traced(f"layer {name}", begin, layer)
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
+            _check_rows_of(name, layer, 2 * self.batch_size)
 
         def call(layer, carry, x, batch, **draws):
             return run_layer(name, layer, carry, x, self.at(batch, **draws))
@@ -548,6 +581,31 @@ def flatten(state: nnx.State) -> tuple[list[str], list[Any], Any]:
 def _check_method(what: str, owner: Any, name: str, *arguments: str) -> None:
     use = f"write {name}({', '.join(('self', *arguments))})"
     check_takes(getattr(owner, name), arguments, f"{what}: {name}", use)
+
+
+def _check_types(what: str, run: Callable[..., Any], state: Any, *args: Any) -> None:
+    """Traces a part of the model inside a `shard_map`, as one whose arguments differ over `data`."""
+
+    def traced(state, args):
+        state, args = jax.tree.map(lambda a: vary_over(a, frozenset([DATA])), (state, args))
+        with constants_told(what):
+            run(state, *args)
+        return ()
+
+    specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
+    jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), state, args)
+
+
+def _check_rows_of(name: str, layer: Any, rows: int) -> None:
+    """Raises if an array of a layer's initial carry does not have so many rows, twice those of a batch."""
+    carry = nnx.eval_shape(lambda layer: layer.initial_carry(rows), layer)
+    for path, leaf in jax.tree.leaves_with_path(carry):
+        if leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"layer {name}: its initial_carry({rows}){jax.tree_util.keystr(path)} has the shape "
+                f"{list(leaf.shape)}; let it be [rows, ...], with as many rows as it is asked for: devices "
+                f"and microbatches have different numbers of them"
+            )
 
 
 def _example_of(task: Task) -> Any:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.checks import check_divides
-from jaxpar.base.trees import add, shape_of, vary_like, vary_over, zeros
+from jaxpar.base.trees import add, constants_told, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
 from jaxpar.ends import (
     LAYERS_OF_MODEL,
@@ -694,7 +694,8 @@ class Layout:
         self, kind: str, graphdef: Any, params: Any, frozen: Any, carry: Any, x: Any, at: At
     ) -> tuple[Any, ...]:
         """A kind of layer as a function of its variables; mistakes inside are told with its name."""
-        out = run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
+        with constants_told(f"layer {kind}"):
+            out = run_layer(kind, nnx.merge(graphdef, params, frozen), carry, x, at)
         return self.facts.of_layer(kind, out)
 
     @functools.cached_property
@@ -846,7 +847,8 @@ class Outer:
         for name in () if look_up is None else self._tables:
             assert look_up is not None
             calls[name] = functools.partial(look_up, name, calls.get(name, call_as_it_is))
-        x = with_calls(model, calls).first(at.batch, at)
+        with constants_told("`first`"):
+            x = with_calls(model, calls).first(at.batch, at)
         return self.layout.facts.padding.pad(x, at.layout)
 
     def add_first_gradient(self, grads: Any, leaves: Any, frozen: Any, at: At, dx: Any) -> Any:
@@ -897,7 +899,8 @@ class Outer:
         else:
             y = jax.tree.map(lambda a, shape: a.astype(shape.dtype), y, facts.traces.y)
             model = with_calls(model, self._part_calls(model))
-        return facts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
+        with constants_told("`predict`" if self._predicts else "`last`"):
+            return facts.after_layers(model, y, at, predicts=self._predicts, is_part=is_part)
 
     def _with(self, numbers: Sequence[Sequence[int]], *given: Any) -> Any:
         """The model with leaves of these numbers; of the others it has shapes."""

@@ -95,7 +95,8 @@ def check_variables(what: str, state: nnx.State) -> None:
                 f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__}, which its calls change; "
                 f"`first`, `last` and layers are functions of parameters and inputs: use "
                 f"jaxpar.nn.dropout(x, rate, at) for dropout, and a norm over features, such as "
-                f"nnx.LayerNorm or nnx.RMSNorm, instead of one that remembers batches"
+                f"nnx.LayerNorm or nnx.RMSNorm, instead of one that remembers batches, or a layer that takes "
+                f"the statistics of some neighbouring rows (rows_together)"
             )
 
 
@@ -411,6 +412,11 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
     time, size = int(at.time_major), getattr(layer, "rows_together", None)
     if size is None:
         return run(carry, x, at)
+    without_time = (
+        ", or say time_major = False in a model without time, whose arrays are [rows, ...]"
+        if time
+        else ""
+    )
 
     def groups(tree: Any, dim: int) -> Any:  # [..., rows, ...] -> [groups, ..., size, ...]
         def of(a: Any) -> Any:
@@ -429,7 +435,15 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
         return jax.tree.map(of, tree)
 
     def of_group(carry: Any, x: Any, batch: Any, row: Any) -> tuple[Any, ...]:
-        return run(carry, x, at._replace(batch=batch, row=row))
+        after, y, *sums = run(carry, x, at._replace(batch=batch, row=row))
+        for what, tree, dim in (("the carry that it returns", after, 0), ("its output", y, time)):
+            for leaf in jax.tree.leaves(tree):
+                if leaf.shape[dim : dim + 1] != (size,):
+                    raise ValueError(
+                        f"layer {name} is called for {size} rows at a time (rows_together), and {what} has "
+                        f"the shape {list(leaf.shape)}; let its dim {dim} be these rows{without_time}"
+                    )
+        return after, y, *sums
 
     first_rows = at.row + jnp.arange(0, jax.tree.leaves(x)[0].shape[time], size)
     has_rows = jax.tree.map(lambda a: 0 if jnp.ndim(a) else None, at.batch)

@@ -9,11 +9,12 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from jaxpar.base.checks import require_instance
+from jaxpar.base.checks import require, require_instance
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, find_devices
+from jaxpar.model import in_words
 from jaxpar.task import Settings, Task, check_task
 
 Made = TypeVar("Made")
@@ -99,8 +100,18 @@ class Setup:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Of a run of `train.num_steps`; gradients are clipped before it."""
-        return self.task.make_optimizer(self.train.num_steps)
+        """Of a run of `train.num_steps`; gradients are clipped before it.
+
+        Raises:
+          ValueError: the task makes something else.
+        """
+        made = self.task.make_optimizer(self.train.num_steps)
+        require(
+            hasattr(made, "init") and hasattr(made, "update"),
+            f"make_optimizer of task {self.task.name} returns {in_words(made)}; let it return an "
+            f"optimizer of optax, such as optax.adam(1e-3); an nnx.Optimizer keeps parameters, and is none",
+        )
+        return made
 
     def replace(self, **changes: Any) -> Self:
         """With other fields of `train`."""

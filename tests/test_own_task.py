@@ -372,6 +372,7 @@ BATCHES = 'jaxpar.SeriesBatches({"x": series[:-1], "y": series[1:]}, 8, 16, seed
 OPTIMIZER = FILE[FILE.index("    optimizer: jaxpar") : FILE.index("\n\n    unit")]
 STACK = "jaxpar.Stack([lambda r: GRU(width, rngs=r)] * num_layers, rngs=rngs)"
 UNIT = '    unit: ClassVar[str] = "values"'
+LOOP = "jax.lax.scan(step, h, x)"
 FROZEN = (
     r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter; it has embed\.bias, "
     r"embed\.kernel, layers\.gru\.b, .* such as nnx\.PathContains\('embed'\)"
@@ -401,6 +402,10 @@ WRONG = [
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is not a dataclass .* above it$"),
+    ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]; let"),
+    full("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
+    (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing; let"),
+    (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru has a loop .*: jnp\.zeros_like\("),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) decides in .* to be computed$"),
     full('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
@@ -445,3 +450,22 @@ def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypat
     assert main(["train", "own.py:Forecast", "--mesh", "dp2pp2tp2", "--train.num-steps", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "warning tensor=2 splits no parameter, so 2 devices do the same work; name" in said
+
+
+@pytest.mark.full
+def test_a_loop_may_begin_with_zeros_like_what_it_is_given(tmp_path, monkeypatch, capsys):
+    from jaxpar.cli.main import main
+
+    (tmp_path / "own.py").write_text(
+        FILE.replace(LOOP, LOOP.replace("h, x", "jnp.zeros_like(x[0]), x"))
+    )
+    monkeypatch.chdir(tmp_path)
+    for mesh in ("dp1", "dp2pp2tp2"):
+        command = ["train", "own.py:Forecast", "--mesh", mesh, "--train.out-dir", mesh]
+        assert main([*command, "--train.num-steps", "3", "--train.log-every", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    one, many = (
+        [json.loads(line)["loss"] for line in (tmp_path / mesh / "metrics.jsonl").open()][:3]
+        for mesh in ("dp1", "dp2pp2tp2")
+    )
+    assert many == pytest.approx(one, rel=1e-5)

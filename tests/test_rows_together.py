@@ -285,3 +285,25 @@ def test_a_plan_counts_whole_groups():
     costs = [estimate_step(Mixed(batch_size=rows), "dp1") for rows in (24, 48)]
     one, two = (cost.parts["layers"] for cost in costs)
     np.testing.assert_allclose(two, 2 * one, rtol=0.1)
+
+
+@pytest.mark.parametrize("loses", ["rows", "carry"])
+def test_as_many_rows_come_back(loses):
+    class Wrong(Balanced):
+        def __call__(self, carry_BW, x_TBW, at):
+            carry_BW, y_TBW, sums = super().__call__(carry_BW, x_TBW, at)
+            return (
+                (carry_BW, y_TBW[:, 1:], sums) if loses == "rows" else (carry_BW[1:], y_TBW, sums)
+            )
+
+    @dataclasses.dataclass(frozen=True)
+    class Losing(Mixed):
+        def make_model(self, rngs):
+            model = super().make_model(rngs)
+            model.layers = Stack([lambda rngs: Wrong(rngs=rngs)], rngs=rngs)
+            return model
+
+    what, dim = {"rows": ("its output", 1), "carry": ("the carry that it returns", 0)}[loses]
+    message = rf"8 rows at a time .*, and {what} has the shape .*; let its dim {dim} be these rows"
+    with pytest.raises(ValueError, match=message):
+        fit(Losing(), Parallel(on_devices((1, 1, 1))), TrainConfig(num_steps=1))

@@ -1,7 +1,9 @@
 """Trees of arrays: added up, zero, as shapes, compared, and cast to differ over the axes of a `shard_map`."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -83,6 +85,34 @@ def vary_like(tree: Any, reference: Any) -> Any:
     )
 
     return jax.tree.map(lambda leaf: vary_over(leaf, axes), tree)
+
+
+@contextlib.contextmanager
+def constants_told(what: str) -> Iterator[None]:
+    """Where a part of a model is traced inside a `shard_map`: what its loops and branches must not mix.
+
+    Raises:
+      ValueError: a loop begins with constants, or a branch gives some, where the other values differ from
+        device to device. JAX tells both apart by their types.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if (found := _MIXES_TYPES.search(str(error))) is None:
+            raise
+        told = ValueError(
+            f"{what} has a loop or a branch of its own (lax.scan, fori_loop, while_loop, cond) in which "
+            f"constants, such as jnp.zeros(...), meet arrays that differ from device to device ({found[1]}, "
+            f"{found[2]}); make them of an array that it is given: jnp.zeros_like(x[0]), or "
+            f"jnp.zeros_like(x, shape=...)"
+        )
+        raise told.with_traceback(error.__traceback__) from None
+
+
+# How JAX says so, of the beginning of a loop or the output of a branch: what it is, and its type.
+_MIXES_TYPES = re.compile(
+    r"[Tt]he ((?:input carry|output of)[^\n]*?) has type ([^ {]+)[^\n]*manual axis types do not match"
+)
 
 
 def summed(tree: Any, axes: Any) -> Any:
