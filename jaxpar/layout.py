@@ -140,7 +140,7 @@ class Layout:
         rows, times = ({axis: sizes[axis] for axis in a} for a in (facts.row_axes, facts.time_axes))
         units = {DATA: sizes[DATA], "num_microbatches": parallel.pipeline.num_microbatches}
         check_divides("batch_size", facts.batch_size, {**units, **rows})
-        if rows and not parallel.has_equal_shares:
+        if math.prod(rows.values()) > 1 and not parallel.has_equal_shares:
             raise ValueError(
                 f"shares={parallel.shares}: the rules split rows over {', '.join(rows)} as well, so each "
                 f"device has as many; use equal shares"

@@ -83,10 +83,12 @@ def abstract_state(setup: Setup) -> TrainState:
 def _abstract_state(setup: Setup, _: int) -> TrainState:
     layout, mesh = setup.layout, setup.mesh
 
-    check_sizes({**layout.params, **layout.frozen}, mesh, layout.param_rules)
+    for variables in (layout.params, layout.frozen):
+        check_sizes(variables, mesh, layout.param_rules)
     make = functools.partial(_initial_state, setup)
     state = jax.eval_shape(make, *layout.stored)
-    check_sizes({**state.params, **state.frozen}, mesh, state.param_rules)
+    for variables in (state.params, state.frozen):
+        check_sizes(variables, mesh, state.param_rules)
     check_sizes(state.carry, mesh, state.carry_rules)
     _check_optimizer(setup, state)
     check_sizes(state.opt_state, mesh, state.opt_rules)

@@ -158,6 +158,11 @@ def test_experts_over_an_axis_equal_the_plain_model(mesh, pipeline):
 
 
 @pytest.mark.law
+def test_rows_that_only_data_splits_take_unequal_shares():
+    assert_same(Mixture(), dataclasses.replace(laid_out("dp2pp2"), shares=(3, 1)))
+
+
+@pytest.mark.law
 @pytest.mark.parametrize(
     ("name", "options", "mesh", "pipeline"),
     [

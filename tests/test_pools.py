@@ -304,6 +304,13 @@ def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
         assert abs(difference) <= 0.01 * compiled[key] + 2000, (key, predicted, compiled)
 
 
+@pytest.mark.parametrize("mesh", [(1, 1, 4), (1, 2, 4)])
+def test_a_size_that_does_not_split_is_told_where_layers_have_what_is_not_trained(mesh):
+    message = r"parameter layers\.wide\.\w+\.kernel: dim 'inner' has size 50, .* over tensor=4"
+    with pytest.raises(ValueError, match=message):
+        init_state(Unequal(("wide 50", "gru"), batch_size=8), parallel_of(mesh))
+
+
 # ---- the choice ----
 
 
