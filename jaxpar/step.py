@@ -101,7 +101,9 @@ class CompiledStep:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
                 check_rows_alone(self._layout)
-            if parallel.mesh.stage > 1 and parallel.mesh.tensor > 1:
+            # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
+            is_apart = parallel.mesh.stage > 1 or not parallel.has_equal_shares
+            if parallel.mesh.tensor > 1 and is_apart:
                 # The call finds it compiled.
                 check_program(self._jitted.lower(*arguments).compile())
             release_freed_memory()
@@ -414,10 +416,10 @@ def _count(
 
 
 def check_program(program: jax.stages.Compiled) -> None:
-    """Checks that a compiled step of stages would terminate; steps do so themselves before their first run.
+    """Checks that a compiled step would terminate; one that might not does so itself before its first run.
 
     Raises:
-      ValueError: a unit's work contains an exchange that all stages must take part in: it would wait forever.
+      ValueError: a unit's work contains an exchange that all devices must take part in: it would never end.
     """
     text = program.as_text() or ""
     places = {}  # those of lines of the user's first
@@ -428,10 +430,11 @@ def check_program(program: jax.stages.Compiled) -> None:
     if places:
         raise ValueError(
             f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's work, "
-            f"at {places[min(places)]}; all stages would have to take part in that, and wait forever. "
-            f"An array is cut, joined or reshaped across a dim that {TENSOR!r} splits: give what is cut "
-            f"(such as gates or heads) a dim of its own, as in [input, gates, hidden], or have all of it on "
-            f'each device before the cut, at.layout(x, None, "batch", None), or use tensor=1 or stage=1'
+            f"at {places[min(places)]}; all stages, and all data-parallel groups of unequal shares, would "
+            f"have to take part in that, and wait forever. An array is cut, joined or reshaped across a dim "
+            f"that {TENSOR!r} splits: give what is cut (such as gates or heads) a dim of its own, as in [input, gates, hidden], or have all of it on "
+            f'each device before the cut, at.layout(x, None, "batch", None), or use tensor=1, or stage=1 and '
+            f"equal shares"
         )
 
 

@@ -1,4 +1,4 @@
-"""The law for models that are none of jaxpar's: layers of kinds drawn at random, on any mesh and schedule.
+"""The law for models that are none of jaxpar's, on any mesh and schedule.
 
 The oracle is written without steps, engine and layouts: `first`, then each layer as the ordinary module that
 it is, then `last`, on whole arrays, on one device, differentiated by JAX.
@@ -9,8 +9,6 @@ import functools
 import pydoc
 import re
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +25,7 @@ from jaxpar.config import TrainConfig
 from jaxpar.data.array import ArrayBatches
 from jaxpar.data.batches import place_batch
 from jaxpar.facts import ModelFacts
+from jaxpar.model import wrap_like
 from jaxpar.nn import named_param
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
@@ -52,25 +51,54 @@ def batch_of(task):
 
 @functools.lru_cache(maxsize=8)
 def plainly(task):
-    """Loss, metrics, gradients and carry on one device, from the definition."""
+    """Loss, metrics, gradients and carry on one device, from the definition.
+
+    A layer that mixes rows is called for as many of them as it says, the next and the next.
+    """
     settings = Settings(task, Parallel("dp1"), TrainConfig())
     graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
-    key, batch = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
-    block = batch
-    if getattr(nnx.merge(graphdef, state), "time_major", True):
-        block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if np.ndim(a) > 1 else a, batch)
+    key, block = jax.random.fold_in(jax.random.key(0), 0), batch_of(task)
+    time = int(getattr(nnx.merge(graphdef, state), "time_major", True))
+    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if time and np.ndim(a) > 1 else a, block)
+
+    def rows(tree, begin, number):
+        def of(a):
+            dim = time if jnp.ndim(a) > 1 else 0
+            return jax.lax.slice_in_dim(a, begin, begin + number, axis=dim) if jnp.ndim(a) else a
+
+        return jax.tree.map(of, tree)
+
+    def joined(dim, *parts):
+        return jax.tree.map(lambda *a: jnp.concatenate(a, dim), *parts)
+
+    def layers(stack, x, at):
+        carries, found, size = stack.initial_carry(task.batch_size), [], task.batch_size
+        after = {name: [] for name in stack.kinds}
+        for layer_number, kind in enumerate(map(stack.kinds.__getitem__, stack.kind_of)):
+            layer = stack.layer(layer_number)
+            carry = layer.initial_carry(size) if hasattr(layer, "initial_carry") else ()
+            number, parts = getattr(layer, "rows_together", None) or size, []
+            for begin in range(0, size, number):
+                own = at._replace(
+                    layer=layer_number, row=begin, batch=rows(at.batch, begin, number)
+                )
+                before = jax.tree.map(lambda a, b=begin, n=number: a[b : b + n], carry)
+                parts.append(layer(before, rows(x, begin, number), own))
+            after[kind].append(joined(0, *(part[0] for part in parts)))
+            x = joined(time, *(part[1] for part in parts))
+            found += [part[2] for part in parts if len(part) > 2]
+        stacked = {name: jax.tree.map(lambda *a: jnp.stack(a), *own) for name, own in after.items()}
+        return {name: wrap_like(stacked[name], carries[name]) for name in stacked}, x, found
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def loss(state):
         model = nnx.merge(graphdef, state)
-        at = At(0, 0, 0, key, block)
-        carry = model.layers.initial_carry(task.batch_size)
-        x = model.first(block, at._replace(layer=len(model.layers) + 1))
-        carry, y, *of_layers = model.layers(carry, x, at)
-        sums = model.last(y, block, at._replace(layer=len(model.layers)))
-        for own in of_layers:
-            names = {**sums.metrics, **own.metrics}
-            sums = jax.tree.map(jnp.add, *(each.with_names(names) for each in (sums, own)))
+        at, last = At(0, 0, 0, key, block, time_major=bool(time)), len(model.layers)
+        carry, y, found = layers(model.layers, model.first(block, at._replace(layer=last + 1)), at)
+        found.append(model.last(y, block, at._replace(layer=last)))
+        names = {name: 0.0 for own in found for name in own.metrics}
+        found = [jax.tree.map(jnp.float32, own.with_names(names)) for own in found]
+        sums = jax.tree.map(lambda *a: sum(a), *found)
         return sums.loss / sums.weight, (carry, sums)
 
     if task.axes:  # which layers may use by their names: of size 1
@@ -80,55 +108,24 @@ def plainly(task):
     return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
 
 
-def assert_same(task, parallel, definition=plainly):
+def assert_same(task, parallel):
+    """Of a step: loss, sums, gradients, and the state that layers carry on."""
     settings = Settings(task, parallel, TrainConfig())
     setup = Setup.of(task, parallel)
     state = init_state(setup)
     audit(state)
     batch = place_batch(task.make_batches("train", 0), 1, batch_sharding(setup))
     batch = jax.tree.map(jnp.asarray, batch)
-    (loss, (carry, sums)), grads = jax.jit(make_loss_and_grad(setup))(state, batch)
-    expected_loss, expected_sums, expected_grads, expected_carry = definition(task)
+    program = jax.jit(make_loss_and_grad(setup)).lower(state, batch).compile()
+    check_program(program)  # else it might wait forever
+    (loss, (carry, sums)), grads = program(state, batch)
+    expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
     assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
     for ours, theirs in zip(jax.tree.leaves(sums), jax.tree.leaves(expected_sums), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     trained = by_layer(state.params, settings).keys()
     assert_close(by_layer(grads, settings), {name: expected_grads[name] for name in trained})
     assert_close(by_layer(carry, settings), expected_carry)
-
-
-@st.composite
-def layouts(draw):
-    """A model, and how devices share it."""
-
-    def pick(*options):
-        return draw(st.sampled_from(options))
-
-    stages, tensor = pick(1, 2, 4, 8), pick(1, 2)
-    tensor = tensor if stages * tensor <= 8 else 1
-    data = pick(*(n for n in (1, 2, 4) if n * stages * tensor <= 8))
-    has_groups = stages in (2, 4) and pick(False, False, True)
-    places = stages * (2 if has_groups else 1)
-    kinds = draw(
-        st.lists(st.sampled_from(["gru", "dense", "cell", "block"]), min_size=places,
-                 max_size=places + 3)
-    )  # fmt: skip
-    chunks = pick(1, 2, 4) if stages > 1 and "block" not in kinds else 1
-    shares = pick(None, (3, 1), (1, 2)) if data == 2 else None
-    microbatches = pick(1, 2)
-    parts = sum(shares or (1,) * data) * microbatches
-    task = Regress(tuple(kinds), batch_size=parts * pick(1, 2))
-    schedule = pick("interleaved", "v") if has_groups else pick("1f1b", "gpipe")
-    pipeline = PipelineConfig(
-        schedule=schedule,
-        num_microbatches=microbatches,
-        num_chunks=chunks,
-        num_groups=2 if schedule == "interleaved" else 1,
-        zero_bubble=pick(False, True),
-        remat=pick(False, True),
-    )
-    mesh = on_devices((data, stages, tensor))
-    return task, Parallel(mesh, pipeline, shares=shares, fsdp=pick(False, True))
 
 
 def test_a_model_that_is_frozen_in_part_equals_its_definition():
@@ -253,17 +250,6 @@ def test_an_optimizer_that_empty_rows_would_change_is_refused(name):
         ValueError, match=r"placement=\(.*looks at more than one number at once .*empty rows"
     ):
         init_state(task, Parallel(on_devices((1, 2, 1))))
-
-
-@pytest.mark.parametrize("seed", [0, full(1)])
-def test_random_models_on_random_layouts_equal_their_definition(seed):
-    @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate])
-    @hypothesis.given(drawn=layouts())
-    def check(drawn):
-        assert_same(*drawn)
-
-    check()
 
 
 @pytest.mark.parametrize(
@@ -630,7 +616,8 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
         step(state, {"x": batch["x"]})
 
 
-def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
+@pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])
+def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares):
     class Gates(nnx.Module):
         def __init__(self, whole, *, rngs):
             self.whole, self.w = whole, named_param(draw(rngs, 16, 32), ("input", "hidden"))
@@ -658,7 +645,7 @@ def test_an_exchange_within_a_unit_is_refused_before_it_would_hang():
         def make_model(self, rngs):
             return Model(self.whole, rngs)
 
-    task, parallel = Task(), Parallel(on_devices((1, 2, 2)))
+    task, parallel = Task(), Parallel(on_devices(mesh), shares=shares)
     state, batch = init_state(task, parallel), task.make_batches("train", 0).batch(0)
     refused = functools.partial(
         pytest.raises,

@@ -1,10 +1,6 @@
-"""Layers that mix rows say how many, and mix as many on any mesh and schedule.
-
-The oracle runs the whole model on so many rows at a time, in plain Python.
-"""
+"""Layers that mix rows say how many, and mix as many on any mesh and schedule."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from models import MAKERS, SGD, WIDTH, Regression, draw
-from test_any_model import Calm, assert_same, batch_of
-from test_equivalence import by_layer, full, on_devices, slow
+from test_any_model import Calm, assert_same
+from test_equivalence import full, on_devices, slow
 
 from jaxpar import (
     ArrayBatches,
-    At,
     OptimizerConfig,
     Parallel,
     PipelineConfig,
@@ -29,8 +24,6 @@ from jaxpar import (
 from jaxpar.config import TrainConfig
 from jaxpar.nn import dropout, named_param
 from jaxpar.planning import estimate_step
-from jaxpar.setup import Setup
-from jaxpar.task import Settings
 
 GROUP = 4
 
@@ -99,82 +92,6 @@ class Mixed(Calm):
         return Mixing(self.kinds, rngs=rngs)
 
 
-@functools.lru_cache(maxsize=4)
-def in_groups(task):
-    """Loss, sums, gradients and carry from the definition: all rows of the largest group, then the next."""
-    settings, size = Settings(task, Parallel("dp1"), TrainConfig()), 2 * GROUP
-    graphdef, state = jax.jit(lambda: nnx.split(Setup.of(task, settings.parallel).layout.make(0)))()
-    batch = batch_of(task)
-    time = int(getattr(nnx.merge(graphdef, state), "time_major", True))
-    block = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1) if time and np.ndim(a) > 1 else a, batch)
-    key = jax.random.fold_in(jax.random.key(0), 0)
-
-    def rows(tree, begin, number):
-        def of(a):
-            if not np.ndim(a):
-                return a
-            dim = time if a.ndim > 1 else 0
-            return jax.lax.slice_in_dim(a, begin, begin + number, axis=dim)
-
-        return jax.tree.map(of, tree)
-
-    def mixed(layer, carry, x, at):
-        """A layer on the rows of the largest group: all of them, or its own number at a time."""
-        parts, number = [], getattr(layer, "rows_together", size)
-        for begin in range(0, size, number):
-            own = at._replace(row=at.row + begin, batch=rows(at.batch, begin, number))
-            before = jax.tree.map(lambda a, b=begin: a[b : b + number], carry)
-            parts.append(layer(before, rows(x, begin, number), own))
-        after, y = (
-            jax.tree.map(lambda *a, dim=dim: jnp.concatenate(a, dim), *(p[out] for p in parts))
-            for out, dim in enumerate((0, time))
-        )
-        return after, y, [p[2] for p in parts if len(p) > 2]
-
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def loss(state):
-        model = nnx.merge(graphdef, state)
-        whole, total = model.layers.initial_carry(task.batch_size), {}
-        carries = {name: [] for name in whole}
-        last = len(model.layers)
-        found = []
-        for begin in range(0, task.batch_size, size):
-            at = At(0, 0, begin, key, rows(block, begin, size))
-            x = model.first(at.batch, at._replace(layer=last + 1))
-            for number in range(last):
-                layer, kind = (
-                    model.layers.layer(number),
-                    model.layers.kinds[model.layers.kind_of[number]],
-                )
-                carry = layer.initial_carry(size) if hasattr(layer, "initial_carry") else ()
-                carry, x, sums = mixed(layer, carry, x, at._replace(layer=number))
-                carries[kind].append(carry)
-                found += sums
-            found.append(model.last(x, at.batch, at._replace(layer=last)))
-        names = {name: 0.0 for own in found for name in own.metrics}
-        total = jax.tree.map(lambda *a: sum(a), *(own.with_names(names) for own in found))
-        kinds = [model.layers.kinds[kind] for kind in model.layers.kind_of]
-
-        def joined(name, variable, *parts):
-            count = kinds.count(name)
-            rows = [jnp.concatenate(parts[number::count]) for number in range(count)]
-            return variable.replace(jnp.stack(rows))
-
-        after = {
-            name: jax.tree.map(
-                functools.partial(joined, name),
-                variables,
-                *carries[name],
-                is_leaf=lambda node: isinstance(node, nnx.Variable),
-            )
-            for name, variables in whole.items()
-        }
-        return total.loss / total.weight, (after, total)
-
-    (value, (carry, sums)), grads = jax.jit(loss)(state)
-    return float(value), sums, by_layer(grads, settings), by_layer(carry, settings)
-
-
 LAW = [
     ((1, 1, 1), {}, {}),
     ((1, 2, 1), {"num_chunks": 4, "zero_bubble": True}, {}),
@@ -189,15 +106,13 @@ LAW = [
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "pipeline", "layout"), LAW)
 def test_layers_mix_as_many_rows_on_any_mesh(mesh, pipeline, layout):
-    assert_same(
-        Mixed(), Parallel(on_devices(mesh), PipelineConfig(**pipeline), **layout), in_groups
-    )
+    assert_same(Mixed(), Parallel(on_devices(mesh), PipelineConfig(**pipeline), **layout))
 
 
 @pytest.mark.law
 def test_unequal_shares_are_whole_groups():
     task = Mixed(batch_size=32)
-    assert_same(task, Parallel(on_devices((2, 1, 1)), shares=(3, 1)), in_groups)
+    assert_same(task, Parallel(on_devices((2, 1, 1)), shares=(3, 1)))
 
 
 class Flat(nnx.Module):
@@ -249,9 +164,7 @@ class Timeless(Task):
 @pytest.mark.law
 @pytest.mark.parametrize("mesh", [(2, 2, 1), full((1, 1, 1))])
 def test_a_model_without_time_mixes_rows_too(mesh):
-    assert_same(
-        Timeless(), Parallel(on_devices(mesh), PipelineConfig(num_microbatches=2)), in_groups
-    )
+    assert_same(Timeless(), Parallel(on_devices(mesh), PipelineConfig(num_microbatches=2)))
 
 
 def test_groups_that_a_microbatch_would_cut_are_refused():

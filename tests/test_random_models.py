@@ -1,0 +1,176 @@
+"""Models and layouts drawn at random: every mesh and schedule gives what the definition says.
+
+A draw has a number, which its row is asked for by; it prints what it drew.
+"""
+
+import dataclasses
+import itertools
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_axes
+from models import WIDTH
+from test_any_model import Calm, assert_same
+from test_ends import Ends
+from test_equivalence import full, slow
+from test_layer_sums import Penalized
+from test_pools import MAKERS
+from test_rows_together import Balanced, Norm
+from test_widths import Join, Map
+
+from jaxpar import RULES, MeshConfig, Parallel, PipelineConfig, Stack, nn
+from jaxpar.base.stage_names import NamedPlacement
+from jaxpar.facts import ModelFacts
+from jaxpar.setup import Setup
+
+pytestmark = pytest.mark.law
+
+LAYERS = {
+    **MAKERS,
+    "attention": lambda rngs: test_axes.Attention(rngs=rngs),
+    "experts": lambda rngs: test_axes.Experts(rngs=rngs),
+    "penalized": lambda rngs: Penalized(rngs=rngs),
+    "norm": lambda rngs: Norm(rngs=rngs),
+    "balanced": lambda rngs: Balanced(rngs=rngs),
+    "map": lambda rngs: Map(WIDTH, WIDTH - 2, rngs=rngs),
+    "join": lambda rngs: Join(rngs=rngs),
+    "narrow": lambda rngs: nn.LSTM(6, inputs=WIDTH, rngs=rngs, dropout=0.2),
+    "widen": lambda rngs: nn.MinGRU(WIDTH, inputs=6, rngs=rngs),
+}
+# Layers, one after the other, from and to WIDTH units; where time may be in parts, only these.
+WITHOUT_STATE = ["dense", "norm", "wide 20", "wide 60", "map,join"]
+PIECES = [*WITHOUT_STATE, *MAKERS, "penalized", "balanced", "narrow,widen", "narrow,widen,map,join"]
+CUT = {"flax gru", "both ways", "penalized"}  # across what `tensor` would split, as attention does
+OF_AXES = {"context": "attention", "expert": "experts"}
+WHOLE_WINDOW = {"block", "both ways"}
+ROWS_TOGETHER = {"norm": Norm.rows_together, "balanced": Balanced.rows_together}
+
+
+class Any(Ends):
+    """With any layers, and a matrix that both ends use."""
+
+    def __init__(self, kinds, how, *, rngs):
+        super().__init__(how, rngs=rngs)
+        self.layers = Stack([LAYERS[kind] for kind in kinds], rngs=rngs)
+
+    def last(self, y, batch, at):
+        if "tied" in self.how:
+            table = self.marks[0].embedding[...]
+            y = y + jnp.tanh(y @ table.T) @ table / len(table)
+        return super().last(y, batch, at)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Calm):
+    """`is_large`: what could be in pools and in parts is, else what costs decide."""
+
+    how: tuple[str, ...] = ()
+    own_axes: tuple[str, ...] = ()
+    is_large: bool = False
+
+    @property
+    def axes(self):
+        return self.own_axes
+
+    @property
+    def rules(self):
+        rules = {"heads": "tensor", "inner": "tensor"}
+        if "context" in self.axes:
+            rules["time"] = "context"
+        if "expert" in self.axes:
+            rules |= {"batch": ("data", "expert"), "experts": "expert"}
+        return RULES.replace(rules)
+
+    def make_model(self, rngs):
+        return Any(self.kinds, self.how, rngs=rngs)
+
+
+def draw(pick):
+    """A model, and how devices share it, which may not fit each other.
+
+    Args:
+      pick: returns one of its arguments.
+    """
+    axes = pick((), (), ("context",), ("expert",), ("context", "expert"))
+    sizes = {}
+    for axis in ("stage", *axes, "data", "tensor"):
+        room = 8 // int(np.prod([*sizes.values()]))
+        most = min(room, {"stage": 8, "tensor": 1 if "context" in axes else 2}.get(axis, 4))
+        sizes[axis] = pick(*(n for n in (1, 2, 2, 4, 8) if n <= most))
+    stages, data, of_rows = sizes["stage"], sizes["data"], sizes.get("expert", 1)
+
+    pieces = WITHOUT_STATE if "context" in axes else PIECES
+    if sizes["tensor"] > 1:
+        pieces = [piece for piece in pieces if piece not in CUT]
+    pieces = [pick(*pieces) for _ in range(2)]
+    pieces += [OF_AXES[axis] for axis in axes]
+    kinds = ",".join(pick(*pieces) for _ in range(pick(1, 2, 3, 4))).split(",")
+
+    schedule = pick("1f1b", "gpipe", *["interleaved", "v"] * (stages in (2, 4)))
+    places = stages * (2 if schedule in ("interleaved", "v") else 1)
+    cuts = [0, *sorted(pick(*range(len(kinds) + 1)) for _ in range(places - 1)), len(kinds)]
+    numbers = tuple(end - begin for begin, end in itertools.pairwise(cuts))
+    words = str(NamedPlacement(numbers, pick(True, True, False), pick(True, False)))
+    placement = pick("balanced", numbers, words, *["even"] * (len(kinds) % places == 0))
+
+    is_whole = "context" in axes or WHOLE_WINDOW.intersection(kinds)
+    chunks, microbatches = 1 if is_whole else pick(1, 2, 4), pick(1, 2)
+    remat = pick(False, False, True)
+    pipeline = PipelineConfig(
+        schedule=schedule,
+        num_microbatches=microbatches,
+        num_chunks=chunks,
+        num_groups=2 if schedule == "interleaved" else 1,
+        zero_bubble=pick(True, True, False),
+        placement=placement,
+        head="auto" if placement == words else pick("auto", "last", "sharded"),
+        unroll=len({*kinds}) == 1 and places == stages and pick(True, False),
+        remat=remat,
+        remat_keeps=pick("device", *["host", *["carries"] * (chunks > 2)] * remat),
+    )
+    mesh = MeshConfig(data, stages, sizes["tensor"], axes=tuple((a, sizes[a]) for a in axes))
+    mesh = dataclasses.replace(mesh, devices=tuple(range(mesh.num_devices)))
+    shares = pick(None, (3, 1), (1, 2)) if data == 2 and of_rows == 1 else None
+    speeds = pick(None, None, tuple(1.0 + stage % 2 for stage in range(stages)))
+    parallel = Parallel(mesh, pipeline, shares, speeds, fsdp=pick(True, False))
+
+    together = max(ROWS_TOGETHER.get(kind, 1) for kind in kinds)
+    rows = sum(parallel.group_shares) * microbatches * of_rows * together
+    how = [word for word in ("deep", "twice", "array", "loop", "tied") if pick(True, *[False] * 3)]
+    task = Drawn(
+        tuple(kinds),
+        rows * pick(1, 2),
+        seq_len=pick(4, 8),
+        how=tuple(how),
+        own_axes=axes,
+        is_large=pick(True, False),
+    )
+    freeze = pick(None, None, None, "scale", "words", "up", *ModelFacts.of(task).kinds)
+    return dataclasses.replace(task, freeze=freeze), parallel
+
+
+LARGE = {
+    "jaxpar.layout.LITTLE": 1e-9,
+    "jaxpar.layout.FEW": 0,
+    "jaxpar.facts.ModelFacts.layer_flops": np.inf,
+    "jaxpar.pipeline.pool.COLUMNS": 8,
+}
+
+
+@pytest.mark.parametrize("number", [0, 1, *map(full, range(2, 20)), *map(slow, range(20, 220))])
+def test_random_models_on_random_layouts_equal_their_definition(number, monkeypatch):
+    numbers = random.Random(number)
+    for _ in range(8):
+        task, parallel = draw(lambda *options: numbers.choice(options))
+        print(f"drawn: {task}, {parallel}")
+        for name, value in LARGE.items() if task.is_large else ():
+            monkeypatch.setattr(name, value)
+        try:
+            Setup.of(task, parallel)
+            break
+        except ValueError as error:
+            print(f"refused: {error}")
+            monkeypatch.undo()
+    assert_same(task, parallel)
