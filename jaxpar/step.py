@@ -432,9 +432,9 @@ def check_program(program: jax.stages.Compiled) -> None:
             f"the compiler moves parts of an array between the devices of {TENSOR!r} within a unit's work, "
             f"at {places[min(places)]}; all stages, and all data-parallel groups of unequal shares, would "
             f"have to take part in that, and wait forever. An array is cut, joined or reshaped across a dim "
-            f"that {TENSOR!r} splits: give what is cut (such as gates or heads) a dim of its own, as in [input, "
-            f'gates, hidden], or have all of it on each device before the cut, at.layout(x, None, "batch", '
-            f"None), or use tensor=1, or stage=1 and equal shares"
+            f"that {TENSOR!r} splits: give what is cut (such as gates or heads) a dim of its own, as in "
+            f"[input, gates, hidden], or have all of it on each device before the cut, at.layout(x, None, "
+            f'"batch", None), or use tensor=1, or stage=1 and equal shares'
         )
 
 
