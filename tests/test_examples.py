@@ -317,7 +317,7 @@ def test_parameters_agree_after_two_optimizer_steps(name, parallel):
     ("name", "mesh", "rate"),
     [
         (FORECAST, "dp2pp2tp2", 0.005),
-        full(CHARACTERS, "pp2tp4", 0.01),
+        slow(CHARACTERS, "pp2tp4", 0.01),
         full(TRANSLATE, "dp4pp2", 0.01),
         full(DIGITS, "dp2pp4", 0.01),
     ],
@@ -507,6 +507,7 @@ def test_a_pair_has_the_loss_and_the_gradients_of_one_device(parallel):
     assert [int(state.step) for state in states] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_student_gains_by_its_teacher(capsys):
     module = sys.modules[type(of_distillation()).__module__]
     with jax.numpy_dtype_promotion("standard"):  # strict is of these tests

@@ -262,7 +262,7 @@ def test_the_command_line_trains_resumes_and_evaluates_on_any_mesh(run, tmp_path
     assert "is of the task images; give one of the task lm" in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_digits_are_told_right(tmp_path):
     train = dataclasses.replace(Images.train, out_dir=str(tmp_path / "run"))
     result = fit(Images(), train=train)

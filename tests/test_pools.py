@@ -167,7 +167,7 @@ def test_rows_without_a_layer_have_no_gradient(monkeypatch):
 
 UPDATES = [
     ((1, 2, 1), {"name": "adamw", "weight_decay": 0.1}, {}),
-    full((2, 2, 1), {"name": "rmsprop"}, {"update": "host"}),
+    slow((2, 2, 1), {"name": "rmsprop"}, {"update": "host"}),
     slow((1, 4, 1), {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, {}),
     slow((2, 2, 2), {"name": "adam"}, {"update": "sharded"}),
 ]
@@ -289,7 +289,7 @@ def test_a_device_has_room_for_its_own_stage():
 
 @pytest.mark.parametrize(
     ("kinds", "zero_bubble"),
-    [(ALIKE, True), (("wide 20", "wide 60", "gru", "wide 50"), True), full(KINDS, False)],
+    [(ALIKE, True), full(("wide 20", "wide 60", "gru", "wide 50"), True), slow(KINDS, False)],
 )
 def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
     task = Unequal(kinds, batch_size=16)

@@ -533,7 +533,7 @@ print(*peaks)
 STATE_BYTES = 3 * 8 * 2048**2 * 4  # parameters, and two moments of each
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the memory of a process")
 def test_no_process_holds_what_two_share(tmp_path):
     """What is trained by two is predicted with, exported, and started from by two."""
