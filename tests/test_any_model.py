@@ -117,7 +117,8 @@ def assert_same(task, parallel):
     batch = place_batch(task.make_batches("train", 0), 1, batch_sharding(setup))
     batch = jax.tree.map(jnp.asarray, batch)
     program = jax.jit(make_loss_and_grad(setup)).lower(state, batch).compile()
-    check_program(program)  # else it might wait forever
+    if parallel.mesh.stage > 1 or not parallel.has_equal_shares:
+        check_program(program)  # else it might wait forever
     (loss, (carry, sums)), grads = program(state, batch)
     expected_loss, expected_sums, expected_grads, expected_carry = plainly(task)
     assert_close({"loss": np.float32(loss)}, {"loss": np.float32(expected_loss)})
@@ -128,10 +129,11 @@ def assert_same(task, parallel):
     assert_close(by_layer(carry, settings), expected_carry)
 
 
-def test_a_model_that_is_frozen_in_part_equals_its_definition():
+@pytest.mark.parametrize(("freeze", "mesh"), [("dense", (2, 2, 2)), ("layers", (1, 2, 1))])
+def test_a_model_that_is_frozen_in_part_equals_its_definition(freeze, mesh):
     units = PipelineConfig(num_microbatches=2, num_chunks=4)
-    task = Regress(("gru", "dense", "gru", "cell", "dense"), freeze="dense")
-    assert_same(task, Parallel(on_devices((2, 2, 2)), units))
+    task = Regress(("gru", "dense", "gru", "cell", "dense"), freeze=freeze)
+    assert_same(task, Parallel(on_devices(mesh), units))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -445,7 +445,7 @@ class Loop:
         kept = self.kept
         assert kept is not None
         layers, done = state.grads.layers, vary_like(jnp.int32(0), self.stage.here)
-        if not kept.has_weights:
+        if not (kept.has_weights and jax.tree.leaves(layers)):  # all layers may be frozen
             return state, done
         for place in range(at.unit.shape[0]):
             here = jax.tree.map(lambda a, place=place: a[place], at)
