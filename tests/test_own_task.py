@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 
+import jax
 import pytest
 
 from jaxpar.training.checksums import checksum, read_table, write_table
@@ -338,6 +339,7 @@ class Picky(jaxpar.Task):
 def test_mistakes_have_one_message(mistake, tmp_path, monkeypatch, capsys):
     from jaxpar.cli.main import main
 
+    assert len(jax.devices()) == 8  # started, or a file that simulates would have its way
     (tmp_path / "forecast.py").write_text(FILE)
     (tmp_path / "fails.py").write_text("1 / 0\n")
     (tmp_path / "names.py").write_text(NAMES)
