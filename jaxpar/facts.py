@@ -34,7 +34,17 @@ from jaxpar.base.trees import (
 )
 from jaxpar.data.batches import check_numbers
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
-from jaxpar.model import Stack, Sums, check_variables, checked_sums, in_words, made, run_layer, says
+from jaxpar.model import (
+    Stack,
+    Sums,
+    check_rows_of_carry,
+    check_variables,
+    checked_sums,
+    in_words,
+    made,
+    run_layer,
+    says,
+)
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
@@ -527,7 +537,9 @@ class ModelFacts:
 
             carry, _ = _traced(f"layer {name}", begin, layer)
             check_floats(f"layer {name}: its initial_carry", carry, WHY_FLOATS)
-            _check_rows_of(name, layer, 2 * self.batch_size)
+            twice = 2 * self.batch_size  # a number that it may be fixed to is the batch's
+            more = nnx.eval_shape(lambda layer: layer.initial_carry(twice), layer)
+            check_rows_of_carry(name, more, twice)
 
         def call(layer, carry, x, batch, **draws):
             return run_layer(name, layer, carry, x, self.at(batch, **draws))
@@ -594,18 +606,6 @@ def _check_types(what: str, run: Callable[..., Any], state: Any, *args: Any) -> 
 
     specs: Any = {"in_specs": P(), "out_specs": P(), "axis_names": {DATA}}
     jax.eval_shape(jax.shard_map(traced, mesh=AbstractMesh((1,), (DATA,)), **specs), state, args)
-
-
-def _check_rows_of(name: str, layer: Any, rows: int) -> None:
-    """Raises if an array of a layer's initial carry does not have so many rows, twice those of a batch."""
-    carry = nnx.eval_shape(lambda layer: layer.initial_carry(rows), layer)
-    for path, leaf in jax.tree.leaves_with_path(carry):
-        if leaf.shape[:1] != (rows,):
-            raise ValueError(
-                f"layer {name}: its initial_carry({rows}){jax.tree_util.keystr(path)} has the shape "
-                f"{list(leaf.shape)}; let it be [rows, ...], with as many rows as it is asked for: devices "
-                f"and microbatches have different numbers of them"
-            )
 
 
 def _example_of(task: Task) -> Any:

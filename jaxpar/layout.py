@@ -115,15 +115,8 @@ class Layout:
                 f"num_chunks={parallel.num_chunks} cuts it; use num_chunks=1, and more microbatches"
             )
         for name, size in facts.rows_together.items():
-            sizes = parallel.mesh.sizes
-            own = {axis: sizes[axis] for axis in facts.row_axes}
-            shares = sum(parallel.group_shares)
-            of_data = (
-                {DATA: sizes[DATA]} if parallel.has_equal_shares else {"sum of shares": shares}
-            )
-            units = {**of_data, "num_microbatches": parallel.pipeline.num_microbatches, **own}
-            units[f"rows_together of layer {name}"] = size
-            check_divides("batch_size", facts.batch_size, units)
+            groups = {**self._row_parts, f"rows_together of layer {name}": size}
+            check_divides("batch_size", facts.batch_size, groups)
         if stages > 1 and not facts.kind_of:
             raise ValueError(
                 f"stage={stages}: the model of task {task.name} has no layers in its stack to be "
@@ -134,12 +127,20 @@ class Layout:
             self._check_ends()
         _ = self.placement  # likewise
 
+    @property
+    def _row_parts(self) -> dict[str, int]:
+        """Into how many parts the rows of a batch are divided, by what divides them."""
+        parallel, sizes = self.parallel, self.parallel.mesh.sizes
+        shares = "sum of shares", sum(parallel.group_shares)
+        name, groups = (DATA, sizes[DATA]) if parallel.has_equal_shares else shares
+        own = {axis: sizes[axis] for axis in self.facts.row_axes}
+        return {name: groups, "num_microbatches": parallel.pipeline.num_microbatches, **own}
+
     def _check_own_axes(self) -> None:
         """Raises where axes of one's own split rows or time, and cannot."""
         facts, parallel, sizes = self.facts, self.parallel, self.parallel.mesh.sizes
         rows, times = ({axis: sizes[axis] for axis in a} for a in (facts.row_axes, facts.time_axes))
-        units = {DATA: sizes[DATA], "num_microbatches": parallel.pipeline.num_microbatches}
-        check_divides("batch_size", facts.batch_size, {**units, **rows})
+        check_divides("batch_size", facts.batch_size, self._row_parts)
         if math.prod(rows.values()) > 1 and not parallel.has_equal_shares:
             raise ValueError(
                 f"shares={parallel.shares}: the rules split rows over {', '.join(rows)} as well, so each "

@@ -412,11 +412,6 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
     time, size = int(at.time_major), getattr(layer, "rows_together", None)
     if size is None:
         return run(carry, x, at)
-    without_time = (
-        ", or say time_major = False in a model without time, whose arrays are [rows, ...]"
-        if time
-        else ""
-    )
 
     def groups(tree: Any, dim: int) -> Any:  # [..., rows, ...] -> [groups, ..., size, ...]
         def of(a: Any) -> Any:
@@ -439,9 +434,14 @@ def run_layer(name: str, layer: Any, carry: Any, x: Any, at: At) -> tuple[Any, .
         for what, tree, dim in (("the carry that it returns", after, 0), ("its output", y, time)):
             for leaf in jax.tree.leaves(tree):
                 if leaf.shape[dim : dim + 1] != (size,):
+                    without_time = (
+                        "say time_major = False in a model without time, whose arrays are"
+                    )
                     raise ValueError(
                         f"layer {name} is called for {size} rows at a time (rows_together), and {what} has "
-                        f"the shape {list(leaf.shape)}; let its dim {dim} be these rows{without_time}"
+                        f"the shape {list(leaf.shape)}; let its dim {dim} be these rows"
+                        + f", or {without_time} [rows, ...]"
+                        * time
                     )
         return after, y, *sums
 
@@ -524,6 +524,17 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: jax.lax.map(lambda rows: function(*rows), args)
 
 
+def check_rows_of_carry(kind: str, carry: Any, rows: int) -> None:
+    """Raises a ValueError if an array of `initial_carry(rows)` of a kind of layers has not so many rows."""
+    for path, leaf in jax.tree.leaves_with_path(carry):
+        if leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"layer {kind}: its initial_carry({rows}){jax.tree_util.keystr(path)} has the shape "
+                f"{list(leaf.shape)}; let it be [rows, ...], with as many rows as it is asked for: devices "
+                f"and microbatches have different numbers of them"
+            )
+
+
 def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
     """Of one kind: variables [num_rows, rows, ...]; an empty tuple if its layers have no state."""
     if not hasattr(layer, "initial_carry"):
@@ -531,7 +542,9 @@ def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
     graphdef, state = nnx.split(layer)
 
     def initial(state):  # of one layer: what it reads of itself has no dim of rows of the stack
-        return nnx.merge(graphdef, state).initial_carry(rows)
+        carry = nnx.merge(graphdef, state).initial_carry(rows)
+        check_rows_of_carry(kind, carry, rows)
+        return carry
 
     carry = jax.vmap(initial, axis_size=num_rows)(state)
     dims = getattr(layer, "carry_dims", None)
@@ -540,7 +553,7 @@ def _initial_carry(layer: Any, kind: str, num_rows: int, rows: int) -> Any:
 
     def annotate(stacked, dims):
         shape = stacked.shape[1:]
-        if not shape or shape[0] != rows or len(dims) != len(shape):
+        if len(dims) != len(shape):
             raise ValueError(
                 f"layer {kind}: initial_carry({rows}) has an array of shape {shape} and dims {dims}; "
                 f"its first dim must be the {rows} rows, and each dim needs a name or None"

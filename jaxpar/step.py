@@ -317,9 +317,9 @@ def how_often(setup: Setup) -> tuple[int, str]:
 
     Processes may have unequal memory, and have to do the same: of several, none goes by it.
     """
-    target = abstract_state(setup)
     if isinstance(setup.optimizer, Safe) or setup.parallel.update == "host":
         return 1, ""
+    target = abstract_state(setup)
     params, changed = target.params, (target.params, target.opt_state)
     run = functools.partial(next_state, setup.optimizer)
     reread = sum(reductions(run, params, params, target.opt_state).values())

@@ -5,7 +5,6 @@ Legend: t time steps of a unit (None if the model has no time), b its rows.
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from jaxpar.pipeline.walk import with_sums
 from jaxpar.sharding import Rules, array_of, axes_of_spec, check_split, dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
-from jaxpar.trace.counts import Amount, Collectives, amount, collectives, needed_inputs
+from jaxpar.trace.counts import Amount, Collectives, amount, amount_and_sent, needed_inputs
 
 
 class Array(NamedTuple):
@@ -84,7 +83,7 @@ class Kind(NamedTuple):
     Attributes:
       forward, backward, weights: what F, B and W do; W is nothing where B does it too.
       kept: bytes that F leaves for B and W.
-      sent: over axes of one's own, by F, and by B and W; see `trace.counts.collectives`.
+      sent: over axes of one's own, by F, and by B and W; see `trace.counts.amount_and_sent`.
     """
 
     forward: Amount
@@ -295,21 +294,14 @@ def _count_layer(function: Layer, params: Any, frozen: Any, carry: Any, x: Any, 
         return split.forward(params, frozen, carry, x, at._replace(batch=batch))
 
     prepared, weights = jax.eval_shape(split.prepare, params, frozen), Amount()
-    of_forward = forward, params, frozen, carry, x, at.batch
-    of_backward = split.backward, prepared, split.saved, carry, x
-    sent = Counter(collectives(*of_backward))
+    of_forward, sent = amount_and_sent(forward, params, frozen, carry, x, at.batch)
+    of_backward, back = amount_and_sent(split.backward, prepared, split.saved, carry, x)
     if split.has_weights:
         needed = [split.saved[n] for n in split.needed]
-        of_weights = split.weights, prepared, needed, split.later
-        weights = amount(*of_weights)
-        sent.update(collectives(*of_weights))
-    return Kind(
-        forward=amount(*of_forward),
-        backward=amount(*of_backward),
-        weights=weights,
-        kept=whole_bytes(split.saved_and_room),
-        sent=(collectives(*of_forward), dict(sent)),
-    )
+        weights, later = amount_and_sent(split.weights, prepared, needed, split.later)
+        back = {key: back.get(key, 0) + later.get(key, 0) for key in {**back, **later}}
+    kept = whole_bytes(split.saved_and_room)
+    return Kind(of_forward, of_backward, weights, kept, (sent, back))
 
 
 def least_factor(n: int) -> int:

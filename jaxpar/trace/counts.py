@@ -81,15 +81,13 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
     return _amount(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def collectives(function: Callable[..., Any], *args: Any) -> Collectives:
-    """What a function sends over axes that it names, by (operation, axes, "bytes" or "runs").
+def amount_and_sent(function: Callable[..., Any], *args: Any) -> tuple[Amount, Collectives]:
+    """What a function does, as `amount`, and what it sends over axes that it names.
 
     Bytes are of what each run takes; loops count by their length, and of a conditional all branches.
-
-    Args:
-      args: as of `amount`.
     """
-    return _collectives(jax.make_jaxpr(function)(*args).jaxpr)
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    return _amount(jaxpr), _collectives(jaxpr)
 
 
 def _collectives(jaxpr: core.Jaxpr) -> Collectives:
