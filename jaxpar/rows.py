@@ -5,6 +5,9 @@ of a batch or a loss that balances a batch do, would give another loss on every 
 found before a run, on a few rows: where one of them is replaced, `first`, each kind of layer and `predict`
 must give the same bits for all others (a layer that says how many rows it mixes is called for so many); and
 what `last` gives for two halves must add up to what it gives for the whole.
+
+Chunks of time are the same for time: where windows are cut into them, `first`, each kind of layer and `last`
+must give for all chunks, one after the other, what they give for the window.
 """
 
 import collections
@@ -33,6 +36,10 @@ TOLERANCE, UNITS = 1e-5, 4
 # which is the largest, and whether a prediction counts as right.
 TRIES = 3
 
+# How far a window may be from its chunks, relative to the largest number: a state of float32 is rounded
+# in another order, and a loop over time adds to that.
+OVER_TIME = 1e-3
+
 _NOWHERE = -1  # the dim of rows of an array that has none
 
 _passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
@@ -47,18 +54,19 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     Args:
       predicts: whether the model's `predict` is looked at, instead of its `last`.
     Raises:
-      ValueError: `first`, a layer or `predict` mixes rows, or sums of `last` do not add up.
+      ValueError: `first`, a layer or `predict` mixes rows, or sums of `last` do not add up. Or, where the
+        layout cuts windows into chunks of time, one of them gives something else for these.
     """
     batch = layout.task.example_batch()
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     batch = jax.tree.map(lambda a: np.asarray(a)[:num_rows] if np.ndim(a) else a, batch)
     graphdef, state = nnx.split(layout.facts.model)
-    model = (predicts, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
+    chunks = 1 if predicts else layout.parallel.num_chunks
+    model = (predicts, chunks, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
     if num_rows and model not in _passed:
-        trial = _Trial(layout, batch, num_rows, predicts=predicts)
-        for kind, name in enumerate(layout.facts.kinds):
-            if name not in layout.facts.rows_together:  # those are called for their rows alone
-                trial.check_layer(kind)
+        trial = _Trial(layout, batch, num_rows, chunks, predicts=predicts)
+        for kind in range(len(layout.facts.kinds)):
+            trial.check_layer(kind)
         if predicts:
             trial.check_predict()
         else:
@@ -74,17 +82,20 @@ class _Trial:
       in_batch, in_x: trees of the dim of rows in each of their arrays.
     """
 
-    def __init__(self, layout: Layout, batch: Any, num_rows: int, *, predicts: bool):
+    def __init__(
+        self, layout: Layout, batch: Any, num_rows: int, num_chunks: int, *, predicts: bool
+    ):
         """Looks at `first`, which tells the shapes of x."""
-        self.layout, self.batch, self.num_rows = layout, batch, num_rows
+        self.layout, self.batch = layout, batch
+        self.num_rows, self.num_chunks = num_rows, num_chunks
         self.outer = Outer(layout, layout.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)
         self.in_batch = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else _NOWHERE, batch)
 
         @self.quick_jit
-        def first(variables, batch):
+        def first(variables, batch, time=0):
             leaves, frozen = variables
-            return self.outer.run_first(leaves, frozen, self.at(batch))
+            return self.outer.run_first(leaves, frozen, self.at(batch, time=time))
 
         variables = self.draw_outer(self.outer.first)
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
@@ -93,6 +104,7 @@ class _Trial:
         self.in_x = jax.tree.map(_dim_of_rows, self.x, x_of_twice)
         run = functools.partial(first, variables)
         self.check_alone("first", run, (batch,), (self.in_batch,), {"output": self.in_x})
+        self.check_chunks("`first`", lambda _, *inputs: ((), run(*inputs), []), (), batch)
 
     def check_layer(self, kind: int) -> None:
         """By what a layer of a kind returns, the state that it leaves, and the sums that it adds."""
@@ -108,44 +120,50 @@ class _Trial:
         like = self.layout.facts.traces.layers[kind][1][2]
 
         @self.quick_jit
-        def layer(variables, carry, x, batch, row):
+        def layer(variables, carry, x, batch, row=0, time=0):
             def run(_, __, *args):
                 return nnx.merge(*variables)(*args)
 
-            at = self.at(batch, row, layer=number)
+            at = self.at(batch, row, time, layer=number)
             after, y, *sums = self.layout.facts.run_padded(run, like, (), (), carry, x, at)
             return (after, y), [checked_sums(own, f"layer {name}") for own in sums]
 
         variables, start = draw()
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
-        in_carry = jax.tree.map(lambda _: 0, carry)
-        dims, what = (in_carry, self.in_x, self.in_batch), f"layer {name}"
+        in_carry, what = jax.tree.map(lambda _: 0, carry), f"layer {name}"
+        dims = in_carry, self.in_x, self.in_batch
 
         def run(*inputs: Any) -> Any:
-            return layer(variables, *inputs, 0)[0]
+            return layer(variables, *inputs)[0]
 
         def sums(*inputs: Any, row: int = 0) -> Any:
             return layer(variables, *inputs, row)[1][0]
+
+        def chunk(carry: Any, batch: Any, time: int, x: Any) -> Any:
+            (after, y), sums = layer(variables, carry, x, batch, 0, time)
+            return after, y, sums
 
         def draw_inputs() -> tuple[Any, ...]:
             return carry, self.random_x(), self.batch
 
         inputs = draw_inputs()
-        self.check_alone(what, run, inputs, dims, {"carry": in_carry, "output": self.in_x})
-        if self.layout.facts.adds_sums and layer(variables, *inputs, 0)[1]:
-            self.check_added(what, sums, sums, draw_inputs, dims)
+        if name not in self.layout.facts.rows_together:  # those are called for their rows alone
+            self.check_alone(what, run, inputs, dims, {"carry": in_carry, "output": self.in_x})
+            if self.layout.facts.adds_sums and layer(variables, *inputs)[1]:
+                self.check_added(what, sums, sums, draw_inputs, dims)
+        self.check_chunks(what, chunk, carry, self.batch, inputs[1])
 
     def check_last(self) -> None:
         """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
 
-        def last(variables, y, batch, row):
+        def last(variables, y, batch, row=0, time=0):
             leaves, frozen = variables
-            return self.outer.run_last(leaves, frozen, y, self.at(batch, row), is_part=False)
+            return self.outer.run_last(leaves, frozen, y, self.at(batch, row, time), is_part=False)
 
         def gradients_and_sums(variables, y, batch):
             def loss(y):
-                sums = last(variables, y, batch, 0)
+                sums = last(variables, y, batch)
                 return sums.loss, sums
 
             found, sums = jax.grad(loss, has_aux=True)(y)
@@ -168,6 +186,11 @@ class _Trial:
             self.check_alone(
                 "last", lambda *inputs: of_whole(*inputs)[0], draw_inputs(), dims, gradients
             )
+
+            def chunk(_: Any, batch: Any, time: int, y: Any) -> Any:
+                return (), (), [of_half(y, batch, 0, time)]
+
+            self.check_chunks("`last`", chunk, (), *draw_inputs()[::-1])
 
     def check_predict(self) -> None:
         """By all that it gives."""
@@ -205,7 +228,8 @@ class _Trial:
             inputs = draw()
             whole = named(what, lambda inputs=inputs: of_whole(*inputs))
             halves = [of_half(*_cut(inputs, dims, row, row + half), row=row) for row in (0, half)]
-            wrong = _not_added(*jax.device_get([whole, *halves]))
+            words = "some rows", "the two halves of them"
+            wrong = _not_added(*jax.device_get([whole, *halves]), of=words)
             if wrong is None:
                 return
         raise ValueError(
@@ -214,6 +238,52 @@ class _Trial:
             f"from one row alone: no means, and times the weight what counts once, such as a penalty "
             f"on parameters"
         )
+
+    def check_chunks(
+        self, what: str, run: Callable[..., Any], carry: Any, batch: Any, *x: Any
+    ) -> None:
+        """Compares what a part gives for a window with what it gives for its chunks, if it has several.
+
+        Args:
+          run: (carry, batch, its first step, *x) -> (carry, y, [sums]).
+        Raises:
+          ValueError: they are not the same.
+        """
+        steps = self.layout.facts.num_steps
+        if not steps or self.num_chunks == 1:
+            return
+        in_batch = jax.tree.map(lambda a: 1 if np.shape(a)[1:2] == (steps,) else _NOWHERE, batch)
+        in_x = jax.tree.map(lambda a: 0 if a.shape[:1] == (steps,) else _NOWHERE, self.x)
+        after, y, sums = jax.device_get(run(carry, batch, 0, *x))
+        ys, sums_of_chunks, length = [], [], steps // self.num_chunks
+        for start in range(0, steps, length):
+            stop = start + length
+            cut = (
+                _cut(batch, in_batch, start, stop),
+                start,
+                *(_cut(a, in_x, start, stop) for a in x),
+            )
+            carry, *of_chunk = jax.device_get(run(carry, *cut))
+            ys.append(of_chunk[0])
+            sums_of_chunks += of_chunk[1]
+
+        def join(dim: int, *parts: np.ndarray) -> np.ndarray:
+            return parts[0] if dim == _NOWHERE else np.concatenate(parts)
+
+        wrong = None
+        if not _near(y, jax.tree.map(join, in_x if jax.tree.leaves(y) else (), *ys)):
+            wrong = "its output is another one"
+        elif not _near(after, carry):
+            wrong = "the carry that it leaves is another one"
+        elif sums:
+            wrong = _not_added(sums[0], *sums_of_chunks, of=("the window", "its chunks"))
+        if wrong:
+            raise ValueError(
+                f"{what} gives something else where its window is cut into {self.num_chunks} chunks of "
+                f"time: {wrong}. What lasts from chunk to chunk is a layer's carry, at.time is the first "
+                f"step of a block, and sums are over steps; a layer that needs all steps at once says "
+                f"whole_window = True. Or use num_chunks=1"
+            )
 
     def check_alone(
         self,
@@ -252,11 +322,11 @@ class _Trial:
                         f"a layer say how many rows it mixes (rows_together = 8)"
                     )
 
-    def at(self, batch: Any, row: Any = 0, layer: int = 0) -> At:
+    def at(self, batch: Any, row: Any = 0, time: Any = 0, layer: int = 0) -> At:
         """Of a block of these rows, in training."""
         facts = self.layout.facts
         at = facts.at(facts.to_block(batch))
-        return at._replace(layer=jnp.int32(layer), row=jnp.int32(row))
+        return at._replace(layer=jnp.int32(layer), row=jnp.int32(row), time=jnp.int32(time))
 
     def quick_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`jax.jit`, for what runs a few times: a CPU's code takes far longer to be made well."""
@@ -325,12 +395,26 @@ def _cut(tree: Any, dims: Any, start: int, stop: int) -> Any:
     return jax.tree.map(cut, tree, dims)
 
 
-def _not_added(whole: Sums, *halves: Sums) -> str | None:
-    """The first number of a whole that is not the sum of those of its halves, in words; None if all are."""
+def _near(a: Any, b: Any) -> bool:
+    """Whether trees of arrays are the same up to rounding over time."""
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        tolerance = max(OVER_TIME, UNITS * float(jnp.finfo(one.dtype).eps))
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        if not np.allclose(one, other, 0, tolerance * np.nanmax(abs(one), initial=0), True):
+            return False
+    return True
+
+
+def _not_added(whole: Sums, *of_parts: Sums, of: tuple[str, str]) -> str | None:
+    """The first number of a whole that is not the sum of those of its parts, in words; None if all are.
+
+    Args:
+      of: the words for the whole and for its parts.
+    """
     for name, number in whole.by_name.items():
-        parts = [float(half.by_name[name]) for half in halves]
+        parts = [float(part.by_name[name]) for part in of_parts]
         tolerance = max(TOLERANCE, UNITS * float(jnp.finfo(number.dtype).eps))
         if abs(float(number) - sum(parts)) > tolerance * sum(map(abs, parts)):
             each = " and ".join(f"{part:.6g}" for part in parts)
-            return f"{name} is {float(number):.6g} for some rows, and {each} for the two halves of them"
+            return f"{name} is {float(number):.6g} for {of[0]}, and {each} for {of[1]}"
     return None

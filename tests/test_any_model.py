@@ -222,12 +222,12 @@ class Grouped(Regress):
     ("name", "kinds", "layout"),
     [
         ("groups", ("gru", "dense", "cell"), {"update": "sharded"}),
-        full("groups", ("gru", "dense", "cell"), {"fsdp": True}),
-        full("groups", ("gru", "dense", "cell"), {"update": "host"}),
+        slow("groups", ("gru", "dense", "cell"), {"fsdp": True}),
+        slow("groups", ("gru", "dense", "cell"), {"update": "host"}),
         full("masked", ("gru", "gru", "dense"), {}),
-        full("frozen", ("gru", "gru", "dense"), {}),
+        slow("frozen", ("gru", "gru", "dense"), {}),
         ("muon", ("gru",) * 4, {}),
-        full("clipped", ("gru", "gru", "gru"), {}),
+        slow("clipped", ("gru", "gru", "gru"), {}),
     ],
 )
 def test_optimizers_of_groups_leave_the_same_parameters(name, kinds, layout):

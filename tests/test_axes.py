@@ -134,7 +134,7 @@ def laid_out(mesh, **pipeline):
         ("dp1", {}),
         ("dp2context2", {}),
         ("pp2context2", {"num_microbatches": 2}),
-        full("dp2pp2context2", {"num_microbatches": 2, "remat": True}),
+        slow("dp2pp2context2", {"num_microbatches": 2, "remat": True}),
         slow("pp2context2tp2", {"schedule": "interleaved", "num_groups": 2}),
         slow("context8", {"num_microbatches": 2}),
     ],
@@ -147,7 +147,7 @@ def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [
-        full("dp1", {}),
+        slow("dp1", {}),
         ("expert4", {}),
         ("dp2pp2expert2", {"num_microbatches": 2, "num_chunks": 2}),
         slow("pp4expert2", {"num_microbatches": 2, "num_chunks": 4, "schedule": "gpipe"}),
@@ -171,7 +171,7 @@ def test_rows_that_only_data_splits_take_unequal_shares():
         ("experts.py:Experts", {"num_experts": 4}, "dp2pp2expert2", {"num_microbatches": 2}),
         full("experts.py:Experts", {"num_experts": 4, "split": "tensor"}, "pp2tp2", {}),
         ("long_context.py:LongContext", {"num_heads": 2}, "pp2context2", {"num_microbatches": 2}),
-        full("long_context.py:LongContext", {"exchange": "all_to_all"}, "dp2pp2context2", {}),
+        slow("long_context.py:LongContext", {"exchange": "all_to_all"}, "dp2pp2context2", {}),
     ],
 )
 def test_examples_equal_the_plain_model(name, options, mesh, pipeline):

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
-from test_equivalence import full
+from test_equivalence import full, slow
 
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
@@ -161,17 +161,17 @@ INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
     ("before", "after"),
     [
         (ALL_AXES, ONE),
-        full(ALL_AXES, DATA_ONLY),
+        slow(ALL_AXES, DATA_ONLY),
         (ALL_AXES, STAGES_ONLY),
-        full(ALL_AXES, UNEVEN),
+        slow(ALL_AXES, UNEVEN),
         (ALL_AXES, ALL_SHARDED),
         (ONE, ALL_AXES),
         (DATA_ONLY, ALL_AXES),
-        full(STAGES_ONLY, ALL_AXES),
+        slow(STAGES_ONLY, ALL_AXES),
         (ONE, ALL_FSDP),
         (UNEVEN, ONE),
         (UNEVEN, INTERLEAVED),
-        full(INTERLEAVED, UNEVEN),
+        slow(INTERLEAVED, UNEVEN),
         (ALL_SHARDED, UNEVEN),
         full(ALL_FSDP, ONE),
         (ALL_SHARDED, UNEVEN_HOST),

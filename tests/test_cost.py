@@ -41,6 +41,7 @@ OVERLAID = 1.05
 
 CPU, H100 = (Machine(name, 8, 8, **SHEETS[name]) for name in ("cpu", "h100"))
 full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -144,7 +145,7 @@ def assert_same_bytes(name, seed):
         ("lm", 0),
         ("gru", 1),
         ("mixed", 2),
-        *(full(name, seed) for name in NAMES[:4] for seed in (3,)),
+        *(slow(name, seed) for name in NAMES[:4] for seed in (3,)),
     ],
 )
 def test_bytes_over_data_and_stage_are_those_of_the_compiled_step(name, seed):
@@ -162,7 +163,7 @@ def test_bytes_over_tensor_of_a_recurrent_layer_are_near_those_of_the_compiled_s
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("lm", 10), ("gru", 11), *(full(name, seed) for name in NAMES for seed in (12,))],
+    [("lm", 10), ("gru", 11), *(slow(name, seed) for name in NAMES for seed in (12,))],
 )
 def test_the_state_is_exact_and_a_step_needs_what_is_held(name, seed):
     settings = random_settings(name, seed)

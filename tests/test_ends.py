@@ -24,7 +24,7 @@ from test_checkpoint import (
     restore,
 )
 from test_cost import sums_of
-from test_equivalence import MODEL, assert_same_as_plain, full, make_settings, on_devices
+from test_equivalence import MODEL, assert_same_as_plain, full, make_settings, on_devices, slow
 
 from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.analysis import inspect_step
@@ -111,14 +111,14 @@ LANGUAGE = [
     ((1, 2, 1), {}, {"head": "last"}, {}),
     ((1, 4, 1), {"tie_embedding": True}, {"remat": True}, {"update": "sharded"}),
     ((2, 2, 2), {"embed_size": 8}, {"zero_bubble": False}, {"fsdp": True}),
-    full((1, 8, 1), {}, {}, {}),
+    slow((1, 8, 1), {}, {}, {}),
     full((1, 8, 1), {"tie_embedding": True}, {}, {}),
-    full((1, 2, 4), {"embed_size": 8}, {}, {"fsdp": True}),
-    full((1, 2, 4), {"tie_embedding": True}, {}, {}),
-    full((1, 2, 1), {}, {"schedule": "interleaved", "num_groups": 2}, {}),
+    slow((1, 2, 4), {"embed_size": 8}, {}, {"fsdp": True}),
+    slow((1, 2, 4), {"tie_embedding": True}, {}, {}),
+    slow((1, 2, 1), {}, {"schedule": "interleaved", "num_groups": 2}, {}),
     full((1, 2, 1), {"tie_embedding": True}, {"schedule": "v"}, {}),
-    full((2, 2, 2), {"tie_embedding": True}, {"schedule": "gpipe"}, {"fsdp": True}),
-    full((1, 4, 1), {}, {"remat": True, "remat_keeps": "carries"}, {}),
+    slow((2, 2, 2), {"tie_embedding": True}, {"schedule": "gpipe"}, {"fsdp": True}),
+    slow((1, 4, 1), {}, {"remat": True, "remat_keeps": "carries"}, {}),
 ]
 
 
@@ -136,9 +136,9 @@ OWN = [
     ((1, 2, 1), ("deep", "twice"), {"head": "sharded"}, None),
     ((2, 2, 2), ("loop",), {}, "words"),
     full((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
-    full((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
+    slow((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
     full((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
-    full((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
+    slow((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
 ]
 
 
@@ -167,7 +167,7 @@ TIED = dataclasses.replace(UNTIED, tie_embedding=True)
     [
         (make_setup((1, 4, 1), task=UNTIED), make_setup((2, 2, 2), task=UNTIED, update="host")),
         full(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
-        full(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
+        slow(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
     ],
 )
 def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
@@ -236,7 +236,7 @@ def test_what_costs_less_is_chosen_and_said():
     [
         (("deep", "twice"), "sharded", {"zero_bubble": False}),
         full(("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
-        full(("array",), "sharded", {"schedule": "v"}),
+        slow(("array",), "sharded", {"schedule": "v"}),
     ],
 )
 def test_bytes_over_stages_are_those_that_were_predicted(large, how, head, schedule):

@@ -183,7 +183,9 @@ def wait_for(processes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_processes", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_processes", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
+)
 def test_on_a_small_disk_the_state_goes_to_the_fallback(num_processes, text, tmp_path):
     disk, out_dir = tmp_path / "disk", tmp_path / "disk" / "run"
     disk.mkdir()

@@ -313,7 +313,7 @@ def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path
     assert saved == [str(int(said[1]) - 1)]
 
 
-@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others(victim, text, tmp_path):
     process, children = start_long_run(text, str(tmp_path / "run"))
     os.kill(children[victim], signal.SIGKILL)

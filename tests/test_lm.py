@@ -87,9 +87,9 @@ def test_what_other_layers_than_lstm_cannot_do_is_refused():
 
 HEADS = [
     ((1, 1, 1), (1, 1), {}),
-    pytest.param((1, 2, 1), (1, 2), {"head": "last"}, marks=pytest.mark.full),
+    pytest.param((1, 2, 1), (1, 2), {"head": "last"}, marks=pytest.mark.slow),
     ((2, 2, 2), (2, 3), {"head": "last"}),
-    pytest.param((1, 2, 1), (1, 2), {"head": "sharded"}, marks=pytest.mark.full),
+    pytest.param((1, 2, 1), (1, 2), {"head": "sharded"}, marks=pytest.mark.slow),
     ((2, 2, 2), (2, 3), {"head": "sharded"}),
 ]
 

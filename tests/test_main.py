@@ -112,7 +112,15 @@ ON_DEVICES = {
 
 
 @pytest.mark.usefixtures("compile_once")
-@pytest.mark.parametrize("name", ON_DEVICES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name in ("rows for one", "microbatches", "one device")
+        else name
+        for name in ON_DEVICES
+    ],
+)
 def test_the_table_says_which_devices_a_run_takes_and_why(name, text, tmp_path, capsys):
     asked, devices, mesh, kept = ON_DEVICES[name]
     out_dir = tmp_path / "run"

@@ -13,7 +13,11 @@ sys.path.append(str(ROOT / "notebooks"))
 from run import execute, sources  # noqa: E402
 
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
-MORE = [pytest.param(path, id=path.stem, marks=pytest.mark.full) for path in sources()[2:]]
+MARKS = dict(zip("3456", ("full", "slow", "slow", "full"), strict=True))  # what takes long
+RUN = [*NOTEBOOKS[:2]] + [
+    pytest.param(path, id=path.stem, marks=getattr(pytest.mark, MARKS[path.name[0]]))
+    for path in sources()[2:]
+]
 
 
 def test_there_are_six():
@@ -38,7 +42,7 @@ def kinds(cell):
     return [output.get("name") or sorted(output.data) for output in cell.get("outputs", ())]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS[:2] + MORE)
+@pytest.mark.parametrize("path", RUN)
 def test_a_notebook_runs_and_shows_what_is_stored(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     done = execute(path, tmp_path)

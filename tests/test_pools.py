@@ -127,7 +127,7 @@ ONE = parallel_of((1, 1, 1), num_chunks=1)
 LAW = [
     ((1, 2, 1), KINDS, {}, {}, None),
     ((2, 2, 2), KINDS[:3], {"zero_bubble": False}, {"fsdp": True}, "up"),
-    full((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
+    slow((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
     slow((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
     full((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
     # Layers of one kind stay in a stack; the ends alone are in pools.
@@ -138,7 +138,7 @@ LAW = [
         (1, 4, 1), ALIKE, {"zero_bubble": False, "placement": "first | 0-1 | 2-3 | last"}, {}, None
     ),
     full((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
-    full(
+    slow(
         (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
     ),
 ]

@@ -85,13 +85,13 @@ def plain(task, tokens):
             for n in range(0, m, T)
         ]
         starts, lengths = zip(*pieces, strict=True)
-    found = np.full(len(tokens), np.nan, np.float32)
+    found, longest = np.full(len(tokens), np.nan, np.float32), max(lengths)
+    run = jax.jit(lambda tokens_T: jax.nn.log_softmax(model(tokens_T[None])[0]))
     for start, length in zip(starts, lengths, strict=True):
-        logits_TV = model(tokens[None, start : start + length])[0]
-        each = jax.nn.log_softmax(logits_TV)[
-            np.arange(length), tokens[start + 1 : start + length + 1]
-        ]
-        found[start : start + length] = each
+        piece = np.zeros(longest, np.int32)  # what follows a token changes nothing
+        piece[:length] = tokens[start : start + length]
+        targets = tokens[start + 1 : start + length + 1]
+        found[start : start + length] = run(piece)[np.arange(length), targets]
     return found
 
 
@@ -329,7 +329,7 @@ def command(folder, *arguments):
     return subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
     out = f"out{num_processes}"
     launch = ["launch", "--processes", "2", "--", "predict", "--mesh", "dp2"]
@@ -351,7 +351,7 @@ def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
     np.testing.assert_allclose(after, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT"])
 def test_a_signal_ends_a_prediction_after_a_batch_and_says_how_it_goes_on(name, trained):
     run = ["predict", "run", "test", "--out", name]
     (trained / "kill").write_text(name)

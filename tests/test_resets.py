@@ -292,13 +292,13 @@ def assert_same(actual, expected):
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 ROWS = [
-    full((1, 1, 1), {}),
+    slow((1, 1, 1), {}),
     ((2, 2, 2), {"num_microbatches": 2, "num_chunks": 2}),
     full((1, 4, 1), {"num_chunks": 4, "remat": True}),
     slow((2, 1, 1), {"num_microbatches": 2}),
     slow((2, 1, 2), {}),
     full((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
-    full((4, 2, 1), {"num_chunks": 4, "schedule": "gpipe", "num_microbatches": 2}),
+    slow((4, 2, 1), {"num_chunks": 4, "schedule": "gpipe", "num_microbatches": 2}),
     slow((1, 4, 2), {"num_chunks": 2, "zero_bubble": False, "num_microbatches": 2}),
 ]
 

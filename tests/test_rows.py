@@ -240,6 +240,50 @@ def test_rows_that_mix_are_named_by_where_they_do(mixed):
         check_rows_alone(Setup.of(task_of(**options), ONE).layout)
 
 
+TWO_CHUNKS = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2))
+
+
+def causal(carry, x, at):
+    """Its outputs sum up what came so far, and tell the place in the window."""
+    y = carry[None] + jnp.cumsum(x, 0)
+    return y[-1], y + (at.time + jnp.arange(len(x)))[:, None, None].astype(y.dtype)
+
+
+def penalty(carry, x, at):
+    loss = jnp.sum(jnp.square(x.mean(0)) * at.batch["weight"].mean(0)[:, None])
+    return (*causal(carry, x, at), Sums(loss, 0.0))
+
+
+CHUNKED = {
+    "the future": ({"layer": lambda c, x, at: (c, x[::-1])}, "layer layer0 .*: its output is another"),
+    "a carry that is not read": ({"layer": lambda c, x, at: causal(0 * c, x, at)}, "its output is an"),
+    "a carry of the last step": ({"layer": lambda c, x, at: (c + x[-1], x)}, "the carry that it leaves"),
+    "the place in a chunk": ({"layer": lambda c, x, at: causal(c, x, at._replace(time=0))}, "its output"),
+    "sums": ({"layer": penalty}, "layer layer0 .*: loss is .* for the window, and .* for its chunks"),
+    "first": (
+        {"layer": causal, "first": lambda model, batch: plain_first(model, batch)[::-1]},
+        "^`first` gives something else where its window is cut .*: its output is another one",
+    ),
+    "last": (
+        {"layer": causal, "last": lambda model, y, batch: plain_last(model, y[::-1], batch)},
+        "^`last` gives something else .* use num_chunks=1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", CHUNKED)
+def test_what_chunks_of_time_would_change_is_named(mistake):
+    options, message = CHUNKED[mistake]
+    task = task_of(**options)
+    check_rows_alone(Setup.of(task, ONE).layout)
+    with pytest.raises(ValueError, match=message):
+        check_rows_alone(Setup.of(task, TWO_CHUNKS).layout)
+
+
+def test_what_chunks_of_time_leave_as_it_is_passes():
+    check_rows_alone(Setup.of(task_of(causal), TWO_CHUNKS).layout)
+
+
 def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
     """A cost of all rows, handed from layer to layer in an array that has no rows."""
 
@@ -305,11 +349,11 @@ SMALL = {
         AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
         full(LM(**SMALL, dtype="bfloat16")),
-        *(full(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm")),
+        *(slow(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm")),
         full(LM(**SMALL | {"batch_size": 2})),
         full(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
         full(Images()),
-        *(full(Regress((kind,))) for kind in [*MAKERS][:4]),
+        *(slow(Regress((kind,))) for kind in [*MAKERS][:4]),
         *(slow(Regress((kind,))) for kind in [*MAKERS][4:]),
         Regress(freeze="dense"),
     ],
@@ -318,6 +362,22 @@ SMALL = {
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
     rows._passed.clear()
     check_rows_alone(Setup.of(task, ONE).layout)
+    assert rows._passed
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        AWD(**SMALL, window_mean=6, window_spread=1.0),
+        LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
+        *(slow(LM(**SMALL, layer=name)) for name in ("lstm", "rglru", "mingru", "slstm")),
+        *(slow(Regress((kind,))) for kind in MAKERS if kind not in ("block", "both ways")),
+    ],
+    ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
+)
+def test_what_comes_with_jaxpar_is_the_same_in_chunks_of_time(task):
+    rows._passed.clear()
+    check_rows_alone(Setup.of(task, TWO_CHUNKS).layout)
     assert rows._passed
 
 

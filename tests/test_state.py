@@ -21,6 +21,7 @@ from test_equivalence import (
     full,
     make_batch,
     make_settings,
+    slow,
 )
 from test_equivalence import MODEL as WITH_MASKS
 
@@ -271,7 +272,7 @@ def trained_on_its_own_batches(settings):
 @pytest.mark.law
 @pytest.mark.parametrize(
     ("layout", "splits_params"),
-    [full({}, None), ({"update": "sharded"}, False), ({"fsdp": True}, True)],
+    [slow({}, None), ({"update": "sharded"}, False), ({"fsdp": True}, True)],
 )
 def test_any_dim_is_split_over_data_whatever_its_name(layout, splits_params):
     kinds = ("block", "gru", "dense") * 2
@@ -349,7 +350,7 @@ FROZEN = [
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("sizes", [{"tie_embedding": True}, full({"embed_size": 8})])
+@pytest.mark.parametrize("sizes", [{"tie_embedding": True}, slow({"embed_size": 8})])
 @pytest.mark.parametrize(("mesh", "units", "pipeline"), FROZEN)
 def test_what_is_frozen_has_no_gradient_and_no_optimizer_state_and_stays(
     mesh, units, pipeline, sizes
