@@ -12,6 +12,7 @@ MESH_AXES = (DATA, STAGE, TENSOR)
 
 # Dims of parameters.
 LAYERS = "layers"  # stacked layers of one kind
+HEADS = "heads"  # blocks on the diagonal of a matrix, [heads, input, ...]
 INPUT = "input"  # what a matrix multiplication contracts
 GATES = "gates"  # the gates of a recurrent layer
 HIDDEN = "hidden"  # its units

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.base.at import At
-from jaxpar.nn.hidden import GateParams, Recurrence
+from jaxpar.nn.hidden import GateParams, Recurrence, gates_of_state
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
 from jaxpar.nn.resets import begin_anew
@@ -34,7 +34,7 @@ def gru_layer(
     The dtype of `x_TBI` is that of the matmuls' inputs; they accumulate in float32, and the state is float32.
 
     Args:
-      carry: h before the first step, [B, H] float32.
+      carry: h before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), and so are outputs.
       resets_TB: where a sequence begins, from the state `initial_BH` (None: zeros); None means nowhere.
     Returns:
       h after the last step, and the outputs h_TBH in the dtype of x.
@@ -47,7 +47,7 @@ def gru_layer(
         h_BH = begin_anew(is_new_B, initial_BH, h_BH)
         b_4H = params.b_GH
         zx_B3H = contract(x_BI, params.w_x_IGH.astype(dtype), out=jnp.float32) + b_4H[:3][None]
-        zh_B3H = contract(h_BH.astype(dtype), params.w_h_HGH.astype(dtype), out=jnp.float32)
+        zh_B3H = gates_of_state(h_BH.astype(dtype), params.w_h_HGH)
         r = nnx.sigmoid(zx_B3H[:, 0] + zh_B3H[:, 0])
         z = nnx.sigmoid(zx_B3H[:, 1] + zh_B3H[:, 1])
         n = jnp.tanh(zx_B3H[:, 2] + r * (zh_B3H[:, 2] + b_4H[3][None]))
@@ -61,7 +61,7 @@ class GRU(Recurrence):
     """One GRU layer.
 
     Attributes:
-      w_x: [I, 3, H]; `w_h`: [H, 3, H].
+      w_x: [I, 3, H]; `w_h`: [H, 3, H], of heads [N, D, 3, D].
       b: [4, H]; the last row belongs to n's product with the state.
     """
 

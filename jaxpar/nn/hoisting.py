@@ -69,9 +69,11 @@ class _Fixed(NamedTuple):
         fixed = cls(program.make_fixed(given), [])
         env = fixed.env(program)
         for product in program.products.values():
-            w, n = _in_order(env[product.weight], product.w_order), product.num_sums
+            w, first = _in_order(env[product.weight], product.w_order), product.num_blocks
+            n = first + product.num_sums
             # Transposed here, or it would be at every step.
-            back = transposable(w.transpose(*range(n, w.ndim), *range(n)))
+            order = (*range(first), *range(n, w.ndim), *range(first, n))
+            back = transposable(w.transpose(order))
             fixed.weights.append((w, back))
         return fixed
 
@@ -131,7 +133,8 @@ def _inverse(order: Sequence[int]) -> list[int]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
     """u w; w and `back`, which is w transposed, have no gradients here."""
-    return contract(u, w, product.num_sums, product.precision, out=product.dtype)
+    sums, blocks = product.num_sums, product.num_blocks
+    return contract(u, w, sums, product.precision, out=product.dtype, num_blocks=blocks)
 
 
 def _multiply_fwd(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back: jax.Array):
@@ -140,8 +143,9 @@ def _multiply_fwd(product: Product, dtype: Any, u: jax.Array, w: jax.Array, back
 
 def _multiply_bwd(product: Product, dtype: Any, back: jax.Array, dz: jax.Array):
     """A product of narrow factors is one backward, too: of dz rounded to them."""
-    num_sums, dz = back.ndim - product.num_sums, dz.astype(dtype)
-    du = contract(dz, back, num_sums, product.precision, out=wide(dtype))
+    blocks, dz = product.num_blocks, dz.astype(dtype)
+    sums = back.ndim - product.num_sums - blocks
+    du = contract(dz, back, sums, product.precision, out=wide(dtype), num_blocks=blocks)
     return du.astype(dtype), None, None
 
 
@@ -323,8 +327,9 @@ def _weight_gradients(
     w, u = env[product.weight], operands[product.place]
     u = _in_order(u, product.u_order, over_time=True)
     dz_TN = _in_order(dz[0], _inverse(product.out_order), over_time=True).astype(u.dtype)
-    rows = u.shape[: u.ndim - product.num_sums]
-    dw = sum_of_outer_products(u.reshape(*rows, -1), dz_TN, precision=product.precision)
+    rest, blocks = u.shape[: u.ndim - product.num_sums], product.num_blocks
+    u = u.reshape(*rest, -1)
+    dw = sum_of_outer_products(u, dz_TN, precision=product.precision, num_blocks=blocks)
     dw = dw.reshape([w.shape[n] for n in product.w_order])
     return [(product.weight, _in_order(dw, _inverse(product.w_order)).astype(w.dtype))]
 

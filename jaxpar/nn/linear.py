@@ -117,17 +117,31 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def contract(
-    x: jax.Array, kernel: jax.Array, num_summed: int = 1, precision: Any = None, *, out: Any
+    x: jax.Array,
+    kernel: jax.Array,
+    num_summed: int = 1,
+    precision: Any = None,
+    *,
+    out: Any,
+    num_blocks: int = 0,
 ) -> jax.Array:
-    """x [..., *in] and kernel [*in, *out] -> [..., *out], in the dtype `out`; None is that of x."""
-    dims = (range(x.ndim - num_summed, x.ndim), range(num_summed))
-    return _dot(x, kernel, dims, precision, out)
+    """x [..., *blocks, *in] and kernel [*blocks, *in, *out] -> [..., *blocks, *out].
+
+    Args:
+      num_summed, num_blocks: how many dims `in` and `blocks` are; of these each block has a product of its own.
+      out: the dtype of the result; None is that of x.
+    """
+    first = x.ndim - num_summed
+    over = (range(first, x.ndim), range(num_blocks, num_blocks + num_summed))
+    blocks = (range(first - num_blocks, first), range(num_blocks))
+    y = _dot(x, kernel, over, precision, out, blocks)
+    return jnp.moveaxis(y, blocks[1], blocks[0]) if num_blocks else y
 
 
 def sum_of_outer_products(
-    x_TBI: jax.Array, dy_TBO: jax.Array, num_in: int = 1, precision: Any = None
+    x_TBI: jax.Array, dy_TBO: jax.Array, num_in: int = 1, precision: Any = None, num_blocks: int = 0
 ) -> jax.Array:
-    """The gradient of a kernel, [*in, *out]: over all dims of x but its last ones, in their order.
+    """The gradient of a kernel, [*blocks, *in, *out]: over all dims of x but its last ones, in their order.
 
     `einsum` would sum over B and T, and autodiff of `x @ kernel` gives the product the other way round: XLA's
     CPU transposes dy for it, and multiplies at half the speed.
@@ -135,8 +149,10 @@ def sum_of_outer_products(
     Returns:
       in `wide` of x's dtype.
     """
-    over = range(x_TBI.ndim - num_in)
-    return _dot(transposable(x_TBI), dy_TBO, (over, over), precision, wide(x_TBI.dtype))
+    first = x_TBI.ndim - num_in
+    over, blocks = range(first - num_blocks), range(first - num_blocks, first)
+    both = (over, over), precision, wide(x_TBI.dtype), (blocks, blocks)
+    return _dot(transposable(x_TBI), dy_TBO, *both)
 
 
 def wide(dtype: Any) -> jnp.dtype:
@@ -144,9 +160,15 @@ def wide(dtype: Any) -> jnp.dtype:
     return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
-def _dot(a: jax.Array, b: jax.Array, over: tuple[range, range], precision: Any, out: Any):
-    of_a, of_b = map(tuple, over)
-    dims = ((of_a, of_b), ((), ()))
+def _dot(
+    a: jax.Array,
+    b: jax.Array,
+    over: tuple[range, range],
+    precision: Any,
+    out: Any,
+    blocks: tuple[range, range] = (range(0), range(0)),
+):
+    dims = tuple(map(tuple, over)), tuple(map(tuple, blocks))
     return lax.dot_general(a, b, dims, precision, preferred_element_type=out)
 
 

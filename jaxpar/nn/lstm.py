@@ -27,9 +27,8 @@ from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
-_IS_TANH_141 = np.array([0, 0, 1, 0], np.float32)[None, :, None]
-_SCALE_141 = (1 + _IS_TANH_141) / 2
-_SHIFT_141 = 1 - _SCALE_141
+_IS_TANH_4 = np.array([0, 0, 1, 0], np.float32)
+_SCALE_4 = (1 + _IS_TANH_4) / 2
 
 
 class LSTMCarry(NamedTuple):
@@ -63,8 +62,8 @@ def lstm_layer(
     arithmetic stay float32.
 
     Args:
-      params: of one layer; H may be sharded over `tensor`.
-      carry: (h, c) before the first step, [B, H] float32.
+      params: of one layer; H, or heads, may be sharded over `tensor`.
+      carry: (h, c) before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), and so are outputs.
       resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
     Returns:
       (h, c) after the last step, and the outputs h_TBH in the dtype of x.
@@ -75,14 +74,15 @@ def lstm_layer(
 def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: Any, initial: Any):
     """The layer, and what its backward pass needs."""
     dtype = x_TBI.dtype
-    w_h = params.w_h_HGH.astype(dtype)
-    zx_TB4H = _dot("tbi,igh->tbgh", x_TBI, params.w_x_IGH.astype(dtype))
+    w_h, n = params.w_h_HGH.astype(dtype), _heads(params)
+    zx_TB4H = _dot(f"tbi,ig{n}h->tbg{n}h", x_TBI, params.w_x_IGH.astype(dtype))
+    scale_141 = _of_gates(_SCALE_4, zx_TB4H)
 
     def step(carry, inputs):
         (h_BH, c_before_BH, buffer_TB4H), (t, is_new_B) = carry, inputs
         h_BH, c_BH = begin_anew(is_new_B, initial, LSTMCarry(h_BH, c_before_BH))
-        z_B4H = buffer_TB4H[t] + _dot("bj,jgh->bgh", h_BH, w_h) + params.b_GH[None]
-        gates_B4H = jnp.tanh(z_B4H * _SCALE_141) * _SCALE_141 + _SHIFT_141
+        z_B4H = buffer_TB4H[t] + _dot(f"b{n}j,{n}jgh->bg{n}h", h_BH, w_h) + params.b_GH[None]
+        gates_B4H = jnp.tanh(z_B4H * scale_141) * scale_141 + (1 - scale_141)
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         c_next = f * c_BH + i * g
         h_next = (o * jnp.tanh(c_next)).astype(dtype)
@@ -108,7 +108,9 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
     dtype = residuals.x_TBI.dtype
     w_x_I4H = transposable(params.w_x_IGH.astype(dtype))
     # Transposed here, or it would be at every step.
-    w_h_4HH = lax.optimization_barrier(params.w_h_HGH.astype(dtype).transpose(1, 2, 0))
+    w_h_4HH = jnp.moveaxis(params.w_h_HGH.astype(dtype), -3, -1)
+    w_h_4HH, n = lax.optimization_barrier(w_h_4HH), _heads(params)
+    is_tanh_141 = _of_gates(_IS_TANH_4, residuals.gates_TB4H)
 
     def step(carry, inputs):
         dh_BH, dc_BH, c_BH, d_initial = carry
@@ -123,9 +125,9 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
         dh_BH = dh_BH + dy_BH.astype(jnp.float32)
         dc_BH = dc_BH + dh_BH * o * (1 - tanh_c * tanh_c)
         d_gates_B4H = jnp.stack([dc_BH * g, dc_BH * c_prev_BH, dc_BH * i, dh_BH * tanh_c], axis=1)
-        slope_B4H = (1 - gates_B4H) * (gates_B4H + _IS_TANH_141)
+        slope_B4H = (1 - gates_B4H) * (gates_B4H + is_tanh_141)
         dz_B4H = lax.optimization_barrier((d_gates_B4H * slope_B4H).astype(dtype))
-        d_prev = LSTMCarry(_dot("bgh,ghj->bj", dz_B4H, w_h_4HH), dc_BH * f)
+        d_prev = LSTMCarry(_dot(f"bg{n}h,{n}ghj->b{n}j", dz_B4H, w_h_4HH), dc_BH * f)
         if resets_TB is not None:
             if initial is not None:
                 d_initial = jax.tree.map(
@@ -140,10 +142,14 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
     (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
     d_params = GateParams(
         w_x_IGH=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
-        w_h_HGH=sum_of_outer_products(residuals.h_prev_TBH, dz_TB4H),
+        w_h_HGH=sum_of_outer_products(
+            residuals.h_prev_TBH,
+            jnp.swapaxes(dz_TB4H, 2, 3) if n else dz_TB4H,  # heads come first
+            num_blocks=len(n),
+        ),
         b_GH=jnp.sum(dz_TB4H.astype(jnp.float32), axis=(0, 1)),
     )
-    dx_TBI = _dot("tbgh,igh->tbi", dz_TB4H, w_x_I4H).astype(dtype)
+    dx_TBI = _dot(f"tbg{n}h,ig{n}h->tbi", dz_TB4H, w_x_I4H).astype(dtype)
     return d_params, LSTMCarry(dh, dc), dx_TBI, None, d_initial
 
 
@@ -151,7 +157,17 @@ lstm_layer.defvjp(_forward, _backward)
 
 
 def _where(is_new_B: jax.Array, a: Any, b: Any) -> jax.Array:
-    return jnp.where(is_new_B[:, None], a, b)
+    return jnp.where(jnp.expand_dims(is_new_B, range(1, max(jnp.ndim(a), jnp.ndim(b)))), a, b)
+
+
+def _heads(params: GateParams) -> str:
+    """The letter of their dim in formulas of products; none for one head."""
+    return "n" * (params.w_h_HGH.ndim > 3)
+
+
+def _of_gates(values_4: np.ndarray, like_TB4H: jax.Array) -> np.ndarray:
+    """A number for each gate, for arrays of a time step."""
+    return values_4.reshape(1, 4, *[1] * (like_TB4H.ndim - 3))
 
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -164,7 +180,7 @@ class LSTM(ForgetGate):
     Attributes:
       carry_dims: of its state.
       h_0, c_0: [H], the initial state, if it is learned.
-      w_x: [I, 4, H]; `w_h`: [H, 4, H].
+      w_x: [I, 4, H]; `w_h`: [H, 4, H], of heads [N, D, 4, D].
       b: [4, H].
     """
 
@@ -176,7 +192,7 @@ class LSTM(ForgetGate):
         Args:
           width: H, of state and outputs.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
-          options: `rngs`, `inputs`, `init`, `dropout` and `forget_bias`, as of every `ForgetGate`.
+          options: `rngs`, `inputs`, `num_heads`, `init`, `dropout` and `forget_bias`, as of every `ForgetGate`.
         """
         super().__init__(width, **options)
         self.learn_initial = learn_initial

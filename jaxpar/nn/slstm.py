@@ -3,7 +3,7 @@
     z_t = tanh(.)   i_t = exp(.)   f_t = sigmoid(.)   o_t = sigmoid(.)     each of W x_t + R h_{t-1} + b
     c_t = f_t * c_{t-1} + i_t * z_t      n_t = f_t * n_{t-1} + i_t      h_t = o_t * c_t / n_t
 
-(Beck et al. 2024, arXiv:2405.04517, section 2.2, with one head.) exp may overflow: c and n are held divided
+(Beck et al. 2024, arXiv:2405.04517, section 2.2.) exp may overflow: c and n are held divided
 by exp(m_t), m_t = max(log f_t + m_{t-1}, log i_t), which changes no output (equations 15 to 17). So no
 gradient flows through m.
 
@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, HIDDEN
-from jaxpar.nn.hidden import ForgetGate
+from jaxpar.nn.hidden import ForgetGate, gates_of_state
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.linear import contract
 from jaxpar.nn.resets import begin_anew
@@ -41,7 +41,7 @@ class SLSTM(ForgetGate):
 
     Attributes:
       carry_dims: of its state.
-      w_x: [I, 4, H]; `w_h`: [H, 4, H].
+      w_x: [I, 4, H]; `w_h`: [H, 4, H], of heads [N, D, 4, D].
       b: [4, H].
     """
 
@@ -61,7 +61,7 @@ class SLSTM(ForgetGate):
             x_BH, is_new_B = inputs
             h_BH, c_BH, n_BH, m_BH = begin_anew(is_new_B, initial, carry)
             zx_B4H = contract(x_BH, params.w_x_IGH.astype(dtype), out=jnp.float32)
-            zh_B4H = contract(h_BH.astype(dtype), params.w_h_HGH.astype(dtype), out=jnp.float32)
+            zh_B4H = gates_of_state(h_BH.astype(dtype), params.w_h_HGH)
             z_B4H = zx_B4H + zh_B4H + params.b_GH[None]
             log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
             log_f = nnx.log_sigmoid(z_B4H[:, 1])

@@ -1,8 +1,10 @@
 """The program of a time step, read: what of it can be taken out of the loop over time.
 
-Legend of shapes: K dims that a product sums over, N those that its weight adds.
+Legend of shapes: D dims of blocks, each with a product of its own; K those that a product sums over, N those
+that its weight adds.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -202,14 +204,14 @@ def _is_plain(eqn: Any) -> bool:
 
 
 class Product(NamedTuple):
-    """A dot_general with one fixed operand, as u w: [..., K] [K, N] -> [..., N].
+    """A dot_general with one fixed operand, as u w: [..., D, K] [D, K, N] -> [..., D, N].
 
     Attributes:
       weight: w.
       place: of u among the operands.
-      u_order, w_order: of their dims, so that those which are summed come last and first.
+      u_order, w_order: of their dims, as above.
       out_order: of the dims of u w, which makes them those of the equation.
-      num_sums: how many dims K is.
+      num_sums, num_blocks: how many dims K and D are.
       precision, dtype: as of `lax.dot_general`.
     """
 
@@ -219,6 +221,7 @@ class Product(NamedTuple):
     w_order: tuple[int, ...]
     out_order: tuple[int, ...]
     num_sums: int
+    num_blocks: int
     precision: Any
     dtype: Any
 
@@ -227,24 +230,24 @@ class Product(NamedTuple):
         """The equation as such a product; None if it is none."""
         if eqn.primitive.name != "dot_general" or len(weights) != 1:
             return None
-        sums, batch = eqn.params["dimension_numbers"]
-        if batch[0]:
-            return None
+        sums, blocks = eqn.params["dimension_numbers"]
         place, (other,) = 1 - weights[0], weights
         u, w = eqn.invars[place].aval, eqn.invars[other].aval
         pairs = sorted(zip(sums[place], sums[other], strict=True))
         u_sums, w_sums = tuple(n for n, _ in pairs), tuple(n for _, n in pairs)
-        u_free = tuple(n for n in range(u.ndim) if n not in u_sums)
-        w_free = tuple(n for n in range(w.ndim) if n not in w_sums)
-        num_u, num_out = len(u_free), len(u_free) + len(w_free)
-        w_first = (*range(num_u, num_out), *range(num_u))
+        u_blocks, w_blocks = blocks[place], blocks[other]
+        u_free = tuple(n for n in range(u.ndim) if n not in u_sums + u_blocks)
+        w_free = tuple(n for n in range(w.ndim) if n not in w_sums + w_blocks)
+        ends = (0, *itertools.accumulate(map(len, (u_free, u_blocks, w_free))))
+        of_u, of_blocks, of_w = itertools.starmap(range, itertools.pairwise(ends))
         return cls(
             eqn.invars[other],
             place,
-            u_free + u_sums,
-            w_sums + w_free,
-            w_first if place == 1 else tuple(range(num_out)),
+            u_free + u_blocks + u_sums,
+            w_blocks + w_sums + w_free,
+            (*of_blocks, *of_w, *of_u) if place == 1 else (*of_blocks, *of_u, *of_w),
             len(pairs),
+            len(u_blocks),
             eqn.params["precision"],
             eqn.params["preferred_element_type"],
         )

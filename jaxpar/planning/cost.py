@@ -6,7 +6,7 @@ it decides by the whole program; here a layer costs what split matrices must exc
 2019, arXiv:1909.08053, section 3): cotangents of inputs added for matrices split by columns, outputs
 added for those split by rows, inputs gathered where they are states that are split; and in a loop over
 time, where a product reads the state that its own columns make, a gather and a sum of that state at each
-step. Memory is what must be there: the state, gradients, what is kept of the units in flight; temporaries
+step; nothing for blocks on the diagonal of a matrix (heads). Memory is what must be there: the state, gradients, what is kept of the units in flight; temporaries
 within a unit come on top.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxpar.analysis.collectives import num_messages, sent_bytes
 from jaxpar.analysis.program import ProgramReport
-from jaxpar.base.axes import BATCH, DATA, LAYERS, STAGE, TENSOR
+from jaxpar.base.axes import BATCH, DATA, INPUT, LAYERS, STAGE, TENSOR
 from jaxpar.base.display import Printed, format_bytes, format_seconds
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import owner
@@ -477,8 +477,8 @@ class Step:
         x, along = self.unit.x, (TENSOR,)
         for number, name in enumerate(self.counts.facts.kinds):
             runs = self.units * float(self.layers_GSK.sum(0)[:, number].max())
-            by_row, by_column = self._split_matrices(self.of_kind(number))
-            turns = self.unit.kinds[number].forward.product_turns
+            by_row, by_column, by_block = self._split_matrices(self.of_kind(number))
+            turns = 0 if by_block else self.unit.kinds[number].forward.product_turns
             yield Sent(f"outputs in {name}", "all-reduce", along, x, by_row * runs * again)
             if not by_column:
                 continue
@@ -508,12 +508,22 @@ class Step:
                         each = sent[op, axes, "bytes"] / runs * whole
                         yield Sent(f"{op} {what} {name}", op, axes, each, runs * layers * times)
 
-    def _split_matrices(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """How many `tensor` splits by rows, and by columns."""
-        axes = (self.part(a, self.layout.rules).axes[a.kind is not None :] for a in arrays)
-        matrices = [[TENSOR in each for each in split] for split in axes if len(split) > 1]
-        by_column = sum(split[-1] for split in matrices)
-        return sum(map(any, matrices)) - by_column, by_column
+    def _split_matrices(self, arrays: Sequence[Array]) -> tuple[int, int, int]:
+        """How many `tensor` splits by rows, by columns, and by blocks: before the dim of their inputs."""
+        by_row = by_column = by_block = 0
+        for array in arrays:
+            own = slice(array.kind is not None, None)
+            dims = array.dims[own]
+            split = [TENSOR in axes for axes in self.part(array, self.layout.rules).axes[own]]
+            if len(split) < 2 or not any(split):
+                continue
+            if split[-1]:
+                by_column += 1
+            elif INPUT in dims and any(split[: dims.index(INPUT)]):
+                by_block += 1
+            else:
+                by_row += 1
+        return by_row, by_column, by_block
 
 
 def _endings(path: str) -> set[str]:

@@ -40,9 +40,10 @@ VOCABULARY = "vocabulary.json"
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
-# Layers by their names here, and in `jaxpar.nn`; and those that have a forget bias.
+# Layers by their names here, and in `jaxpar.nn`; those that have a forget bias, and those that may have heads.
 LAYERS = {"lstm": "LSTM", "gru": "GRU", "rglru": "RGLRU", "mingru": "MinGRU", "slstm": "SLSTM"}
 FORGETFUL = ("lstm", "slstm")
+WITH_HEADS = ("lstm", "gru", "slstm")
 
 _FREE = {"free": True}  # may change between two runs of one state
 
@@ -65,6 +66,8 @@ class LM(Task):
         if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
       layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
+      num_heads: N blocks of units in each LSTM, GRU or sLSTM; a unit sees the state of its own block alone, and
+        `tensor` splits blocks, with nothing to send in a time step.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
@@ -95,6 +98,7 @@ class LM(Task):
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
     layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
+    num_heads: int = 1
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
@@ -119,7 +123,7 @@ class LM(Task):
         )
         require_sizes(
             self, "num_layers", "hidden_size", "embed_size", "max_vocab", "batch_size", "seq_len",
-            "bucket_multiple", "vocab_size", "num_words",
+            "bucket_multiple", "vocab_size", "num_words", "num_heads",
         )  # fmt: skip
         require(
             self.batch_size * self.seq_len <= MOST_TOKENS,
@@ -133,6 +137,12 @@ class LM(Task):
             f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
             f"own; leave it out, or use layer='lstm' or 'slstm'",
         )
+        require(
+            self.layer in WITH_HEADS or self.num_heads == 1,
+            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix that heads could be blocks "
+            f"of; leave it out, or use layer='lstm', 'gru' or 'slstm'",
+        )
+        check_divides("hidden_size", self.hidden_size, {"num_heads": self.num_heads})
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
@@ -307,6 +317,8 @@ class LM(Task):
     def check(self, parallel: Parallel) -> None:
         """Raises a ValueError if layers or buckets do not fit the mesh and the chunks of time."""
         check_divides("hidden_size", self.hidden_size, {TENSOR: parallel.mesh.tensor})
+        if self.num_heads > 1:
+            check_divides("num_heads", self.num_heads, {TENSOR: parallel.mesh.tensor})
         chunk_len = self.seq_len // parallel.num_chunks
         if self.num_buckets and parallel.mesh.stage > 1 and self.bucket_multiple % chunk_len:
             raise ValueError(

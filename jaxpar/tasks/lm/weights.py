@@ -101,6 +101,11 @@ def _from_torch(weights: Weights, task: "LM") -> dict[str, Tensor]:
     theirs, kind = dict(weights.tensors), task.layer
     pattern = re.compile(r"(lstm|gru)\.weight_hh_l(\d+)")
     layers = sorted(int(found[2]) for found in map(pattern.fullmatch, theirs) if found)
+    require(
+        not layers or task.num_heads == 1,
+        f"{weights.source} has PyTorch's names, whose layers have one head; the task has "
+        f"num_heads={task.num_heads}; leave it out",
+    )
     if not layers and "embedding.weight" not in theirs:
         return theirs
     for other in _GATES:
@@ -184,13 +189,18 @@ def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]
     """A model's tensors by PyTorch's names, without what pads the vocabulary.
 
     Raises:
-      ValueError: its layers are neither LSTM nor GRU.
+      ValueError: its layers are neither LSTM nor GRU, have several heads, or are of unequal widths.
     """
     H, kind, num_words = task.hidden_size, task.layer, task.num_words or task.known_vocab_size
     if kind not in _GATES:
         raise ValueError(
             f"PyTorch has layer='lstm' and 'gru', this task has layer={kind!r}; leave out --torch, and the "
             f"names are those of the model's parameters"
+        )
+    if task.num_heads > 1:
+        raise ValueError(
+            f"PyTorch's layers have one head, those of this task num_heads={task.num_heads}; leave out --torch, "
+            f"and the names are those of the model's parameters"
         )
     if len({*task.widths}) > 1:
         raise ValueError(
