@@ -618,6 +618,13 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
         step(state, {"x": batch["x"]})
 
 
+@pytest.mark.law
+def test_a_cell_of_flax_follows_layers_that_are_split():
+    """It cuts its gates from one array, which the units of the layers before it must not be dealt over."""
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, zero_bubble=True)
+    assert_same(Regress(("gru", "flax gru", "gru", "gru")), Parallel(on_devices((1, 2, 2)), units))
+
+
 @pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])
 def test_an_exchange_within_a_unit_is_refused_before_it_would_hang(mesh, shares):
     class Gates(nnx.Module):
