@@ -479,6 +479,21 @@ def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
         init_state(Task(), Parallel(on_devices((1, 1, 1))))
 
 
+def test_shapes_that_do_not_fit_are_told_with_the_layer_and_its_line():
+    make = layer_that(lambda c, x, at: (c, x @ jnp.ones((WIDTH + 1, WIDTH))))
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            model = super().make_model(rngs)
+            model.layers = Stack([make] * 2, rngs=rngs)
+            return model
+
+    with pytest.raises(TypeError, match="dot_general requires contracting") as caught:
+        init_state(Task(), Parallel(on_devices((1, 1, 1))))
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("in "))
+    assert re.fullmatch(rf"in layer wrong of the model, traced by itself \({HERE}\)", note), note
+
+
 class BasedDense(Dense, jaxpar.Layer):
     """With the defaults of a layer: no state, no names, any chunk of time."""
 
