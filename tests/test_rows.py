@@ -293,7 +293,9 @@ def heeds_resets(carry, x, at):
 def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, caplog):
     rows._passed.clear()
     check_rows_alone(Setup.of(task_of(layer), ONE).layout)
-    said = "layer layer0 does not heed the batch's 'resets': its state goes on .*at\\.resets says so"
+    said = (
+        "layer layer0 does not heed the batch's 'resets': its state goes on .*at\\.resets says so"
+    )
     assert (re.search(said, caplog.text) is not None) == is_told, caplog.text
 
 
