@@ -52,6 +52,7 @@ from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 from jaxpar.trace.mistakes import check_equations, why_refused
+from jaxpar.trace.places import place_of_error
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -753,7 +754,7 @@ def _traced(
 
 
 def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
-    """What a trace gives; its errors name the part of the model, and where they can the remedy.
+    """What a trace gives; its errors name the part of the model and its line, and where they can the remedy.
 
     Args:
       has_key: False if the same went well with an `at.key`.
@@ -763,5 +764,6 @@ def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:
     except Exception as error:
         if (why := why_refused(what, error, has_key=has_key)) is not None:
             raise ValueError(why).with_traceback(error.__traceback__) from None
-        error.add_note(f"in {what} of the model, traced by itself")
+        place = place_of_error(error)
+        error.add_note(f"in {what} of the model, traced by itself" + f" ({place})" * bool(place))
         raise

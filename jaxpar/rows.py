@@ -8,10 +8,13 @@ what `last` gives for two halves must add up to what it gives for the whole.
 
 Chunks of time are the same for time: where windows are cut into them, `first`, each kind of layer and `last`
 must give for all chunks, one after the other, what they give for the window.
+
+A layer whose state goes on where the batch says that another sequence begins (`resets`) is warned of.
 """
 
 import collections
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +25,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
+from jaxpar.base.parts import RESETS, part_of, with_part
 from jaxpar.base.trees import shape_of
 from jaxpar.facts import named
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, checked_sums, made
+
+_log = logging.getLogger(__name__)
 
 ROWS = 4  # two in each half
 
@@ -153,6 +159,8 @@ class _Trial:
             if self.layout.facts.adds_sums and layer(variables, *inputs)[1]:
                 self.check_added(what, sums, sums, draw_inputs, dims)
         self.check_chunks(what, chunk, carry, self.batch, inputs[1])
+        if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
+            self.look_at_resets(what, lambda *inputs: run(*inputs)[1], carry, inputs[1])
 
     def check_last(self) -> None:
         """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
@@ -283,6 +291,24 @@ class _Trial:
                 f"time: {wrong}. What lasts from chunk to chunk is a layer's carry, at.time is the first "
                 f"step of a block, and sums are over steps; a layer that needs all steps at once says "
                 f"whole_window = True. Or use num_chunks=1"
+            )
+
+    def look_at_resets(self, what: str, run: Callable[..., Any], carry: Any, x: Any) -> None:
+        """Warns of a layer whose state goes on where the batch says that another sequence begins.
+
+        Args:
+          run: (carry, x, batch) -> the layer's output.
+        """
+        resets = np.array(part_of(self.batch, RESETS))
+        resets[:, 0] = 1
+        batch = with_part(self.batch, RESETS, resets)
+        other = jax.tree.map(lambda a: a + 1, carry)
+        found = (jax.device_get(run(own, x, batch)) for own in (carry, other))
+        if not _near(*found) and jax.process_index() == 0:
+            _log.warning(
+                "%s does not heed the batch's %r: its state goes on from sequence to sequence; let it begin "
+                "from its initial state where at.resets says so, or leave %r out of the batch",
+                *(what, RESETS, RESETS),
             )
 
     def check_alone(

@@ -434,7 +434,8 @@ def check_program(program: jax.stages.Compiled) -> None:
             f"have to take part in that, and wait forever. An array is cut, joined or reshaped across a dim "
             f"that {TENSOR!r} splits: give what is cut (such as gates or heads) a dim of its own, as in "
             f"[input, gates, hidden], or have all of it on each device before the cut, at.layout(x, None, "
-            f'"batch", None), or use tensor=1, or stage=1 and equal shares'
+            f'"batch", None) (a layer with code of a library, such as nnx.GRUCell: all that it takes and '
+            f"returns), or use tensor=1, or stage=1 and equal shares"
         )
 
 

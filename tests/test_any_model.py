@@ -479,6 +479,21 @@ def test_a_mistake_in_a_layer_is_told_with_its_name(mistake):
         init_state(Task(), Parallel(on_devices((1, 1, 1))))
 
 
+def test_shapes_that_do_not_fit_are_told_with_the_layer_and_its_line():
+    make = layer_that(lambda c, x, at: (c, x @ jnp.ones((WIDTH + 1, WIDTH))))
+
+    class Task(Regress):
+        def make_model(self, rngs):
+            model = super().make_model(rngs)
+            model.layers = Stack([make] * 2, rngs=rngs)
+            return model
+
+    with pytest.raises(TypeError, match="dot_general requires contracting") as caught:
+        init_state(Task(), Parallel(on_devices((1, 1, 1))))
+    (note,) = (note for note in caught.value.__notes__ if note.startswith("in "))
+    assert re.fullmatch(rf"in layer wrong of the model, traced by itself \({HERE}\)", note), note
+
+
 class BasedDense(Dense, jaxpar.Layer):
     """With the defaults of a layer: no state, no names, any chunk of time."""
 
@@ -616,6 +631,32 @@ def test_a_dim_without_a_rule_and_a_batch_of_other_sizes_are_refused():
         ValueError, match=r"the batch is a dict of x, those of task Reg.* are a dict of level, "
     ):
         step(state, {"x": batch["x"]})
+
+
+def test_a_collective_over_an_axis_of_vmap_is_told():
+    class Centred(nnx.Module):
+        def __call__(self, carry, x, at):
+            heads = x.reshape(*x.shape[:-1], 2, -1)
+            run = jax.vmap(lambda a: a - jax.lax.pmean(a, "heads"), -2, -2, axis_name="heads")
+            return carry, run(heads).reshape(x.shape)
+
+    MAKERS["centred"] = lambda rngs: Centred()
+    try:
+        setup = Setup.of(Regress(("centred", "dense")), Parallel(on_devices((1, 2, 1))))
+        state, batch = init_state(setup), setup.task.make_batches("train", 0).batch(0)
+        with pytest.raises(
+            ValueError, match=r"layer centred.* over the name of an axis of jax\.vmap"
+        ):
+            jax.jit(make_loss_and_grad(setup)).lower(state, batch)
+    finally:
+        del MAKERS["centred"]
+
+
+@pytest.mark.law
+def test_a_cell_of_flax_follows_layers_that_are_split():
+    """It cuts its gates from one array, which the units of the layers before it must not be dealt over."""
+    units = PipelineConfig(num_microbatches=2, num_chunks=2, zero_bubble=True)
+    assert_same(Regress(("gru", "flax gru", "gru", "gru")), Parallel(on_devices((1, 2, 2)), units))
 
 
 @pytest.mark.parametrize(("mesh", "shares"), [((1, 2, 2), None), ((2, 1, 2), (3, 1))])

@@ -1,6 +1,7 @@
 """Rows that mix are found before a run, and named: on another mesh they would give another loss."""
 
 import dataclasses
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -278,6 +279,24 @@ def test_what_chunks_of_time_would_change_is_named(mistake):
     check_rows_alone(Setup.of(task, ONE).layout)
     with pytest.raises(ValueError, match=message):
         check_rows_alone(Setup.of(task, TWO_CHUNKS).layout)
+
+
+def heeds_resets(carry, x, at):
+    carry = jnp.where(at.resets[0][:, None], 0.0, carry)
+    return causal(carry, x, at)
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_told"),
+    [(causal, True), (heeds_resets, False), (lambda carry, x, at: (carry + x[-1], x), False)],
+)
+def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, caplog):
+    rows._passed.clear()
+    check_rows_alone(Setup.of(task_of(layer), ONE).layout)
+    said = (
+        "layer layer0 does not heed the batch's 'resets': its state goes on .*at\\.resets says so"
+    )
+    assert (re.search(said, caplog.text) is not None) == is_told, caplog.text
 
 
 def test_what_chunks_of_time_leave_as_it_is_passes():

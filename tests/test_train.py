@@ -644,7 +644,7 @@ def whole_walk(tmp_path_factory):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 2))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_a_task_of_ones_own_stopped_at_any_step_goes_on_on_another_mesh(tmp_path, whole_walk, seed):
     rng = np.random.default_rng(seed)
     step, (before, after) = int(rng.integers(1, 20)), rng.permutation(len(LAYOUTS))[:2]

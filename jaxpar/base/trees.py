@@ -2,7 +2,9 @@
 
 import contextlib
 import math
+import os
 import re
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,10 +95,21 @@ def constants_told(what: str) -> Iterator[None]:
 
     Raises:
       ValueError: a loop begins with constants, or a branch gives some, where the other values differ from
-        device to device. JAX tells both apart by their types.
+        device to device. JAX tells both apart by their types. Or a collective is over an axis of `jax.vmap`,
+        for which JAX has no such types.
     """
     try:
         yield
+    except AssertionError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if error.args or not any(f.filename.endswith(_COLLECTIVES) for f in frames):
+            raise
+        told = ValueError(
+            f"{what} has a collective, such as jax.lax.pmean, over the name of an axis of jax.vmap "
+            f"(axis_name=...), which JAX does not take on a mesh; compute it over the dim itself, such as "
+            f"x.mean(axis, keepdims=True)"
+        )
+        raise told.with_traceback(error.__traceback__) from None
     except TypeError as error:
         if (found := _MIXES_TYPES.search(str(error))) is None:
             raise
@@ -109,6 +122,7 @@ def constants_told(what: str) -> Iterator[None]:
         raise told.with_traceback(error.__traceback__) from None
 
 
+_COLLECTIVES = os.path.join("jax", "_src", "lax", "parallel.py")
 # How JAX says so, of the beginning of a loop or the output of a branch: what it is, and its type.
 _MIXES_TYPES = re.compile(
     r"[Tt]he ((?:input carry|output of)[^\n]*?) has type ([^ {]+)[^\n]*manual axis types do not match"

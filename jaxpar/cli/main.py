@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = [note for note in getattr(error, "__notes__", ()) if note.startswith("in ")]
         text = " ".join([f"{type(error).__name__}:", *str(error).split(), *where])
-        print(f"error: {text} ({place}); --debug shows the traceback", file=sys.stderr)
+        at_place = f" ({place})" if place not in text else ""
+        print(f"error: {text}{at_place}; --debug shows the traceback", file=sys.stderr)
         return _leave(2, text)
 
 

@@ -6,8 +6,10 @@ import jax
 from flax import nnx
 
 from jaxpar.base.at import At
+from jaxpar.base.axes import BATCH
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.resets import begin_anew, initial_of
+from jaxpar.sharding import dims_of, is_variable
 
 
 class Recurrent(nnx.Module):
@@ -21,6 +23,9 @@ class Recurrent(nnx.Module):
     Whatever a cell does with a weight inside a loop or branch, in `jax.checkpoint`, or in a function with its
     own backward pass (`jax.custom_vjp`, such as `jaxpar.nn.Linear`: use `nnx.Linear`), stays in the time
     loop: equally correct, but as slow as `lax.scan`, and zero-bubble schedules find no separate W.
+
+    Flax's cells cut their gates from one array. Unless its parameters have named dims, a cell is given inputs
+    that are whole on each device, whatever splits the layers around it.
     """
 
     def __init__(self, cell: Any):
@@ -33,13 +38,21 @@ class Recurrent(nnx.Module):
     def __call__(self, carry: Any, x_TBW: jax.Array, at: At) -> tuple[Any, jax.Array]:
         """The cell at every time step."""
         graphdef, state = nnx.split(self.cell)
+        variables = jax.tree.leaves(state, is_leaf=is_variable)
+        is_split = any(name for leaf in variables if is_variable(leaf) for name in dims_of(leaf))
+
+        def whole(a_TBW: jax.Array) -> jax.Array:
+            return a_TBW if is_split else at.layout(a_TBW, None, BATCH, None)
+
+        x_TBW = whole(x_TBW)
         initial = initial_of(self, x_TBW, at)
 
         def step(given, carry, inputs):
             (state, initial), (x_BW, is_new_B) = given, inputs
             return nnx.merge(graphdef, state)(begin_anew(is_new_B, initial, carry), x_BW)
 
-        return hoisted_scan(step, (state, initial), carry, (x_TBW, at.resets))
+        carry, y_TBW = hoisted_scan(step, (state, initial), carry, (x_TBW, at.resets))
+        return carry, whole(y_TBW)
 
 
 class Stateless(nnx.Module):
