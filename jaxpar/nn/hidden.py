@@ -1,8 +1,8 @@
 """What recurrent layers have in common: their constructors, and a state of h, one vector per row.
 
-With N heads (Beck et al. 2024, arXiv:2405.04517, section 2.2) a recurrent matrix is N blocks on a diagonal: a
-unit sees the state of the D = H / N units of its own head. Where `tensor` splits heads, no time step waits for
-another device. In a loop over time the dim H of state and gates is two, [N, D].
+With N heads (Beck et al. 2024, arXiv:2405.04517, section 2.2) a recurrent matrix is N blocks on a diagonal:
+a unit sees the state of the D = H / N units of its own head. Where `tensor` splits heads, no time step waits
+for another device. In a loop over time the dim H of state and gates is two, [N, D].
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -75,8 +75,8 @@ class Recurrence(nnx.Module):
         require_positive(self, "num_heads")
         require(
             num_heads == 1 or "w_h" in self.kernels,
-            f"num_heads={num_heads}: a {type(self).__name__} has no recurrent matrix that heads could be blocks "
-            f"of; leave it out, or use LSTM, GRU or SLSTM",
+            f"num_heads={num_heads}: a {type(self).__name__} has no recurrent matrix that heads could be "
+            f"blocks of; leave it out, or use LSTM, GRU or SLSTM",
         )
         check_divides("width", width, {"num_heads": num_heads})
         for name, size in zip(self.kernels, (self.inputs, width), strict=False):

@@ -128,7 +128,7 @@ def contract(
     """x [..., *blocks, *in] and kernel [*blocks, *in, *out] -> [..., *blocks, *out].
 
     Args:
-      num_summed, num_blocks: how many dims `in` and `blocks` are; of these each block has a product of its own.
+      num_summed, num_blocks: how many dims `in` and `blocks` are; each block has a product of its own.
       out: the dtype of the result; None is that of x.
     """
     first = x.ndim - num_summed
@@ -168,7 +168,7 @@ def _dot(
     out: Any,
     blocks: tuple[range, range] = (range(0), range(0)),
 ):
-    dims = tuple(map(tuple, over)), tuple(map(tuple, blocks))
+    dims: Any = tuple(map(tuple, over)), tuple(map(tuple, blocks))
     return lax.dot_general(a, b, dims, precision, preferred_element_type=out)
 
 

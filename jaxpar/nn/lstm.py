@@ -63,7 +63,7 @@ def lstm_layer(
 
     Args:
       params: of one layer; H, or heads, may be sharded over `tensor`.
-      carry: (h, c) before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), and so are outputs.
+      carry: (h, c) before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), as outputs are.
       resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
     Returns:
       (h, c) after the last step, and the outputs h_TBH in the dtype of x.
@@ -192,7 +192,8 @@ class LSTM(ForgetGate):
         Args:
           width: H, of state and outputs.
           learn_initial: learn the state that sequences begin with; otherwise it is zeros.
-          options: `rngs`, `inputs`, `num_heads`, `init`, `dropout` and `forget_bias`, as of every `ForgetGate`.
+          options: `rngs`, `inputs`, `num_heads`, `init`, `dropout` and `forget_bias`, as of every
+            `ForgetGate`.
         """
         super().__init__(width, **options)
         self.learn_initial = learn_initial

@@ -6,8 +6,8 @@ it decides by the whole program; here a layer costs what split matrices must exc
 2019, arXiv:1909.08053, section 3): cotangents of inputs added for matrices split by columns, outputs
 added for those split by rows, inputs gathered where they are states that are split; and in a loop over
 time, where a product reads the state that its own columns make, a gather and a sum of that state at each
-step; nothing for blocks on the diagonal of a matrix (heads). Memory is what must be there: the state, gradients, what is kept of the units in flight; temporaries
-within a unit come on top.
+step; nothing for blocks on the diagonal of a matrix (heads). Memory is what must be there: the state,
+gradients, what is kept of the units in flight; temporaries within a unit come on top.
 """
 
 import dataclasses

@@ -40,7 +40,7 @@ VOCABULARY = "vocabulary.json"
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
-# Layers by their names here, and in `jaxpar.nn`; those that have a forget bias, and those that may have heads.
+# Layers by their names here, and in `jaxpar.nn`; those that have a forget bias; those that may have heads.
 LAYERS = {"lstm": "LSTM", "gru": "GRU", "rglru": "RGLRU", "mingru": "MinGRU", "slstm": "SLSTM"}
 FORGETFUL = ("lstm", "slstm")
 WITH_HEADS = ("lstm", "gru", "slstm")
@@ -66,8 +66,8 @@ class LM(Task):
         if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
       layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
-      num_heads: N blocks of units in each LSTM, GRU or sLSTM; a unit sees the state of its own block alone, and
-        `tensor` splits blocks, with nothing to send in a time step.
+      num_heads: blocks of units in each LSTM, GRU or sLSTM; a unit sees the state of its own block alone,
+        and `tensor` splits blocks, with nothing to send in a time step.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
@@ -139,8 +139,8 @@ class LM(Task):
         )
         require(
             self.layer in WITH_HEADS or self.num_heads == 1,
-            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix that heads could be blocks "
-            f"of; leave it out, or use layer='lstm', 'gru' or 'slstm'",
+            f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix that heads could be "
+            f"blocks of; leave it out, or use layer='lstm', 'gru' or 'slstm'",
         )
         check_divides("hidden_size", self.hidden_size, {"num_heads": self.num_heads})
         require(

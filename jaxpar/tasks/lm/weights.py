@@ -199,8 +199,8 @@ def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]
         )
     if task.num_heads > 1:
         raise ValueError(
-            f"PyTorch's layers have one head, those of this task num_heads={task.num_heads}; leave out --torch, "
-            f"and the names are those of the model's parameters"
+            f"PyTorch's layers have one head, those of this task num_heads={task.num_heads}; leave out "
+            f"--torch, and the names are those of the model's parameters"
         )
     if len({*task.widths}) > 1:
         raise ValueError(
