@@ -106,10 +106,10 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
     params, residuals, resets_TB, initial = saved
     d_carry, dy_TBH = cotangents
     dtype = residuals.x_TBI.dtype
-    w_x_I4H = transposable(params.w_x_IGH.astype(dtype))
+    w_x_I4H, n = transposable(params.w_x_IGH.astype(dtype)), _heads(params)
     # Transposed here, or it would be at every step.
-    w_h_4HH = jnp.moveaxis(params.w_h_HGH.astype(dtype), -3, -1)
-    w_h_4HH, n = lax.optimization_barrier(w_h_4HH), _heads(params)
+    order = (0, 2, 3, 1) if n else (1, 2, 0)
+    w_h_4HH = lax.optimization_barrier(params.w_h_HGH.astype(dtype).transpose(order))
     is_tanh_141 = _of_gates(_IS_TANH_4, residuals.gates_TB4H)
 
     def step(carry, inputs):
@@ -167,7 +167,7 @@ def _heads(params: GateParams) -> str:
 
 def _of_gates(values_4: np.ndarray, like_TB4H: jax.Array) -> np.ndarray:
     """A number for each gate, for arrays of a time step."""
-    return values_4.reshape(1, 4, *[1] * (like_TB4H.ndim - 3))
+    return np.expand_dims(values_4, (0, *range(2, like_TB4H.ndim - 1)))
 
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
