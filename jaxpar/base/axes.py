@@ -15,6 +15,7 @@ LAYERS = "layers"  # stacked layers of one kind
 INPUT = "input"  # what a matrix multiplication contracts
 GATES = "gates"  # the gates of a recurrent layer
 HIDDEN = "hidden"  # its units
+HEADS = "heads"  # its parts that do not read each other
 EMBED = "embed"  # width of the token embedding
 VOCAB = "vocab"  # what a head predicts
 TOKENS = "tokens"  # rows of an embedding table that is not a head as well
