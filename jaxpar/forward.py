@@ -40,10 +40,14 @@ def make_forward(
     wrap: Callable[[Layer], Layer] | None = None,
     *,
     predicts: bool = False,
+    feed: Callable[[Any, Any], Any] | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """(params, frozen, carry, batch, dropout key, table, beside) -> (carry, sums), over one window.
 
     Args:
+      feed: with `predicts`, of a layout that cuts windows into chunks: (batch, outputs) -> batch, of a block.
+        A unit's batch is what it makes of what the unit before, of the same rows, has predicted; zeros at
+        first. The table is one of `feeding_table`.
       predicts: instead of the sums, what the model's `predict` gives: arrays by name, [time, rows, ...] or
         [rows, ...], rows in the order of the batch.
       wrap: makes layers that are looked into: their parameters are (parameters, others), their carry
@@ -63,6 +67,10 @@ def make_forward(
     layers = layers if wrap is None else tuple(map(wrap, layers))
     run = _run_in_units if layout.parallel.runs_in_units else _run_at_once
     run = functools.partial(run, layout, mesh, layers, predicts)
+    if feed is not None:
+        assert predicts
+        assert layout.parallel.runs_in_units
+        run = functools.partial(run, feed=feed)
 
     def forward(params, frozen, carry, batch, key, table, beside=None):
         # Parameters stored split over `data` are gathered here, and their gradients scattered.
@@ -238,7 +246,18 @@ def _run_stack(layout: Layout, layers, params, frozen, carry, x, at: At):
 
 
 def _run_in_units(
-    layout: Layout, mesh, layers, predicts, params, others, frozen, carry, batch, key, table
+    layout: Layout,
+    mesh,
+    layers,
+    predicts,
+    params,
+    others,
+    frozen,
+    carry,
+    batch,
+    key,
+    table,
+    feed: Callable[[Any, Any], Any] | None = None,
 ):
     """The model's three parts, handed to the pipeline engine."""
     parallel, model = layout.parallel, layout.merge(params, frozen)
@@ -271,6 +290,7 @@ def _run_in_units(
         chunk_len=layout.chunk_len,
         microbatch_rows=b,
         collects="rows" if predicts else "sums",
+        feed=feed,
         adds_sums=layout.facts.adds_sums and not predicts,
         head="sharded" if sharded else "last",
         shares_first=any(STAGE in each for each in axes),
@@ -386,3 +406,19 @@ def table_of(parallel: Parallel, num_chunks: int, backward: bool) -> TickTable:
     shares = parallel.group_shares
     capacity = largest([schedule(share, K) for share in {*shares} for K in any_length])
     return make_table([schedule(share, num_chunks) for share in shares], capacity)
+
+
+def feeding_table(parallel: Parallel) -> TickTable:
+    """The schedules of a batch whose units are made of what those before them predict, as `feed` says."""
+    schedules = [
+        make_schedule(
+            "1f1b",
+            parallel.mesh.stage,
+            share * parallel.pipeline.num_microbatches,
+            parallel.num_chunks,
+            backward=False,
+            by_step=True,
+        )
+        for share in parallel.group_shares
+    ]
+    return make_table(schedules)

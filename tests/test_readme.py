@@ -123,6 +123,7 @@ def test_commands_of_the_readme_run(tmp_path):
     [own] = [block for block in blocks("python") if block.startswith(OWN)]
     (tmp_path / "forecast.py").write_text(own)
     (tmp_path / "other.txt").write_text("the value of an object is returned\n" * 300)
+    (tmp_path / "prompts.txt").write_text("the value of\nthe\n")
     names = ("planning", "recipes", "analysis", "using")
     pages = ("README.md", *(f"docs/{name}.md" for name in names))
     for command in dict.fromkeys(tuple(command) for page in pages for command in commands(page)):
@@ -139,7 +140,7 @@ def test_commands_of_the_readme_run(tmp_path):
         )
         printed = run("-m", "jaxpar", *command, *devices, *small, cwd=tmp_path)
         assert printed.strip(), command
-    given = {"forecast.py", "other.txt", "__pycache__"}
+    given = {"forecast.py", "other.txt", "prompts.txt", "__pycache__"}
     written = {path.name for path in tmp_path.iterdir()} - given
     pictures = {"timeline.svg", "bytes.png", "strategies.html", "bubble.png", "memory.png"}
     predicted, weights = (

@@ -6,12 +6,20 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from test_equivalence import slow
 
 import jaxpar
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig
+from jaxpar.forward import feeding_table
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.tasks.lm.drawing import Draw
 from jaxpar.tasks.lm.loaded import TextRun, sample
+from jaxpar.tasks.lm.sampling import sample_tokens
 from jaxpar.tasks.lm.task import LM
 from jaxpar.tasks.lm.vocabulary import EOS
+from jaxpar.training.by_layer import in_stacks
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
 
@@ -26,9 +34,15 @@ def loaded(run, **changes):
     return TextRun(RunFolder(run.out_dir), **own)
 
 
+def drawn(run, prompt, state=None, length=3, **numbers):
+    """The tokens that follow one prompt."""
+    draw, state = Draw.of(**numbers), run.state if state is None else state
+    return sample_tokens(run.setup, state, [prompt], draw, length)[0]
+
+
 def likeliest(run, state):
     """(prompt, ...) -> the three tokens that the model finds likeliest."""
-    return functools.partial(loaded(run, state=state).sample_tokens, length=3, temperature=0)
+    return functools.partial(drawn, run, state=state, temperature=0)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +73,8 @@ def test_a_sample_is_the_same_on_another_mesh(run):
 
 def test_only_words_are_drawn(run):
     """Of 384 rows 11 are words; at so high a temperature all that can be drawn is."""
-    drawn = sample(run.out_dir, length=300, temperature=1e6).split()
-    assert set(drawn) == WORDS
+    text = sample(run.out_dir, length=300, temperature=1e6)
+    assert set(text.split()) == WORDS
 
 
 def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(run):
@@ -72,14 +86,14 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
     state = type(run.state)(**{**vars(run.state), "params": params})
     model = run.setup.layout.merge(params, run.state.frozen)
     greedy = likeliest(run, state)
-    drawn = set()
+    found = set()
     for prompt in rng.integers(11, size=(6, 5), dtype=np.int32):
         tokens = greedy(prompt)
         text = np.concatenate([prompt, tokens])
         logits = np.asarray(model(text[None])[0])
         np.testing.assert_array_equal(tokens, logits.argmax(-1)[len(prompt) - 1 : -1])
-        drawn |= set(tokens.tolist())
-    assert len(drawn) > 1
+        found |= set(tokens.tolist())
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize(
@@ -90,6 +104,9 @@ def test_greedy_tokens_are_those_of_the_model_applied_to_the_whole_text_so_far(r
         ({"temperature": -1.0}, r"temperature=-1\.0: .* no negative number"),
         ({"length": 0}, r"length=0 is too small; use 1 or more"),
         ({"length": -3}, r"length=-3 is too small; use 1 or more"),
+        ({"end": "the cat"}, r"end='the cat' is 2 tokens of the run's vocabulary; use one"),
+        ({"top_k": -1}, r"top_k=-1 is too small; use 0 or more"),
+        ({"top_p": 0.0}, r"top_p=0\.0 is not a probability above 0; use 1 for all words"),
         ({"seed": -1}, r"seed=-1 is too small; use 0 or more"),
         ({"prompt": "the cst"}, r"'cst' is not among the 11 words; nearest are 'sat', 'cat'"),
     ],
@@ -100,11 +117,12 @@ def test_numbers_and_words_that_cannot_be_are_refused(run, options, message):
 
 
 def test_prompts_that_cannot_be_are_refused(run):
-    draw = functools.partial(loaded(run).sample_tokens, length=3)
     with pytest.raises(ValueError, match="num_tokens=0 is too small; use 1 or more"):
-        draw(np.array([], np.int32))
+        drawn(run, np.array([], np.int32))
     with pytest.raises(ValueError, match="token 11 at position 1 is outside the vocabulary of 11"):
-        draw(np.array([0, 11]))
+        drawn(run, np.array([0, 11]))
+    with pytest.raises(ValueError, match="num_prompts=0 is too small; use 1 or more"):
+        sample(run.out_dir, [])
 
 
 def test_a_run_is_loaded_by_its_folder(run):
@@ -167,5 +185,102 @@ def test_who_trains_on_lines_samples_lines(run):
         text = loaded(run, setup=setup, state=state).sample("a cat", **numbers)
         prompt = np.concatenate([vocabulary.encode([EOS]), vocabulary.encode("a cat")])
         separator = int(prompt[0]) if task.packed else None
-        tokens = loaded(run, state=state).sample_tokens(prompt, separator, **numbers)
+        tokens = drawn(run, prompt, state, separator=separator, **numbers)
         assert text == vocabulary.decode(np.concatenate([prompt, tokens])[1:])
+
+
+# ---- on any mesh ----
+
+
+def by_definition(model, prompt, tokens, row, draw):
+    """What is drawn after each token of a text, and by how much the best score is ahead of the next."""
+    text = np.concatenate([prompt, tokens]).astype(np.int32)
+    starts = np.flatnonzero(text == draw.separator) if draw.separator >= 0 else [0]
+    logits_TV = np.concatenate(
+        [
+            np.asarray(model(part[None])[0], np.float64)
+            for part in np.split(text, [n for n in starts if n > 0])
+        ]
+    )
+    best, ahead = [], []
+    for time in range(len(prompt) - 1, len(text) - 1):
+        scores = logits_TV[time] / (draw.temperature or 1.0)
+        order = np.argsort(-scores, kind="stable")
+        if draw.top_k:
+            scores[order[draw.top_k :]] = -np.inf
+        weights = np.exp(scores - scores.max())
+        before = np.cumsum((weights / weights.sum())[order])
+        scores[order[1:][before[:-1] >= draw.top_p]] = -np.inf
+        if draw.temperature:
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(draw.seed), row), time)
+            scores += np.asarray(jax.random.gumbel(key, scores.shape))
+        best.append(scores.argmax())
+        ahead.append(np.diff(np.sort(scores)[-2:])[0])
+    return np.array(best), np.array(ahead)
+
+
+MESHES = [
+    ("pp2", {}, {"temperature": 0.7}),
+    ("dp2pp2tp2", {"tie_embedding": True}, {"top_k": 3}),
+    slow("dp1", {}, {"temperature": 0.0}),
+    slow("dp2tp2", {}, {"top_p": 0.6}),
+    slow("pp4", {"packed": True}, {"top_k": 5, "top_p": 0.8}),
+    slow("pp8", {"layer": "gru", "num_layers": 2}, {"temperature": 1.5}),
+    slow("pp2tp4", {"layer": "slstm", "num_buckets": 2}, {}),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("mesh", "sizes", "numbers"), MESHES)
+def test_tokens_are_those_of_the_definition_on_any_mesh(mesh, sizes, numbers, text):
+    """For prompts of several lengths, more than the groups are, and not as many as would fill them."""
+    options = {"num_layers": 4, "hidden_size": 16, "embed_size": 16, "batch_size": 8, "seq_len": 4}
+    task = LM(**options | sizes, corpus=str(text))
+    setup = Setup.of(task, mesh)
+    state = larger(init_state(setup, seed=1))
+    separator = 4 if task.reads_lines else None
+    draw = Draw.of(seed=5, separator=separator, **numbers)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(11, size=n, dtype=np.int32) for n in (1, 4, 2, 1, 3)]
+    found = sample_tokens(setup, state, prompts, draw, 7)
+    model = setup.layout.merge(
+        *(in_stacks(part, setup.layout) for part in (state.params, state.frozen))
+    )
+    model = nnx.merge(*jax.device_get(nnx.split(model)))
+    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        best, ahead = by_definition(model, prompt, tokens, row, draw)
+        sure = ahead > 1e-3
+        assert sure.sum() > 4
+        np.testing.assert_array_equal(tokens[sure], best[sure])
+    assert len(np.unique(found)) > 3
+
+
+def test_no_stage_waits_where_groups_are_as_many(run):
+    """Of the schedule that is followed: all stages have a unit in every tick but the first and last ones."""
+    for groups, busy in ((1, 1 / 4), (2, 2 / 4), (4, 1.0)):
+        pipeline = PipelineConfig(num_microbatches=groups, num_chunks=50)
+        parallel = Parallel(MeshConfig(stage=4, devices=(0, 1, 2, 3)), pipeline)
+        unit_TS = feeding_table(parallel).forward.unit[0]
+        np.testing.assert_allclose((unit_TS[3:-3] >= 0).mean(), busy, atol=0.02)
+        # A token of a group begins after the one before it has left the last stage.
+        for unit in range(groups * 50):
+            if unit % 50:
+                [begins], [left] = (
+                    np.flatnonzero(unit_TS[:, stage] == n)
+                    for stage, n in ((0, unit), (3, unit - 1))
+                )
+                assert begins > left
+
+
+def test_many_prompts_are_sampled_at_once(run):
+    prompts = ["the cat", "a", "the dog ran to"]
+    alone = sample(run.out_dir, prompts[0], length=9, seed=2)
+    texts = sample(run.out_dir, prompts, length=9, seed=2)
+    assert texts == sample(run.out_dir, prompts, length=9, seed=2, mesh=MeshConfig.parse("dp2pp2"))
+    assert texts[0] == alone
+    assert [text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True)] == [
+        True
+    ] * 3
+    word = texts[1].split()[4]
+    ended = sample(run.out_dir, prompts, length=9, seed=2, end=word)
+    assert ended[1].split() == texts[1].split()[: texts[1].split().index(word, 1)]

@@ -62,8 +62,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpar.base.axes import STAGE
-from jaxpar.base.trees import add, vary_like
-from jaxpar.pipeline.buffers import write
+from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.pipeline.buffers import corner, write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
 from jaxpar.pipeline.spec import PipelineParams, Spec
@@ -94,6 +94,9 @@ class State(NamedTuple):
     ran_T4: Any  # units that this stage did in each part of a tick
     sums: Any  # of `last`, or its rows
     layer_sums: Any  # of the layers; () if they add none
+    fed: Any = (
+        None  # the newest rows of `last`, [t, B, ...], the same on all stages; see `Spec.feed`
+    )
     kept: Any = None  # for the backward of a unit, leaves [residual slots, ...]
     head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
@@ -151,6 +154,15 @@ class Loop:
         head_like = stage.group if self.spec.head == "sharded" else here
         sums = vary_like(stage.nothing_collected, head_like)
         state = state._replace(sums=sums, layer_sums=stage.no_sums)
+        if spec.feed is not None:
+            rows = [
+                (a, (*a.shape[:1], stage.num_rows, *a.shape[2:]))
+                for a in jax.tree.leaves(stage.sums_shape)
+            ]
+            fed = [vary_like(jnp.zeros(shape, a.dtype), stage.group) for a, shape in rows]
+            state = state._replace(
+                fed=jax.tree.unflatten(jax.tree.structure(stage.sums_shape), fed)
+            )
         if self.kept is not None:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
@@ -167,7 +179,15 @@ class Loop:
         Args:
           has_head: False where the carry alone is wanted.
         """
-        tick = functools.partial(self._tick, segment=segment, has_head=has_head)
+
+        def tick(number, state):
+            loop = self
+            if self.spec.feed is not None:
+                loop = dataclasses.replace(
+                    self, stage=dataclasses.replace(self.stage, fed=state.fed)
+                )
+            return loop._tick(number, state, segment=segment, has_head=has_head)
+
         return lax.fori_loop(0, num_ticks, tick, state)
 
     def _tick(self, number: Any, state: State, *, segment: ArrayLike, has_head: bool) -> State:
@@ -317,7 +337,7 @@ class Loop:
     @jax.named_scope(HEAD)
     def _head(self, unit: Unit, slot: Any, y: Any, state: State) -> State:
         """Sums (or rows) and cotangent of the unit that has just left the last layer, if there is one."""
-        stage = self.stage
+        stage, leaving = self.stage, unit
         on_stage = stage.number == self.table.route.stages[-1]
         dtypes = jax.tree.map(lambda a: a.dtype, y)
         if self.spec.head == "sharded":
@@ -333,11 +353,27 @@ class Loop:
 
         if not self.kept:
 
-            def collect():
-                of_unit = stage.last(stage.of_end(1, stage.params), y, unit)
+            def give():
+                return stage.last(stage.of_end(1, stage.params), y, unit)
+
+            def collect(of_unit):
                 return vary_like(stage.collect(state.sums, of_unit, unit), y)
 
-            return state._replace(sums=lax.cond(active, collect, lambda: state.sums))
+            if self.spec.feed is None:
+                sums = lax.cond(active, lambda: collect(give()), lambda: state.sums)
+                return state._replace(sums=sums)
+            nothing = vary_like(zeros(stage.sums_shape), y)
+            given = lax.cond(active, lambda: vary_like(give(), y), lambda: nothing)
+            sums = lax.cond(active, lambda: collect(given), lambda: state.sums)
+            if self.spec.head == "last" and self.spec.mesh.size > 1:
+                given = lax.psum(given, STAGE)
+            row, is_there = stage.place(leaving)[1], leaving.number >= 0
+
+            def put(newest, part):
+                changed = lax.dynamic_update_slice(newest, part, corner(newest, 0, row))
+                return jnp.where(is_there, changed, newest)
+
+            return state._replace(sums=sums, fed=jax.tree.map(put, state.fed, given))
 
         def loss(params, y):
             sums = stage.last(params, y, unit)

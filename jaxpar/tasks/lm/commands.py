@@ -1,7 +1,9 @@
 """The commands of a language model. What they run is imported when they run."""
 
 import dataclasses
+from pathlib import Path
 
+from jaxpar.base.files import read_text
 from jaxpar.command import Command, TrainedOptions
 
 
@@ -11,30 +13,41 @@ class Sample(TrainedOptions):
 
     Attributes:
       prompt: words that the text begins with, all of them in the run's vocabulary.
+      prompts: a file with a prompt in each line, instead of one; as many texts are printed.
       length: tokens to add.
       temperature: below 1 prefers likelier words; 0 always takes the likeliest.
+      top_k: draw among so many of the likeliest words; 0 draws among all.
+      top_p: draw among the likeliest words that have this probability together.
+      end: a token at which a text ends, such as "<eos>".
       seed: the same seed gives the same text.
     """
 
     prompt: str = ""
+    prompts: str | None = None
     length: int = 50
     temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    end: str | None = None
     seed: int = 0
 
     def run(self) -> int:
         """The exit code, 0."""
         from jaxpar.tasks.lm.loaded import sample
 
-        text = sample(
-            self.run_dir,
-            self.prompt,
-            length=self.length,
-            temperature=self.temperature,
-            seed=self.seed,
-            mesh=self.mesh,
-            best=self.best,
-        )
-        print(text)
+        prompts = [self.prompt]
+        if self.prompts is not None:
+            if self.prompt:
+                raise ValueError(
+                    "--prompt and --prompts both say what texts begin with; leave one out"
+                )
+            prompts = read_text(Path(self.prompts).expanduser()).splitlines()
+            if not prompts:
+                raise ValueError(f"{self.prompts} has no prompts; write one in each line")
+        names = ("length", "temperature", "top_k", "top_p", "end", "seed", "mesh", "best")
+        options = {name: getattr(self, name) for name in names}
+        for text in sample(self.run_dir, prompts, **options):
+            print(text)
         return 0
 
 

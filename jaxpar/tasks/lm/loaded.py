@@ -4,24 +4,24 @@ import dataclasses
 import functools
 import json
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.base.checks import require
 from jaxpar.base.files import read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches
-from jaxpar.data.order import check_at_least
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.task import spec_of
+from jaxpar.tasks.lm.drawing import Draw
+from jaxpar.tasks.lm.sampling import sample_tokens
 from jaxpar.tasks.lm.task import LM, VOCABULARY
-from jaxpar.tasks.lm.vocabulary import UNK, Vocabulary, check_tokens
+from jaxpar.tasks.lm.vocabulary import UNK, Vocabulary
 from jaxpar.tasks.lm.weights import WORDS, to_torch
 from jaxpar.training.loaded import LoadedRun, load_run
 from jaxpar.training.run_folder import RunFolder
@@ -98,64 +98,33 @@ class TextRun(LoadedRun):
         return jax.jit(lambda params, tokens_BT: layout.merge(params, frozen)(tokens_BT))
 
     def sample(
-        self, prompt: str = "", *, length: int = 50, temperature: float = 1.0, seed: int = 0
-    ) -> str:
-        """A text that begins with the prompt; see `sample`."""
-        assert isinstance(self.setup.task, LM)
-        tokens = self._read(prompt)
-        separator = self.vocabulary.separator if self.setup.task.reads_lines else None
-        numbers = {"length": length, "temperature": temperature, "seed": seed}
-        new = self.sample_tokens(tokens, separator, **numbers)
-        return self.vocabulary.decode(np.concatenate([tokens, new])[1:])
-
-    def sample_tokens(
         self,
-        prompt: np.ndarray,
-        separator: int | None = None,
+        prompt: str | Sequence[str] = "",
         *,
         length: int = 50,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        end: str | None = None,
         seed: int = 0,
-    ) -> np.ndarray:
-        """The tokens that follow a prompt, int32 [length], token by token from the carried state.
-
-        Args:
-          prompt: token ids [tokens], at least one.
-          separator: the token after which the model starts a line afresh; None if there is none.
-          length, temperature, seed: as of `sample`.
-        Raises:
-          ValueError: a token is outside the vocabulary, or a number is out of range.
-        """
-        check_at_least(1, length=length, num_tokens=len(prompt))
-        check_at_least(0, seed=seed)
+    ) -> Any:
+        """A text that begins with the prompt; or one for each prompt of a list; see `sample`."""
+        assert isinstance(self.setup.task, LM)
+        prompts = [prompt] if isinstance(prompt, str) else [*prompt]
+        separator = self.vocabulary.separator if self.setup.task.reads_lines else None
+        ends = [] if end is None else self.vocabulary.encode(end, strict=True)
         require(
-            math.isfinite(temperature) and temperature >= 0,
-            f"temperature={temperature}: use a finite temperature, and no negative number",
+            end is None or len(ends) == 1,
+            f"end={end!r} is {len(ends)} tokens of the run's vocabulary; use one, such as '<eos>'",
         )
-        num_words = len(self.vocabulary)
-        check_tokens(prompt, num_words)
-        layout, params, frozen = self.setup.layout, self.state.params, self.state.frozen
-
-        @jax.jit
-        def step(params, carry, token, key):
-            token_BT = token[None, None]
-            resets_BT = None if separator is None else token_BT == separator
-            carry, logits_TBV = layout.merge(params, frozen).unroll(token_BT, carry, resets_BT)
-            logits_V = logits_TBV[0, 0, :num_words]
-            if temperature == 0:
-                return carry, jnp.argmax(logits_V).astype(jnp.int32)
-            drawn = jax.random.categorical(key, logits_V / temperature)
-            return carry, drawn.astype(jnp.int32)
-
-        carry = self.model.layers.initial_carry(1)
-        keys = jax.random.split(jax.random.key(seed), length)
-        for known in prompt[:-1]:
-            carry, _ = step(params, carry, jnp.int32(known), keys[0])
-        token, tokens = jnp.int32(prompt[-1]), []
-        for key in keys:
-            carry, token = step(params, carry, token, key)
-            tokens.append(token)  # on the device: nothing waits for it here
-        return np.asarray(jax.device_get(tokens), np.int32)
+        draw = Draw.of(seed, temperature, top_k, top_p, separator)
+        known = [self._read(each) for each in prompts]
+        found = sample_tokens(self.setup, self.state, known, draw, length)
+        texts = []
+        for tokens, new in zip(known, found, strict=True):
+            new = new[: np.flatnonzero(np.append(np.isin(new, ends), True))[0]]
+            texts.append(self.vocabulary.decode(np.concatenate([tokens, new])[1:]))
+        return texts[0] if isinstance(prompt, str) else texts
 
     def _read(self, prompt: str) -> np.ndarray:
         """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
@@ -184,26 +153,30 @@ def load_text_run(
 
 def sample(
     run_dir: str | PathLike[str],
-    prompt: str = "",
+    prompt: str | Sequence[str] = "",
     *,
-    length: int = 50,
-    temperature: float = 1.0,
-    seed: int = 0,
     mesh: MeshConfig = ONE_DEVICE,
     best: bool = False,
-) -> str:
-    """A text that begins with the prompt and continues as the model of a run would.
+    **options: Any,
+) -> Any:
+    """A text that begins with the prompt and continues as the model of a run would; or one for each prompt.
 
     Args:
       run_dir: the folder that `fit` wrote.
-      prompt: words of the run's vocabulary; the model reads it as the start of a line.
-      length: tokens to add.
-      temperature: logits are divided by it; 0 takes the likeliest token every time.
-      seed: the same seed gives the same text.
+      prompt: words of the run's vocabulary, or a list of such texts; the model reads each as the start of a
+        line. As many prompts as stages, for each data-parallel group, leave no stage waiting.
+      mesh: where the model lies; texts are the same on every mesh, up to the first draw whose two best scores
+        differ by no more than rounding.
       best: use the state with the lowest validation loss, not the newest.
+      options: of `TextRun.sample`: `length`, the tokens to add (50). `temperature`, which logits are divided
+        by (1); 0 takes the likeliest token every time. `top_k` and `top_p` draw among so many of the
+        likeliest words, or the likeliest that have this probability together (0 and 1: among all). `end`, a
+        token at which a text ends, without it (None). `seed` (0): the same one gives the same text.
+    Returns:
+      the text, or a list of texts.
     Raises:
-      ValueError: a word is outside the vocabulary, or a number is out of range.
+      ValueError: a word is outside the vocabulary, or a number is out of range; or layers of the model need
+        all of a text at once.
       FileNotFoundError: no run, or no checkpoint in it.
     """
-    run = load_text_run(run_dir, mesh, best=best)
-    return run.sample(prompt, length=length, temperature=temperature, seed=seed)
+    return load_text_run(run_dir, mesh, best=best).sample(prompt, **options)

@@ -21,6 +21,7 @@ from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
 from jaxpar.sharding import dims_of
+from jaxpar.tasks.lm.drawing import TOKEN, draw_tokens, whole_logits
 from jaxpar.tasks.lm.loss import (
     cross_entropy,
     linear_cross_entropy,
@@ -108,7 +109,9 @@ class LanguageModel(nnx.Module):
         return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
 
     def predict(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
-        """The log-likelihood of each target, in nats: float32 [T, B]."""
+        """The log-likelihood of each target, in nats: float32 [T, B]; or a token that is drawn."""
+        if batch.draw is not None:
+            return {TOKEN: draw_tokens(self.logits(y_TBH), batch.draw, at)}
         targets_TB, most = jnp.asarray(batch.targets_BT), logits_at_once(at)
         found_TB = linear_log_likelihood(y_TBH, *self._head(), targets_TB, max_logits=most)
         return {LOG_LIKELIHOOD: found_TB}
@@ -116,6 +119,8 @@ class LanguageModel(nnx.Module):
     def predict_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
         """`predict` on every stage with its part of the vocabulary."""
         logits_TBV, targets_TB = self._logits_part(y_TBH), jnp.asarray(batch.targets_BT)
+        if batch.draw is not None:
+            return {TOKEN: draw_tokens(whole_logits(logits_TBV), batch.draw, at)}
         return {LOG_LIKELIHOOD: log_likelihood(logits_TBV, targets_TB, manual_axis=STAGE)}
 
     def _logits_part(self, y_TBH: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ Dims: S lines, B batch rows, T time steps.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -30,6 +30,9 @@ from jaxpar.data.order import DrawnBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.vocabulary import check_tokens
+
+if TYPE_CHECKING:
+    from jaxpar.tasks.lm.drawing import Draw
 
 TOKENS = "tokens"
 IGNORE = -1  # a target that counts in no loss
@@ -43,12 +46,14 @@ class Batch(NamedTuple):
       targets_BT: int32, the tokens that follow the inputs; `IGNORE` where there is none.
       starts: this is the first window of an epoch, and carried state must be reset.
       resets: bool [B, T], where a line begins, from the initial state; None if none does within the text.
+      draw: how tokens are drawn that follow the inputs, where they are; see `drawing`.
     """
 
     inputs_BT: np.ndarray | jax.Array
     targets_BT: np.ndarray | jax.Array
     starts: bool
     resets: np.ndarray | jax.Array | None = None
+    draw: Draw | None = None
 
 
 class TextBatches(DrawnBatches):

@@ -1,0 +1,123 @@
+"""Text from a language model, on any mesh: what is drawn for a token is what the next one is drawn after.
+
+A unit of the pipeline is one token of one group of prompts, token by token:
+
+    stage 0   a0  b0  a1  b1  a2  b2            two groups of prompts, a and b, on two stages: while a token
+    stage 1       a0  b0  a1  b1  a2  b2        of one is drawn, the other's begins, and no stage waits
+
+With fewer groups than stages some wait. Parameters and the state of layers lie where they do in training.
+
+Legend of the dim suffixes: T time, B rows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.base.compiler import compiler_options
+from jaxpar.base.trees import zeros
+from jaxpar.config import PipelineConfig
+from jaxpar.data.order import check_at_least
+from jaxpar.forward import feeding_table, make_forward
+from jaxpar.setup import Setup
+from jaxpar.state import TrainState, abstract_state
+from jaxpar.step import check_program
+from jaxpar.tasks.lm.drawing import NOWHERE, TOKEN, Draw
+from jaxpar.tasks.lm.streams import Batch
+from jaxpar.tasks.lm.task import LM
+from jaxpar.tasks.lm.vocabulary import check_tokens
+from jaxpar.training.by_layer import by_layer, from_layers
+
+TO_DRAW = -1  # an input that is what was drawn before it
+
+
+def feed(batch: Batch, outputs: dict[str, jax.Array]) -> Batch:
+    """A block with what was drawn before it, [T, B]."""
+    assert batch.draw is not None
+    inputs_TB = jnp.asarray(batch.inputs_BT)
+    inputs_TB = jnp.where(inputs_TB == TO_DRAW, outputs[TOKEN], inputs_TB)
+    resets_TB = None if batch.resets is None else inputs_TB == batch.draw.separator
+    return batch._replace(inputs_BT=inputs_TB, resets=resets_TB)
+
+
+class _Samples:
+    """A task whose batches say how tokens are drawn."""
+
+    def example_batch(self) -> Batch:
+        return super().example_batch()._replace(draw=Draw.of())  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@functools.cache
+def _sampling(cls: type) -> type:
+    return type(f"Sampling{cls.__name__}", (_Samples, cls), {})
+
+
+def sample_tokens(
+    setup: Setup, state: TrainState, prompts: Sequence[np.ndarray], draw: Draw, length: int
+) -> np.ndarray:
+    """The tokens that follow each prompt, int32 [prompts, length], on the mesh of the setup.
+
+    Args:
+      setup, state: of a trained model.
+      prompts: token ids [tokens], at least one each.
+    Raises:
+      ValueError: a token is outside the vocabulary, a prompt is empty, or the model's layers need the whole
+        text at once.
+    """
+    task, parallel = setup.task, setup.parallel
+    assert isinstance(task, LM)
+    check_at_least(1, length=length, num_prompts=len(prompts))
+    for prompt in prompts:
+        check_at_least(1, num_tokens=len(prompt))
+        check_tokens(prompt, task.num_words or task.known_vocab_size)
+    data, stages = parallel.mesh.data, parallel.mesh.stage
+    groups = min(stages, -(-len(prompts) // data))
+    rows = data * groups * -(-len(prompts) // (data * groups))
+    num_steps = max(map(len, prompts)) + length - 1
+    fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    fields |= {"batch_size": rows, "seq_len": num_steps, "num_buckets": 0, "bucket_multiple": 1}
+    sampling = _sampling(type(task))(**fields | {"packed": int(draw.separator) != NOWHERE})
+    # With remat a window is cut without stages, too.
+    pipeline = PipelineConfig(num_microbatches=groups, num_chunks=num_steps, remat=True)
+    parallel = dataclasses.replace(parallel, pipeline=pipeline, shares=None)
+    sampler = Setup.of(sampling, parallel, setup.train, setup.mesh)
+    inputs_BT = np.full((rows, num_steps), TO_DRAW, np.int32)
+    for row in range(rows):
+        prompt = prompts[min(row, len(prompts) - 1)]
+        inputs_BT[row, : len(prompt)] = prompt
+    resets_BT = np.zeros(inputs_BT.shape, bool) if sampling.packed else None
+    batch = Batch(inputs_BT, np.zeros_like(inputs_BT), starts=True, resets=resets_BT, draw=draw)
+    target = abstract_state(sampler)
+    layers = {"params": state.params, "frozen": state.frozen}
+    wanted = {"params": target.params, "frozen": target.frozen}
+    placed = from_layers(wanted, sampler.layout, by_layer(layers, setup.layout))
+    carry = jax.jit(
+        lambda: zeros(target.carry), out_shardings=jax.tree.map(lambda a: a.sharding, target.carry)
+    )()
+    arguments = (*placed.values(), carry, batch, feeding_table(sampler.parallel))
+    run = sampler.keep(_make_sampler)
+    if parallel.mesh.tensor > 1 and stages > 1:
+        check_program(run.lower(*arguments).compile())
+    drawn_TB = run(*arguments)
+    found_TB = np.asarray(drawn_TB.addressable_data(0))
+    return np.stack(
+        [found_TB[len(prompt) - 1 :, row][:length] for row, prompt in enumerate(prompts)]
+    )
+
+
+def _make_sampler(setup: Setup) -> Any:
+    forward = make_forward(setup.layout, setup.mesh, predicts=True, feed=feed)
+
+    def run(params, frozen, carry, batch, table):
+        return forward(params, frozen, carry, batch, None, table)[1][TOKEN]
+
+    options = compiler_options(setup.layout.facts.platform, setup.parallel.mesh.stage)
+    everywhere = NamedSharding(setup.mesh, P())
+    return jax.jit(run, compiler_options=options, out_shardings=everywhere)
