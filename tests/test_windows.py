@@ -105,7 +105,7 @@ def loss_and_grads(task, batch):
 
 
 @pytest.mark.parametrize(
-    "layer", ["lstm", full("gru"), slow("mingru"), slow("rglru"), slow("slstm")]
+    "layer", ["lstm", full("gru"), *map(slow, ("mingru", "rglru", "slstm", "mlstm", "gated_delta"))]
 )
 @pytest.mark.parametrize("starts", [False, slow(True)])
 def test_a_late_window_is_a_short_one(layer, starts):

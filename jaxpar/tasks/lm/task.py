@@ -41,7 +41,15 @@ VOCABULARY = "vocabulary.json"
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
 # Layers by their names here, and in `jaxpar.nn`; and those that have a forget bias.
-LAYERS = {"lstm": "LSTM", "gru": "GRU", "rglru": "RGLRU", "mingru": "MinGRU", "slstm": "SLSTM"}
+LAYERS = {
+    "lstm": "LSTM",
+    "gru": "GRU",
+    "rglru": "RGLRU",
+    "mingru": "MinGRU",
+    "slstm": "SLSTM",
+    "mlstm": "MLSTM",
+    "gated_delta": "GatedDeltaNet",
+}
 FORGETFUL = ("lstm", "slstm")
 
 _FREE = {"free": True}  # may change between two runs of one state
@@ -64,7 +72,8 @@ class LM(Task):
       num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or,
         if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
-      layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
+      layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, sLSTM, or mLSTM and gated
+        DeltaNet, whose states are matrices of four heads; see `jaxpar.nn`.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
@@ -94,7 +103,7 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
-    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
+    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm", "mlstm", "gated_delta"] = "lstm"
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
@@ -130,8 +139,8 @@ class LM(Task):
         require_not_negative(self, "init_range")
         require(
             self.layer in FORGETFUL or self.forget_bias == 1.0,
-            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
-            f"own; leave it out, or use layer='lstm' or 'slstm'",
+            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with one bias of "
+            f"its own; leave it out, or use layer='lstm' or 'slstm'",
         )
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
