@@ -18,9 +18,11 @@ from test_equivalence import on_devices, slow
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, TrainConfig
+from jaxpar.analysis import inspect_step
 from jaxpar.nn import MLSTM, GatedDeltaNet, MLSTMCarry
 from jaxpar.nn.gated_delta import LEAST_SQUARE, gated_delta, inverse
 from jaxpar.nn.mlstm import mlstm
+from jaxpar.planning.counts import counts_of
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 
@@ -510,3 +512,30 @@ def test_an_evaluation_and_a_resumed_run_are_the_same_on_another_mesh(layer, tex
     assert resumed.evaluations["test"].loss == pytest.approx(
         plain.evaluations["test"].loss, rel=1e-5
     )
+
+
+@pytest.mark.parametrize("layer", ["mlstm", slow("gated_delta")])
+def test_nothing_is_sent_over_tensor_within_the_loop_over_chunks(layer):
+    """A window has eight chunks: in their loop, each collective would run as often."""
+    task = LM(1, 16, 16, vocab_size=384, batch_size=2, seq_len=512, layer=layer, dropout=0.0)
+    found = inspect_step(task, Parallel(on_devices((1, 1, 4)))).collectives
+    runs = [each.count for each in found if each.axes == ("tensor",)]
+    assert 0 < max(runs) < 8
+
+
+# ---- what they cost ----
+
+
+@pytest.mark.parametrize("steps", [8, slow(128)])
+def test_flops_are_those_of_products_of_steps_with_steps_and_with_states(steps):
+    """Of chunks of any length; nothing is taken to be linear in time that is not."""
+    task = LM(
+        1, 32, 32, vocab_size=384, batch_size=8, seq_len=4 * steps, layer="mlstm", dropout=0.0
+    )
+    [mlstm] = counts_of(task, 100, "cpu").unit(steps, 2).kinds
+    rows, chunk = steps * 2, min(steps, 64)
+    projections = rows * 32 * (4 * 32 + 2 * 4)
+    # q k^T and its product with v; q with C and n, and C of k and v, of four heads of eight.
+    within, states = 2 * rows * 4 * chunk * 8, rows * 4 * (2 * 8 * 8 + 8)
+    assert mlstm.forward.flops == 2 * (projections + within + states)
+    assert mlstm.weights.flops == 2 * projections  # out of the loop over chunks

@@ -120,6 +120,7 @@ class GatedDeltaNet(MatrixMemory):
       negative_eigenvalues: whether b_t is in (0, 2), not (0, 1).
     """
 
+    kind_name = "gated_delta"
     num_vectors = 3
     carry_dims: ClassVar[Any] = (BATCH, HEADS, None, None)
 
