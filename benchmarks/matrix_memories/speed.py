@@ -1,44 +1,40 @@
-"""Matrix memories in chunks of steps, and step by step: time and memory of their gradients over a window.
+"""The gradients of matrix memories in chunks of time, step by step, and in PyTorch, side by side.
 
-python -m benchmarks.matrix_memories.speed [--kind gated_delta] [--rounds 9]
+python -m benchmarks.matrix_memories.speed --torch-python venv/bin/python
 """
 
 import argparse
+import json
 
 import jax
 
-from benchmarks.layers.speed import KEEPS_MEMORY
-from benchmarks.matrix_memories.side import SEGMENT, B, D, N, T
 from benchmarks.sides import Side, measure, processor, table
 
-WAYS = {
-    f"step by step, of {SEGMENT} steps one state kept": "segments",
-    "step by step, all states kept": "steps",
-    **{f"chunks of {chunk} steps": str(chunk) for chunk in (16, 32, 64, 128, 256)},
-}
+CORES = ((0,),)
+FOLDER = "benchmarks.matrix_memories"
+OTHERS = {"mlstm": "mlstm-kernels, chunkwise native", "gated_delta": "fla, naive chunks"}
 
 
 def main() -> None:
-    """Prints a table for each kind."""
+    """Prints a table for each of the two."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=("mlstm", "gated_delta"), help="else both")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--torch-python", help="of an environment with the two packages")
+    parser.add_argument("--rounds", type=int, default=7)
+    for name, size in (("steps", 2048), ("rows", 8), ("heads", 4), ("head-size", 64)):
+        parser.add_argument(f"--{name}", type=int, default=size)
     args = parser.parse_args()
-    print(f"{processor()}, jax {jax.__version__}: {T} steps, {B} rows, {N} heads of {D} units")
-    for kind in [args.kind] if args.kind else ("mlstm", "gated_delta"):
+    sizes = json.dumps([args.steps, args.rows, args.heads, args.head_size])
+    print(f"{processor()}, jax {jax.__version__}, steps, rows, heads, their units: {sizes}\n")
+    for memory, other in OTHERS.items():
         sides = [
-            Side(
-                name,
-                ("-m", "benchmarks.matrix_memories.side", kind, way),
-                ((0,),),
-                env=KEEPS_MEMORY,
-            )
-            for name, way in WAYS.items()
+            Side(f"{memory}, {how}", ("-m", f"{FOLDER}.jaxpar_side", memory, how, sizes), CORES)
+            for how in ("steps", "chunks")
         ]
+        if args.torch_python:
+            arguments = "-m", f"{FOLDER}.torch_side", memory, sizes
+            sides.append(Side(other, arguments, CORES, python=args.torch_python))
         results = measure(sides, num_rounds=args.rounds, num_steps=1)
-        print(f"\n{kind}\n\n{table(results, T * B)}\n")
-        for result in results:
-            print(f"{result.side.name}: at most {result.about['peak_mib']:.0f} MiB")
+        print(table(results, args.rows * args.steps) + "\n")
 
 
 if __name__ == "__main__":
