@@ -209,6 +209,21 @@ def test_an_inverse_is_exact_where_powers_overflow():
         assert_close(inverse(a), expected, ROUNDING["float32"])
 
 
+def test_negative_eigenvalues_count_parities():
+    """Of a thousand bits: what is written first changes its sign at each one. Without them it never does."""
+    bits = np.random.default_rng(0).integers(2, size=1000)
+    ones = jnp.ones((1001, 1, 1, 1), jnp.float32)
+    v, log_a = ones.at[1:].set(0.0), 0 * ones[..., 0]
+    before = jnp.zeros((1, 1, 1, 1), jnp.float32)
+
+    def signs(most):
+        b = log_a.at[:, 0, 0].set(np.concatenate([[1.0], most * bits]))
+        return gated_delta(ones, ones, v, log_a, b, before)[1][1:, 0, 0, 0]
+
+    np.testing.assert_array_equal(signs(2.0), 1 - 2 * (np.cumsum(bits) % 2))
+    assert signs(0.99).min() > -1e-6
+
+
 # ---- the layers ----
 
 

@@ -1,4 +1,7 @@
-"""The gradients of a memory in chunks of time, or step by step; see `speed`."""
+"""The gradients of a memory in chunks of time, or step by step; see `speed`.
+
+python -m benchmarks.matrix_memories.jaxpar_side mlstm chunks '[2048, 8, 4, 64]'
+"""
 
 import json
 import sys
@@ -11,7 +14,7 @@ from jax import lax
 
 from benchmarks.sides import serve
 from jaxpar.nn.gated_delta import gated_delta
-from jaxpar.nn.matrix_memory import NOTHING
+from jaxpar.nn.matrix_memory import CHUNK, NOTHING
 from jaxpar.nn.mlstm import MLSTMCarry, mlstm
 
 
@@ -44,6 +47,18 @@ def delta_step(s: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
     return s, read(s, q)
 
 
+def by_segments(step: Any, carry: Any, xs: Any) -> tuple[Any, jax.Array]:
+    """A scan over steps, the residuals of a segment of which are made again in the backward pass."""
+
+    @jax.checkpoint
+    def segment(carry: Any, xs: Any) -> tuple[Any, jax.Array]:
+        return lax.scan(step, carry, xs)
+
+    segments = jax.tree.map(lambda a: a.reshape(-1, CHUNK, *a.shape[1:]), xs)
+    carry, y = lax.scan(segment, carry, segments)
+    return carry, y.reshape(-1, *y.shape[2:])
+
+
 def main() -> None:
     """Serves steps of the side that the arguments name."""
     name, how, sizes = sys.argv[1:]
@@ -61,8 +76,12 @@ def main() -> None:
         chunked, step = gated_delta, delta_step
 
     def loss(xs: Any, dy: jax.Array) -> jax.Array:
-        _, y = chunked(*xs, carry) if how == "chunks" else lax.scan(step, carry, xs)
-        return jnp.sum(y * dy)
+        ways = {
+            "steps": lambda: lax.scan(step, carry, xs),
+            "segments": lambda: by_segments(step, carry, xs),
+            "chunks": lambda: chunked(*xs, carry),
+        }
+        return jnp.sum(ways[how]()[1] * dy)
 
     gradients, xs = jax.jit(jax.value_and_grad(loss)), (q, k, v, *gates)
     serve(lambda: jax.block_until_ready(gradients(xs, dy))[0])

@@ -8,6 +8,7 @@ import json
 
 import jax
 
+from benchmarks.layers.speed import KEEPS_MEMORY
 from benchmarks.sides import Side, measure, processor, table
 
 CORES = ((0,),)
@@ -27,14 +28,22 @@ def main() -> None:
     print(f"{processor()}, jax {jax.__version__}, steps, rows, heads, their units: {sizes}\n")
     for memory, other in OTHERS.items():
         sides = [
-            Side(f"{memory}, {how}", ("-m", f"{FOLDER}.jaxpar_side", memory, how, sizes), CORES)
-            for how in ("steps", "chunks")
+            Side(
+                f"{memory}, {how}",
+                ("-m", f"{FOLDER}.jaxpar_side", memory, how, sizes),
+                CORES,
+                env=KEEPS_MEMORY,
+            )
+            for how in ("steps", "segments", "chunks")
         ]
         if args.torch_python:
             arguments = "-m", f"{FOLDER}.torch_side", memory, sizes
-            sides.append(Side(other, arguments, CORES, python=args.torch_python))
+            side = Side(other, arguments, CORES, python=args.torch_python, env=KEEPS_MEMORY)
+            sides.append(side)
         results = measure(sides, num_rounds=args.rounds, num_steps=1)
         print(table(results, args.rows * args.steps) + "\n")
+        for result in results:
+            print(f"{result.side.name}: at most {result.about['peak_mib']:.0f} MiB")
 
 
 if __name__ == "__main__":
