@@ -28,6 +28,7 @@ from jaxpar import At, OptimizerConfig, Sums, TrainConfig, lm
 from jaxpar.base.checks import require, require_not_negative, require_rate
 
 LEAST = 5  # steps of a window
+MATRICES = ("mlstm", "gated_delta")  # layers whose states are matrices
 NLL = "nll"  # a metric: the loss without penalties
 WORDS, KERNELS = 2**30, 2**30 + 1  # tell the keys of masks from those of layers
 
@@ -100,9 +101,14 @@ class AWD(lm.LM):
             require_rate(self, name)
         require_not_negative(self, "ar", "tar", "window_spread")
         require(
-            self.drop_connect == 0 or self.layer not in ("rglru", "mingru"),
+            self.drop_connect == 0 or self.layer not in ("rglru", "mingru", *MATRICES),
             f"drop_connect={self.drop_connect}: layer={self.layer!r} has no recurrent kernel to drop weights "
             f"of; use 0, or another layer",
+        )
+        require(
+            self.tar == 0 or self.layer not in MATRICES,
+            f"tar={self.tar}: the state of layer={self.layer!r} has no last output, with which "
+            f"the first one is compared; use 0, or another layer",
         )
         mean = self.window_mean
         require(

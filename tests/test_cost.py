@@ -51,6 +51,8 @@ def task_of(name):
         return LM(4, 128, 128, vocab_size=1920, batch_size=32, seq_len=16, dropout=0.1)
     if name == "images":
         return Images(batch_size=64)
+    if name == "mlstm":
+        return LM(2, 32, 32, vocab_size=384, batch_size=32, seq_len=16, layer="mlstm")
     spec, sizes = {
         "gru": ("forecaster.py:Forecast", {"width": 128, "batch_size": 16}),
         "transformer": (
@@ -95,7 +97,7 @@ def sums_of(parts, axes):
 # ---- counts ----
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, full("mlstm")])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
     counts = Counts(task_of(name), 100, "cpu")
     steps, rows = counts.facts.num_steps, counts.facts.batch_size
@@ -251,6 +253,7 @@ def test_unequal_shares_are_those_of_the_group_with_most():
         {"dtype": "bfloat16"}, {"tie_embedding": True}, {"layer": "rglru"}, {"packed": True},
         {"num_buckets": 2, "bucket_multiple": 4},
         full({"layer": "gru"}), full({"layer": "slstm"}), full({"dropout": 0.0}),
+        full({"layer": "gated_delta"}),
     ],
     ids=str,
 )  # fmt: skip

@@ -9,23 +9,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxpar
-from jaxpar import Parallel, show
+from jaxpar import MeshConfig, Parallel, show
+from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.cli.parse import read_command
 from jaxpar.config_file import default_settings, to_toml
 from jaxpar.pipeline import make_schedule
+from jaxpar.planning.counts import counts_of
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm import LM
+from jaxpar.tasks.lm.task import LAYERS
 from jaxpar.training.summary import summarize
 
 ROOT = Path(__file__).parent.parent
 GUIDES = (
     "tutorial",
     "models",
+    "layers",
     "parallelism",
     "pipeline",
     "planning",
@@ -76,6 +82,37 @@ PRINTED = {
     "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
 }
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
+
+
+def table_of_layers():
+    """Name of a layer -> its row in docs/layers.md."""
+    rows = re.findall(r"^\| `\w+` \| `(\w+)` (\|.*)", (ROOT / "docs/layers.md").read_text(), re.M)
+    return {name: row.split("|") for name, row in rows}
+
+
+def of_sizes(formula, **sizes):
+    """The value of a formula such as 2H\u00b2 + HD."""
+    terms = [re.sub(r"(?<=[\dA-Z)])(?=[A-Z(])", "*", term) for term in formula.split(" ")]
+    return eval(" ".join(terms).replace("\u00b2", "**2"), {}, sizes)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_states_of_layers_are_as_large_as_their_page_says(name):
+    layer = getattr(jaxpar.nn, LAYERS[name])(32, rngs=nnx.Rngs(0))
+    size = sum(leaf.size for leaf in jax.tree.leaves(layer.initial_carry(1)))
+    assert size == of_sizes(table_of_layers()[name][1], H=32, N=4, D=8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_cost_and_send_what_their_page_says(name):
+    _, _, cost, sent, *_ = table_of_layers()[name]
+    task = LM(1, 32, 32, vocab_size=384, batch_size=2, seq_len=512, layer=name, dropout=0.0)
+    [layer] = counts_of(task, 100, "cpu").unit(512, 2).kinds
+    assert layer.forward.flops == pytest.approx(2 * 1024 * of_sizes(cost, H=32, N=4, D=8, C=64))
+    mesh = MeshConfig(1, 1, 2, devices=(0, 1))
+    most = max(each.count for each in inspect_step(task, Parallel(mesh)).collectives)
+    assert most == {"at every time step": 512, "once in a window": 1}[sent.strip()]
 
 
 def test_the_model_of_the_readme_trains(tmp_path):

@@ -368,7 +368,7 @@ SMALL = {
         AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
         full(LM(**SMALL, dtype="bfloat16")),
-        *(slow(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm")),
+        *(slow(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm", "mlstm")),
         full(LM(**SMALL | {"batch_size": 2})),
         full(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
         full(Images()),
@@ -389,7 +389,10 @@ def test_what_comes_with_jaxpar_mixes_no_rows(task):
     [
         AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
-        *(slow(LM(**SMALL, layer=name)) for name in ("lstm", "rglru", "mingru", "slstm")),
+        *(
+            slow(LM(**SMALL, layer=name))
+            for name in ("lstm", "rglru", "mingru", "slstm", "mlstm", "gated_delta")
+        ),
         *(slow(Regress((kind,))) for kind in MAKERS if kind not in ("block", "both ways")),
     ],
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",

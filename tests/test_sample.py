@@ -227,6 +227,7 @@ MESHES = [
     slow("pp4", {"packed": True}, {"top_k": 5, "top_p": 0.8}),
     slow("pp8", {"layer": "gru", "num_layers": 2}, {"temperature": 1.5}),
     slow("pp2tp4", {"layer": "slstm", "num_buckets": 2}, {}),
+    slow("dp2pp2tp2", {"layer": "mlstm", "packed": True}, {}),
 ]
 
 

@@ -436,7 +436,7 @@ def test_a_table_has_one_rule_for_a_dim():
         Rules((("hidden", ("tensor",)), ("hidden", ())))
 
 
-@pytest.mark.parametrize("name", ["hiden", "heads"])
+@pytest.mark.parametrize("name", ["hiden", "experts"])
 def test_a_dim_without_a_rule_is_refused_before_anything_is_sharded(name):
     """Else it would be whole on every device, and nobody would know."""
     message = rf"unknown dim name '{name}': there is no rule for it; .*{{'{name}': None}}.*hidden"

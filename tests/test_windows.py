@@ -21,7 +21,7 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
-from recipes.awd import AWD, RandomWindows, Window
+from recipes.awd import AWD, MATRICES, RandomWindows, Window
 
 full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -105,10 +105,13 @@ def loss_and_grads(task, batch):
 
 
 @pytest.mark.parametrize(
-    "layer", ["lstm", full("gru"), slow("mingru"), slow("rglru"), slow("slstm")]
+    "layer", ["lstm", full("gru"), *map(slow, ("mingru", "rglru", "slstm", "mlstm"))]
 )
 @pytest.mark.parametrize("starts", [False, slow(True)])
 def test_a_late_window_is_a_short_one(layer, starts):
+    options = {"layer": layer}
+    if layer in MATRICES:
+        options |= {"hidden_size": 8, "embed_size": 8, "tar": 0.0}
     tokens = np.random.default_rng(0).integers(0, 11, (4, 6), dtype=np.int32)
     short = Batch(tokens[:, :-1], tokens[:, 1:], starts)
     inputs, targets = (
@@ -116,8 +119,8 @@ def test_a_late_window_is_a_short_one(layer, starts):
         for a, fill in zip(short[:2], (3, -1), strict=True)
     )
     late = Window(inputs, targets, starts, padding=4, rate=1.0)
-    expected = loss_and_grads(dataclasses.replace(SHORT, layer=layer), short)
-    actual = loss_and_grads(dataclasses.replace(LATE, layer=layer), late)
+    expected = loss_and_grads(dataclasses.replace(SHORT, **options), short)
+    actual = loss_and_grads(dataclasses.replace(LATE, **options), late)
     for own, others in zip(actual, expected, strict=True):
         for name in others:
             np.testing.assert_allclose(own[name], others[name], rtol=1e-5, atol=1e-6, err_msg=name)

@@ -219,13 +219,31 @@ class Counts:
         return self.facts.batch_size * (self.facts.num_steps or 1)
 
     def unit(self, t: int | None, b: int) -> Unit:
-        """A unit of any size. Its numbers are bilinear in t and b, so that four units determine them."""
+        """A unit of any size.
+
+        Its numbers are linear in b, and mostly bilinear in t and b: then four units determine them.
+        """
         whole = self.facts.num_steps
         if whole is None:
             return self._of_rows(None, b)
-        fewer = whole // least_factor(whole)
+        t, fewer = t or 1, whole // least_factor(whole)
+        if t not in (fewer, whole) and not self._is_linear_in_time:
+            return self._of_rows(t, b)
         low, high = (self._of_rows(size, b) for size in (fewer, whole))
-        return _between(low, high, fewer, whole, t or 1)
+        return _between(low, high, fewer, whole, t)
+
+    @functools.cached_property
+    def _is_linear_in_time(self) -> bool:
+        """Whether two lengths tell all: not where products are of steps with steps, as of matrix memories."""
+        whole, rows = self.facts.num_steps or 1, self.facts.batch_size
+        fewer = whole // least_factor(whole)
+        low, high, one = (self._traced(size, rows) for size in (fewer, whole, 1))
+        pairs = zip(_between(low, high, fewer, whole, 1).kinds, one.kinds, strict=True)
+        return all(
+            math.isclose(a.flops, b.flops, rel_tol=1e-6)
+            for pair in pairs
+            for a, b in zip(*(kind[:3] for kind in pair), strict=True)
+        )
 
     def _of_rows(self, t: int | None, b: int) -> Unit:
         rows, together = self.facts.batch_size, math.lcm(*self.facts.rows_together.values())

@@ -66,8 +66,8 @@ class LanguageModel(nnx.Module):
         options: dict[str, Any] = {"init": init, "dropout": task.dropout}
         if task.forget_bias != 1.0:  # as layers have it by themselves
             options["forget_bias"] = task.forget_bias
-        if task.num_heads != 1:
-            options["num_heads"] = task.num_heads
+        if task.heads != 1:
+            options["num_heads"] = task.heads
 
         @functools.cache  # layers of one function are drawn at once
         def maker(inputs: int, width: int) -> Any:

@@ -40,10 +40,19 @@ VOCABULARY = "vocabulary.json"
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
-# Layers by their names here, and in `jaxpar.nn`; those that have a forget bias; those that may have heads.
-LAYERS = {"lstm": "LSTM", "gru": "GRU", "rglru": "RGLRU", "mingru": "MinGRU", "slstm": "SLSTM"}
+# Layers by their names here, and in `jaxpar.nn`; those that have a forget bias; and how many heads others have,
+# where nothing else is said.
+LAYERS = {
+    "lstm": "LSTM",
+    "gru": "GRU",
+    "rglru": "RGLRU",
+    "mingru": "MinGRU",
+    "slstm": "SLSTM",
+    "mlstm": "MLSTM",
+    "gated_delta": "GatedDeltaNet",
+}
 FORGETFUL = ("lstm", "slstm")
-WITH_HEADS = ("lstm", "gru", "slstm")
+HEADS = {"lstm": 1, "gru": 1, "slstm": 1, "mlstm": 4, "gated_delta": 4}
 
 _FREE = {"free": True}  # may change between two runs of one state
 
@@ -65,9 +74,10 @@ class LM(Task):
       num_words: ids from here on are padding and get no probability; None takes the words of the corpus, or,
         if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
-      layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, or sLSTM; see `jaxpar.nn`.
-      num_heads: blocks of units in each LSTM, GRU or sLSTM; a unit sees the state of its own block alone,
-        and `tensor` splits blocks, with nothing to send in a time step.
+      layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, sLSTM, or mLSTM and gated
+        DeltaNet, whose states are matrices of heads; see `jaxpar.nn`.
+      num_heads: blocks of units in each layer; a unit sees the state of its own block alone, and `tensor`
+        splits blocks, with nothing to send in a time step. None is 1, and 4 of mLSTM and gated DeltaNet.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
       init_range: initial weights are uniform within plus and minus this; 0 draws them by their widths.
       tie_embedding: the head uses the embedding table (then embed_size must equal hidden_size).
@@ -97,8 +107,8 @@ class LM(Task):
     vocab_size: int | None = None
     num_words: int | None = None
     dropout: float = dataclasses.field(default=0.2, metadata=_FREE)
-    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm"] = "lstm"
-    num_heads: int = 1
+    layer: Literal["lstm", "gru", "rglru", "mingru", "slstm", "mlstm", "gated_delta"] = "lstm"
+    num_heads: int | None = None
     forget_bias: float = dataclasses.field(default=1.0, metadata=_FREE)
     init_range: float = dataclasses.field(default=0.0, metadata=_FREE)
     tie_embedding: bool = False
@@ -134,15 +144,15 @@ class LM(Task):
         require_not_negative(self, "init_range")
         require(
             self.layer in FORGETFUL or self.forget_bias == 1.0,
-            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with a bias of its "
-            f"own; leave it out, or use layer='lstm' or 'slstm'",
+            f"forget_bias={self.forget_bias}: layer={self.layer!r} has no forget gate with one bias of "
+            f"its own; leave it out, or use layer='lstm' or 'slstm'",
         )
         require(
-            self.layer in WITH_HEADS or self.num_heads == 1,
+            self.layer in HEADS or self.num_heads in (None, 1),
             f"num_heads={self.num_heads}: layer={self.layer!r} has no recurrent matrix that heads could be "
-            f"blocks of; leave it out, or use layer='lstm', 'gru' or 'slstm'",
+            f"blocks of; leave it out, or use layer={' or '.join(map(repr, HEADS))}",
         )
-        check_divides("hidden_size", self.hidden_size, {"num_heads": self.num_heads})
+        check_divides("hidden_size", self.hidden_size, {"num_heads": self.heads})
         require(
             self.num_words is None or self.num_words <= (self.vocab_size or self.num_words),
             f"num_words={self.num_words} is more than vocab_size={self.vocab_size}; use a vocab_size of "
@@ -181,6 +191,11 @@ class LM(Task):
     def widths(self) -> tuple[int, ...]:
         """Of what goes into each layer, and of what the last one gives."""
         return (self.hidden_size,) * (self.num_layers + 1)
+
+    @property
+    def heads(self) -> int:
+        """Of each layer."""
+        return self.num_heads or HEADS.get(self.layer, 1)
 
     @property
     def known_vocab_size(self) -> int:
@@ -317,8 +332,8 @@ class LM(Task):
     def check(self, parallel: Parallel) -> None:
         """Raises a ValueError if layers or buckets do not fit the mesh and the chunks of time."""
         check_divides("hidden_size", self.hidden_size, {TENSOR: parallel.mesh.tensor})
-        if self.num_heads > 1:
-            check_divides("num_heads", self.num_heads, {TENSOR: parallel.mesh.tensor})
+        if self.heads > 1:
+            check_divides("num_heads", self.heads, {TENSOR: parallel.mesh.tensor})
         chunk_len = self.seq_len // parallel.num_chunks
         if self.num_buckets and parallel.mesh.stage > 1 and self.bucket_multiple % chunk_len:
             raise ValueError(

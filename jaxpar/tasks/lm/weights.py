@@ -102,9 +102,9 @@ def _from_torch(weights: Weights, task: "LM") -> dict[str, Tensor]:
     pattern = re.compile(r"(lstm|gru)\.weight_hh_l(\d+)")
     layers = sorted(int(found[2]) for found in map(pattern.fullmatch, theirs) if found)
     require(
-        not layers or task.num_heads == 1,
+        not layers or task.heads == 1,
         f"{weights.source} has PyTorch's names, whose layers have one head; the task has "
-        f"num_heads={task.num_heads}; leave it out",
+        f"num_heads={task.heads}; leave it out",
     )
     if not layers and "embedding.weight" not in theirs:
         return theirs
@@ -197,9 +197,9 @@ def to_torch(tensors: Mapping[str, Outgoing], task: "LM") -> dict[str, Outgoing]
             f"PyTorch has layer='lstm' and 'gru', this task has layer={kind!r}; leave out --torch, and the "
             f"names are those of the model's parameters"
         )
-    if task.num_heads > 1:
+    if task.heads > 1:
         raise ValueError(
-            f"PyTorch's layers have one head, those of this task num_heads={task.num_heads}; leave out "
+            f"PyTorch's layers have one head, those of this task num_heads={task.heads}; leave out "
             f"--torch, and the names are those of the model's parameters"
         )
     if len({*task.widths}) > 1:
