@@ -332,11 +332,11 @@ def test_options_of_other_layers_are_refused():
     with pytest.raises(
         ValueError, match=r"drop_connect=0\.5: layer='gated_delta' has no recurrent"
     ):
-        AWD(layer="gated_delta", forget_bias=1.0)
+        AWD(hidden_size=1152, layer="gated_delta", forget_bias=1.0)
     with pytest.raises(
         ValueError, match=r"tar=1\.0: the state of layer='mlstm' has no last output"
     ):
-        AWD(layer="mlstm", forget_bias=1.0, drop_connect=0.0, tar=1.0)
+        AWD(hidden_size=1152, layer="mlstm", forget_bias=1.0, drop_connect=0.0, tar=1.0)
 
 
 # ---- other programs ----

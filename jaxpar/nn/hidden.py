@@ -93,9 +93,14 @@ class Recurrence(nnx.Module):
         """The weights."""
         return GateParams(self._by_head(self.w_x[...]), self.w_h[...], self._by_head(self.b[...]))
 
+    @property
+    def _has_blocks(self) -> bool:
+        """Whether its recurrent matrix is of blocks."""
+        return self.num_heads > 1 and "w_h" in self.kernels
+
     def _by_head(self, tree: Any) -> Any:
         """Arrays [..., H], each as [..., N, D] if there are heads."""
-        if self.num_heads == 1:
+        if not self._has_blocks:
             return tree
         return jax.tree.map(lambda a: a.reshape(*a.shape[:-1], self.num_heads, -1), tree)
 
@@ -113,7 +118,7 @@ class Recurrence(nnx.Module):
             initial = self._by_head(self.begins_with(x_TBH, at))
             x_TBH = dropout(x_TBH, self.dropout, at)
             found = self.over_time(self._by_head(carry), x_TBH, at, initial)
-            if self.num_heads == 1:
+            if not self._has_blocks:
                 return found
             return jax.tree.map(lambda a: a.reshape(*a.shape[:-2], -1), found)
 

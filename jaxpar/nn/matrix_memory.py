@@ -46,6 +46,7 @@ class MatrixMemory(Recurrence):
       w_g: [I, 2, N], of the gates.
     """
 
+    kernels: ClassVar[tuple[str, ...]] = ("w", "w_g")
     num_vectors: ClassVar[int]
     w: nnx.Param
     w_g: nnx.Param

@@ -40,8 +40,8 @@ VOCABULARY = "vocabulary.json"
 # That a list of layers and a batch can have here.
 MOST_LAYERS, MOST_TOKENS = 10_000, 2**28
 
-# Layers by their names here, and in `jaxpar.nn`; those that have a forget bias; and how many heads others have,
-# where nothing else is said.
+# Layers by their names here, and in `jaxpar.nn`; those with a forget bias; and how many heads those have that
+# can have several, where nothing else is said.
 LAYERS = {
     "lstm": "LSTM",
     "gru": "GRU",
