@@ -28,7 +28,6 @@ from jaxpar.nn.resets import begin_anew
 
 # Of the gates i f g o: sigmoid(z) = tanh(z / 2) / 2 + 1 / 2, so that one vectorised tanh makes all of them.
 _IS_TANH_4 = np.array([0, 0, 1, 0], np.float32)
-_SCALE_4 = (1 + _IS_TANH_4) / 2
 
 
 class LSTMCarry(NamedTuple):
@@ -76,7 +75,7 @@ def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: 
     dtype = x_TBI.dtype
     w_h, n = params.w_h_HGH.astype(dtype), _heads(params)
     zx_TB4H = _dot(f"tbi,ig{n}h->tbg{n}h", x_TBI, params.w_x_IGH.astype(dtype))
-    scale_141 = _of_gates(_SCALE_4, zx_TB4H)
+    scale_141 = (1 + _is_tanh(zx_TB4H)) / 2
 
     def step(carry, inputs):
         (h_BH, c_before_BH, buffer_TB4H), (t, is_new_B) = carry, inputs
@@ -110,7 +109,7 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
     # Transposed here, or it would be at every step.
     order = (0, 2, 3, 1) if n else (1, 2, 0)
     w_h_4HH = lax.optimization_barrier(params.w_h_HGH.astype(dtype).transpose(order))
-    is_tanh_141 = _of_gates(_IS_TANH_4, residuals.gates_TB4H)
+    is_tanh_141 = _is_tanh(residuals.gates_TB4H)
 
     def step(carry, inputs):
         dh_BH, dc_BH, c_BH, d_initial = carry
@@ -165,9 +164,9 @@ def _heads(params: GateParams) -> str:
     return "n" * (params.w_h_HGH.ndim > 3)
 
 
-def _of_gates(values_4: np.ndarray, like_TB4H: jax.Array) -> np.ndarray:
-    """A number for each gate, for arrays of a time step."""
-    return np.expand_dims(values_4, (0, *range(2, like_TB4H.ndim - 1)))
+def _is_tanh(gates_TB4H: jax.Array) -> np.ndarray:
+    """1 for the gate that is a tanh and 0 for the others, for arrays of a time step."""
+    return _IS_TANH_4[None, :, *[None] * (gates_TB4H.ndim - 3)]
 
 
 def _dot(formula: str, a: jax.Array, b: jax.Array) -> jax.Array:
