@@ -169,6 +169,18 @@ FLAGS = {
         train("--mesh", "tp8", "--hidden-size", "12"),
         "hidden_size=12 does not divide by tensor=8; use hidden_size 8 or 16",
     ),
+    "hidden by heads": (
+        train("--num-heads", "3"),
+        "hidden_size=8 does not divide by num_heads=3; use hidden_size 6 or 9",
+    ),
+    "heads by tensor": (
+        train("--mesh", "tp4", "--num-heads", "2"),
+        "num_heads=2 does not divide by tensor=4; use num_heads 4",
+    ),
+    "heads of no recurrent matrix": (
+        train("--layer", "mingru", "--num-heads", "2"),
+        "num_heads=2: layer='mingru' has no recurrent matrix .*; leave it out, or use layer='lstm'",
+    ),
     "unknown schedule": (train("--pipeline.schedule", "1f1c"), "schedule.*1f1b.*gpipe"),
     "no microbatch": (train("--pipeline.num-microbatches", "0"), "num_microbatches=0: must be"),
     "batch by data and microbatches": (

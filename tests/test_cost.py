@@ -164,6 +164,24 @@ def test_bytes_over_tensor_of_a_recurrent_layer_are_near_those_of_the_compiled_s
 
 
 @pytest.mark.parametrize(
+    ("layer", "mesh"), [("lstm", "dp2pp2tp2"), slow("gru", "tp2"), slow("slstm", "dp2pp2tp2")]
+)
+@pytest.mark.parametrize("num_heads", [4, slow(1)])
+def test_what_a_recurrent_layer_sends_over_tensor_is_that_of_the_compiled_step(
+    layer, mesh, num_heads
+):
+    """With heads nothing at each time step, and no states for the gradients of their matrix."""
+    task = dataclasses.replace(task_of("lm"), layer=layer, num_heads=num_heads)
+    parallel = Parallel(mesh, PipelineConfig(num_chunks=2 if "pp" in mesh else 1))
+    sent = estimate_step(task, parallel, machine=CPU).sent
+    found = inspect_step(task, parallel).along(TENSOR)
+    predicted = sums_of([s for s in sent if s.what.endswith(layer)], [TENSOR])
+    compiled = sums_of([c for c in found if c.module.endswith(layer)], [TENSOR])
+    assert predicted == compiled
+    assert sum(compiled.values()) > 0
+
+
+@pytest.mark.parametrize(
     ("name", "seed"),
     [("lm", 10), ("gru", 11), *(slow(name, seed) for name in NAMES for seed in (12,))],
 )

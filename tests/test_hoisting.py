@@ -16,6 +16,7 @@ from jaxpar.base.at import At
 from jaxpar.nn import Recurrent, hoisted_scan
 from jaxpar.nn.in_place_scan import scan_in_place
 from jaxpar.nn.linear_recurrence import _in_parallel, _one_by_one
+from jaxpar.nn.step_program import read_step
 from jaxpar.pipeline.split import SplitLayer
 from jaxpar.sharding import RULES, shardings
 
@@ -233,6 +234,31 @@ def test_a_loop_writes_over_what_it_has_read(reverse):
     jax.tree.map(assert_close, found, expected[:2])
     more, less = (program.memory_analysis().temp_size_in_bytes for program in programs)
     assert more - less >= seeds[0].nbytes
+
+
+def test_products_of_blocks_are_products():
+    """From either side, of inputs before the loop and of the state in it."""
+    heads = ((2,), (1,)), ((1,), (0,))  # [B, N, D] [N, D, D] -> [N, B, D]
+
+    def step(params, h, x):
+        early = lax.dot_general(x.reshape(B, 2, -1), params["x"], heads)
+        late = lax.dot_general(params["h"], h.reshape(B, 2, -1), (heads[0][::-1], heads[1][::-1]))
+        h = jnp.tanh(early.swapaxes(0, 1) + late.transpose(2, 0, 1)).reshape(h.shape)
+        return h, h
+
+    draw = np.random.default_rng(0).normal
+    params = {name: jnp.asarray(draw(size=(2, W // 2, W // 2)), jnp.float32) for name in "xh"}
+    xs, h = jnp.asarray(draw(size=(T, B, W)), jnp.float32), jnp.ones((B, W))
+    program, _, _ = read_step(step, params, h, xs[0])
+    assert [p.num_blocks for p in program.products.values()] == [1, 1]
+    assert [e.primitive.name for e in program.early].count("dot_general") == 1
+
+    def loss(scan):
+        return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(scan(*args)[1])), (0, 1, 2)))
+
+    expected = loss(lambda params, h, xs: lax.scan(functools.partial(step, params), h, xs))
+    found = loss(functools.partial(hoisted_scan, step))(params, h, xs)
+    jax.tree.map(assert_close, found, expected(params, h, xs))
 
 
 def named_gru(rngs):

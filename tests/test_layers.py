@@ -43,6 +43,9 @@ def sigmoid(z):
 
 
 def project(x, w):
+    if w.ndim == 4:  # blocks of heads
+        z = np.einsum("bnj,njgh->gbnh", x.reshape(len(x), len(w), -1), w)
+        return z.reshape(len(z), *x.shape)
     return np.einsum("bi,igh->gbh", x, w)
 
 
@@ -73,6 +76,7 @@ def slstm(w, state, x):
 
 
 TEXTBOOKS = {"gru": gru, "mingru": min_gru, "rglru": rg_lru, "slstm": slstm}
+HEADS = {"num_heads": 2}
 LAYERS = {"gru": GRU, "mingru": MinGRU, "rglru": RGLRU, "slstm": SLSTM}
 
 
@@ -91,8 +95,9 @@ def learned(kind):
     """The layer with an initial state of its own."""
 
     class Learned(kind):
-        def __init__(self, width, *, rngs):
-            super().__init__(width, rngs=rngs)
+        def __init__(self, width, **options):
+            rngs = options["rngs"]
+            super().__init__(width, **options)
             shape = (3, width) if kind is SLSTM else (width,)
             draw = jax.random.normal(rngs.params(), shape)
             self.start = nnx.Param(jnp.abs(draw) + 0.5 if kind is SLSTM else draw)
@@ -120,15 +125,18 @@ SIZES = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 20))
 
 @pytest.mark.law
 @pytest.mark.parametrize("dtype", ["float32", full("bfloat16")])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [*((name, {}) for name in LAYERS), *((name, HEADS) for name in ("gru", "slstm"))],
+)
 @settings(max_examples=2)
 @given(sizes=SIZES, seed=st.integers(0, 999), with_resets=st.booleans())
 @example(sizes=(9, 4, 7), seed=0, with_resets=True)
-def test_layers_and_their_gradients_equal_textbooks(name, dtype, sizes, seed, with_resets):
+def test_layers_and_their_gradients_equal_textbooks(name, heads, dtype, sizes, seed, with_resets):
     T, B, H = sizes
-    H += MORE_WIDTH[dtype]
+    H = (H + MORE_WIDTH[dtype]) * heads.get("num_heads", 1)
     rng = np.random.default_rng(seed)
-    layer = learned(LAYERS[name])(H, rngs=nnx.Rngs(seed))
+    layer = learned(LAYERS[name])(H, rngs=nnx.Rngs(seed), **heads)
     graphdef, params = nnx.split(layer)
     x, dy = (rng.normal(size=(T, B, H)).astype(np.float32) for _ in range(2))
     resets = rng.random((T, B)) < 0.3 if with_resets else np.zeros((T, B), bool)

@@ -21,7 +21,7 @@ from jaxpar.nn import GateParams, gru_layer
 from jaxpar.setup import Setup
 from jaxpar.tasks.lm.task import LM, VOCAB_MULTIPLE
 from jaxpar.tasks.lm.vocabulary import Vocabulary
-from jaxpar.tasks.lm.weights import _from_torch
+from jaxpar.tasks.lm.weights import _from_torch, to_torch
 from jaxpar.training.evaluate import evaluate
 from jaxpar.training.fit import fit
 from jaxpar.training.run_folder import RunFolder
@@ -295,6 +295,19 @@ def test_files_of_another_model_are_refused(name, text, tmp_path):
     save(tmp_path / "model.safetensors", change(foreign()), WORDS)
     with pytest.raises(ValueError, match=message):
         started(tmp_path / "model.safetensors", text, FOREIGN)
+
+
+def test_layers_of_several_heads_are_none_of_torch(text, tmp_path):
+    save(tmp_path / "model.safetensors", foreign(), WORDS)
+    task = dataclasses.replace(FOREIGN, num_heads=2)
+    with pytest.raises(
+        ValueError, match=r"PyTorch's names, whose layers have one head; .*=2; leave"
+    ):
+        started(tmp_path / "model.safetensors", text, task)
+    with pytest.raises(
+        ValueError, match=r"PyTorch's layers have one head, .*=2; leave out --torch"
+    ):
+        to_torch({}, dataclasses.replace(task, vocab_size=384))
 
 
 def test_vocabularies_that_do_not_fit_are_refused(text, tmp_path):
