@@ -263,7 +263,7 @@ def test_the_task_is_stored_as_text(tmp_path, small):
     assert stored["task"] == "Toy"
     assert stored["fields"] == {
         "num_layers": 2, "hidden_size": 16, "embed_size": 16, "vocab_size": 64, "num_words": None,
-        "layer": "lstm", "tie_embedding": False,
+        "layer": "lstm", "num_heads": None, "tie_embedding": False,
     }  # fmt: skip
     assert stored["optimizer"] == dataclasses.asdict(setup[0].optimizer)
 
