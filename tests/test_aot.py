@@ -13,7 +13,7 @@ import pytest
 from jaxpar.analysis import inspect_step
 from jaxpar.analysis.hlo import Module, arrays
 from jaxpar.analysis.program import lower_step
-from jaxpar.base.axes import DATA, STAGE
+from jaxpar.base.axes import DATA, STAGE, TENSOR
 from jaxpar.cli.main import main
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig
 from jaxpar.mesh import MeshConfig, described_devices
@@ -42,6 +42,10 @@ MEMORY_ERROR = 0.02  # the promise: small changes of the step stay below it
 COMPILERS = {"v5e:2x4": "libtpu", "h100:1x1x8": "jax-cuda13-plugin"}
 
 
+def _slow(row):
+    return pytest.param(row, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", params=COMPILERS)
 def compiled(request):
     """Machine, setup and report of the step."""
@@ -63,6 +67,28 @@ def test_transfers_over_stage_are_counted_once_a_tick(compiled):
     assert [c.count for c in permutes] == [int(plan_of_ticks.num_ticks)] * 2
     one = 32 // 4 * 128 // 2 // 2 * 512 * 4 // 2  # t b H floats, split over tensor
     assert {c.bytes for c in permutes} == {one}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2pp2tp2", _slow("dp4tp2")])
+@pytest.mark.parametrize("layer", ["lstm", _slow("gru"), _slow("slstm")])
+@pytest.mark.parametrize("machine", COMPILERS)
+def test_no_time_step_of_heads_waits_for_another_device(machine, layer, mesh):
+    """Loops over time have the 7 steps of a chunk here, and no others 7 turns."""
+    stages = 2 if "pp" in mesh else 1
+    parallel = Parallel(mesh, PipelineConfig(num_chunks=stages))
+    devices = described_devices(machine)
+    found = {}
+    for num_heads in (1, 4):
+        task = LM(
+            2, 256, 256, vocab_size=768, batch_size=16, seq_len=7 * stages, layer=layer, num_heads=num_heads,
+        )  # fmt: skip
+        report = inspect_step(Setup.of(task, parallel, mesh=parallel.mesh.build(devices)))
+        found[num_heads] = [
+            c for c in report.along(TENSOR) if layer in c.module and 7 in c.trip_counts
+        ]
+    assert found[1]
+    assert not found[4]
 
 
 def test_every_run_is_known_and_what_computes_beside(compiled):
@@ -195,10 +221,6 @@ def test_a_step_that_a_chip_has_no_room_for_is_refused():
     one = Parallel(MeshConfig(data=4))
     with pytest.raises(ValueError, match=r"(needs|refuses).*; use --"):
         check_fits(estimate_step(large, one, machine="v5e:2x2"))
-
-
-def _slow(machine):
-    return pytest.param(machine, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
