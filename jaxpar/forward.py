@@ -367,7 +367,12 @@ def _deal(layout: Layout, mesh: Mesh):
 
 
 def step_schedule(
-    parallel: Parallel, share: int = 1, num_chunks: int | None = None, *, backward: bool = True
+    parallel: Parallel,
+    share: int = 1,
+    num_chunks: int | None = None,
+    *,
+    backward: bool = True,
+    by_step: bool = False,
 ) -> Schedule:
     """The schedule that a step follows.
 
@@ -375,6 +380,7 @@ def step_schedule(
       share: of the data-parallel group; it has so many times `num_microbatches`.
       num_chunks: of the batch, or of one of its segments; None if it has the full length.
       backward: False in an evaluation.
+      by_step: whether a unit is made of what those before it predict.
     """
     return _make_schedule(
         parallel.pipeline.schedule if parallel.mesh.stage > 1 else "1f1b",
@@ -384,6 +390,7 @@ def step_schedule(
         parallel.num_groups,
         backward=backward,
         zero_bubble=parallel.zero_bubble,
+        by_step=by_step,
     )
 
 
@@ -410,15 +417,7 @@ def table_of(parallel: Parallel, num_chunks: int, backward: bool) -> TickTable:
 
 def feeding_table(parallel: Parallel) -> TickTable:
     """The schedules of a batch whose units are made of what those before them predict, as `feed` says."""
-    schedules = [
-        make_schedule(
-            "1f1b",
-            parallel.mesh.stage,
-            share * parallel.pipeline.num_microbatches,
-            parallel.num_chunks,
-            backward=False,
-            by_step=True,
-        )
-        for share in parallel.group_shares
-    ]
-    return make_table(schedules)
+    shares = parallel.group_shares
+    return make_table(
+        [step_schedule(parallel, share, backward=False, by_step=True) for share in shares]
+    )

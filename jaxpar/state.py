@@ -18,7 +18,7 @@ from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
 from jaxpar.base.memory import device_memory
-from jaxpar.base.trees import device_bytes
+from jaxpar.base.trees import device_bytes, zeros
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
@@ -78,6 +78,13 @@ def abstract_state(setup: Setup) -> TrainState:
         cannot be laid out.
     """
     return setup.keep(_abstract_state, setup.train.num_steps)
+
+
+def zero_carry(setup: Setup) -> dict[str, Any]:
+    """Zeros for what layers carry on, laid out as in the state."""
+    carry = abstract_state(setup).carry
+    where = jax.tree.map(lambda leaf: leaf.sharding, carry)
+    return jax.jit(lambda: zeros(carry), out_shardings=where)()
 
 
 def _abstract_state(setup: Setup, _: int) -> TrainState:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.axes import DATA, STAGE
 from jaxpar.base.trees import add, axes_in, same_along, summed
 from jaxpar.pipeline.kept import what_is_kept
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
@@ -167,7 +167,7 @@ class Pipeline(Spec):
             out_specs=results,
             # Without axes to be manual over there are no sums, which the check asks for: XLA refuses a sum
             # over nothing.
-            check_vma=self._has_axes,
+            check_vma=self.has_axes,
         )(*(argument for argument, _ in arguments))
 
     def _results(self, state: State, specs: PipelineParams) -> tuple[Any, ...]:
@@ -211,17 +211,13 @@ class Pipeline(Spec):
 
     def _rows(self, rows: Any) -> Any:
         """The rows that were collected, on all stages: those of the last layer's stage, zeros on others."""
-        is_whole = self.head == "sharded" or not self._has_axes
+        is_whole = self.head == "sharded" or not self.has_axes
         rows = rows if is_whole else summed(rows, STAGE)
         return same_along(self.own_axes, rows, self._spec_of_rows())
 
-    @property
-    def _has_axes(self) -> bool:
-        return self.mesh.size > self.mesh.shape[TENSOR]
-
     def _sum(self, tree: Any, *axes: str) -> Any:
         """The sum over devices."""
-        return lax.psum(tree, axes) if self._has_axes else tree
+        return lax.psum(tree, axes) if self.has_axes else tree
 
     def _batch_spec(self, leaf: Any) -> P:
         if not jnp.ndim(leaf):

@@ -62,7 +62,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxpar.base.axes import STAGE
-from jaxpar.base.trees import add, vary_like, zeros
+from jaxpar.base.trees import add, summed, vary_like, zeros
 from jaxpar.pipeline.buffers import corner, write
 from jaxpar.pipeline.kept import Inputs, Residuals
 from jaxpar.pipeline.lanes import Lane
@@ -94,9 +94,7 @@ class State(NamedTuple):
     ran_T4: Any  # units that this stage did in each part of a tick
     sums: Any  # of `last`, or its rows
     layer_sums: Any  # of the layers; () if they add none
-    fed: Any = (
-        None  # the newest rows of `last`, [t, B, ...], the same on all stages; see `Spec.feed`
-    )
+    fed: Any = None  # the newest rows of `last`, [t, B, ...], the same on all stages; see `Spec`
     kept: Any = None  # for the backward of a unit, leaves [residual slots, ...]
     head_dy: Any = None  # cotangents of the head, [slots + 1, t, b, ...]; with remat just one
     arrived_dy: Any = None  # cotangents that wait for their tick, [buffers + 1, t, b, W]
@@ -155,14 +153,11 @@ class Loop:
         sums = vary_like(stage.nothing_collected, head_like)
         state = state._replace(sums=sums, layer_sums=stage.no_sums)
         if spec.feed is not None:
-            rows = [
-                (a, (*a.shape[:1], stage.num_rows, *a.shape[2:]))
-                for a in jax.tree.leaves(stage.sums_shape)
-            ]
-            fed = [vary_like(jnp.zeros(shape, a.dtype), stage.group) for a, shape in rows]
-            state = state._replace(
-                fed=jax.tree.unflatten(jax.tree.structure(stage.sums_shape), fed)
+            fed = jax.tree.map(
+                lambda a: jnp.zeros((a.shape[0], stage.num_rows, *a.shape[2:]), a.dtype),
+                stage.sums_shape,
             )
+            state = state._replace(fed=vary_like(fed, stage.group))
         if self.kept is not None:
             grads = jax.tree.map(
                 lambda a: vary_like(jnp.zeros(a.shape, jnp.float32), a), stage.params
@@ -365,8 +360,8 @@ class Loop:
             nothing = vary_like(zeros(stage.sums_shape), y)
             given = lax.cond(active, lambda: vary_like(give(), y), lambda: nothing)
             sums = lax.cond(active, lambda: collect(given), lambda: state.sums)
-            if self.spec.head == "last" and self.spec.mesh.size > 1:
-                given = lax.psum(given, STAGE)
+            if self.spec.head == "last" and self.spec.has_axes:
+                given = summed(given, STAGE)
             row, is_there = stage.place(leaving)[1], leaving.number >= 0
 
             def put(newest, part):

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At, anywhere
-from jaxpar.base.axes import DATA, MESH_AXES, STAGE
+from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.config import PipelineConfig
 from jaxpar.pipeline.placement import Slots
 from jaxpar.pipeline.pool import Pool
@@ -125,6 +125,11 @@ class Spec:
     def own_axes(self) -> tuple[str, ...]:
         """Axes of the mesh that are none of jaxpar's."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in MESH_AXES)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether devices are along another axis than `tensor`: without, there is nothing to sum over."""
+        return self.mesh.size > self.mesh.shape[TENSOR]
 
     @property
     def unroll(self) -> bool:

@@ -11,12 +11,11 @@ from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
 from jaxpar.base.parts import starts_of
-from jaxpar.base.trees import zeros
 from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model import Sums
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
-from jaxpar.state import TrainState, abstract_state
+from jaxpar.state import TrainState, zero_carry
 from jaxpar.step import batch_sharding, check_arrays, make_eval_step
 from jaxpar.training.progress import Evaluation
 
@@ -127,10 +126,7 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
         f"{', '.join(f'{name}={size}' for name, size in sizes.items())} changes the parameters of the model; "
         f"use sizes by which data are read, such as batch_size",
     )
-    carry = abstract_state(setup).carry
-    where = jax.tree.map(lambda leaf: leaf.sharding, carry)
-    make = jax.jit(lambda: zeros(carry), out_shardings=where)
-    return setup, dataclasses.replace(state, carry=make())
+    return setup, dataclasses.replace(state, carry=zero_carry(setup))
 
 
 def _shapes(setup: Setup) -> dict[str, tuple[Any, Any]]:

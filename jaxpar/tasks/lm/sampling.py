@@ -13,7 +13,6 @@ Legend of the dim suffixes: T time, B rows.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +21,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.compiler import compiler_options
-from jaxpar.base.trees import zeros
 from jaxpar.config import PipelineConfig
 from jaxpar.data.order import check_at_least
 from jaxpar.forward import feeding_table, make_forward
 from jaxpar.setup import Setup
-from jaxpar.state import TrainState, abstract_state
+from jaxpar.state import TrainState, abstract_state, zero_carry
 from jaxpar.step import check_program
 from jaxpar.tasks.lm.drawing import NOWHERE, TOKEN, Draw
 from jaxpar.tasks.lm.streams import Batch
@@ -98,21 +96,16 @@ def sample_tokens(
     layers = {"params": state.params, "frozen": state.frozen}
     wanted = {"params": target.params, "frozen": target.frozen}
     placed = from_layers(wanted, sampler.layout, by_layer(layers, setup.layout))
-    carry = jax.jit(
-        lambda: zeros(target.carry), out_shardings=jax.tree.map(lambda a: a.sharding, target.carry)
-    )()
-    arguments = (*placed.values(), carry, batch, feeding_table(sampler.parallel))
-    run = sampler.keep(_make_sampler)
-    if parallel.mesh.tensor > 1 and stages > 1:
-        check_program(run.lower(*arguments).compile())
-    drawn_TB = run(*arguments)
+    variables, table = (placed["params"], placed["frozen"]), feeding_table(sampler.parallel)
+    drawn_TB = sampler.keep(_make_sampler)(*variables, zero_carry(sampler), batch, table)
     found_TB = np.asarray(drawn_TB.addressable_data(0))
     return np.stack(
         [found_TB[len(prompt) - 1 :, row][:length] for row, prompt in enumerate(prompts)]
     )
 
 
-def _make_sampler(setup: Setup) -> Any:
+def _make_sampler(setup: Setup) -> jax.stages.Compiled:
+    """(params, frozen, carry, batch, table) -> the tokens that are drawn, [T, B], on every device."""
     forward = make_forward(setup.layout, setup.mesh, predicts=True, feed=feed)
 
     def run(params, frozen, carry, batch, table):
@@ -120,4 +113,12 @@ def _make_sampler(setup: Setup) -> Any:
 
     options = compiler_options(setup.layout.facts.platform, setup.parallel.mesh.stage)
     everywhere = NamedSharding(setup.mesh, P())
-    return jax.jit(run, compiler_options=options, out_shardings=everywhere)
+    state, batch = abstract_state(setup), setup.task.example_batch()
+    program = (
+        jax.jit(run, compiler_options=options, out_shardings=everywhere)
+        .lower(state.params, state.frozen, state.carry, batch, feeding_table(setup.parallel))
+        .compile()
+    )
+    if setup.parallel.mesh.tensor > 1 and setup.parallel.mesh.stage > 1:
+        check_program(program)
+    return program
