@@ -115,9 +115,7 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
         dh_BH, dc_BH, c_BH, d_initial = carry
         *inputs, is_new_B = inputs
         dy_BH, gates_B4H, c_before_BH = lax.optimization_barrier(tuple(inputs))
-        c_prev_BH = c_before_BH
-        if resets_TB is not None:
-            c_prev_BH = _where(is_new_B, 0.0 if initial is None else initial.c_BH, c_before_BH)
+        c_prev_BH = begin_anew(is_new_B, None if initial is None else initial.c_BH, c_before_BH)
         gates_B4H = gates_B4H.astype(jnp.float32)
         i, f, g, o = (gates_B4H[:, gate] for gate in range(4))
         tanh_c = jnp.tanh(c_BH)
@@ -127,12 +125,12 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
         slope_B4H = (1 - gates_B4H) * (gates_B4H + is_tanh_141)
         dz_B4H = lax.optimization_barrier((d_gates_B4H * slope_B4H).astype(dtype))
         d_prev = LSTMCarry(_dot(f"bg{n}h,{n}ghj->b{n}j", dz_B4H, w_h_4HH), dc_BH * f)
-        if resets_TB is not None:
-            if initial is not None:
-                d_initial = jax.tree.map(
-                    lambda total, d: total + _where(is_new_B, d, 0.0), d_initial, d_prev
-                )
-            d_prev = jax.tree.map(lambda d: _where(is_new_B, 0.0, d), d_prev)
+        if resets_TB is not None and initial is not None:
+            d_initial = jax.tree.map(
+                lambda total, d: total + begin_anew(is_new_B, d, jnp.zeros_like(d)),
+                *(d_initial, d_prev),
+            )
+        d_prev = begin_anew(is_new_B, None, d_prev)
         return (*d_prev, c_before_BH, d_initial), dz_B4H
 
     d_initial = vary_like(jax.tree.map(jnp.zeros_like, initial), dy_TBH)
@@ -153,10 +151,6 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
 
 
 lstm_layer.defvjp(_forward, _backward)
-
-
-def _where(is_new_B: jax.Array, a: Any, b: Any) -> jax.Array:
-    return jnp.where(jnp.expand_dims(is_new_B, range(1, max(jnp.ndim(a), jnp.ndim(b)))), a, b)
 
 
 def _heads(params: GateParams) -> str:
