@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from models import MAKERS, WIDTH, Dense, Regress, Regression, draw
-from test_equivalence import assert_close, by_layer, full, on_devices
+from test_equivalence import assert_close, by_layer, on_devices, slow
 
 import jaxpar
 from jaxpar import RULES, At, Parallel, PipelineConfig, Stack, Sums, nn
@@ -40,9 +40,6 @@ from jaxpar.task import Settings
 from jaxpar.training.summary import summarize
 
 pytestmark = pytest.mark.law
-
-# Rows that go the same ways as others, and are asked for.
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def batch_of(task):
@@ -153,7 +150,7 @@ UNITS = {"num_microbatches": 2, "num_chunks": 4, "zero_bubble": True}
     ("kinds", "mesh", "units"),
     [
         (("own gru", "own gru"), (1, 2, 2), UNITS),
-        full(("slstm", "rglru") * 2, (2, 2, 2), {**UNITS, "schedule": "v"}),
+        slow(("slstm", "rglru") * 2, (2, 2, 2), {**UNITS, "schedule": "v"}),
         slow(("both ways", "flax gru"), (2, 2, 1), {"num_microbatches": 2}),
         slow(("own gru", "slstm", "rglru", "flax gru", "mingru"), (2, 4, 1), UNITS),
         slow(("own gru", "mingru", "slstm", "rglru"), (2, 2, 2), {**UNITS, "remat": True}),
@@ -224,7 +221,7 @@ class Grouped(Regress):
         ("groups", ("gru", "dense", "cell"), {"update": "sharded"}),
         slow("groups", ("gru", "dense", "cell"), {"fsdp": True}),
         slow("groups", ("gru", "dense", "cell"), {"update": "host"}),
-        full("masked", ("gru", "gru", "dense"), {}),
+        slow("masked", ("gru", "gru", "dense"), {}),
         slow("frozen", ("gru", "gru", "dense"), {}),
         ("muon", ("gru",) * 4, {}),
         slow("clipped", ("gru", "gru", "gru"), {}),
@@ -258,7 +255,7 @@ def test_an_optimizer_that_empty_rows_would_change_is_refused(name):
     ("mesh", "layout"),
     [
         ((2, 2, 2), {"update": "sharded"}),
-        full((2, 3, 1), {"shares": (3, 1), "update": "host"}),
+        slow((2, 3, 1), {"shares": (3, 1), "update": "host"}),
     ],
 )
 def test_two_optimizer_steps_leave_the_same_parameters(mesh, layout):

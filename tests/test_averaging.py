@@ -22,7 +22,6 @@ from recipes.awd import begin_average, is_worse
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant", warmup_steps=0)
@@ -32,7 +31,7 @@ OPTIMIZER = OptimizerConfig(name="sgd", learning_rate=0.5, lr_schedule="constant
     ("mesh", "layout"),
     [
         ((2, 2, 2), {"update": "sharded"}),
-        full((2, 1, 1), {"update": "host"}),
+        slow((2, 1, 1), {"update": "host"}),
         slow((2, 2, 2), {"fsdp": True}),
         slow((1, 1, 1), {}),
     ],
@@ -149,7 +148,7 @@ def test_a_run_evaluates_the_mean(whole):
 
 
 # Where the mean begins, and in the middle of it.
-@pytest.mark.parametrize("later", [0, full(1)])
+@pytest.mark.parametrize("later", [0, slow(1)])
 def test_a_run_goes_on_with_its_mean_elsewhere(text, whole, tmp_path, later):
     result, (began,) = whole
     stop = began + later

@@ -12,7 +12,7 @@ from jax import lax
 from models import FEATURES, MAKERS, SGD, WIDTH, Regress
 from test_any_model import assert_same
 from test_cost import sums_of
-from test_equivalence import full, slow
+from test_equivalence import slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, Parallel, PipelineConfig, Stack, Sums, TrainConfig, nn
@@ -151,7 +151,7 @@ def test_time_in_parts_equals_the_plain_model(mesh, pipeline):
         ("expert4", {}),
         ("dp2pp2expert2", {"num_microbatches": 2, "num_chunks": 2}),
         slow("pp4expert2", {"num_microbatches": 2, "num_chunks": 4, "schedule": "gpipe"}),
-        full("pp2expert2tp2", {"num_chunks": 2, "schedule": "v"}),
+        slow("pp2expert2tp2", {"num_chunks": 2, "schedule": "v"}),
         slow("dp2expert2", {"num_microbatches": 2}),
     ],
 )
@@ -169,7 +169,7 @@ def test_rows_that_only_data_splits_take_unequal_shares():
     ("name", "options", "mesh", "pipeline"),
     [
         ("experts.py:Experts", {"num_experts": 4}, "dp2pp2expert2", {"num_microbatches": 2}),
-        full("experts.py:Experts", {"num_experts": 4, "split": "tensor"}, "pp2tp2", {}),
+        slow("experts.py:Experts", {"num_experts": 4, "split": "tensor"}, "pp2tp2", {}),
         ("long_context.py:LongContext", {"num_heads": 2}, "pp2context2", {"num_microbatches": 2}),
         slow("long_context.py:LongContext", {"exchange": "all_to_all"}, "dp2pp2context2", {}),
     ],
@@ -210,7 +210,7 @@ class Named(Regress):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", ["pp2tp2", full("dp2tp4")])
+@pytest.mark.parametrize("mesh", ["pp2tp2", slow("dp2tp4")])
 def test_the_compiler_exchanges_sequences_for_heads_by_their_names(mesh):
     assert_same(Named(), laid_out(mesh))
     setup = Setup.of(Named(), laid_out("tp4"))
@@ -267,7 +267,7 @@ def test_a_plan_keeps_the_axis():
 
 
 @pytest.mark.parametrize(
-    ("task", "mesh"), [(Context(), "dp2context2"), full(Mixture(batch_size=32), "expert4")]
+    ("task", "mesh"), [(Context(), "dp2context2"), slow(Mixture(batch_size=32), "expert4")]
 )
 def test_a_plan_counts_what_layers_send(task, mesh):
     predicted, compiled = (

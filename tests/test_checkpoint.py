@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax
-from test_equivalence import full, slow
+from test_equivalence import slow
 
 from jaxpar.config import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
 from jaxpar.data.batches import put_batch
@@ -162,18 +162,18 @@ INTERLEAVED = make_setup((2, 2, 2), (3, 2, 2, 1), num_groups=2)
     [
         (ALL_AXES, ONE),
         slow(ALL_AXES, DATA_ONLY),
-        (ALL_AXES, STAGES_ONLY),
+        slow(ALL_AXES, STAGES_ONLY),
         slow(ALL_AXES, UNEVEN),
         (ALL_AXES, ALL_SHARDED),
         (ONE, ALL_AXES),
-        (DATA_ONLY, ALL_AXES),
+        slow(DATA_ONLY, ALL_AXES),
         slow(STAGES_ONLY, ALL_AXES),
         (ONE, ALL_FSDP),
-        (UNEVEN, ONE),
+        slow(UNEVEN, ONE),
         (UNEVEN, INTERLEAVED),
         slow(INTERLEAVED, UNEVEN),
         (ALL_SHARDED, UNEVEN),
-        full(ALL_FSDP, ONE),
+        slow(ALL_FSDP, ONE),
         (ALL_SHARDED, UNEVEN_HOST),
         (UNEVEN_HOST, ONE),
     ],

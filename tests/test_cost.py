@@ -40,7 +40,6 @@ GATHERED = 0.1
 OVERLAID = 1.05
 
 CPU, H100 = (Machine(name, 8, 8, **SHEETS[name]) for name in ("cpu", "h100"))
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
@@ -97,7 +96,7 @@ def sums_of(parts, axes):
 # ---- counts ----
 
 
-@pytest.mark.parametrize("name", [*NAMES, full("mlstm")])
+@pytest.mark.parametrize("name", [*NAMES, slow("mlstm")])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
     counts = Counts(task_of(name), 100, "cpu")
     steps, rows = counts.facts.num_steps, counts.facts.batch_size
@@ -154,7 +153,7 @@ def test_bytes_over_data_and_stage_are_those_of_the_compiled_step(name, seed):
     assert_same_bytes(name, seed)
 
 
-@pytest.mark.parametrize("mesh", ["tp2", full("dp2pp2tp2")])
+@pytest.mark.parametrize("mesh", ["tp2", slow("dp2pp2tp2")])
 def test_bytes_over_tensor_of_a_recurrent_layer_are_near_those_of_the_compiled_step(mesh):
     parallel = Parallel(mesh, PipelineConfig(num_chunks=2 if "pp" in mesh else 1))
     predicted = sums_of(estimate_step(task_of("lm"), parallel, machine=CPU).sent, [TENSOR])
@@ -270,8 +269,8 @@ def test_unequal_shares_are_those_of_the_group_with_most():
     [
         {"dtype": "bfloat16"}, {"tie_embedding": True}, {"layer": "rglru"}, {"packed": True},
         {"num_buckets": 2, "bucket_multiple": 4},
-        full({"layer": "gru"}), full({"layer": "slstm"}), full({"dropout": 0.0}),
-        full({"layer": "gated_delta"}),
+        slow({"layer": "gru"}), slow({"layer": "slstm"}), slow({"dropout": 0.0}),
+        slow({"layer": "gated_delta"}),
     ],
     ids=str,
 )  # fmt: skip

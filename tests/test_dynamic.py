@@ -18,7 +18,6 @@ from recipes.dynamic_evaluation import evaluate_dynamically
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 ADAPTATION = {"rate": 0.5, "decay": 0.1}
 
@@ -81,8 +80,8 @@ def plain_loop(folder, split, batch_size, seq_len, rate=0.0, decay=0.0):
     ("sizes", "adaptation"),
     [
         ({"batch_size": 1, "seq_len": 5}, ADAPTATION),
-        full({"batch_size": 1}, {}),
-        full({}, {"rate": 0.5}),
+        slow({"batch_size": 1}, {}),
+        slow({}, {"rate": 0.5}),
     ],
 )
 def test_evaluation_is_a_plain_loop(run, sizes, adaptation):

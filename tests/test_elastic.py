@@ -175,7 +175,7 @@ def train_losses(out_dir):
 
 
 @pytest.mark.law
-@pytest.mark.full
+@pytest.mark.slow
 def test_fewer_processes_and_then_more_have_the_losses_of_one_device(text, tmp_path):
     out_dir = tmp_path / "run"
     process = start(2, flags(text, out_dir, 1_000_000, "--mesh", "dp2"))

@@ -24,7 +24,7 @@ from test_checkpoint import (
     restore,
 )
 from test_cost import sums_of
-from test_equivalence import MODEL, assert_same_as_plain, full, make_settings, on_devices, slow
+from test_equivalence import MODEL, assert_same_as_plain, make_settings, on_devices, slow
 
 from jaxpar import At, Parallel, PipelineConfig, Stack, Sums, nn
 from jaxpar.analysis import inspect_step
@@ -112,11 +112,11 @@ LANGUAGE = [
     ((1, 4, 1), {"tie_embedding": True}, {"remat": True}, {"update": "sharded"}),
     ((2, 2, 2), {"embed_size": 8}, {"zero_bubble": False}, {"fsdp": True}),
     slow((1, 8, 1), {}, {}, {}),
-    full((1, 8, 1), {"tie_embedding": True}, {}, {}),
+    slow((1, 8, 1), {"tie_embedding": True}, {}, {}),
     slow((1, 2, 4), {"embed_size": 8}, {}, {"fsdp": True}),
     slow((1, 2, 4), {"tie_embedding": True}, {}, {}),
     slow((1, 2, 1), {}, {"schedule": "interleaved", "num_groups": 2}, {}),
-    full((1, 2, 1), {"tie_embedding": True}, {"schedule": "v"}, {}),
+    slow((1, 2, 1), {"tie_embedding": True}, {"schedule": "v"}, {}),
     slow((2, 2, 2), {"tie_embedding": True}, {"schedule": "gpipe"}, {"fsdp": True}),
     slow((1, 4, 1), {}, {"remat": True, "remat_keeps": "carries"}, {}),
 ]
@@ -135,9 +135,9 @@ def test_a_language_model_whose_table_is_in_rows_equals_plain(large, mesh, sizes
 OWN = [
     ((1, 2, 1), ("deep", "twice"), {"head": "sharded"}, None),
     ((2, 2, 2), ("loop",), {}, "words"),
-    full((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
+    slow((1, 4, 1), ("deep", "array"), {"head": "sharded", "remat": True}, None),
     slow((1, 2, 4), ("twice",), {"zero_bubble": False}, None),
-    full((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
+    slow((1, 2, 1), ("deep",), {"schedule": "interleaved", "num_groups": 2}, "up"),
     slow((2, 4, 1), ("deep",), {"head": "sharded"}, "scale"),
 ]
 
@@ -166,7 +166,7 @@ TIED = dataclasses.replace(UNTIED, tie_embedding=True)
     ("before", "after"),
     [
         (make_setup((1, 4, 1), task=UNTIED), make_setup((2, 2, 2), task=UNTIED, update="host")),
-        full(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
+        slow(make_setup((2, 2, 2), task=TIED, update="host"), make_setup((1, 1, 1), task=TIED)),
         slow(make_setup((1, 1, 1), task=UNTIED), make_setup((1, 2, 4), task=UNTIED, fsdp=True)),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_run_goes_on_where_parts_are_others(large, run, before, after):
     np.testing.assert_allclose(next_losses(after, state), losses, rtol=RELATIVE_ERROR)
 
 
-@pytest.mark.parametrize("tied", [False, full(True)])
+@pytest.mark.parametrize("tied", [False, slow(True)])
 def test_predictions_of_a_table_in_rows_equal_plain(large, tied):
     task = dataclasses.replace(test_predict.TASK, hidden_size=8, embed_size=8, tie_embedding=tied)
     parallel = Parallel("pp2", PipelineConfig(num_chunks=2))
@@ -235,7 +235,7 @@ def test_what_costs_less_is_chosen_and_said():
     ("how", "head", "schedule"),
     [
         (("deep", "twice"), "sharded", {"zero_bubble": False}),
-        full(("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
+        slow(("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
         slow(("array",), "sharded", {"schedule": "v"}),
     ],
 )

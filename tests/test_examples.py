@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 from sklearn.linear_model import LinearRegression
 from statsmodels.datasets import co2
-from test_equivalence import full, slow
+from test_equivalence import slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
@@ -235,7 +235,7 @@ LAYOUTS = [
     slow(FORECAST, make_parallel((1, 1, 1), num_microbatches=2)),
     slow(FORECAST, make_parallel((8, 1, 1))),
     (FORECAST, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=4)),
-    full(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
+    slow(FORECAST, make_parallel((1, 2, 4), num_chunks=2, remat=True)),
     slow(FORECAST, make_parallel((2, 2, 2), shares=(3, 1), num_microbatches=2, num_chunks=8)),
     slow(FORECAST, make_parallel((4, 2, 1), num_chunks=2, placement=(5, 3))),
     slow(CHARACTERS, make_parallel((1, 1, 1))),
@@ -247,11 +247,11 @@ LAYOUTS = [
     slow(TRANSLATE, make_parallel((8, 1, 1))),
     slow(TRANSLATE, make_parallel((1, 2, 4), num_microbatches=2)),
     (TRANSLATE, make_parallel((2, 2, 2), shares=(1, 3), num_microbatches=4)),
-    full(TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
+    slow(TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2, remat=True)),
     slow(DIGITS, make_parallel((1, 1, 1))),
     slow(DIGITS, make_parallel((8, 1, 1))),
     slow(DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
-    full(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
+    slow(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
     (DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
     slow(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
 ]
@@ -270,7 +270,7 @@ def test_loss_metrics_and_gradients_equal_plain(name, parallel):
     assert_batches_equal_plain(make_task(name), parallel)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *map(slow, (1, 2))])
 def test_layouts_drawn_at_random_equal_plain(seed):
     rng = np.random.default_rng(seed)
@@ -291,9 +291,9 @@ def test_layouts_drawn_at_random_equal_plain(seed):
     ("name", "parallel"),
     [
         (FORECAST, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=4)),
-        (CHARACTERS, make_parallel((1, 2, 4), num_microbatches=2)),
+        slow(CHARACTERS, make_parallel((1, 2, 4), num_microbatches=2)),
         (TRANSLATE, make_parallel((4, 2, 1), num_microbatches=2)),
-        (DIGITS, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=2)),
+        slow(DIGITS, make_parallel((1, 8, 1), num_microbatches=2, num_chunks=2)),
     ],
     ids=label,
 )
@@ -410,7 +410,7 @@ def test_the_forecaster_is_printed_beside_two_guesses(capsys, monkeypatch, tmp_p
         )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch, tmp_path):
     rng = np.random.default_rng(0)
     words = {"a": "eins", "b": "einsam", "c": "sam", "d": "samt", "e": "einst"}
@@ -478,7 +478,7 @@ def of_distillation(**options):
     [
         make_parallel((2, 2, 1), num_microbatches=2),
         slow(make_parallel((1, 4, 1), num_microbatches=4)),
-        full(make_parallel((2, 2, 2), shares=(1, 3))),
+        slow(make_parallel((2, 2, 2), shares=(1, 3))),
         slow(make_parallel((8, 1, 1))),
     ],
     ids=label,

@@ -182,7 +182,7 @@ def wait_for(processes):
     return [process.returncode for process in processes], lines
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_processes", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))]
 )

@@ -150,7 +150,7 @@ def wait_for_a_line(run, process, size):
 
 @pytest.mark.parametrize(
     "num_kills",
-    [3, pytest.param(100, marks=pytest.mark.slow)],
+    [2, pytest.param(100, marks=pytest.mark.slow)],
     ids="{} kills".format,
 )
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(undisturbed, tmp_path, num_kills):

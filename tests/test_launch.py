@@ -236,7 +236,7 @@ DRAWN = (
 )  # fmt: skip
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_goes_on_in_two_processes_and_back_in_one(text, tmp_path, compile_once):
     """The two begin before a checkpoint in which a bit has changed, and name its file."""
 
@@ -298,7 +298,7 @@ def test_several_processes_leave_no_device_out(more, message, text, tmp_path):
     assert not out_dir.exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_end_all_with_the_state_saved(text, tmp_path):
     out_dir = tmp_path / "run"
     arguments = flags(
@@ -337,7 +337,7 @@ def test_children_end_with_their_launcher_however_it_ends(text, tmp_path):
     process.stderr.close()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
     """First nobody reads what is printed, then SIGHUP comes."""
     process, _ = start_long_run(text, str(tmp_path / "run"))

@@ -28,7 +28,7 @@ from jaxpar.nn import (
 )  # fmt: skip
 
 # A row that goes the same ways as others.
-full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # The promise: bfloat16 has 8 bits, float32 24, and the roundings of some tens of operations add up.
 RELATIVE_ERRORS = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -124,7 +124,7 @@ SIZES = st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 20))
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("dtype", ["float32", full("bfloat16")])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
 @pytest.mark.parametrize(
     ("name", "heads"),
     [*((name, {}) for name in LAYERS), *((name, HEADS) for name in ("gru", "slstm"))],

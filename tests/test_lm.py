@@ -60,10 +60,10 @@ def plainly(task):
 
 # ---- layers ----
 
-full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("layer", ["gru", *map(full, ("rglru", "mingru", "slstm", "gated_delta"))])
+@pytest.mark.parametrize("layer", ["gru", *map(slow, ("rglru", "mingru", "slstm", "gated_delta"))])
 def test_layers_of_any_kind_learn_a_batch_by_heart(layer):
     config = OptimizerConfig(learning_rate=0.02, lr_schedule="constant", warmup_steps=0)
     task = dataclasses.replace(TASK, layer=layer, dropout=0.0, optimizer=config)

@@ -14,9 +14,9 @@ from test_equivalence import (
     assert_close,
     assert_same_as_plain,
     by_layer,
-    full,
     make_settings,
     on_devices,
+    slow,
 )
 
 import jaxpar.forward
@@ -32,14 +32,12 @@ from jaxpar.state import abstract_state, init_state
 from jaxpar.step import abstract_batch, batch_sharding, make_loss_and_grad, make_train_step
 from jaxpar.task import Settings
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
 KEPT = [
     ((2, 2, 1), (2, 4), {"remat_keeps": "carries", "head": "sharded"}),
-    full((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
+    slow((1, 1, 1), (1, 4), {"remat_keeps": "carries"}),
     slow((1, 1, 1), (2, 4), {"remat_keeps": "host"}),
     slow((2, 2, 1), (2, 4), {"remat_keeps": "carries", "schedule": "gpipe", "head": "last"}),
-    full((1, 2, 2), (2, 4), {"remat_keeps": "carries", "schedule": "interleaved", "num_groups": 2}),
+    slow((1, 2, 2), (2, 4), {"remat_keeps": "carries", "schedule": "interleaved", "num_groups": 2}),
     slow((1, 1, 1), (1, 4), {}),
     slow((2, 2, 1), (2, 4), {"remat_keeps": "host", "head": "last"}),
     slow((2, 1, 2), (2, 8), {"remat_keeps": "carries"}),
@@ -178,7 +176,7 @@ def temporary_bytes(num_steps, **options):
     return step.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_memory_grows_by_what_is_kept_alone():
     """Of 57,344 steps more: residuals without remat; inputs and carries with it; else a few carries."""
     short, long, word = 8_192, 65_536, 4

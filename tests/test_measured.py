@@ -90,7 +90,7 @@ def test_units_run_when_what_they_need_is_there(measured):
     assert [span.stage for span in heads] == [1] * 4  # on the last stage, once a unit
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_interleaved_pipeline_with_a_split_head_is_measured():
     parallel = parallel_of(
         MeshConfig(stage=2, devices=(3, 1)),

@@ -108,14 +108,13 @@ def assert_same(state, expected):
         np.testing.assert_array_equal(actual, array)
 
 
-ROWS_OF_CI = ("shares, gradient accumulation", "interleaved")
+SLOW_ROWS = ("shares, gradient accumulation", "interleaved")
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.full if name in ROWS_OF_CI else ())
-        for name in SETTINGS
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_ROWS else ()) for name in SETTINGS
     ],
 )
 def setup(request):
@@ -492,8 +491,8 @@ LITTLE, MUCH = 2e4, 1e9  # bytes of a device: no room for a second copy, and roo
     ("name", "room"),
     [
         ("data, tensor, fsdp", MUCH),
-        pytest.param("data, tensor, fsdp", LITTLE, marks=pytest.mark.full),
-        pytest.param("interleaved", MUCH, marks=pytest.mark.full),
+        pytest.param("data, tensor, fsdp", LITTLE, marks=pytest.mark.slow),
+        pytest.param("interleaved", MUCH, marks=pytest.mark.slow),
         ("interleaved", LITTLE),
     ],
 )

@@ -13,7 +13,7 @@ sys.path.append(str(ROOT / "notebooks"))
 from run import execute, sources  # noqa: E402
 
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
-MARKS = dict(zip("3456", ("full", "slow", "slow", "full"), strict=True))  # what takes long
+MARKS = dict(zip("3456", ("slow", "slow", "slow", "full"), strict=True))  # what takes long
 RUN = [*NOTEBOOKS[:2]] + [
     pytest.param(path, id=path.stem, marks=getattr(pytest.mark, MARKS[path.name[0]]))
     for path in sources()[2:]

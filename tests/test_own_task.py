@@ -211,7 +211,7 @@ def test_the_same_task_may_be_named_beside_its_run_and_no_other(here):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_runs_in_several_processes(here):
     printed, _ = jaxpar(
         "launch", "--processes", 2, "--devices-per-process", 2, "--", "train", "forecast.py:Forecast",
@@ -379,46 +379,46 @@ FROZEN = (
     r"frozen=PathContains\(.*'lstm'.*\) of task Forecast matches no parameter; it has embed\.bias, "
     r"embed\.kernel, layers\.gru\.b, .* such as nnx\.PathContains\('embed'\)"
 )
-full = functools.partial(pytest.param, marks=pytest.mark.full)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 WRONG = [
     (SUMS, "jnp.mean(error**2)", r"returns an array of shape \[\]; return jaxpar\.Sums"),
     (SUMS, SUMS.replace("jnp.sum(error**2)", "error**2"), r"shape \[16, 8\] as 'loss' .* jnp\.sum\(loss\)"),
-    full(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums; use a single numb"),
-    full(SUMS, "None", "`last` of Forecaster returns nothing; return jaxpar"),
-    full(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
+    slow(SUMS, SUMS.replace("jnp.sum(abs(error))", "abs(error)"), r"as 'mae' of its Sums; use a single numb"),
+    slow(SUMS, "None", "`last` of Forecaster returns nothing; return jaxpar"),
+    slow(SUMS, SUMS.replace("{", "[").replace("}", "]").replace('"mae": ', ""), "whose metrics are a list"),
     ("def last(self, y, batch, at)", "def last(self, y, batch)", r"last takes .*; write last\(self, y,"),
     ("def make_model", "def build", r"Forecast has no make_model\(self, rngs\); write one$"),
-    full("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\); write o"),
+    slow("def make_batches", "def build", r"Forecast has no make_batches\(self, split, seed=None\); write o"),
     (OPTIMIZER, "", r"Forecast has neither make_optimizer\(self, .* nor a field optimizer: .*; write one$"),
     (STACK, STACK.replace("GRU(width", "nnx.Linear(width, width"), r"layer Linear takes .*nn\.Stateless\("),
-    full(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
+    slow(STACK, STACK.replace("GRU(", "nnx.GRUCell(width, "), r"layer GRUCell takes .*Recurrent\(cell\)"),
     (STACK, "[GRU(width, rngs=rngs)]", r"Forecaster\.layers is a plain list .*self\.layers = jaxpar\.S"),
-    full(f"self.layers = {STACK}", "self.own = (GRU(width, rngs=rngs),)", "own is a plain tuple .*nnx.List"),
-    full(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers; write self\.layers = jaxpar"),
+    slow(f"self.layers = {STACK}", "self.own = (GRU(width, rngs=rngs),)", "own is a plain tuple .*nnx.List"),
+    slow(STACK, f"nnx.List([{STACK}])", r"has no Stack called layers; write self\.layers = jaxpar"),
     (STACK, STACK.replace("lambda r: ", "").replace("=r)", "=rngs)"), "a GRU is a layer already"),
-    full(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), and is"),
-    full(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: use an nnx"),
+    slow(STACK, STACK.replace("lambda r:", "lambda:").replace("=r)", "=rngs)"), r"takes \(\), and is"),
+    slow(STACK, STACK.replace("GRU(width, rngs=r)", "None"), "maker of a Stack returns=None .*: use an nnx"),
     (BATCHES, '{"x": series[:-1]}', "make_batches of task Forecast returns a dict; .* such as jaxpar.Array"),
-    full("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
-    full("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
+    slow("split, seed=None", "split", r"make_batches takes \(split\), .* write make_batches\(self"),
+    slow("make_model(self, rngs)", "make_model(self)", r"; write make_model\(self, rngs\)"),
     ('"y": series[1:]', '"y": series[1:].astype(str)', r"batch\['y'\] of task .* array of <U\d+; .* int32"),
     ("jaxpar.nn.dropout(y, 0.1, at)", "jaxpar.nn.dropout(y[-1], 0.1, at)", r"\[-1\] \(own\.py, line \d+\)$"),
     ("@dataclasses.dataclass(frozen=True)\n", "", "Forecast has fields and is not a dataclass .* above it$"),
     ("jnp.zeros((rows, self", "jnp.zeros((4, self", r"_carry\(16\) has the shape \[4, 6\]; let"),
-    full("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
+    slow("jnp.zeros((rows, self.w_h.shape[0]))", "jnp.zeros(6)", r"has the shape \[6\]; let it be"),
     (OPTIMIZER, "    def make_optimizer(self, n):\n        pass", "make_optimizer .* returns nothing; let"),
     (LOOP, LOOP.replace("h, x", "jnp.zeros(h.shape), x"), r"gru has a loop .*: jnp\.zeros_like\("),
     ("nnx.Linear(1, width", "nnx.Linear(2, width", r"TypeError: dot_general .* in first of .*\(own\.py, l"),
     ("h, y = ", "h, y = h, x if x.any() else ", r"gru \(own\.py, line 35\) decides in .* to be computed$"),
-    full('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
+    slow('batch["x"]', 'batch["z"]', r"KeyError: 'z' in first of .* \(own\.py, line \d+\); --debug"),
     ('"valid": (300, 1), ', "", r"KeyError: 'valid' \(own\.py, line \d+\); --debug shows"),
-    full('"valid": (300, 1)', '"valid": (0, 1)', r"split 'valid': 0 steps are too .*\(own\.py, line \d+\)$"),
-    full("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['weight'\] is f"),
-    full("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\); --debug shows"),
-    full("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing; .*return \(carry, y\), or .* or wrap"),
-    full('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\); give a na"),
+    slow('"valid": (300, 1)', '"valid": (0, 1)', r"split 'valid': 0 steps are too .*\(own\.py, line \d+\)$"),
+    slow("8, 16, seed)", "8 if seed is None else 16, 16, seed)", r"split 'valid': batch\['weight'\] is f"),
+    slow("size, phase = {", "1 / 0, {", r"ZeroDivisionError: .* \(own\.py, line \d+\); --debug shows"),
+    slow("return h, jaxpar", "h, jaxpar", r"layer gru returns nothing; .*return \(carry, y\), or .* or wrap"),
+    slow('("gates", "hidden")', '("gates",)', r"\('gates',\) do not fit .* \(3, 6\); give a na"),
     (UNIT, f'{UNIT}\n    frozen = nnx.PathContains("lstm")', FROZEN),
-    full("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
+    slow("size, phase = {", "open('data.csv'), {", r"No such file.*'data\.csv' \(own\.py, line \d+\)$"),
 ]  # fmt: skip
 
 
@@ -436,7 +436,7 @@ def test_mistakes_in_a_model_have_one_message(right, wrong, message, tmp_path, m
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypatch, capsys):
     """A weight that is an int, labels of int64: what NumPy and shapes give by themselves."""
     from jaxpar.cli.main import main
@@ -454,7 +454,7 @@ def test_counts_in_python_and_the_numbers_of_numpy_are_taken(tmp_path, monkeypat
     assert "warning tensor=2 splits no parameter, so 2 devices do the same work; name" in said
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_loop_may_begin_with_zeros_like_what_it_is_given(tmp_path, monkeypatch, capsys):
     from jaxpar.cli.main import main
 

@@ -15,7 +15,6 @@ from test_equivalence import (
     assert_close,
     assert_same_as_plain,
     by_layer,
-    full,
     loss_and_grads,
     make_batch,
     make_settings,
@@ -62,7 +61,7 @@ OPTIONS = [
 
 ROWS = [(OPTIONS[n], False) for n in (1, 6, 7, 8, 10)] + [(OPTIONS[n], True) for n in (4, 5, 11)]
 ROWS += [
-    (full if number % 2 and not tied else slow)(options, tied)
+    slow(options, tied)
     for number, options in enumerate(OPTIONS)
     for tied in (False, True)
     if (options, tied) not in ROWS
@@ -81,10 +80,10 @@ def test_every_schedule_and_option_equals_plain(options, tied):
     ("stages", "options"),
     [
         slow(4, {"placement": (1, 4, 1, 1)}),
-        full(4, {"placement": "balanced", "head": "last"}),
+        slow(4, {"placement": "balanced", "head": "last"}),
         (2, {"schedule": "interleaved", "num_groups": 2, "placement": (1, 3, 2, 1)}),
         (4, {"placement": (1, 4, 1, 1), "zero_bubble": True}),
-        full(4, {"placement": (0, 4, 3, 0), "head": "last"}),
+        slow(4, {"placement": (0, 4, 3, 0), "head": "last"}),
         (4, {"placement": (4, 3, 0, 0), "head": "last", "zero_bubble": True, "unroll": True}),
         (2, {"schedule": "v", "placement": (1, 3, 2, 1)}),
     ],
@@ -101,9 +100,9 @@ def test_uneven_placements_equal_plain(stages, options):
         (4, {}),  # balanced: (1, 1, 1, 0), and the head on all
         (4, {"placement": "first | 0-1 | 2 | last"}),
         (4, {"placement": "first | | 0-2 |", "remat": True}),
-        full(4, {"placement": "first | 0 | | 1-2, last", "schedule": "gpipe"}),
+        slow(4, {"placement": "first | 0 | | 1-2, last", "schedule": "gpipe"}),
         (2, {"placement": "first | 0-1 | | 2, last", "schedule": "interleaved", "num_groups": 2}),
-        full(
+        slow(
             2, {"placement": "first, 0 | | 1-2 | last", "schedule": "interleaved", "num_groups": 2}
         ),
         slow(2, {"placement": "first | 0-2 | | last", "schedule": "v"}),
@@ -130,7 +129,7 @@ def evaluated(settings):
 
 @pytest.mark.law
 @pytest.mark.parametrize(
-    "options", [*(OPTIONS[n] for n in (3, 6, 10)), *(full(OPTIONS[n]) for n in (0, 8, 9))]
+    "options", [*(OPTIONS[n] for n in (3, 6, 10)), *(slow(OPTIONS[n]) for n in (0, 8, 9))]
 )
 def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
     poisoned = functools.partial(Pipeline, buffer_fill=float("nan"))
@@ -140,7 +139,7 @@ def test_nan_in_every_buffer_leaks_nowhere(options, monkeypatch):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("options", [OPTIONS[3], full(OPTIONS[6]), {"schedule": "1f1b"}])
+@pytest.mark.parametrize("options", [OPTIONS[3], slow(OPTIONS[6]), {"schedule": "1f1b"}])
 def test_bfloat16_pipelines_are_as_near_to_float32_as_bfloat16_is(options):
     """Rounding in another order is other rounding; its size is what can be compared."""
 
@@ -186,8 +185,8 @@ def train_at_lengths(lengths, *where, **options):
     ("mesh", "units", "lengths", "programs", "options"),
     [
         ((2, 4, 1), (2, 5), (10, 2, 6, 8, 4), 1, {}),
-        full((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": True}),
-        ((1, 2, 1), (2, 5), (10, 2, 6), 1, {"schedule": "v"}),
+        slow((1, 4, 1), (2, 5), (10, 2, 6), 1, {"zero_bubble": True}),
+        slow((1, 2, 1), (2, 5), (10, 2, 6), 1, {"schedule": "v"}),
         ((2, 1, 1), (2, 1), (10, 4), 2, {}),
     ],
 )

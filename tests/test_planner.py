@@ -122,7 +122,7 @@ def test_the_words_are_those_of_the_numbers():
     ("name", "num_devices"),
     [
         ("gru", 2), ("images", 2), ("transformer", 4), ("mixed", 2),
-        *(pytest.param(name, 4, marks=pytest.mark.full) for name in ("lm", "gru", "mixed", "images")),
+        *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("lm", "gru", "mixed", "images")),
     ],
 )  # fmt: skip
 def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_devices):
@@ -141,6 +141,7 @@ def test_every_choice_of_the_planner_is_a_config_that_can_be_built(name, num_dev
 # ---- finalists ----
 
 
+@pytest.mark.slow
 def test_finalists_run_and_the_quickest_is_chosen():
     ranking = plan(TEXT, TWO, num_finalists=2)
     ran = [cost for cost in ranking.fitting if cost.measured]

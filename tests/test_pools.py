@@ -12,7 +12,7 @@ from flax import nnx
 from models import MAKERS, WIDTH, Regression, draw, named
 from test_any_model import Calm, assert_same
 from test_cost import sums_of
-from test_equivalence import assert_close, full, on_devices, slow
+from test_equivalence import assert_close, on_devices, slow
 
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, fit, load_run
 from jaxpar.analysis import inspect_step
@@ -129,15 +129,15 @@ LAW = [
     ((2, 2, 2), KINDS[:3], {"zero_bubble": False}, {"fsdp": True}, "up"),
     slow((1, 4, 1), (*KINDS, "wide 50"), {"remat": True}, {}, None),
     slow((1, 4, 1), KINDS, {"schedule": "gpipe"}, {}, "gru"),
-    full((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
+    slow((1, 2, 2), KINDS, {"schedule": "v", "zero_bubble": True}, {}, None),
     # Layers of one kind stay in a stack; the ends alone are in pools.
     ((2, 2, 1), ALIKE, {"zero_bubble": True}, {"fsdp": True}, None),
-    full((1, 2, 2), ALIKE, {"unroll": True}, {}, "mix"),
+    slow((1, 2, 2), ALIKE, {"unroll": True}, {}, "mix"),
     slow((1, 2, 2), ALIKE, {"schedule": "v", "remat": True}, {}, "inputs"),
     slow(
         (1, 4, 1), ALIKE, {"zero_bubble": False, "placement": "first | 0-1 | 2-3 | last"}, {}, None
     ),
-    full((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
+    slow((2, 2, 1), KINDS, {"schedule": "interleaved", "num_groups": 2}, {"shares": (3, 1)}, None),
     slow(
         (1, 2, 4), KINDS[1:], {"remat": True, "remat_keeps": "carries", "num_chunks": 4}, {}, None
     ),
@@ -216,6 +216,7 @@ def test_a_run_goes_on_with_another_placement_and_mesh(kinds, tmp_path):
     np.testing.assert_allclose([*losses.values()], losses[ONE.mesh], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_sees_names_sees_the_model_s(tmp_path):
     task, parallel = Unequal(batch_size=8), parallel_of((1, 2, 1))
     fit(task, parallel, TrainConfig(num_steps=2, out_dir=str(tmp_path / "run")), quiet=True)
@@ -289,7 +290,7 @@ def test_a_device_has_room_for_its_own_stage():
 
 @pytest.mark.parametrize(
     ("kinds", "zero_bubble"),
-    [(ALIKE, True), full(("wide 20", "wide 60", "gru", "wide 50"), True), slow(KINDS, False)],
+    [(ALIKE, True), slow(("wide 20", "wide 60", "gru", "wide 50"), True), slow(KINDS, False)],
 )
 def test_nothing_of_a_pool_is_sent_over_stages(kinds, zero_bubble):
     task = Unequal(kinds, batch_size=16)

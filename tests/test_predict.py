@@ -24,7 +24,7 @@ from jaxpar.tasks.lm.streams import line_places
 from jaxpar.training.evaluate import in_batches
 from jaxpar.training.predict import predict
 
-full = pytest.mark.full
+slow = pytest.mark.slow
 WORDS, SEPARATOR = 11, 0
 TASK = LM(
     num_layers=4, hidden_size=8, embed_size=6, vocab_size=16, num_words=WORDS, batch_size=4, seq_len=8
@@ -55,8 +55,10 @@ MESHES = {
 }
 ROWS = [
     ("stream", "dp4"), ("packed", "tp2"), ("buckets", "microbatches"), ("packed", "shares"),
-    ("buckets", "all axes"), ("stream", "fsdp"), ("stream", "empty stages"), ("packed", "interleaved"),
-    ("buckets", "v"), ("stream", "remat"), ("stream", "segments"),
+    ("buckets", "all axes"), ("stream", "empty stages"), ("buckets", "v"),
+    *(pytest.param(*row, marks=slow) for row in (
+        ("packed", "interleaved"), ("stream", "fsdp"), ("stream", "remat"), ("stream", "segments"),
+    )),
 ]  # fmt: skip
 
 
@@ -329,7 +331,8 @@ def command(folder, *arguments):
     return subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("num_processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
     out = f"out{num_processes}"
     launch = ["launch", "--processes", "2", "--", "predict", "--mesh", "dp2"]

@@ -85,7 +85,7 @@ def textbook_loss(params, batch, task, key):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if n == "tar" else n for n in SINGLE]
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "tar" else n for n in SINGLE]
 )
 def test_loss_and_gradients_are_those_of_a_textbook_in_float64(name):
     task, parallel = SINGLE[name], ONE
@@ -144,7 +144,7 @@ def test_perplexity_is_that_of_the_loss_without_the_penalty():
     [
         ((2, 2, 2), (2, 4), {}),
         ((8, 1, 1), (1, 1), {}),
-        pytest.param((1, 4, 2), (1, 2), {"head": "last", "remat": True}, marks=pytest.mark.full),
+        pytest.param((1, 4, 2), (1, 2), {"head": "last", "remat": True}, marks=pytest.mark.slow),
         pytest.param((2, 4, 1), (2, 2), {"zero_bubble": False}, marks=pytest.mark.slow),
     ],
 )

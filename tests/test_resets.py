@@ -15,7 +15,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_equivalence import by_layer, full, on_devices
+from test_equivalence import by_layer, on_devices, slow
 from test_float64 import RELATIVE_ERRORS, assert_close, backward, draw, forward
 
 import jaxpar
@@ -289,15 +289,13 @@ def assert_same(actual, expected):
         )
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
 ROWS = [
     slow((1, 1, 1), {}),
     ((2, 2, 2), {"num_microbatches": 2, "num_chunks": 2}),
-    full((1, 4, 1), {"num_chunks": 4, "remat": True}),
+    slow((1, 4, 1), {"num_chunks": 4, "remat": True}),
     slow((2, 1, 1), {"num_microbatches": 2}),
     slow((2, 1, 2), {}),
-    full((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
+    slow((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
     slow((4, 2, 1), {"num_chunks": 4, "schedule": "gpipe", "num_microbatches": 2}),
     slow((1, 4, 2), {"num_chunks": 2, "zero_bubble": False, "num_microbatches": 2}),
 ]
@@ -311,7 +309,7 @@ def test_packed_sequences_equal_those_one_by_one(mesh, pipeline):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.law
 def test_learned_initial_states_leave_the_gradients_of_weights_apart():
     """So that zero-bubble schedules can move them."""
@@ -383,7 +381,7 @@ def test_where_a_sequence_begins_nothing_comes_through_that_is_not_finite():
     assert np.isfinite(dx[3:]).all()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.law
 def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
     """Also of those that go on in other windows."""
@@ -400,7 +398,7 @@ def test_an_evaluation_of_packed_sequences_is_that_of_each_by_itself():
     assert sums.loss == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_is_not_finite_is_traced_to_its_own_sequence():
     task = Packed(kinds=("learned", "leaky"))
     parallel = Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2, zero_bubble=False))

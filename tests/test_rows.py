@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from models import MAKERS, WIDTH, Regress
-from test_equivalence import full, on_devices, slow
+from test_equivalence import on_devices, slow
 
 from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
 from jaxpar.config import TrainConfig
@@ -367,11 +367,11 @@ SMALL = {
     [
         AWD(**SMALL, window_mean=6, window_spread=1.0),
         LM(**SMALL, dtype="bfloat16", layer="gru", tie_embedding=True, packed=True),
-        full(LM(**SMALL, dtype="bfloat16")),
+        slow(LM(**SMALL, dtype="bfloat16")),
         *(slow(LM(**SMALL, layer=name)) for name in ("gru", "rglru", "mingru", "slstm", "mlstm")),
-        full(LM(**SMALL | {"batch_size": 2})),
-        full(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
-        full(Images()),
+        slow(LM(**SMALL | {"batch_size": 2})),
+        slow(LM(**SMALL | {"embed_size": 8}, num_buckets=2)),
+        slow(Images()),
         *(slow(Regress((kind,))) for kind in [*MAKERS][:4]),
         *(slow(Regress((kind,))) for kind in [*MAKERS][4:]),
         Regress(freeze="dense"),

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from models import MAKERS, SGD, WIDTH, Regression, draw
 from test_any_model import Calm, assert_same
-from test_equivalence import full, on_devices, slow
+from test_equivalence import on_devices, slow
 
 from jaxpar import (
     ArrayBatches,
@@ -95,8 +95,8 @@ class Mixed(Calm):
 LAW = [
     ((1, 1, 1), {}, {}),
     ((1, 2, 1), {"num_chunks": 4, "zero_bubble": True}, {}),
-    ((2, 1, 1), {}, {"fsdp": True}),
-    full((1, 2, 2), {"num_microbatches": 2, "num_chunks": 2}, {}),
+    slow((2, 1, 1), {}, {"fsdp": True}),
+    slow((1, 2, 2), {"num_microbatches": 2, "num_chunks": 2}, {}),
     slow((2, 1, 2), {}, {}),
     slow((1, 4, 1), {"num_microbatches": 2, "remat": True}, {}),
     slow((2, 2, 1), {"num_chunks": 2, "schedule": "v"}, {}),
@@ -162,7 +162,7 @@ class Timeless(Task):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", [(2, 2, 1), full((1, 1, 1))])
+@pytest.mark.parametrize("mesh", [(2, 2, 1), slow((1, 1, 1))])
 def test_a_model_without_time_mixes_rows_too(mesh):
     assert_same(Timeless(), Parallel(on_devices(mesh), PipelineConfig(num_microbatches=2)))
 
@@ -194,6 +194,7 @@ def test_a_run_trains_and_evaluates():
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_whole_groups():
     costs = [estimate_step(Mixed(batch_size=rows), "dp1") for rows in (24, 48)]
     one, two = (cost.parts["layers"] for cost in costs)

@@ -227,7 +227,7 @@ class Frozen(LM):
 
 MESHES = [
     ("pp2", {}, {"temperature": 0.7}),
-    ("dp2pp2tp2", {"tie_embedding": True}, {"top_k": 3}),
+    slow("dp2pp2tp2", {"tie_embedding": True}, {"top_k": 3}),
     slow("dp1", {}, {"temperature": 0.0}),
     slow("dp2tp2", {}, {"top_p": 0.6}),
     slow("tp2", {}, {"top_k": 4}),

@@ -205,7 +205,11 @@ def assert_trains_as_the_plain_model_does(task, parallel, length):
         print(f"{next(COUNT)} configs have passed", flush=True)
 
 
-@pytest.mark.parametrize("name", FOUND)
+# The others are found by the draws of releases.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (n == 1)) for n, name in enumerate(FOUND)],
+)
 def test_what_the_search_has_found_trains_as_the_plain_model_does(name):
     assert_trains_as_the_plain_model_does(*FOUND[name])
 

@@ -184,6 +184,7 @@ def test_the_work_that_is_measured_is_that_of_the_layers():
     assert any(np.any(leaf != 0) for leaf in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow
 def test_two_processes_of_unequal_speed():
     """For real: each measures its own stage, both place the layers alike, and a step takes less time."""
     address = f"127.0.0.1:{_free_port()}"

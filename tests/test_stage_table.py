@@ -7,7 +7,7 @@ import jax
 import pytest
 from flax import nnx
 from models import FEATURES, WIDTH, Regress, Regression
-from test_equivalence import MODEL, full, make_settings
+from test_equivalence import MODEL, make_settings, slow
 
 from jaxpar.base.console import make_console, rendered
 from jaxpar.base.trees import whole_bytes
@@ -38,7 +38,7 @@ def test_costs_are_those_of_each_part_and_pass():
 
 
 @pytest.mark.parametrize(
-    ("frozen", "part"), [("inputs", "first"), ("outputs", "last"), full("gru", "layers")]
+    ("frozen", "part"), [("inputs", "first"), ("outputs", "last"), slow("gru", "layers")]
 )
 def test_what_is_frozen_costs_no_gradient_of_its_weights(frozen, part):
     costs, plain = (ModelFacts.of(Regress(freeze=freeze)).costs for freeze in (frozen, None))

@@ -106,7 +106,14 @@ def write(path, task, parallel, **options):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "empty slots",
+        "frozen",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("interleaved", "words")),
+    ],
+)
 def test_weights_are_the_same_numbers_wherever_they_lie(name, tmp_path):
     task, source, target = LAYOUTS[name]
     path = tmp_path / "model.safetensors"
@@ -240,7 +247,9 @@ class Notes(Report):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("optimizer", [ADAM, MIXED.optimizer], ids=lambda o: o.name)
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(ADAM, marks=pytest.mark.slow), MIXED.optimizer], ids=lambda o: o.name
+)
 def test_a_run_that_begins_with_weights_takes_the_steps_of_a_state_that_has_them(
     run, tmp_path, optimizer
 ):

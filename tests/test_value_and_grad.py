@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from models import Regress, Regression
-from test_equivalence import MODEL, assert_close, by_layer, full, make_batch, make_settings, slow
+from test_equivalence import MODEL, assert_close, by_layer, make_batch, make_settings, slow
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
@@ -91,8 +91,8 @@ def shardings(tree):
 LAYOUTS = [
     ((2, 2, 1), (2, 2), {"fsdp": True}, {}),
     slow((1, 2, 2), (2, 4), {}, {"zero_bubble": False}),
-    full((2, 2, 1), (2, 1), {"shares": (1, 3)}, {}),
-    full((1, 2, 1), (2, 2), {}, {"schedule": "interleaved", "num_groups": 2}),
+    slow((2, 2, 1), (2, 1), {"shares": (1, 3)}, {}),
+    slow((1, 2, 1), (2, 2), {}, {"schedule": "interleaved", "num_groups": 2}),
     slow((4, 1, 1), (1, 1), {"fsdp": True}, {}),
 ]
 
@@ -148,7 +148,7 @@ print(losses)
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_several_processes_share_a_loop(capsys):
     address = f"127.0.0.1:{_free_port()}"
     processes = [

@@ -23,7 +23,6 @@ from jaxpar.step import make_loss_and_grad, make_train_step
 from jaxpar.tasks.lm import LM, Batch, TokenStreams
 from recipes.awd import AWD, MATRICES, RandomWindows, Window
 
-full = functools.partial(pytest.param, marks=pytest.mark.full)
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 PENALTIES = {"ar": 2.0, "tar": 1.0}
 
@@ -105,7 +104,7 @@ def loss_and_grads(task, batch):
 
 
 @pytest.mark.parametrize(
-    "layer", ["lstm", full("gru"), *map(slow, ("mingru", "rglru", "slstm", "mlstm"))]
+    "layer", ["lstm", slow("gru"), *map(slow, ("mingru", "rglru", "slstm", "mlstm"))]
 )
 @pytest.mark.parametrize("starts", [False, slow(True)])
 def test_a_late_window_is_a_short_one(layer, starts):
@@ -135,7 +134,7 @@ DRAWN = awd(window_mean=6, **PENALTIES)
     ("mesh", "units", "options"),
     [
         ((2, 2, 2), (2, 4), {}),
-        full((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
+        slow((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
         slow((8, 1, 1), (1, 1), {}),
         slow((1, 4, 2), (2, 4), {"schedule": "v"}),
         slow((4, 2, 1), (2, 2), {"head": "last", "zero_bubble": False}),
@@ -146,13 +145,13 @@ def test_late_windows_are_the_same_on_every_mesh(mesh, units, options):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("layer", [full("gru"), slow("slstm"), slow("rglru")])
+@pytest.mark.parametrize("layer", [slow("gru"), slow("slstm"), slow("rglru")])
 def test_late_windows_of_other_layers_are_the_same_on_every_mesh(layer):
     task = dataclasses.replace(DRAWN, layer=layer)
     assert_same_as_plain(make_settings((2, 2, 2), (2, 4), task))
 
 
-@pytest.mark.parametrize("update", ["replicated", full("host")])
+@pytest.mark.parametrize("update", ["replicated", slow("host")])
 def test_one_program_takes_all_lengths_and_the_rate_of_each(update):
     task = dataclasses.replace(LATE, optimizer=MODEL.optimizer)
     parallel = Parallel(MeshConfig(devices=(0,)), update=update)
