@@ -1,5 +1,6 @@
 """Programs for machines that are not there: what their compilers make of a step. `pytest -m aot`."""
 
+import collections
 import dataclasses
 import importlib.metadata
 import itertools
@@ -89,6 +90,29 @@ def test_no_time_step_of_heads_waits_for_another_device(machine, layer, mesh):
         ]
     assert found[1]
     assert not found[4]
+
+
+# Operations of a step forward and backward, where a turn of the loop over time is one step: 9 and 11
+# (LSTM), 9 and 13 (GRU), 12 and 11 (sLSTM). Here a turn is 8 steps: 4.75 and 3.9, 3 and 4, 4.4 and 4.1.
+@pytest.mark.parametrize("layer", ["lstm", _slow("gru"), _slow("slstm")])
+def test_a_time_step_is_few_launches_on_a_gpu(layer):
+    """And what the loops write over what they have read is copied no more than once a turn or two."""
+    parallel = Parallel("dp2")
+    mesh = parallel.mesh.build(described_devices("h100:1x1x2"))
+    task = LM(
+        4, 512, 512, vocab_size=1024, dropout=0.0, batch_size=64, seq_len=64, layer=layer,
+        num_heads=4 if layer == "slstm" else 1,
+    )  # fmt: skip
+    module = Module(lower_step(Setup.of(task, parallel, mesh=mesh)).compile().as_text())
+    of_turn = collections.defaultdict(list)
+    for visit in module.visits():
+        loop, opcode = visit.callers[-1].op_name if visit.callers else "", visit.instruction.opcode
+        if loop.endswith(f"/while/body/eval_jaxpr/{layer}/while"):
+            of_turn[loop].extend([opcode] * (opcode not in _NAMES | {"fusion-done"}))
+    assert len(of_turn) == 2
+    for opcodes in of_turn.values():
+        assert len(opcodes) / 8 <= 5
+        assert opcodes.count("copy") <= 2
 
 
 def test_every_run_is_known_and_what_computes_beside(compiled):

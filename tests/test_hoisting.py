@@ -207,8 +207,38 @@ def test_gradients_of_weights_are_taken_after_the_loop(name):
     assert first_dims <= {T, B}, "what is saved is no weight"
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_a_loop_writes_over_what_it_has_read(reverse):
+@pytest.mark.law
+@pytest.mark.parametrize(
+    "length", [16, 11]
+)  # two turns of 8 steps; no turn of several, or one and three steps
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.SLSTM, "cell"])
+def test_turns_of_several_steps_equal_single_steps(make, length):
+    """As GPUs have them: outputs, the last state and all gradients, with sequences that begin within."""
+    draw = np.random.default_rng(0)
+    layer = layer_of("GRUCell") if make == "cell" else make(W, num_heads=2, rngs=nnx.Rngs(0))
+    x = jnp.asarray(draw.normal(size=(length, B, W)), jnp.float32)
+    resets = {"resets": jnp.asarray(draw.random((length, B)) < 0.3)}
+    graphdef, params = nnx.split(layer)
+
+    def run(platform):
+        def loss(params, x):
+            layer = nnx.merge(graphdef, params)
+            after, y = layer(
+                layer.initial_carry(B), x, At(0, 0, 0, batch=resets, platform=platform)
+            )
+            return sum(jnp.sum(jnp.sin(a)) for a in jax.tree.leaves((after, y))), (after, y)
+
+        program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(params, x)
+        return program.as_text(), program.compile()(params, x)
+
+    with jax.numpy_rank_promotion("allow"):
+        (text, found), (single, expected) = run("gpu"), run("cpu")
+    assert (text != single) == (length == 16 or make is nn.LSTM)
+    jax.tree.map(assert_close, found, expected)
+
+
+@pytest.mark.parametrize(("reverse", "unroll"), [(False, 1), (True, 1), (True, 6)])
+def test_a_loop_writes_over_what_it_has_read(reverse, unroll):
     """Two of four outputs where one input was, one where another was: memory that is not asked for."""
     T = 64
 
@@ -219,7 +249,7 @@ def test_a_loop_writes_over_what_it_has_read(reverse):
 
     def run(donated, *seeds):
         xs = [jnp.sin(a) for a in seeds]
-        scan = functools.partial(scan_in_place, divisible={0, 1}, reverse=reverse)
+        scan = functools.partial(scan_in_place, divisible={0, 1}, reverse=reverse, unroll=unroll)
         return scan(step, jnp.zeros((B, W)), xs, donated=donated)
 
     rng = np.random.default_rng(0)

@@ -51,7 +51,9 @@ class Recurrent(nnx.Module):
             (state, initial), (x_BW, is_new_B) = given, inputs
             return nnx.merge(graphdef, state)(begin_anew(is_new_B, initial, carry), x_BW)
 
-        carry, y_TBW = hoisted_scan(step, (state, initial), carry, (x_TBW, at.resets))
+        carry, y_TBW = hoisted_scan(
+            step, (state, initial), carry, (x_TBW, at.resets), unroll=at.unroll
+        )
         return carry, whole(y_TBW)
 
 

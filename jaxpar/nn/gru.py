@@ -28,6 +28,7 @@ def gru_layer(
     x_TBI: jax.Array,
     resets_TB: jax.Array | None = None,
     initial_BH: jax.Array | None = None,
+    unroll: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer over a window of time.
 
@@ -36,6 +37,7 @@ def gru_layer(
     Args:
       carry: h before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), and so are outputs.
       resets_TB: where a sequence begins, from the state `initial_BH` (None: zeros); None means nowhere.
+      unroll: how many steps a turn of the loops over time takes, as in `lax.scan`.
     Returns:
       h after the last step, and the outputs h_TBH in the dtype of x.
     """
@@ -54,7 +56,8 @@ def gru_layer(
         h_BH = n + z * (h_BH - n)
         return h_BH, h_BH.astype(dtype)
 
-    return hoisted_scan(step, (params, initial_BH), carry, (x_TBI, resets_TB))
+    given, inputs = (params, initial_BH), (x_TBI, resets_TB)
+    return hoisted_scan(step, given, carry, inputs, unroll=unroll)
 
 
 class GRU(Recurrence):
@@ -69,4 +72,4 @@ class GRU(Recurrence):
 
     def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
         """See `gru_layer`."""
-        return gru_layer(self.params, carry, x_TBH, at.resets, initial)
+        return gru_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)

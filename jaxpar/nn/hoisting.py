@@ -26,11 +26,14 @@ from jaxpar.trace.jaxprs import cut
 from jaxpar.trace.residuals import Residuals, Source
 
 
-def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
+def hoisted_scan(
+    step: Any, params: Any, carry: Any, xs: Any, *, unroll: int = 1
+) -> tuple[Any, Any]:
     """`lax.scan` of `step(params, carry, x) -> (carry, y)`; differentiable once, in reverse.
 
     Args:
       params: the weights, which the step takes every time. What it closes over counts as weights, too.
+      unroll: how many steps a turn of the loop takes.
     Returns:
       the carry after the last step, and the outputs.
     Raises:
@@ -46,7 +49,7 @@ def hoisted_scan(step: Any, params: Any, carry: Any, xs: Any) -> tuple[Any, Any]
     check_same("the carry that a step returns", after_shape, "the one that it takes", carry)
     check_floats("the carry of a step", after_shape, of=jnp.inexact)
     check_floats("the output of a step", y_shape, of=jnp.inexact)
-    found: Any = _scan(program, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
+    found: Any = _scan(program, unroll, given, jax.tree.leaves(carry), jax.tree.leaves(xs))
     after, ys = found
     after = jax.tree.unflatten(jax.tree.structure(carry), after)
     return after, jax.tree.unflatten(jax.tree.structure(y_shape), ys)
@@ -164,8 +167,8 @@ _tap.defvjp(lambda z, tap: (z, None), lambda _, dz: (dz, dz))
 # ---- the loop ----
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any]):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scan(program: StepProgram, unroll: int, given: list[Any], carry: list[Any], xs: list[Any]):
     """Without gradients there is nothing to take out."""
     fixed = _Fixed.of(program, given)
 
@@ -175,7 +178,7 @@ def _scan(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any
         outs = _outs(program, known, {})
         return outs[: len(carry)], outs[len(carry) :]
 
-    return lax.scan(step, carry, xs)
+    return lax.scan(step, carry, xs, unroll=unroll)
 
 
 @jax.tree_util.register_static
@@ -186,7 +189,7 @@ class _Static:
         self.value = value
 
 
-def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[Any]):
+def _forward(program: StepProgram, unroll: int, given: list[Any], carry: list[Any], xs: list[Any]):
     """The loop, and what its backward pass needs."""
     fixed = _Fixed.of(program, given)
     taps = functools.partial(_taps, program, reference=(given, carry, xs))
@@ -243,6 +246,7 @@ def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[
         [*xs, *crossing],
         donated=donated,
         divisible={num_outs + number for number in of_late.kept_for_vjp},
+        unroll=unroll,
     )
     ys, kept = ys[:num_outs], ys[num_outs:]
     parts = {Source("kept", number - num_outs): part for number, part in parts.items()}
@@ -255,7 +259,7 @@ def _forward(program: StepProgram, given: list[Any], carry: list[Any], xs: list[
     return (after, ys), (given, [*once.values()], _Static((places, parts)), of_early, of_late)
 
 
-def _backward(program: StepProgram, saved: Any, cotangents: Any):
+def _backward(program: StepProgram, unroll: int, saved: Any, cotangents: Any):
     """Gradients of what is given, of the carry before the first step, and of the inputs."""
     given, once, static, of_early, of_late = saved
     d_after, d_ys = cotangents
@@ -285,7 +289,9 @@ def _backward(program: StepProgram, saved: Any, cotangents: Any):
 
     start = (d_after, [jnp.zeros_like(env[v]) for v in program.live])
     inputs = [*d_ys, *arrays.values()]
-    (d_carry, d_live), found, _ = scan_in_place(step, start, inputs, donated=donated, reverse=True)
+    (d_carry, d_live), found, _ = scan_in_place(
+        step, start, inputs, donated=donated, reverse=True, unroll=unroll
+    )
     found = [found[number] for number in numbers]
     d_late, late_dz = cut(found, len(program.late_floats))
     d_env = _env(program.late_floats, d_late)

@@ -26,12 +26,14 @@ def scan_in_place(
     donated: Collection[int],
     divisible: Collection[int] = (),
     reverse: bool = False,
+    unroll: int = 1,
 ) -> tuple[Any, list[jax.Array], dict[int, int]]:
     """`lax.scan` of `step(carry, xs) -> (carry, ys)`, whose outputs take the memory of inputs where they fit.
 
     Args:
       donated: numbers of the xs that nothing reads afterwards.
       divisible: numbers of the ys that may share an array [T, B, N, ...] with others.
+      unroll: how many steps a turn of the loop takes at most; it takes as many as divide their number.
     Returns:
       the last carry; the ys, some of them as the array that they are a part [:, :, n] of; and n, by the
       numbers of these.
@@ -43,27 +45,29 @@ def scan_in_place(
         own[place.buffer].append(number)
     buffers = {n: xs[n].reshape(places[ys[0]].shape) for n, ys in own.items()}
 
-    # The next row is read of what has been written. So XLA sees that nothing is overwritten that is still to
-    # be read; else it would copy the whole buffer at every step.
+    # The next rows are read of what has been written. So XLA sees that nothing is overwritten that is still
+    # to be read; else it would copy the whole buffer at every step.
     def in_place(state, inputs):
         (carry, buffers, rows), (t, t_next, here) = state, inputs
-        here = here | {n: row.reshape(xs[n].shape[1:]) for n, row in rows.items()}
-        carry, ys = step(carry, [here[n] for n in range(len(xs))])
+        here = here | {n: a.reshape(size, *xs[n].shape[1:]) for n, a in rows.items()}
+        made: list[Any] = [None] * size
+        for k in reversed(range(size)) if reverse else range(size):
+            carry, made[k] = step(carry, [here[n][k] for n in range(len(xs))])
+        ys = [jnp.stack(of_steps) for of_steps in zip(*made, strict=True)]
         buffers = {n: _write(buffer, t, [ys[y] for y in own[n]]) for n, buffer in buffers.items()}
-        rows = {n: _row(buffer, t_next) for n, buffer in buffers.items()}
+        rows = {n: _rows(buffer, t_next, size) for n, buffer in buffers.items()}
         return (carry, buffers, rows), [y for n, y in enumerate(ys) if n not in places]
 
-    end = len(xs[0]) - 1
-    steps = np.arange(end + 1)
-    following = np.clip(steps - 1 if reverse else steps + 1, 0, end)
-    others = {n: a for n, a in enumerate(xs) if n not in buffers}
-    state = (
-        carry,
-        buffers,
-        {n: _row(buffer, end if reverse else 0) for n, buffer in buffers.items()},
-    )
-    inputs = jnp.asarray(steps), jnp.asarray(following), others
+    length = len(xs[0])
+    size = max(n for n in range(1, unroll + 1) if length % n == 0)
+    turns = np.arange(0, length, size)
+    following = np.clip(turns - size if reverse else turns + size, 0, length - size)
+    others = {n: a.reshape(-1, size, *a.shape[1:]) for n, a in enumerate(xs) if n not in buffers}
+    first = turns[-1 if reverse else 0]
+    state = carry, buffers, {n: _rows(buffer, first, size) for n, buffer in buffers.items()}
+    inputs = jnp.asarray(turns), jnp.asarray(following), others
     (carry, buffers, _), rest = lax.scan(in_place, state, inputs, reverse=reverse)
+    rest = [y.reshape(length, *y.shape[2:]) for y in rest]
     found = dict(zip((n for n in range(len(ys_shapes)) if n not in places), rest, strict=True))
     for n, place in places.items():
         found[n] = buffers[place.buffer] if n in divisible else buffers[place.buffer][:, :, 0]
@@ -71,14 +75,14 @@ def scan_in_place(
     return carry, [found[n] for n in range(len(ys_shapes))], parts
 
 
-def _row(buffer: jax.Array, t: Any) -> jax.Array:
-    return lax.dynamic_index_in_dim(buffer, t, keepdims=False, allow_negative_indices=False)
+def _rows(buffer: jax.Array, t: Any, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(buffer, t, size, allow_negative_indices=False)
 
 
 def _write(buffer: jax.Array, t: Any, parts: list[jax.Array]) -> jax.Array:
-    """The buffer with these parts at step t."""
-    row, start = jnp.stack(parts, axis=1)[None], (t, *[0] * (buffer.ndim - 1))
-    return lax.dynamic_update_slice(buffer, row, start, allow_negative_indices=False)
+    """The buffer with these parts, each of several steps, from step t on."""
+    rows, start = jnp.stack(parts, axis=2), (t, *[0] * (buffer.ndim - 1))
+    return lax.dynamic_update_slice(buffer, rows, start, allow_negative_indices=False)
 
 
 class _Place(NamedTuple):

@@ -11,6 +11,7 @@ produces dz_t only. Autodiff of a scan would add an outer product into dW_h at e
 under data parallelism all-reduce it there.
 """
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -47,13 +48,14 @@ class _Residuals(NamedTuple):
     c_last_BH: jax.Array
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def lstm_layer(
     params: GateParams,
     carry: LSTMCarry,
     x_TBI: jax.Array,
     resets_TB: jax.Array | None = None,
     initial: LSTMCarry | None = None,
+    unroll: int = 1,
 ) -> tuple[LSTMCarry, jax.Array]:
     """One layer over a window of time.
 
@@ -64,13 +66,21 @@ def lstm_layer(
       params: of one layer; H, or heads, may be sharded over `tensor`.
       carry: (h, c) before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), as outputs are.
       resets_TB: where a sequence begins, from the state `initial` (None: zeros); None means nowhere.
+      unroll: how many steps a turn of the loops over time takes, as in `lax.scan`.
     Returns:
       (h, c) after the last step, and the outputs h_TBH in the dtype of x.
     """
-    return _forward(params, carry, x_TBI, resets_TB, initial)[0]
+    return _forward(params, carry, x_TBI, resets_TB, initial, unroll)[0]
 
 
-def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: Any, initial: Any):
+def _forward(
+    params: GateParams,
+    carry: LSTMCarry,
+    x_TBI: jax.Array,
+    resets_TB: Any,
+    initial: Any,
+    unroll: int,
+):
     """The layer, and what its backward pass needs."""
     dtype = x_TBI.dtype
     w_h, n = params.w_h_HGH.astype(dtype), _heads(params)
@@ -91,13 +101,13 @@ def _forward(params: GateParams, carry: LSTMCarry, x_TBI: jax.Array, resets_TB: 
 
     start = (carry.h_BH.astype(dtype), carry.c_BH, zx_TB4H)
     steps = jnp.arange(len(x_TBI)), resets_TB
-    (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps)
+    (h, c, gates), (y_TBH, h_prev, c_prev) = lax.scan(step, start, steps, unroll=unroll)
     residuals = _Residuals(x_TBI, gates.astype(dtype), h_prev, c_prev, c)
     after = LSTMCarry(h.astype(jnp.float32), c)
     return (after, y_TBH), (params, residuals, resets_TB, initial)
 
 
-def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
+def _backward(unroll: int, saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
     """From cotangents of the (h, c) after the last step and of the outputs to those of the arguments.
 
     Those of the weights are float32.
@@ -136,7 +146,7 @@ def _backward(saved: Any, cotangents: tuple[LSTMCarry, jax.Array]):
     d_initial = vary_like(jax.tree.map(jnp.zeros_like, initial), dy_TBH)
     start = (*d_carry, residuals.c_last_BH, d_initial)
     inputs = (dy_TBH, residuals.gates_TB4H, residuals.c_prev_TBH, resets_TB)
-    (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True)
+    (dh, dc, _, d_initial), dz_TB4H = lax.scan(step, start, inputs, reverse=True, unroll=unroll)
     d_params = GateParams(
         w_x_IGH=sum_of_outer_products(residuals.x_TBI, dz_TB4H),
         w_h_HGH=sum_of_outer_products(
@@ -208,7 +218,8 @@ class LSTM(ForgetGate):
 
     def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
         """See `lstm_layer`."""
-        return lstm_layer(self.params, carry, x_TBH, at.resets, initial)
+        found: Any = lstm_layer(self.params, carry, x_TBH, at.resets, initial, at.unroll)
+        return found
 
 
 def extend(x: jax.Array, width: int) -> jax.Array:

@@ -71,4 +71,5 @@ class SLSTM(ForgetGate):
             h_BH = o * c_BH / n_BH
             return SLSTMCarry(h_BH, c_BH, n_BH, m_next), h_BH.astype(dtype)
 
-        return hoisted_scan(step, (self.params, initial), carry, (x_TBH, at.resets))
+        inputs = x_TBH, at.resets
+        return hoisted_scan(step, (self.params, initial), carry, inputs, unroll=at.unroll)
