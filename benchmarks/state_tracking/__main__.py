@@ -281,7 +281,10 @@ def main() -> None:
     processes = Processes(plan.seconds)
     places = cores[:workers] if plan.on_cores else [None] * workers
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_cells(todo, processes.run, places, keep, processes.stop)
+    try:
+        run_cells(todo, processes.run, places, keep, processes.stop)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command goes on with the cells that are not done")
 
 
 if __name__ == "__main__":
