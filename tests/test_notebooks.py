@@ -13,15 +13,15 @@ sys.path.append(str(ROOT / "notebooks"))
 from run import execute, sources  # noqa: E402
 
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
-MARKS = dict(zip("3456", ("slow", "slow", "slow", "full"), strict=True))  # what takes long
+MARKS = dict(zip("34567", ("slow", "slow", "slow", "full", "slow"), strict=True))  # what takes long
 RUN = [*NOTEBOOKS[:2]] + [
     pytest.param(path, id=path.stem, marks=getattr(pytest.mark, MARKS[path.name[0]]))
     for path in sources()[2:]
 ]
 
 
-def test_there_are_six():
-    assert [path.name[0] for path in sources()] == list("123456")
+def test_there_are_seven():
+    assert [path.name[0] for path in sources()] == list("1234567")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)

@@ -1,0 +1,135 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. State tracking: what can a layer count?
+#
+# Some layers see their state when they decide what to do with it, others only their inputs. The second kind is faster, since a
+# window of time is one product of matrices or one prefix sum. What does it cost? This is `benchmarks/state_tracking` in short.
+
+# %%
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxpar
+from jaxpar import OptimizerConfig, Stack, Sums, TrainConfig
+
+jaxpar.simulate_devices(2)
+
+# %% [markdown]
+# ## Parity
+#
+# Bits go in, and after each of them the question is whether the ones so far are odd in number. The words are drawn anew in
+# every batch, from a seed and the number of the step.
+
+
+# %%
+@dataclasses.dataclass(frozen=True)
+class Words:
+    seed: tuple[int, int]
+    seq_len: int
+    batch_size: int = 64
+    num_windows: int = 4
+
+    def batch(self, step, rows=slice(None)):
+        shape = (self.batch_size, self.seq_len)
+        bits = np.random.default_rng([*self.seed, step]).integers(2, size=shape, dtype=np.int32)
+        return {"bits": bits[rows], "odd": bits.cumsum(axis=1, dtype=np.int32)[rows] % 2}
+
+
+for name, array in Words((0, 0), seq_len=16, batch_size=1).batch(0).items():
+    print(f"{name:4}", *array[0])
+
+# %% [markdown]
+# ## A model that takes any layer
+#
+# Only the layers in the middle differ.
+
+
+# %%
+class Reader(nnx.Module):
+    def __init__(self, kind, width, num_layers, *, rngs):
+        self.embed, self.out = nnx.Embed(2, width, rngs=rngs), nnx.Linear(width, 2, rngs=rngs)
+        self.layers = Stack([lambda rngs: kind(width, rngs=rngs)] * num_layers, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["bits"])
+
+    def last(self, y, batch, at):
+        logits = self.out(y)
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["odd"])
+        right = jnp.sum(logits.argmax(-1) == batch["odd"])
+        return Sums(jnp.sum(nll), nll.size, {"accuracy": right})
+
+    def predict(self, y, batch, at):
+        return {"odd": self.out(y).argmax(-1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity(jaxpar.Task):
+    layer: str = "LSTM"
+    num_layers: int = 2
+    width: int = 32
+    seq_len: int = 16
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-2, lr_schedule="constant")
+
+    def make_model(self, rngs):
+        return Reader(getattr(jaxpar.nn, self.layer), self.width, self.num_layers, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        return Words((("train", "valid", "test").index(split), seed or 0), self.seq_len)
+
+
+# %% [markdown]
+# ## Two layers on two stages
+#
+# learn from words of 16 bits; an LSTM first, whose gates see its state.
+
+# %%
+train = TrainConfig(num_steps=150, log_every=50)
+lstm = jaxpar.fit(Parity(), "pp2", train)
+
+# %% [markdown]
+# A minGRU's state is only ever scaled by numbers between 0 and 1, and added to, as its inputs say:
+
+# %%
+mingru = jaxpar.fit(Parity("MinGRU"), "pp2", train)
+
+# %% [markdown]
+# ## Longer words
+#
+# A task with another length has the same parameters. What do both say after 64 bits, when they have seen 16 at most?
+
+
+# %%
+def accuracy_by_length(result):
+    longer = dataclasses.replace(result.setup.task, seq_len=64)
+    batch = longer.make_batches("test").batch(0)
+    _, found = jaxpar.make_predict_step(longer, "pp2")(result.state, batch)
+    return np.mean(np.asarray(found["odd"]) == batch["odd"], axis=0)
+
+
+found = {"LSTM": accuracy_by_length(lstm), "minGRU": accuracy_by_length(mingru)}
+print("bits  " + "".join(f"{n + 1:>4}-{n + 8}" for n in range(0, 64, 8)))
+for name, accuracy in found.items():
+    print(f"{name:6}" + "".join(f"{a:7.2f}" for a in accuracy.reshape(8, 8).mean(axis=1)))
+
+# %% [markdown]
+# ## What was learned
+#
+# - Parity needs a state that each input may turn into the other one. An LSTM learns that from short words, and then it holds
+#   for long ones.
+# - A minGRU learns the first few bits by heart, if at all: the others are guessed.
+# - [Which layer?](../docs/layers.md) says of each layer of `jaxpar.nn` whether it can count parities, and `benchmarks/state_tracking` tries
+#   them, with arithmetic and permutations, too.
