@@ -80,6 +80,7 @@ PRINTED = {
         "layers.0.w_x",
     ),
     "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
+    "docs/layers.md": (),
 }
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
 
@@ -136,6 +137,10 @@ def test_python_blocks_run_in_their_order(page, tmp_path):
     printed = run(script, cwd=tmp_path)
     for shown in PRINTED[page]:
         assert shown in printed
+    if page == "docs/layers.md":
+        differences = re.findall(r"^(\w+) differs by (\S+)$", printed, re.M)
+        assert {name for name, _ in differences} == {*LAYERS.values()}
+        assert all(float(number) < 1e-6 for _, number in differences)
     if page == "docs/analysis.md":
         for shown in ("row split", "dim 0 layers/stage"):
             assert any(shown in block and block in printed for block in blocks("text", page))
