@@ -5,9 +5,8 @@ arXiv:2405.04517, section 2.4 and appendix A; numbers and initial values as in t
 NX-AI/xlstm). A device of `tensor` has some heads with all that belongs to them.
 
     python -m jaxpar train examples/xlstm.py:XLSTM --simulate 8 --mesh dp2pp2tp2
-    python -m jaxpar sample runs/0001 --prompt "the value of"
 
-The task is `lm` with other layers: it has the options of that, reads text as that does, and writes it.
+The task is `lm` with other layers: it has the options of that, reads text as that does, and writes text.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar import Stack, lm, nn
+from jaxpar import Stack, TrainConfig, lm, nn
 from jaxpar.base.checks import check_divides
 from jaxpar.nn.hidden import gates_of_state
 from jaxpar.nn.matrix_memory import NOTHING
@@ -26,8 +25,7 @@ from jaxpar.nn.param import kernel_param, uniform
 from jaxpar.nn.resets import begin_anew
 from jaxpar.nn.slstm import slstm_step
 
-SEEN = 4  # steps that a convolution sees
-BLOCK = 4  # units that are projected together to q, k and v
+SEEN, BLOCK = 4, 4  # steps that a convolution sees; units that are projected together to q, k and v
 
 # --- The blocks. Legend: T time, B rows, W width, N heads of D units, F units of a perceptron.
 
@@ -64,8 +62,8 @@ class Convolution(nnx.Module):
         x = jnp.concatenate([jnp.moveaxis(past, 1, 0).astype(dtype), x_TBND])
         # Which sequence each step is of: what is of another one counts as 0.
         resets = jnp.zeros(x_TBND.shape[:2], bool) if at.resets is None else at.resets
-        number = jnp.pad(jnp.cumsum(resets, 0, dtype=jnp.int32), ((before, 0), (0, 0)))
-        number = number[..., None, None]
+        number = jnp.cumsum(resets, 0, dtype=jnp.int32)[..., None, None]
+        number = jnp.pad(number, ((before, 0), *[(0, 0)] * 3))
         y = self.bias[...][None, None]
         for n in range(SEEN):
             part = jnp.where(number[n : n + T] == number[before:], x[n : n + T], 0)
@@ -179,11 +177,14 @@ def product(x, kernel, num_summed=1):
 
 @dataclasses.dataclass(frozen=True)
 class XLSTM(lm.LM):
-    """A language model of xLSTM blocks; `num_heads` are those of each block's memory, 4 by default."""
+    """A language model of xLSTM blocks; options as of `lm`, num_layers are blocks."""
 
-    layer: ClassVar[str] = "mlstm"
+    layer: ClassVar[str] = "mlstm"  # neither this nor the next is an option
     forget_bias: ClassVar[float] = 1.0
+    train: ClassVar[TrainConfig] = TrainConfig(num_steps=400, log_every=100)
     num_layers: int = 8
+    hidden_size: int = 64
+    embed_size: int = 64
 
     def __post_init__(self):
         super().__post_init__()
