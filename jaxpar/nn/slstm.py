@@ -36,6 +36,21 @@ class SLSTMCarry(NamedTuple):
     m_BH: jax.Array
 
 
+def slstm_step(carry: SLSTMCarry, z_B4H: jax.Array) -> SLSTMCarry:
+    """The state after a step: the formulas above.
+
+    Args:
+      z_B4H: what they take functions of, float32; H may be several dims, here and in the state.
+    """
+    _, c_BH, n_BH, m_BH = carry
+    log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
+    log_f = nnx.log_sigmoid(z_B4H[:, 1])
+    m_next = lax.stop_gradient(jnp.maximum(log_f + m_BH, log_i))
+    f, i = jnp.exp(log_f + lax.stop_gradient(m_BH) - m_next), jnp.exp(log_i - m_next)
+    c_BH, n_BH = f * c_BH + i * z, f * n_BH + i
+    return SLSTMCarry(o * c_BH / n_BH, c_BH, n_BH, m_next)
+
+
 class SLSTM(ForgetGate):
     """One sLSTM layer.
 
@@ -59,17 +74,11 @@ class SLSTM(ForgetGate):
         def step(given, carry, inputs):
             params, initial = given
             x_BH, is_new_B = inputs
-            h_BH, c_BH, n_BH, m_BH = begin_anew(is_new_B, initial, carry)
+            carry = begin_anew(is_new_B, initial, carry)
             zx_B4H = contract(x_BH, params.w_x_IGH.astype(dtype), out=jnp.float32)
-            zh_B4H = gates_of_state(h_BH.astype(dtype), params.w_h_HGH)
-            z_B4H = zx_B4H + zh_B4H + params.b_GH[None]
-            log_i, z, o = z_B4H[:, 0], jnp.tanh(z_B4H[:, 2]), nnx.sigmoid(z_B4H[:, 3])
-            log_f = nnx.log_sigmoid(z_B4H[:, 1])
-            m_next = lax.stop_gradient(jnp.maximum(log_f + m_BH, log_i))
-            f, i = jnp.exp(log_f + lax.stop_gradient(m_BH) - m_next), jnp.exp(log_i - m_next)
-            c_BH, n_BH = f * c_BH + i * z, f * n_BH + i
-            h_BH = o * c_BH / n_BH
-            return SLSTMCarry(h_BH, c_BH, n_BH, m_next), h_BH.astype(dtype)
+            zh_B4H = gates_of_state(carry.h_BH.astype(dtype), params.w_h_HGH)
+            carry = slstm_step(carry, zx_B4H + zh_B4H + params.b_GH[None])
+            return carry, carry.h_BH.astype(dtype)
 
         inputs = x_TBH, at.resets
         return hoisted_scan(step, (self.params, initial), carry, inputs, unroll=at.unroll)

@@ -486,10 +486,15 @@ class Loop:
                 after = kept.weights(state.kept, here.slot, here.group, layers)
                 if first:  # nothing in this tick waits for it
                     return after, done
-                # 0, whatever the sum is; the compiler cannot know it before. Over parts of an array it takes
-                # an exchange, of one number.
-                some = jnp.sum(min(jax.tree.leaves(after), key=jnp.size))
-                return after, (some * 0 == 1).astype(jnp.int32)
+                # 0, whatever the sums are; the compiler cannot know it before. Over parts of an array they
+                # take an exchange, of one number. It comes after all that W computes apart: else some devices
+                # would come to it before the exchanges of a kind of layers, and others after them, and wait.
+                apart = [after]
+                if not self.stage.pooled:
+                    apart = [x for kind in after for x in (kind if self.spec.unroll else [kind])]
+                leaves = filter(None, map(jax.tree.leaves, apart))
+                is_one = [jnp.sum(min(each, key=jnp.size)) * 0 == 1 for each in leaves]
+                return after, functools.reduce(jnp.logical_or, is_one).astype(jnp.int32)
 
             # Not a loop over places: what is kept would be copied into it.
             with jax.named_scope(scope_of_weights(first + place)):
