@@ -266,7 +266,7 @@ def test_tokens_are_those_of_the_definition_on_any_mesh(mesh, sizes, numbers, te
 
 def test_no_stage_waits_where_groups_are_as_many(run):
     """Of the schedule that is followed: all stages have a unit in every tick but the first and last ones."""
-    for groups, busy in ((1, 1 / 4), (2, 2 / 4), (4, 1.0)):
+    for groups, busy in ((1, 1 / 4), (2, 2 / 4), (4, 1.0), (5, 1.0)):
         pipeline = PipelineConfig(num_microbatches=groups, num_chunks=50)
         parallel = Parallel(MeshConfig(stage=4, devices=(0, 1, 2, 3)), pipeline)
         unit_TS = feeding_table(parallel).forward.unit[0]
@@ -281,11 +281,22 @@ def test_no_stage_waits_where_groups_are_as_many(run):
                 assert begins > left
 
 
-def test_many_prompts_are_sampled_at_once(run):
+def test_many_prompts_are_sampled_at_once(run, capsys):
     prompts = ["the cat", "a", "the dog ran to"]
     alone = sample(run.out_dir, prompts[0], length=9, seed=2)
     texts = sample(run.out_dir, prompts, length=9, seed=2)
-    assert texts == sample(run.out_dir, prompts, length=9, seed=2, mesh=MeshConfig.parse("dp2pp2"))
+    assert capsys.readouterr() == ("", "")
+    on_stages = {"length": 9, "seed": 2, "mesh": MeshConfig.parse("dp2pp2")}
+    assert texts == sample(run.out_dir, prompts, **on_stages)
+    out, told = capsys.readouterr()
+    assert (out, [" ".join(line.split()) for line in told.splitlines()]) == ("", [
+        "mesh data=2 x stage=2 x tensor=1",
+        "prompts 3 + 1 padding; 2 groups of 1 row on each of data=2",
+        "stages each waits in 1 of 27 ticks (4%)",
+        "",
+    ])  # fmt: skip
+    assert texts == sample(run.out_dir, prompts, **on_stages, quiet=True)
+    assert capsys.readouterr() == ("", "")
     assert texts[0] == alone
     assert [text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True)] == [
         True
