@@ -170,8 +170,13 @@ def test_evaluate_and_sample_need_the_folder_alone(run, capsys):
     assert [row.split()[0] for row in rows if row.strip()][-2:] == ["valid", "test"]
     assert rows[-1] in printed.splitlines()
     assert main(["sample", str(out_dir), "--prompt", "the cat", "--length", "5"]) == 0
-    first = capsys.readouterr().out
+    first, told = capsys.readouterr()
     assert first.startswith("the cat")
+    [line] = told.split("\n\n")[0].splitlines()
+    line = " ".join(line.split())
+    assert line == (
+        "mesh one device; the run was trained on dp2pp2tp2, and --mesh dp2pp2tp2 samples there"
+    )
     main(["sample", str(out_dir), "--prompt", "the cat", "--length", "5"])
     assert capsys.readouterr().out == first
 

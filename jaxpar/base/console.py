@@ -1,5 +1,6 @@
 """Tables and consoles of rich that fit a terminal, a file or a pipe."""
 
+from collections.abc import Iterable
 from typing import Any, TextIO
 
 import rich.box
@@ -58,6 +59,15 @@ class FittingTable(Table):
             ]
             yield first
             yield Padding(Text("; ").join(parts), (0, 0, 0, 2))
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """A line for each: what, in bold, and what there is to say of it."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    for name, value in facts:
+        table.add_row(name, Text(value))  # brackets are no markup
+    return table
 
 
 def rendered(thing: Any, console: Console) -> str:

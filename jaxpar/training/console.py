@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from jaxpar.base.console import FittingTable, make_console
+from jaxpar.base.console import FittingTable, facts_table, make_console
 from jaxpar.base.display import format_seconds
 from jaxpar.base.output import dropping
 from jaxpar.setup import Setup
@@ -49,11 +49,7 @@ class ConsoleReport(Report):
         """Devices, mesh, placement, data, parameters."""
         if isinstance(self.console, NotebookConsole):
             self.console = NotebookConsole()  # of its own for each run
-        facts = Table.grid(padding=(0, 2))
-        facts.add_column(style="bold")
-        for name, value in summarize(setup):
-            facts.add_row(name, Text(value))  # brackets are no markup
-        self.console.print(facts, "")
+        self.console.print(facts_table(summarize(setup)), "")
         if setup.parallel.mesh.stage > 1:
             table, note = stage_table(setup.layout)
             self.console.print(table, f"{note}\n", highlight=False)

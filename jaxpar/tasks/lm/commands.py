@@ -9,7 +9,9 @@ from jaxpar.command import Command, TrainedOptions
 
 @dataclasses.dataclass(frozen=True)
 class Sample(TrainedOptions):
-    """Prints text by a trained language model.
+    """Prints text by a trained language model, on one device or on any --mesh.
+
+    On stages, lines on stderr say before it how prompts are grouped, and how long stages wait for each other.
 
     Attributes:
       prompt: words that the text begins with, all of them in the run's vocabulary.

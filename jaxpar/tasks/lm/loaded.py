@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,10 +14,11 @@ import jax
 import numpy as np
 
 from jaxpar.base.checks import require
+from jaxpar.base.console import facts_table, make_console
 from jaxpar.base.files import read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches
-from jaxpar.mesh import ONE_DEVICE, MeshConfig
+from jaxpar.mesh import ONE_DEVICE, MeshConfig, short_name
 from jaxpar.task import spec_of
 from jaxpar.tasks.lm.drawing import Draw
 from jaxpar.tasks.lm.sampling import sample_tokens
@@ -107,6 +109,7 @@ class TextRun(LoadedRun):
         top_p: float = 1.0,
         end: str | None = None,
         seed: int = 0,
+        quiet: bool = False,
     ) -> Any:
         """A text that begins with the prompt; or one for each prompt of a list; see `sample`."""
         assert isinstance(self.setup.task, LM)
@@ -119,12 +122,23 @@ class TextRun(LoadedRun):
         )
         draw = Draw.of(seed, temperature, top_k, top_p, separator)
         known = [self._read(each) for each in prompts]
-        found = sample_tokens(self.setup, self.state, known, draw, length)
+        tell = self._tell if not quiet and jax.process_index() == 0 else lambda facts: None
+        found = sample_tokens(self.setup, self.state, known, draw, length, tell)
         texts = []
         for tokens, new in zip(known, found, strict=True):
             new = new[: np.flatnonzero(np.append(np.isin(new, ends), True))[0]]
             texts.append(self.vocabulary.decode(np.concatenate([tokens, new])[1:]))
         return texts[0] if isinstance(prompt, str) else texts
+
+    def _tell(self, facts: list[tuple[str, str]]) -> None:
+        """Prints how prompts lie on stages; on one device, the run's own mesh where that split the model."""
+        before = dataclasses.replace(self.folder.settings().parallel.mesh, devices=None)
+        if self.setup.mesh.size == 1 and before.num_devices > max(before.data, 1):
+            name = short_name(before)
+            line = f"one device; the run was trained on {name}, and --mesh {name} samples there"
+            facts = [("mesh", line)]
+        if facts:
+            make_console(sys.stderr).print(facts_table(facts), "")
 
     def _read(self, prompt: str) -> np.ndarray:
         """Its tokens, after one `<eos>`: the model reads it as the start of a line."""
@@ -171,7 +185,8 @@ def sample(
       options: of `TextRun.sample`: `length`, the tokens to add (50). `temperature`, which logits are divided
         by (1); 0 takes the likeliest token every time. `top_k` and `top_p` draw among so many of the
         likeliest words, or the likeliest that have this probability together (0 and 1: among all). `end`, a
-        token at which a text ends, without it (None). `seed` (0): the same one gives the same text.
+        token at which a text ends, without it (None). `seed` (0): the same one gives the same text. `quiet`
+        prints nothing; without it stderr has, of a mesh with stages, how long they wait for each other.
     Returns:
       the text, or a list of texts.
     Raises:
