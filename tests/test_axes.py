@@ -233,6 +233,7 @@ def test_predictions_and_evaluations_on_an_axis_equal_those_of_one_device():
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_size_of_its_axis(tmp_path):
     def fit(out_dir, mesh, num_steps, **how):
         train = TrainConfig(num_steps, out_dir=str(tmp_path / out_dir), log_every=1)

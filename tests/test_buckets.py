@@ -451,6 +451,7 @@ class Walks(Regress):
         return batches.batch(batches.num_windows - 1)
 
 
+@pytest.mark.slow
 def test_sequences_of_any_task_in_buckets_are_exact_in_a_pipeline(tmp_path):
     task = Walks(kinds=("own gru", "flax gru"), batch_size=8)
     assert "sequences" in dict(task.describe())["batches"]

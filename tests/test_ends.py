@@ -231,6 +231,7 @@ def test_what_costs_less_is_chosen_and_said():
 # ---- the compiled program ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "head", "schedule"),
     [

@@ -252,7 +252,7 @@ LAYOUTS = [
     slow(DIGITS, make_parallel((8, 1, 1))),
     slow(DIGITS, make_parallel((1, 8, 1), num_chunks=2)),
     slow(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
-    (DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
+    slow(DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
     slow(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
 ]
 

@@ -509,7 +509,8 @@ def test_they_are_the_same_on_every_mesh_and_schedule(kinds, mesh, units):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("layer", ["mlstm", slow("gated_delta")])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["mlstm", "gated_delta"])
 def test_an_evaluation_and_a_resumed_run_are_the_same_on_another_mesh(layer, text, tmp_path):
     task = LM(
         2, 8, 8, layer=layer, corpus=str(text), packed=True, batch_size=8, seq_len=8, dropout=0.0,

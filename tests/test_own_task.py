@@ -246,6 +246,7 @@ def test_help_tells_its_options(world):
     assert "(default: 60)" in said
 
 
+@pytest.mark.slow
 def test_the_planner_compiles_it_and_runs_it(world):
     printed, said = jaxpar("plan", "forecast.py:Forecast", "--simulate", 1, cwd=world[0])
     first, _, last = printed.rpartition("1 x cpu, 1 device: ")

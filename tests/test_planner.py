@@ -284,6 +284,7 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
     assert re.search(r"memory +[\d.]+ \w?B +[\d.]+ \w?B", str(cost))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("lm", (2, 1, 1)), pytest.param("mixed", (1, 2, 1), marks=pytest.mark.slow)],

@@ -173,6 +173,7 @@ UPDATES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "optimizer", "layout"), UPDATES)
 def test_updates_of_whole_planes_equal_those_of_single_arrays(mesh, optimizer, layout):

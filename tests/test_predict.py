@@ -354,7 +354,8 @@ def test_what_was_killed_ends_with_the_same_files(num_processes, trained):
     np.testing.assert_allclose(after, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.slow), "SIGINT"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_a_prediction_after_a_batch_and_says_how_it_goes_on(name, trained):
     run = ["predict", "run", "test", "--out", name]
     (trained / "kill").write_text(name)

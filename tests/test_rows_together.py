@@ -109,6 +109,7 @@ def test_layers_mix_as_many_rows_on_any_mesh(mesh, pipeline, layout):
     assert_same(Mixed(), Parallel(on_devices(mesh), PipelineConfig(**pipeline), **layout))
 
 
+@pytest.mark.slow
 @pytest.mark.law
 def test_unequal_shares_are_whole_groups():
     task = Mixed(batch_size=32)
@@ -185,6 +186,7 @@ def test_a_number_of_rows_is_a_number():
         Stack([lambda rngs: Wrong(rngs=rngs)], rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_evaluates():
     parallel = Parallel(on_devices((2, 2, 1)), PipelineConfig(num_chunks=2))
     result = fit(Mixed(), parallel, TrainConfig(num_steps=2), quiet=True)

@@ -113,13 +113,10 @@ class Hanging(LM):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "hang"),
-    [
-        (0, "sleep"),
-        pytest.param(1, "spin", marks=pytest.mark.slow),
-        pytest.param(1, "keep", marks=pytest.mark.slow),
-    ],
+    [(0, "sleep"), (1, "spin"), (1, "keep")],
 )
 def test_a_process_that_never_comes_to_the_next_step_is_named(victim, hang, text, tmp_path):
     file = tmp_path / "hanging.py"

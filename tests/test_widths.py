@@ -139,7 +139,7 @@ def laid_out(sizes, **pipeline):
     [
         ((1, 1, 1), {}),
         slow((2, 1, 1), {}),
-        ((1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
+        slow((1, 2, 1), {"num_microbatches": 2, "num_chunks": 2}),
         slow((1, 4, 1), {"num_microbatches": 4, "schedule": "gpipe"}),
         slow((1, 2, 1), {"num_chunks": 4, "remat": True}),
         slow((1, 2, 1), {"num_chunks": 2, "schedule": "interleaved", "num_groups": 2}),
