@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_equivalence import SGD, assert_same_as_plain, make_settings, slow, train_two_steps
+from test_equivalence import SGD, loss_and_grads, make_settings, plain, slow, train_two_steps
 from test_examples import FOLDER, RELATIVE_ERROR, assert_close
+from test_matrix_memories import FAR_APART
 from test_sample import by_definition
 
 import jaxpar
@@ -178,7 +179,7 @@ LAW = [
     slow((1, 1, 2), (1, 1), MODEL, {}),
     slow((1, 4, 2), (2, 2), MODEL, {"schedule": "gpipe", "remat": True}),
     slow((2, 2, 2), (2, 2), dataclasses.replace(MODEL, packed=True), {}),
-    slow((2, 2, 2), (2, 2), dataclasses.replace(MODEL, tie_embedding=True), {"unroll": True}),
+    slow((2, 2, 2), (2, 2), dataclasses.replace(MODEL, tie_embedding=True), {"schedule": "v"}),
     slow((8, 1, 1), (1, 1), MODEL, {}),
 ]
 
@@ -186,7 +187,14 @@ LAW = [
 @pytest.mark.law
 @pytest.mark.parametrize(("mesh", "units", "task", "options"), LAW)
 def test_loss_gradients_and_carry_equal_plain(mesh, units, task, options):
-    assert_same_as_plain(make_settings(mesh, units, task, **options))
+    loss, *found = loss_and_grads(make_settings(mesh, units, task, **options))
+    expected_loss, *expected = plain(task)
+    assert abs(loss - expected_loss) <= RELATIVE_ERROR * expected_loss
+    for own, wanted in zip(found, expected, strict=True):
+        assert own.keys() == wanted.keys()
+        for name, value in wanted.items():
+            error, scale = np.linalg.norm(own[name] - value), np.linalg.norm(value)
+            assert error <= FAR_APART * scale, f"{name}: error {error:.1e} of {scale:.1e}"
 
 
 @pytest.mark.law
@@ -256,7 +264,7 @@ def test_it_learns_and_writes_text(text, tmp_path):
     result = jaxpar.fit(task, "dp2pp2tp2", train, quiet=True)
     assert result.evaluations["test"].metrics["perplexity"] < 2.5  # unigrams: 9.5
     run = jaxpar.load_run(result.out_dir, "pp2")
-    assert run.sample("the", length=3, temperature=0) == "the cat sat on"
+    assert run.sample("a dog", length=4, temperature=0) == "a dog ran to the cat"
 
 
 def test_heads_that_have_no_whole_blocks_are_refused():

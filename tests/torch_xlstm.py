@@ -5,6 +5,7 @@
 Made with xlstm 2.0.6 and PyTorch 2.13 on a CPU; needs these two and NumPy alone.
 """
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,8 @@ def main() -> None:
             context_length=T, num_blocks=2, embedding_dim=W, slstm_at=[1],
         )
     )  # fmt: skip
+    # By tanh, as the example has it; theirs is by erf.
+    stack.blocks[1].ffn.act_fn = functools.partial(torch.nn.functional.gelu, approximate="tanh")
     with torch.no_grad():
         for parameter in stack.parameters():  # some begin as zeros
             parameter += 0.3 * torch.randn_like(parameter)
