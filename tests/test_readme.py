@@ -84,6 +84,7 @@ PRINTED = {
     "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
     "docs/layers.md": (),
 }
+SHORT = ("docs/models.md", "docs/using.md", "docs/layers.md")
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
 
 
@@ -131,8 +132,14 @@ def test_the_model_of_the_readme_trains(tmp_path):
     assert printed.endswith("\n8\n")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("page", PRINTED)
+# The longer ones are tried for releases.
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.full if page in SHORT else pytest.mark.slow)
+        for page in PRINTED
+    ],
+)
 def test_python_blocks_run_in_their_order(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks("python", page)))
@@ -158,17 +165,25 @@ SMALL = {
     "--train.num-steps": 6,
     "--pipeline.num-chunks": 1,
 }
+# What commands of pages write, besides those of the README.
+USED = {"predicted", "stream", "half.safetensors"}
+PICTURES = {"timeline.svg", "bytes.png", "strategies.html", "bubble.png", "memory.png"}
 OWN = "# forecast.py"  # a model of the reader's, which commands below it train
 GUIDE, CLASSIFIER = "docs/models.md", "# gestures.py"
 
 
-@pytest.mark.full
-def test_commands_of_the_readme_run(tmp_path):
+@pytest.mark.parametrize(
+    ("names", "made"),
+    [
+        pytest.param(("using",), USED, marks=pytest.mark.full),
+        pytest.param(("planning", "recipes", "analysis"), PICTURES, marks=pytest.mark.slow),
+    ],
+)
+def test_commands_of_the_readme_and_of_pages_run(names, made, tmp_path):
     [own] = [block for block in blocks("python") if block.startswith(OWN)]
     (tmp_path / "forecast.py").write_text(own)
     (tmp_path / "other.txt").write_text("the value of an object is returned\n" * 300)
     (tmp_path / "prompts.txt").write_text("the value of\nthe\n")
-    names = ("planning", "recipes", "analysis", "using")
     pages = ("README.md", *(f"docs/{name}.md" for name in names))
     for command in dict.fromkeys(tuple(command) for page in pages for command in commands(page)):
         # Which other tests run; a machine's compiler may not be there.
@@ -186,12 +201,7 @@ def test_commands_of_the_readme_run(tmp_path):
         assert printed.strip(), command
     given = {"forecast.py", "other.txt", "prompts.txt", "__pycache__"}
     written = {path.name for path in tmp_path.iterdir()} - given
-    pictures = {"timeline.svg", "bytes.png", "strategies.html", "bubble.png", "memory.png"}
-    predicted, weights = (
-        {"scores", "predicted", "stream"},
-        {"model.safetensors", "half.safetensors"},
-    )
-    assert written == {"runs", *pictures, *predicted, *weights}
+    assert written == {"runs", "scores", "model.safetensors", *made}
 
 
 @pytest.mark.full

@@ -386,7 +386,10 @@ def test_a_file_that_people_change_is_told_and_taken(run, text, name, caplog):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("damage", ["zeros", "missing", "cut", "edited"])
+@pytest.mark.parametrize(
+    "damage",
+    ["zeros", *(pytest.param(n, marks=pytest.mark.slow) for n in ("missing", "cut", "edited"))],
+)
 def test_the_best_state_is_known_without_metrics(run, text, damage, caplog):
     """Which is why nothing that happens to a log of numbers deletes it."""
     more = {"eval_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
