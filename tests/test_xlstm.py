@@ -198,7 +198,8 @@ def test_loss_gradients_and_carry_equal_plain(mesh, units, task, options):
 
 
 @pytest.mark.law
-@pytest.mark.parametrize("mesh", [(2, 2, 2), slow((1, 2, 1)), slow((1, 1, 2))])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 2, 1), (1, 1, 2)])
 def test_parameters_agree_after_two_windows(mesh):
     expected_losses, expected = train_two_steps(make_settings(task=MODEL))
     losses, params = train_two_steps(make_settings(mesh, (2, 2), MODEL))
@@ -222,14 +223,10 @@ def test_no_time_step_waits_for_another_device(mesh):
 # ---- text ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "options"),
-    [
-        ("pp2", {}),
-        slow("dp2pp2tp2", {}),
-        slow("pp4", {"packed": True}),
-        slow("dp1", {"tie_embedding": True}),
-    ],
+    [("pp2", {}), ("dp2pp2tp2", {}), ("pp4", {"packed": True}), ("dp1", {"tie_embedding": True})],
 )
 def test_tokens_are_those_of_the_whole_text_so_far(mesh, options, text):
     sizes = {"vocab_size": None, "num_layers": 4, "corpus": str(text)}
