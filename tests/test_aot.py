@@ -224,7 +224,7 @@ def test_memory_is_as_stored_for_this_compiler(compiled):
     assert sum(report.memory.parts.values()) == report.memory.total
 
 
-@pytest.mark.parametrize("machine", ["v5e:2x2", "h100:1x1x4"])
+@pytest.mark.parametrize("machine", ["v5e:2x2", _slow("h100:1x1x4")])
 def test_finalists_are_compiled_and_kept(machine, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ranking = plan(SMALL, machine=machine, num_finalists=2)
@@ -239,6 +239,7 @@ def test_finalists_are_compiled_and_kept(machine, tmp_path, monkeypatch):
     assert not ranking.best.memory_text.startswith("~")
 
 
+@pytest.mark.slow
 def test_a_step_that_a_chip_has_no_room_for_is_refused():
     """By the compiler: 4 GB of parameters and twice as much of Adam's, and their gradients, on 16 GB."""
     large = dataclasses.replace(TASK, num_layers=2, hidden_size=8192, embed_size=8192)
