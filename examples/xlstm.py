@@ -1,8 +1,8 @@
 """A language model of xLSTM blocks: two kinds in one stack, seven with an mLSTM to one with an sLSTM.
 
 The memories are those of `jaxpar.nn`, and around them is what the paper has (Beck et al. 2024,
-arXiv:2405.04517, section 2.4 and appendix A; numbers and initial values as in the authors' code,
-NX-AI/xlstm). A device of `tensor` has some heads with all that belongs to them.
+arXiv:2405.04517, section 2.4 and the appendix's figures of blocks), with numbers and initial values of the
+authors' code, NX-AI/xlstm. A device of `tensor` has some heads with all that belongs to them.
 
     python -m jaxpar train examples/xlstm.py:XLSTM --simulate 8 --mesh dp2pp2tp2
 
