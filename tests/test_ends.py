@@ -236,8 +236,8 @@ def test_what_costs_less_is_chosen_and_said():
     ("how", "head", "schedule"),
     [
         (("deep", "twice"), "sharded", {"zero_bubble": False}),
-        slow(("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
-        slow(("array",), "sharded", {"schedule": "v"}),
+        (("deep",), "last", {"schedule": "interleaved", "num_groups": 2}),
+        (("array",), "sharded", {"schedule": "v"}),
     ],
 )
 def test_bytes_over_stages_are_those_that_were_predicted(large, how, head, schedule):

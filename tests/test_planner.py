@@ -287,7 +287,7 @@ def test_a_step_is_compared_with_its_program_and_with_the_clock():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("lm", (2, 1, 1)), pytest.param("mixed", (1, 2, 1), marks=pytest.mark.slow)],
+    [("lm", (2, 1, 1)), ("mixed", (1, 2, 1))],
 )
 def test_a_config_that_cannot_fit_is_refused_with_layouts_that_fit(name, mesh):
     task = TEXT if name == "lm" else task_of(name)

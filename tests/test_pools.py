@@ -167,9 +167,9 @@ def test_rows_without_a_layer_have_no_gradient(monkeypatch):
 
 UPDATES = [
     ((1, 2, 1), {"name": "adamw", "weight_decay": 0.1}, {}),
-    slow((2, 2, 1), {"name": "rmsprop"}, {"update": "host"}),
-    slow((1, 4, 1), {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, {}),
-    slow((2, 2, 2), {"name": "adam"}, {"update": "sharded"}),
+    ((2, 2, 1), {"name": "rmsprop"}, {"update": "host"}),
+    ((1, 4, 1), {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}, {}),
+    ((2, 2, 2), {"name": "adam"}, {"update": "sharded"}),
 ]
 
 

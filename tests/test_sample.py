@@ -221,6 +221,21 @@ def by_definition(model, prompt, tokens, row, draw):
     return np.array(best), np.array(ahead)
 
 
+def assert_drawn_by_definition(setup, state, draw, lengths):
+    """For prompts of so many tokens: what follows each of them is what the model's definition draws."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(11, size=n, dtype=np.int32) for n in lengths]
+    found = sample_tokens(setup, state, prompts, draw, 7)
+    parts = (in_stacks(part, setup.layout) for part in (state.params, state.frozen))
+    model = nnx.merge(*jax.device_get(nnx.split(setup.layout.merge(*parts))))
+    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        best, ahead = by_definition(model, prompt, tokens, row, draw)
+        sure = ahead > 1e-3
+        assert sure.sum() > 4
+        np.testing.assert_array_equal(tokens[sure], best[sure])
+    assert len(np.unique(found)) > 3
+
+
 @dataclasses.dataclass(frozen=True)
 class Frozen(LM):
     frozen: ClassVar = nnx.PathContains("embedding")
@@ -250,19 +265,7 @@ def test_tokens_are_those_of_the_definition_on_any_mesh(mesh, sizes, numbers, te
     state = larger(init_state(setup, seed=1))
     separator = 4 if task.reads_lines else None
     draw = Draw.of(seed=5, separator=separator, **numbers)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(11, size=n, dtype=np.int32) for n in (1, 4, 2, 1, 3)]
-    found = sample_tokens(setup, state, prompts, draw, 7)
-    model = setup.layout.merge(
-        *(in_stacks(part, setup.layout) for part in (state.params, state.frozen))
-    )
-    model = nnx.merge(*jax.device_get(nnx.split(model)))
-    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
-        best, ahead = by_definition(model, prompt, tokens, row, draw)
-        sure = ahead > 1e-3
-        assert sure.sum() > 4
-        np.testing.assert_array_equal(tokens[sure], best[sure])
-    assert len(np.unique(found)) > 3
+    assert_drawn_by_definition(setup, state, draw, (1, 4, 2, 1, 3))
 
 
 # On two stages, in groups of one row; interleaved has the layers elsewhere than the sampler.

@@ -11,7 +11,7 @@ from flax import nnx
 from test_equivalence import SGD, loss_and_grads, make_settings, plain, slow, train_two_steps
 from test_examples import FOLDER, RELATIVE_ERROR, assert_close
 from test_matrix_memories import FAR_APART
-from test_sample import by_definition
+from test_sample import assert_drawn_by_definition, larger
 
 import jaxpar
 from jaxpar import At, OptimizerConfig, TrainConfig
@@ -20,8 +20,6 @@ from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.task import find_task
 from jaxpar.tasks.lm.drawing import Draw
-from jaxpar.tasks.lm.sampling import sample_tokens
-from jaxpar.training.by_layer import in_stacks
 
 XLSTM = find_task(f"{FOLDER}/xlstm.py:XLSTM")
 MODEL = XLSTM(
@@ -231,21 +229,9 @@ def test_no_time_step_waits_for_another_device(mesh):
 def test_tokens_are_those_of_the_whole_text_so_far(mesh, options, text):
     sizes = {"vocab_size": None, "num_layers": 4, "corpus": str(text)}
     setup = Setup.of(dataclasses.replace(MODEL, **sizes, **options), mesh)
-    state = init_state(setup, seed=1)
-    # Larger weights, so that what is carried counts.
-    state = dataclasses.replace(state, params=jax.tree.map(lambda a: 3 * a, state.params))
-    rng = np.random.default_rng(0)
+    state = larger(init_state(setup, seed=1), 3)
     draw = Draw.of(seed=5, separator=4 if options.get("packed") else None)
-    prompts = [rng.integers(11, size=n, dtype=np.int32) for n in (1, 4, 2)]
-    found = sample_tokens(setup, state, prompts, draw, 7)
-    parts = (in_stacks(part, setup.layout) for part in (state.params, state.frozen))
-    model = nnx.merge(*jax.device_get(nnx.split(setup.layout.merge(*parts))))
-    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
-        best, ahead = by_definition(model, prompt, tokens, row, draw)
-        sure = ahead > 1e-3
-        assert sure.sum() > 4
-        np.testing.assert_array_equal(tokens[sure], best[sure])
-    assert len(np.unique(found)) > 3
+    assert_drawn_by_definition(setup, state, draw, (1, 4, 2))
 
 
 @pytest.mark.slow

@@ -42,17 +42,21 @@ class At(NamedTuple):
     @property
     def on_cpu(self) -> bool:
         """Whether CPUs compute: what keeps an accelerator busy may be slow there."""
-        return (self.platform or jax.default_backend()) == "cpu"
+        return self._platform == "cpu"
 
     @property
     def unroll(self) -> int:
-        """How many time steps a turn of a loop over time takes.
+        """How many time steps a turn of a loop over time takes at most.
 
         On a GPU each operation of a turn is a launch, of microseconds, and steps of one turn share some: an
         LSTM's step is 9 operations forward and 11 backward, with 8 steps a turn 4.75 and 3.9, a GRU's 9 and
         13, or 3 and 4 (compiled for an H100, `tests/test_aot.py`).
         """
-        return 8 if (self.platform or jax.default_backend()) in ("gpu", "cuda", "rocm") else 1
+        return 8 if self._platform == "gpu" else 1
+
+    @property
+    def _platform(self) -> str:
+        return self.platform or jax.default_backend()
 
     @property
     def resets(self) -> Any:

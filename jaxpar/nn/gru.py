@@ -37,7 +37,7 @@ def gru_layer(
     Args:
       carry: h before the first step, [B, H] float32; of heads [B, N, D] (`GateParams`), and so are outputs.
       resets_TB: where a sequence begins, from the state `initial_BH` (None: zeros); None means nowhere.
-      unroll: how many steps a turn of the loops over time takes, as in `lax.scan`.
+      unroll: how many steps a turn of the loops over time takes at most; see `hoisted_scan`.
     Returns:
       h after the last step, and the outputs h_TBH in the dtype of x.
     """

@@ -33,7 +33,7 @@ def hoisted_scan(
 
     Args:
       params: the weights, which the step takes every time. What it closes over counts as weights, too.
-      unroll: how many steps a turn of the loop takes.
+      unroll: how many steps a turn of the loop takes at most: with gradients, as many as divide their number.
     Returns:
       the carry after the last step, and the outputs.
     Raises:
