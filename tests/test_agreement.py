@@ -8,19 +8,25 @@ The disagreements of whole processes:
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
 from jaxpar.hosts.agree import describe_processes, differences
-from jaxpar.hosts.launch import _environ, _free_port
-from jaxpar.hosts.rendezvous import meet, program_facts
+from jaxpar.hosts.distributed import _check_port, program_facts
+from jaxpar.hosts.launch import environs
 
 END_SECONDS = 120  # which only a process that hangs takes
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_differences_name_the_field_and_every_value():
@@ -47,106 +53,124 @@ def test_processes_are_named_in_words(numbers, text):
     assert describe_processes(numbers) == text
 
 
-def meet_all(*processes, seconds=20.0):
-    """What each process, of a number and its facts, is told at a meeting; and how long it took."""
-    address, told = f"127.0.0.1:{_free_port()}", [None] * len(processes)
+JOIN = """
+import sys
+from jaxpar.cli.main import main
+from jaxpar.hosts.distributed import start_processes
 
-    def take_part(place, number, count, facts):
+sys.argv = ["jaxpar"]
+try:
+    start_processes()
+    print("joined", flush=True)
+except (ValueError, OSError) as error:
+    print(error, flush=True)
+    from jaxpar.hosts.distributed import leave_processes
+    leave_processes(2, str(error), error)
+"""
+
+
+def start_joining(*numbers, count, address=None, **variables):
+    """Processes that join and leave, with these numbers."""
+    environ = environs(count, 1)[0] | ({"JAX_COORDINATOR_ADDRESS": address} if address else {})
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=environ | {"JAXPAR_PROCESS_ID": str(number)} | variables,
+        )
+        for number in numbers
+    ]  # fmt: skip
+
+
+def said_by(processes):
+    try:
+        return [process.communicate(timeout=END_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def connect(address):
+    """A connection to process 0, as soon as it listens."""
+    deadline = time.monotonic() + END_SECONDS
+    while True:
         try:
-            meet(address, number, count, facts, seconds, address)
-            told[place] = ""
-        except ValueError as error:
-            told[place] = str(error)
+            return socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
-    threads = [
-        threading.Thread(target=take_part, args=(place, *each))
-        for place, each in enumerate(processes)
-    ]
+
+def test_processes_that_have_come_say_that_not_all_have():
     began = time.monotonic()
-    for thread in reversed(threads):  # process 0 comes last: the others look for it
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return told, time.monotonic() - began
+    said = said_by(start_joining(0, 2, count=4, JAXPAR_START_SECONDS="1"))
+    for number, each in zip((0, 2), said, strict=True):
+        assert re.fullmatch(
+            r"not all 4 processes came to 127\.0\.0\.1:\d+ in 1 s \(this one has the number "
+            rf"{number}\); start all of them .*\n",
+            each,
+        )
+    assert time.monotonic() - began < 30
 
 
-def test_processes_that_have_all_come_go_on():
-    told, seconds = meet_all((0, 3, {"jax": "1"}), (1, 3, {"jax": "1"}), (2, 3, {"jax": "1"}))
-    assert told == ["", "", ""]
-    assert seconds < 5
-
-
-def test_all_that_have_come_are_told_who_is_missing():
-    told, _ = meet_all((0, 4, {}), (2, 4, {}), seconds=1.0)
-    message = (
-        "2 of 4 processes have come, processes 1, 3 not yet after 1 s; start all of them, or give all the "
-        "number of those that there are"
+def test_who_has_another_secret_is_refused_by_all():
+    address = f"127.0.0.1:{free_port()}"
+    mine = start_joining(
+        0, count=2, address=address, JAX_COORDINATOR_BIND_ADDRESS=address, JAXPAR_SECRET="a"
     )
-    assert told == [message, message]
+    others = start_joining(1, count=2, address=address, JAXPAR_SECRET="b")
+    message = "another JAXPAR_SECRET in process 1; set the same in all of them\n"
+    assert said_by([*mine, *others]) == [message, message]
 
 
-def test_other_versions_are_refused_by_all():
-    told, _ = meet_all(
-        (0, 3, {"jax": "0.10.1"}), (1, 3, {"jax": "0.12.0"}), (2, 3, {"jax": "0.10.1"})
+def test_strangers_at_the_door_keep_nobody_out():
+    """Some talk nonsense, some a byte now and then, some nothing."""
+    address = f"127.0.0.1:{free_port()}"
+    [first] = start_joining(
+        0, count=2, address=address, JAX_COORDINATOR_BIND_ADDRESS=address, JAXPAR_SECRET="a"
     )
-    message = (
-        "the processes do not agree: jax is 0.10.1 in processes 0, 2, 0.12.0 in process 1; start all of them "
-        "in the same way"
-    )
-    assert told == [message] * 3
-
-
-def test_a_number_that_two_processes_have_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxpar.hosts.rendezvous._AFTER_A_CONFLICT_SECONDS", 0.5)
-    told, _ = meet_all((0, 3, {}), (1, 3, {}), (1, 3, {}))
-    assert told == [
-        "the processes do not agree: two processes have the number 1; start all of them in the same way"
-    ] * 3  # fmt: skip
-
-
-def test_a_stranger_at_the_door_is_no_process():
-    address = f"127.0.0.1:{_free_port()}"
-    host = threading.Thread(target=meet, args=(address, 0, 2, {}, 20.0, address))
-    host.start()
-    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": [1], "facts": 3}\n', b"[" * 2**16, b""):
-        while True:
-            try:
-                with socket.create_connection(
-                    ("127.0.0.1", int(address.rpartition(":")[2]))
-                ) as line:
-                    line.sendall(said)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.01)
-    meet(address, 1, 2, {}, 20.0)
-    host.join()
-
-
-def test_a_process_says_that_nobody_listens():
-    with pytest.raises(
-        ValueError, match=r"process 1 has not found process 0 at 127\.0\.0\.1:\d+ in 1 s "
+    lines = [connect(address) for _ in range(5)]
+    for line, said in zip(
+        lines, (b"GET / HTTP/1.1\r\n\r\n", b"[" * 2**16, b"{", os.urandom(999)), strict=False
     ):
-        meet(f"127.0.0.1:{_free_port()}", 1, 2, {}, 1.0)
+        line.sendall(said)
+    second = start_joining(1, count=2, address=address, JAXPAR_SECRET="a")
+    lines[2].sendall(b'"')
+    assert said_by([first, *second]) == ["joined\n", "joined\n"]
+    for line in lines:
+        line.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_start_ends_at_once(number):
+    """Process 0 has opened its port, and would wait a minute for the other."""
+    address = f"127.0.0.1:{free_port()}"
+    [first] = start_joining(0, count=2, address=address, JAX_COORDINATOR_BIND_ADDRESS=address)
+    connect(address).close()
+    began = time.monotonic()
+    first.send_signal(number)
+    first.communicate(timeout=END_SECONDS)
+    assert first.returncode == {signal.SIGINT: 130, signal.SIGTERM: -signal.SIGTERM}[number]
+    assert time.monotonic() - began < 2
 
 
 def test_a_port_in_use_is_named():
+    """JAX would share it with who has it."""
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-        for bind_address in (address, None):
-            with pytest.raises(OSError, match=rf"port {address[10:]} is in use on this machine"):
-                meet(address, 0, 2, {}, 1.0, bind_address)
+        for host in ("127.0.0.1", "[::]"):
+            with pytest.raises(
+                OSError, match=rf"cannot listen at .*:{other.getsockname()[1]} \(Address already"
+            ):
+                _check_port(f"{host}:{other.getsockname()[1]}")
     with pytest.raises(
-        OSError, match=r"cannot listen at 192\.0\.2\.1:1234: .*; give all processes an add"
+        OSError, match=r"at 192\.0\.2\.1:1234 \(.*\); .* give all processes another address"
     ):
-        meet("192.0.2.1:1234", 0, 2, {}, 1.0, "192.0.2.1:1234")
+        _check_port("192.0.2.1:1234")
 
 
 def test_the_program_is_its_sources_and_packages():
-    facts = program_facts(2)
-    assert facts["the number of processes"] == "2"
+    facts = program_facts()
     assert re.fullmatch(r"\d+\.\d+\.\d+ \(sources [0-9a-f]{12}\)", facts["jaxpar"])
     assert {"jax", "jaxlib", "flax", "orbax-checkpoint", "jax_enable_x64"} <= facts.keys()
-    assert program_facts(3) == facts | {"the number of processes": "3"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +202,7 @@ def test_flags_of_the_compiler_are_compared_where_they_change_a_program(
     facts = {}
     for number, text in enumerate((flags, other)):
         monkeypatch.setenv(variable, text.format(file=tmp_path / "flags"))
-        facts[number] = program_facts(2)
+        facts[number] = program_facts()
     assert differences(facts) == message.format(variable)
 
 
@@ -207,11 +231,11 @@ def start_two(arguments, *, before="", count=2, folders=(None, None)):
       before: what the second one runs before anything else.
       count: of processes, as the second one is told.
     """
-    address, counts, befores = f"127.0.0.1:{_free_port()}", (2, count), ("", before)
+    environ, counts, befores = environs(2, 1), (2, count), ("", before)
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(before=befores[index]), *arguments[index]],
-            env=_environ(os.environ, address, counts[index], index, 1), cwd=folders[index],
+            env=environ[index] | {"JAXPAR_NUM_PROCESSES": str(counts[index])}, cwd=folders[index],
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         )
         for index in range(2)
@@ -329,13 +353,12 @@ print(together(lambda: index))
 
 
 def test_what_one_process_finds_and_what_fails_in_it_is_so_in_all():
-    address = f"127.0.0.1:{_free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", TOGETHER], env=_environ(os.environ, address, 2, index, 1),
+            [sys.executable, "-c", TOGETHER], env=environ,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )
-        for index in range(2)
+        for environ in environs(2, 1)
     ]  # fmt: skip
     said = [process.communicate(timeout=END_SECONDS)[0].splitlines() for process in processes]
     for index, cause in enumerate(("ZeroDivisionError", "NoneType")):

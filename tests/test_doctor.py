@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from jaxpar.hosts.doctor import Examined, diagnose, examine
-from jaxpar.hosts.rendezvous import PACKAGES
+from jaxpar.cli.doctor import Examined, diagnose, examine
+from jaxpar.hosts.distributed import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 ADDRESSES = {"localhost": ["127.0.0.1"], "n1": ["127.0.1.1"], "far": ["10.0.0.5"], "::1": ["::1"]}

@@ -11,6 +11,7 @@ import time
 
 import jax
 import pytest
+from test_launch import children_of
 
 from jaxpar import MeshConfig, Parallel, TrainConfig
 from jaxpar.cli.main import main
@@ -159,14 +160,6 @@ def read_until(process, pattern):
         if re.search(pattern, line):
             return lines
     raise AssertionError("".join(lines))
-
-
-def children_of(parent):
-    listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    )
-    pairs = [tuple(map(int, row.split())) for row in listed.stdout.splitlines()]
-    return sorted(pid for pid, its_parent in pairs if its_parent == parent)
 
 
 def train_losses(out_dir):

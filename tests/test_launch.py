@@ -1,5 +1,6 @@
 """Several processes: who belongs together, and a launcher that starts and ends them."""
 
+import io
 import json
 import os
 import re
@@ -15,10 +16,9 @@ import yaml
 from test_train import flip_a_bit
 
 from jaxpar.cli.main import main
-from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS
+from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, listen_on
 from jaxpar.hosts.group import ProcessGroup, find_processes
-from jaxpar.hosts.launch import _Processes
-from jaxpar.hosts.rendezvous import listen_on
+from jaxpar.hosts.launch import _Processes, environs
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
@@ -178,11 +178,12 @@ def start_long_run(text, out_dir, *more, **how):
 
 
 def children_of(parent):
+    """The processes of a run, not who watches over them."""
     listed = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+        ["ps", "-A", "-o", "pid=,ppid=,comm="], capture_output=True, text=True, check=True
     )
-    pairs = [tuple(map(int, row.split())) for row in listed.stdout.splitlines()]
-    return sorted(pid for pid, its_parent in pairs if its_parent == parent)
+    rows = [row.split(maxsplit=2) for row in listed.stdout.splitlines()]
+    return sorted(int(pid) for pid, its, name in rows if int(its) == parent and name != "sh")
 
 
 def assert_gone(pids, seconds):
@@ -358,7 +359,8 @@ def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
 def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
     """More lines than wait in a pipe are taken from a process when nobody reads them any more."""
     program = (
-        "import io, sys; from jaxpar.hosts.launch import _relay\n"
+        "import errno, io, sys; from jaxpar.base import output; from jaxpar.hosts.launch import _relay\n"
+        "output.keep_printing(); output.DROPPED.add(errno.EPIPE)\n"
         "lines = io.StringIO('a line of a run\\n' * 100_000)\n"
         "_relay(0, lines, sys.stdout)\n"
         "print(lines.tell() == len(lines.getvalue()), file=sys.stderr)\n"
@@ -368,7 +370,7 @@ def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
     )
     assert process.stdout.readline() == "[0] a line of a run\n"
     process.stdout.close()
-    assert process.stderr.read() == "True\n"
+    assert process.stderr.read() == "warning: what is printed gets lost: Broken pipe\nTrue\n"
     assert process.wait(END_SECONDS) == 0
     process.stderr.close()
 
@@ -382,8 +384,8 @@ def test_a_process_that_hangs_is_named_and_ends_all(victim, text, tmp_path):
     code, _, err = finish(process)
     assert code not in (0, 2)
     assert re.match(
-        rf"error: process {victim} of 2 hung, stopped by a signal \(SIGSTOP\), so process {1 - victim} .*; "
-        r"all were ended",
+        rf"error: process {victim} of 2 hung, stopped by a signal, so process {1 - victim} .*; "
+        r"the others were ended",
         err.splitlines()[-1],
     ), err
     assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT_SECONDS
@@ -410,15 +412,12 @@ def test_a_failed_process_does_not_wait_for_the_others(tmp_path):
         "if jax.process_index(): raise RuntimeError('of process 1')\n"
         "all.sync_global_devices('end')\n"
     )
-    from jaxpar.hosts.launch import _environ, _free_port
-
-    address = f"127.0.0.1:{_free_port()}"
     first, second = (
         subprocess.Popen(
             [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True,
-            stdout=subprocess.DEVNULL, env=_environ(os.environ, address, 2, index, 1),
+            stdout=subprocess.DEVNULL, env=environ,
         )
-        for index in range(2)
+        for environ in environs(2, 1)
     )  # fmt: skip
     code, _, err = finish(second)
     assert (code, err.splitlines()[-1]) == (1, "RuntimeError: of process 1")
@@ -591,25 +590,27 @@ def test_the_first_cause_is_named(case, monkeypatch, capfd):
 
     class Ended:
         stdout = stderr = ()
+        stdin = io.StringIO()
         pid = 0
 
-        def __init__(self, *arguments, **options):
-            self.number = len(started)
-            self.returncode = dict(ends)[self.number]
-            started.append(self)
+        def __init__(self, command, **options):
+            self.number = command[0] != "sh" and len(started)
+            started.extend([self] * (command[0] != "sh"))
 
-        def wait(self):
+        def poll(self):
+            """One after the other."""
+            place = [number for number, _ in ends].index(self.number)
+            return ends[place][1] if len(processes._ends) >= place else None
+
+        def kill(self):
             pass
 
-        def send_signal(self, number):
-            raise AssertionError("all have ended")
+        def communicate(self):
+            pass
 
     started = []
     monkeypatch.setattr("jaxpar.hosts.launch.subprocess.Popen", Ended)
-    monkeypatch.setattr(_Processes, "_report_end", lambda self, index: None)
     processes = _Processes(["train"], 3, 1, [])
-    for number, _ in ends:
-        processes._ended.put(number)
     end = processes.wait()
     assert (end.code, end.num_lost) == (code, num_lost)
     said = capfd.readouterr().err

@@ -1,17 +1,28 @@
-"""What is printed while a disk is full: what does not fit is dropped, and the program goes on."""
+"""What is printed where nobody takes it: it is dropped, and the program goes on."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO, TypeVar, cast
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What is no error: of a full disk. Who shares a run with others adds that of a reader who has gone.
+DROPPED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _Result = TypeVar("_Result")
 
 
 def dropping(stream: TextIO) -> TextIO:
-    """The stream, but writing to it on a full disk is no error: it is said once, on stderr."""
+    """The stream, but an error of `DROPPED` is none: it is said once, on stderr."""
     return stream if isinstance(stream, _Dropping) else cast("TextIO", _Dropping(stream))
+
+
+def open_streams() -> None:
+    """Opens what a shell has closed (`>&-`) on nothing; else the next file or pipe gets its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  # it stays open
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def keep_printing() -> None:
@@ -40,7 +51,7 @@ class _Dropping:
         try:
             return do()
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in DROPPED:
                 raise
             if not self._has_told:
                 self._has_told = True

@@ -476,7 +476,7 @@ class Doctor:
 
     def run(self) -> int:
         """The exit code: 1 if there is an error, else 0."""
-        from jaxpar.hosts import doctor
+        from jaxpar.cli import doctor
 
         return doctor.main()
 

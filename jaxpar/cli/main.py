@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpar.base.files import cache_folder
-from jaxpar.base.output import keep_printing
+from jaxpar.base.output import keep_printing, open_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.set_threshold(100_000, 10, 10)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _leave_imports)
+        open_streams()
     argv = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):  # a letter that the terminal lacks shall not end a run
         if isinstance(stream, io.TextIOWrapper):

@@ -1,29 +1,61 @@
 """How the processes of one program find each other, and part; see `group` for who they are."""
 
 import contextlib
+import errno
+import hashlib
+import hmac
+import importlib.metadata
 import importlib.util
+import ipaddress
 import os
+import re
+import secrets
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import jax
 from jax._src.clusters import ClusterEnv  # there is no public way to what JAX asks a launcher
 
-from jaxpar.base.output import dropping
-from jaxpar.hosts.agree import DifferentError, SharedError, tell_failure
+from jaxpar.base import output
+from jaxpar.base.files import read_file
+from jaxpar.hosts.agree import (
+    DifferentError,
+    SharedError,
+    agree,
+    describe_processes,
+    in_process_0,
+    say,
+    tell_failure,
+    together,
+    waiting,
+)
 from jaxpar.hosts.group import (
     ALONE,
     BIND_ADDRESS,
     COORDINATOR_ADDRESS,
     NUM_PROCESSES,
     PROCESS_ID,
+    SECRET,
     ProcessGroup,
     find_processes,
+    split_address,
 )
-from jaxpar.hosts.rendezvous import listen_on, meet, program_facts
+
+# What makes another program of the same sources, or other numbers of the same program.
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
+_FLAGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# What is written down of a program, and where; how many devices there are is compared as such.
+_HARMLESS = re.compile(
+    r"xla_(\w+_)?dump_\w+|xla_force_host_platform_device_count|xla_gpu_cuda_data_dir"
+)
 
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
 _BY_HAND_SECONDS = 50.0
@@ -66,19 +98,136 @@ def start_processes() -> ProcessGroup | None:
         assert address is not None
         assert count is not None
         assert index is not None
-    bind_address = os.environ.get(BIND_ADDRESS) or (listen_on(address) if index == 0 else None)
-    meet(address, index, count, program_facts(count), seconds, bind_address)
-    jax.distributed.initialize(
+    sys.excepthook = _leave_on_error
+    _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)
+    _keep_stdout_for_python()
+    _check_secret(os.environ.get(SECRET, "").encode())
+    facts = {"the number of processes": count, **program_facts()}
+    agree(facts, remedy="start all of them in the same way", last=True)
+    return group
+
+
+def _join(address: str, count: int, index: int, seconds: float, method: str | None) -> None:
+    """Returns when JAX has all processes together.
+
+    JAX would hear no signal meanwhile, and abort the process in the end.
+    """
+    bind_address = None
+    if index == 0:
+        bind_address = os.environ.get(BIND_ADDRESS) or listen_on(address)
+        _check_port(bind_address or f"[::]:{split_address(address)[1]}")
+    joining = ThreadPoolExecutor(1).submit(
+        jax.distributed.initialize,
         coordinator_address=address,
         coordinator_bind_address=bind_address,
         num_processes=count,
         process_id=index,
-        cluster_detection_method="deactivate" if group.launcher == "hand" else None,
+        cluster_detection_method=method,
+        initialization_timeout=int(2 * seconds),
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECONDS,
     )
-    sys.excepthook = _leave_on_error
-    _keep_stdout_for_python()
-    return group
+    for passed in waiting(seconds):
+        if passed:
+            say(f"process {index} waits for all {count} processes at {address}, for {passed:.0f} s")
+        with contextlib.suppress(TimeoutError):
+            return joining.result(0.5)
+    raise ValueError(
+        f"not all {count} processes came to {address} in {seconds:.0f} s (this one has the number {index}); "
+        f"start all of them with the address of process 0, or give all the number of those that there are"
+    )
+
+
+def listen_on(address: str) -> str | None:
+    """The address that process 0 binds to: the one that the others know, and no other.
+
+    Args:
+      address: host:port, as all processes know it.
+    Returns:
+      ip:port; None where that is not known here, so all interfaces are needed: the name means this machine
+      itself here, and something else to the others (127.0.1.1 in Debian's /etc/hosts), or the address is that
+      of a gateway.
+    """
+    host, port = split_address(address)
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        ip = str(place[0])
+        if ipaddress.ip_address(ip).is_loopback and host not in ("localhost", ip):
+            return None
+        with socket.socket(family) as probe:
+            probe.bind((ip, 0))
+    except OSError:  # unknown, or of another machine
+        return None
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def _check_port(bind_address: str) -> None:
+    """Raises an OSError if another program has the port: gRPC would share it with another coordinator."""
+    host, port = split_address(bind_address)
+    on_all, is_6 = host == "::", ":" in host and socket.has_dualstack_ipv6()
+    try:
+        socket.create_server(
+            ("" if on_all else host, int(port)),
+            family=socket.AF_INET6 if is_6 else socket.AF_INET,
+            dualstack_ipv6=on_all and is_6,
+        ).close()
+    except OSError as error:
+        raise OSError(
+            f"process 0 cannot listen at {bind_address} ({os.strerror(error.errno or 0)}); end what listens "
+            f"there, such as an earlier run, or give all processes another address of its machine "
+            f"({COORDINATOR_ADDRESS})"
+        ) from error
+
+
+def _check_secret(secret: bytes) -> None:
+    """Raises in all processes if some have another secret; what they tell each other does not show it.
+
+    Raises:
+      DifferentError: names them.
+    """
+    drawn = in_process_0(secrets.token_hex)
+
+    def proof(who: object) -> str:
+        return hmac.digest(secret, f"{drawn} {who}".encode(), "sha256").hex()
+
+    def prove() -> list[Any]:
+        return [proof(jax.process_index())]
+
+    def judge(told: Mapping[int, list[Any]]) -> list[Any]:
+        others = [number for number, [said] in told.items() if said != proof(number)]
+        return [others, proof(others)]
+
+    others, of_process_0 = together(prove, judge)
+    if others or of_process_0 != proof([]):
+        who = describe_processes(others or [0])
+        raise DifferentError(f"another {SECRET} in {who}; set the same in all of them")
+
+
+def program_facts() -> dict[str, str]:
+    """What must be the same in all processes of a program."""
+    package = Path(__file__).parents[1]
+    sources = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        sources.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    version = sys.modules[package.name].__version__
+    return {
+        "jaxpar": f"{version} (sources {sources.hexdigest()[:12]})",
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+        **{name: str(getattr(jax.config, name)) for name in _FLAGS},
+        **{f"{name} {flag}": value for name in _VARIABLES for flag, value in _flags_of(name)},
+    }
+
+
+def _flags_of(variable: str) -> Iterator[tuple[str, str]]:
+    """The compiler's flags in a variable of the environment that may change a program."""
+    text = os.environ.get(variable, "")
+    if text and not text.lstrip().startswith("-"):  # XLA takes it for the name of a file of flags
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            text = read_file(text).decode()
+    flags = (flag.lstrip("-").partition("=") for flag in text.split())
+    found = {
+        name: value if equals else "true" for name, equals, value in flags
+    }  # the last of equals
+    yield from ((name, found[name]) for name in sorted(found) if not _HARMLESS.fullmatch(name))
 
 
 def leave_processes(code: int, reason: str, error: BaseException | None = None) -> int:
@@ -123,6 +272,9 @@ def _keep_stdout_for_python() -> None:
     Gloo, under JAX's CPU collectives, prints a line for every group of devices, from several
     threads, in pieces that would fall between those of a report.
     """
+    output.DROPPED.add(
+        errno.EPIPE
+    )  # who has read it is gone, and the run is not this process's alone
     if sys.stdout is not sys.__stdout__:
         return  # a notebook's, or a test's: Gloo does not write there
     sys.stdout.flush()
@@ -130,7 +282,7 @@ def _keep_stdout_for_python() -> None:
     descriptor = os.dup(1)
     os.dup2(2, 1)
     stdout = os.fdopen(descriptor, "w", buffering=1, encoding=encoding, errors=errors)
-    sys.stdout = dropping(stdout)
+    sys.stdout = output.dropping(stdout)
 
 
 def _start_seconds(environ: Mapping[str, str], group: ProcessGroup) -> float:

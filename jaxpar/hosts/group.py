@@ -16,6 +16,7 @@ from collections.abc import Mapping
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"  # JAX reads this one too
 BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"  # of process 0, if not where the others look for it
 NUM_PROCESSES, PROCESS_ID = "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"
+SECRET = "JAXPAR_SECRET"  # that all have; optional
 ALONE = f"{NUM_PROCESSES}=1 to run alone"
 
 

@@ -9,26 +9,36 @@ from the last checkpoint. None outlives the launcher by more than 10 s.
 
 import contextlib
 import dataclasses
+import errno
 import os
-import queue
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from jaxpar.hosts import parent_watchdog
-from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
-from jaxpar.hosts.parent_watchdog import GRACE_SECONDS
+from jaxpar.base import output
+from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
 from jaxpar.hosts.scripts import OUT_DIR, check_command, how_to_go_on, options_of
 
+# How long a process may take to end after SIGTERM: a run saves its state after the step under way, and those
+# that wait for a dead one never end.
+GRACE_SECONDS = 6.0
 _SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
+_LOOK_SECONDS = 0.05
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
+# Reads the numbers of processes, and ends them when the launcher is gone, whatever ended it.
+_GUARD = f"""
+trap '' HUP INT TERM
+while read -r one; do all="$all $one"; done
+kill -TERM $all; kill -CONT $all; sleep {GRACE_SECONDS}; kill -KILL $all
+"""
 # Lines of what Gloo, under JAX's CPU collectives, prints: "[Gloo] Rank 0 is connected to 1 peer ranks.
 # Expected number of connected peer ranks is : 1", in pieces, from several threads at once.
 _CHATTER = re.compile(
@@ -61,6 +71,7 @@ def launch(
     Raises:
       ValueError: a number is not positive, or the command is not one for several processes.
     """
+    output.DROPPED.add(errno.EPIPE)
     check_command(command, num_processes, devices_per_process)
     if "--simulate" in options_of(command):
         raise ValueError(
@@ -82,12 +93,13 @@ def launch(
                 return end.code
             left -= end.num_lost
             if left < min_processes:
-                _say(
+                _print(
                     f"error: {left} of {num_processes} processes are left, and --min-processes is "
-                    f"{min_processes}; start the same command again when there are more"
+                    f"{min_processes}; start the same command again when there are more",
+                    sys.stderr,
                 )
                 return end.code
-            _say(f"continuing with {left} of {num_processes} processes")
+            _print(f"continuing with {left} of {num_processes} processes", sys.stderr)
 
 
 def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:
@@ -134,146 +146,129 @@ class _Processes:
         signals: Sequence[int],
     ):
         self._signals, self._num_forwarded = signals, 0
-        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()  # numbers, in the order of ending
-        self._readers: list[threading.Thread] = []
+        self._ends: dict[int, int] = {}  # return codes, in the order of ending
         self._processes: list[subprocess.Popen[str]] = []
-        self._running: set[int] = set()
-        self._code = 0  # of the first that ended as it was told to
-        self._failed: dict[int, int] = {}  # return codes of the others, in the order of ending
-        # The children have one end, this process alone the other: they notice when it closes.
-        held, self._lifeline = os.pipe()
+        self._readers: list[threading.Thread] = []
+        nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
+        self._guard = subprocess.Popen(
+            ["sh", "-c", _GUARD],
+            stdin=pipe, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self._guard.stdin is not None
         try:
-            address = f"127.0.0.1:{_free_port()}"
-            for index in range(num_processes):
-                environ = _environ(os.environ, address, num_processes, index, devices_per_process)
-                self._start(index, command, environ, held)
+            for environ in environs(num_processes, devices_per_process):
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "jaxpar", *command],
+                    env=environ, stdin=nowhere, stdout=pipe, stderr=pipe, text=True, errors="replace",
+                    start_new_session=True,  # Ctrl-C comes from here alone, and once
+                )  # fmt: skip
+                print(process.pid, file=self._guard.stdin, flush=True)
+                for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    reader = threading.Thread(
+                        target=_relay, args=(len(self._processes), *streams), daemon=True
+                    )
+                    reader.start()
+                    self._readers.append(reader)
+                self._processes.append(process)
         except BaseException:
-            self._send(signal.SIGKILL)
-            os.close(self._lifeline)
+            self._end_all()
             raise
-        finally:
-            os.close(held)
-
-    def _start(
-        self, index: int, command: Sequence[str], environ: Mapping[str, str], held: int
-    ) -> None:
-        process = subprocess.Popen(
-            [sys.executable, parent_watchdog.__file__, str(held), *command],
-            env=environ,
-            pass_fds=[held],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C comes from here alone, and once
-        )
-        self._processes.append(process)
-        self._running.add(index)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            self._readers.append(_thread(_relay, index, source, target))
-        _thread(self._report_end, index)
 
     def wait(self) -> _End:
         """Returns when all have ended."""
-        code, lost, message = 0, set(), ""
         try:
             self._watch(until_failure=True)
-            if self._failed:
-                self._watch(_SETTLE_SECONDS)
-                code, lost, message = self._judge()
-                self._send(signal.SIGTERM)
-                self._watch(GRACE_SECONDS)
-                # Those who were killed now were so neither by us, nor for the loss of another.
-                lost |= {i for i, code in self._failed.items() if code == -signal.SIGKILL}
-                self._send(signal.SIGKILL)
-                self._watch()
-            self._wait_for_readers()
-            if message:  # the last line, below what the others said when they lost this one
-                _say(message)
-        finally:
+            if not self._failed:
+                self._wait_for_readers()
+                return _End(max(map(_exit_code, self._ends.values()), default=0), 0)
+            self._watch(_SETTLE_SECONDS)
+            first, lost, message = self._judge()
+            self._send(signal.SIGTERM)
+            self._watch(GRACE_SECONDS)
+            # Those who were killed now were so neither by us, nor for the loss of another.
+            lost |= {i for i, code in self._failed.items() if code == -signal.SIGKILL}
             self._send(signal.SIGKILL)
-            os.close(self._lifeline)
-        return _End(code or self._code, len(lost))
+            self._watch()
+            self._wait_for_readers()  # what is said next stands below what the others said
+            _print(message, sys.stderr)
+            return _End(_exit_code(self._ends[first]), len(lost))
+        finally:
+            self._end_all()
+
+    @property
+    def _failed(self) -> dict[int, int]:
+        """Return codes of those that have failed: one that was told to stop says so with its own."""
+        told = {0, *self._signals, *(128 + number for number in self._signals)}
+        return {index: code for index, code in self._ends.items() if abs(code) not in told}
+
+    @property
+    def _running(self) -> list[int]:
+        """The others; notes who has ended."""
+        for index, process in enumerate(self._processes):
+            if index not in self._ends and (code := process.poll()) is not None:
+                self._ends[index] = code
+        return [index for index in range(len(self._processes)) if index not in self._ends]
 
     def _watch(self, seconds: float = float("inf"), *, until_failure: bool = False) -> None:
-        """Passes signals on, and notes who ends, until that is over or all have ended."""
+        """Passes signals on, until that is over or all have ended."""
         until = time.monotonic() + seconds
         while self._running and time.monotonic() < until and not (until_failure and self._failed):
             if self._num_forwarded < len(self._signals):
                 number = self._signals[self._num_forwarded]
                 self._send(signal.SIGKILL if self._num_forwarded else number)
                 self._num_forwarded += 1
-            with contextlib.suppress(queue.Empty):
-                self._note_end(self._ended.get(timeout=0.1))
+            time.sleep(_LOOK_SECONDS)
 
     def _wait_for_readers(self) -> None:
         """Until all that was said is printed; not for what a process may have left behind to say more."""
         until = time.monotonic() + GRACE_SECONDS
-        for reader in self._readers:
-            while reader.is_alive() and len(self._signals) < 2:
-                if time.monotonic() > until and not _printing.locked():
-                    break
-                reader.join(0.1)
-
-    def _note_end(self, index: int) -> None:
-        self._running.remove(index)
-        returncode = self._processes[index].returncode
-        # A run that was told to stop says so with an exit code, which is no failure.
-        if {-returncode, returncode - 128} & {*self._signals}:
-            self._code = self._code or _exit_code(returncode)
-        elif returncode and not self._code:
-            self._failed[index] = returncode
+        while any(reader.is_alive() for reader in self._readers) and len(self._signals) < 2:
+            if time.monotonic() > until and not _printing.locked():
+                break
+            time.sleep(_LOOK_SECONDS)
 
     def _judge(self) -> tuple[int, set[int], str]:
-        """Which failure was the first cause: its exit code, the processes that are lost, and what to say.
+        """Which failure was the first cause, the processes that are lost, and what to say of it.
 
         One that misses another may be gone before that other is: a process that was killed takes a while.
         """
-        killed = [i for i, code in self._failed.items() if code < 0 and code != -signal.SIGABRT]
-        index = (killed or list(self._failed))[0]
-        hung = set() if killed else {i for i in self._running if self._is_stopped(i)}
-        returncode, total = self._failed[index], len(self._processes)
-        end = (
-            f"ended with exit code {returncode}"
-            if returncode > 0
-            else f"was killed by {signal.Signals(-returncode).name}"
-        )
-        message = f"error: process {index} of {total} {end}" + "; the others were ended" * (
-            total > 1
-        )
+        failed, total = self._failed, len(self._processes)
+        killed = [index for index, code in failed.items() if code < 0 and code != -signal.SIGABRT]
+        first = (killed or list(failed))[0]
+        code = failed[first]
+        end = f"ended with exit code {code}"
+        if code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
+        hung = {index for index in self._running if self._is_stopped(index) and not killed}
+        message = f"error: process {first} of {total} {end}"
         if hung:
             who = " and ".join(map(str, sorted(hung)))
-            message = (
-                f"error: process {who} of {total} hung, stopped by a signal (SIGSTOP), so process {index} "
-                f"{end}; all were ended"
-            )
-        return _exit_code(returncode), {*killed} or hung or {index}, message
+            message = f"error: process {who} of {total} hung, stopped by a signal, so process {first} {end}"
+        if total > 1:
+            message += "; the others were ended"
+        return first, {*killed} or hung or {first}, message
 
     def _is_stopped(self, index: int) -> bool:
-        """Whether a signal has stopped it: it neither runs nor ends, and the others wait for it."""
-        try:
-            stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
-        except OSError:
-            return False  # it is gone; or this is no Linux
+        """Whether a signal (SIGSTOP) has: it neither runs nor ends, and the others wait for it."""
+        stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
         return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
     def _send(self, number: int) -> None:
         for index in self._running:
             self._processes[index].send_signal(number)
-            if self._is_stopped(index):  # it hears nothing else
-                self._processes[index].send_signal(signal.SIGCONT)
+            self._processes[index].send_signal(
+                signal.SIGCONT
+            )  # one that is stopped hears nothing else
 
-    def _report_end(self, index: int) -> None:
-        self._processes[index].wait()
-        self._ended.put(index)
+    def _end_all(self) -> None:
+        self._send(signal.SIGKILL)
+        self._guard.kill()
+        self._guard.communicate()
 
 
 def _exit_code(returncode: int) -> int:
     """Of a process, as a shell has it."""
-    return returncode if returncode > 0 else 128 - returncode
+    return returncode if returncode >= 0 else 128 - returncode
 
 
 def _relay(index: int, source: IO[str], target: IO[str]) -> None:
@@ -284,29 +279,12 @@ def _relay(index: int, source: IO[str], target: IO[str]) -> None:
 
 
 def _print(line: str, target: IO[str]) -> None:
-    """Prints a line as a whole; nothing, from the time on when nobody can read the target any more."""
+    """Prints a line as a whole."""
     with _printing:
-        try:
-            print(line, file=target, flush=True)
-        except OSError:
-            with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), target.fileno())
-
-
-def _say(line: str) -> None:
-    """Prints a line of the launcher's own; not if another one is stuck, for its reader has paused."""
-    if _printing.acquire(timeout=GRACE_SECONDS):
-        _printing.release()
-        _print(line, sys.stderr)
+        print(line, file=target, flush=True)
 
 
 _printing = threading.Lock()
-
-
-def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
-    thread = threading.Thread(target=target, args=arguments, daemon=True)
-    thread.start()
-    return thread
 
 
 @contextlib.contextmanager
@@ -328,28 +306,25 @@ def _receive_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _environ(
-    environ: Mapping[str, str], address: str, num_processes: int, index: int, num_devices: int
-) -> dict[str, str]:
-    """The environment of a process: the launcher's, who it is, and its simulated devices."""
-    flags = environ.get("XLA_FLAGS", "").split()
+def environs(num_processes: int, num_devices: int) -> list[dict[str, str]]:
+    """The environment of each process: this one's, where they meet, who it is, and its simulated devices."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
     count = "--xla_force_host_platform_device_count"  # JAX takes this or JAX_NUM_CPU_DEVICES
-    return {
+    # No proxy stands between processes of one machine.
+    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    with socket.socket() as probe:  # for a free port
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    shared = {
         "OPENBLAS_NUM_THREADS": "1",  # as of `mesh.simulate_devices`; the launcher's counts
-        # No proxy stands between processes of one machine.
-        **{name: value for name, value in environ.items() if not name.lower().endswith("_proxy")},
+        **own,
+        SECRET: secrets.token_hex(),
         COORDINATOR_ADDRESS: address,
         BIND_ADDRESS: address,  # other machines have no business here
         NUM_PROCESSES: str(num_processes),
-        PROCESS_ID: str(index),
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(count)),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return [{**shared, PROCESS_ID: str(index)} for index in range(num_processes)]

@@ -27,8 +27,8 @@ from rich.text import Text
 from jaxpar.base.console import make_console
 from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.memory import host_memory
+from jaxpar.hosts.distributed import PACKAGES
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, ProcessGroup, find_processes, split_address
-from jaxpar.hosts.rendezvous import PACKAGES
 
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
