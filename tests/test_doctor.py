@@ -111,11 +111,6 @@ FINDINGS = {
         {"environ": SEVERAL | {"JAX_COORDINATOR_ADDRESS": "[::1]:1"}},
         "warning", "coordinator", "[::1]:1 is ::1", "in the network of the others",
     ),
-    "coordinator on loopback of two machines": (
-        {"environ": ON_TWO_NODES | {"JAX_COORDINATOR_ADDRESS": "n1:1"}},
-        "error", "coordinator", "127.0.1.1, which only processes of this machine reach; there are 2",
-        "/etc/hosts",
-    ),
     "unknown coordinator": (
         {"environ": SEVERAL | {"JAX_COORDINATOR_ADDRESS": "nowhere:1"}},
         "error", "coordinator", "'nowhere' of nowhere:1 is unknown here", "use a name",

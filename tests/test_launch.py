@@ -43,7 +43,7 @@ GROUPS = {
     "by hand": (BY_HAND, ProcessGroup("hand", 4, 3, "a.b:1")),
     "by hand, before Slurm": (SLURM_STEP | BY_HAND, ProcessGroup("hand", 4, 3, "a.b:1")),
     "alone on request": (SLURM_STEP | {"JAXPAR_NUM_PROCESSES": "1"}, None),
-    "srun": (SLURM_STEP, ProcessGroup("Slurm", 2, 1, None, num_hosts=2)),
+    "srun": (SLURM_STEP, ProcessGroup("Slurm", 2, 1)),
     "srun of one task": (SLURM_STEP | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
     "a shell in an allocation": ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}, None),
     "a batch script": (
@@ -51,7 +51,7 @@ GROUPS = {
         None,
     ),
     "an interactive step": (SLURM_STEP | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    "mpirun": (OPEN_MPI, ProcessGroup("Open MPI", 2, 1, None, num_hosts=1)),
+    "mpirun": (OPEN_MPI, ProcessGroup("Open MPI", 2, 1)),
     "mpirun of one": (
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, None,
     ),
@@ -101,13 +101,16 @@ def test_incomplete_settings_are_refused(name):
         find_processes(environ)
 
 
-def test_pod_without_the_kubernetes_package_is_refused(monkeypatch, text, tmp_path, capsys):
+@pytest.mark.filterwarnings("ignore:Kubernetes environment detected")  # of JAX
+def test_a_pod_that_jax_finds_nobody_for_is_refused(monkeypatch, text, tmp_path, capsys):
     for name, value in (POD | {"JOB_COMPLETION_INDEX": "1"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "kubernetes", None)  # not installed
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(flags(text, "--train.out-dir", str(tmp_path / "run"))) == 2
-    assert "JOB_COMPLETION_INDEX=1: in an indexed Kubernetes job" in capsys.readouterr().err
+    assert re.search(
+        r"JAX does not find the processes that Kubernetes has started.*pip install 'jax\[k8s\]'",
+        capsys.readouterr().err,
+    )
 
 
 def test_process_0_listens_where_the_others_look_for_it(monkeypatch):

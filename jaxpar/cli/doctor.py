@@ -28,7 +28,7 @@ from jaxpar.base.console import make_console
 from jaxpar.base.display import format_bytes, format_count
 from jaxpar.base.memory import host_memory
 from jaxpar.hosts.distributed import PACKAGES
-from jaxpar.hosts.group import COORDINATOR_ADDRESS, ProcessGroup, find_processes, split_address
+from jaxpar.hosts.group import COORDINATOR_ADDRESS, find_processes, split_address
 
 LITTLE_MEMORY_BYTES = 2 * 10**9  # XLA's compiler and Python alone take about 1 GB
 _COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -191,11 +191,11 @@ def check_processes(machine: Examined) -> Iterator[Finding]:
     host = ""
     if group is not None and group.coordinator_address is not None:
         host, _ = split_address(group.coordinator_address)
-        yield _check_coordinator(machine, group, group.coordinator_address, host)
+        yield _check_coordinator(machine, group.coordinator_address, host)
     yield from _check_proxies(machine, None if group is None else host)
 
 
-def _check_coordinator(machine: Examined, group: ProcessGroup, address: str, host: str) -> Finding:
+def _check_coordinator(machine: Examined, address: str, host: str) -> Finding:
     """Process 0 has an address that other machines do not reach."""
     try:
         found = machine.resolve(host)
@@ -203,16 +203,14 @@ def _check_coordinator(machine: Examined, group: ProcessGroup, address: str, hos
         fact = f"{host!r} of {address} is unknown here: {error}"
         return Finding("error", "coordinator", fact, "use a name or number of process 0's host")
     loopback = [each for each in found if ipaddress.ip_address(each).is_loopback]
-    if not loopback or group.num_hosts == 1:
+    if not loopback:
         return Finding("ok", "coordinator", f"{address} is {', '.join(dict.fromkeys(found))}")
     fact = f"{address} is {loopback[0]}, which only processes of this machine reach"
-    remedy = f"set {COORDINATOR_ADDRESS} to an address of process 0 in the network of the others"
-    if group.num_hosts is None:
-        remedy += " (on one machine alone it is right as it is)"
-        return Finding("warning", "coordinator", fact, remedy)
-    remedy += ", or remove its name from the loopback line of /etc/hosts"
-    fact += f"; there are {group.num_hosts} machines"
-    return Finding("error", "coordinator", fact, remedy)
+    remedy = (
+        f"on one machine it is right as it is; else set {COORDINATOR_ADDRESS} to an address of process 0 in "
+        f"the network of the others, or remove its name from the loopback line of /etc/hosts"
+    )
+    return Finding("warning", "coordinator", fact, remedy)
 
 
 def _check_proxies(machine: Examined, host: str | None) -> Iterator[Finding]:

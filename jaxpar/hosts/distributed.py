@@ -5,7 +5,6 @@ import errno
 import hashlib
 import hmac
 import importlib.metadata
-import importlib.util
 import ipaddress
 import os
 import re
@@ -58,9 +57,6 @@ _HARMLESS = re.compile(
 )
 
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
-_BY_HAND_SECONDS = 50.0
-_CLUSTER_SECONDS = 300.0  # whose launcher knows the number, and whose machines may be slow to start
-
 # A process that is gone is missed after this time (JAX waits for 100 s), and the others end.
 HEARTBEAT_TIMEOUT_SECONDS = 30
 _LEAVE_SECONDS = 20.0  # that a process which fails has for telling the others, and parting
@@ -80,14 +76,7 @@ def start_processes() -> ProcessGroup | None:
     group = find_processes(os.environ)
     if group is None:
         return None
-    seconds = _start_seconds(os.environ, group)
-    if group.launcher == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
-        raise ValueError(
-            f"JOB_COMPLETION_INDEX={os.environ['JOB_COMPLETION_INDEX']}: in an indexed Kubernetes "
-            f"job JAX needs the package kubernetes to find the other pods; pip install "
-            f"'jax[k8s]', or set {COORDINATOR_ADDRESS}, {NUM_PROCESSES} and {PROCESS_ID} "
-            f"(python -m jaxpar launch --print jobset), or {ALONE}"
-        )
+    seconds = _start_seconds()
     # Its handler would swallow SIGTERM, which ends a run with its state saved.
     jax.config.update("jax_enable_preemption_service", False)
     address, count, index = group.coordinator_address, group.num_processes, group.process_id
@@ -95,9 +84,12 @@ def start_processes() -> ProcessGroup | None:
         address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
             address, count, index, None, None, int(seconds)
         )
-        assert address is not None
-        assert count is not None
-        assert index is not None
+    if address is None or count is None or index is None:
+        raise ValueError(
+            f"JAX does not find the processes that {group.launcher} has started; set {COORDINATOR_ADDRESS}, "
+            f"{NUM_PROCESSES} and {PROCESS_ID} in each, or {ALONE} (in pods launch --print jobset sets them, "
+            f"or JAX finds them with a package: pip install 'jax[k8s]')"
+        )
     sys.excepthook = _leave_on_error
     _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)
     _keep_stdout_for_python()
@@ -285,12 +277,9 @@ def _keep_stdout_for_python() -> None:
     sys.stdout = output.dropping(stdout)
 
 
-def _start_seconds(environ: Mapping[str, str], group: ProcessGroup) -> float:
+def _start_seconds() -> float:
     """How long processes wait for each other."""
-    text = environ.get(START_SECONDS)
-    if text is None:
-        in_cluster = group.launcher != "hand" or "KUBERNETES_SERVICE_HOST" in environ
-        return _CLUSTER_SECONDS if in_cluster else _BY_HAND_SECONDS
+    text = os.environ.get(START_SECONDS, "300")
     if not text.isdecimal() or not int(text):
         raise ValueError(f"{START_SECONDS}={text!r}: use a whole number of seconds, such as 300")
     return float(text)

@@ -29,14 +29,12 @@ class ProcessGroup:
       num_processes: None if JAX is to ask the launcher.
       process_id: of this process; None likewise.
       coordinator_address: host:port of process 0; None likewise.
-      num_hosts: the machines they run on; None if the environment does not tell.
     """
 
     launcher: str
     num_processes: int | None = None
     process_id: int | None = None
     coordinator_address: str | None = None
-    num_hosts: int | None = None
 
 
 def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
@@ -76,15 +74,11 @@ def find_processes(environ: Mapping[str, str]) -> ProcessGroup | None:
                 f"MPI, but it does not tell JAX where process 0 is; use mpirun -x "
                 f"{COORDINATOR_ADDRESS}=host:port with the host of rank 0, or set {ALONE}"
             )
-        on_this_host = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-        one_host = on_this_host == environ["OMPI_COMM_WORLD_SIZE"]
-        return dataclasses.replace(group, num_hosts=1 if one_host else None)
+        return group
     # In an allocation SLURM_NTASKS and, in a batch script, SLURM_PROCID are set without `srun` too;
     # an interactive step has a single task whatever SLURM_NTASKS says.
     if environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
-        group = _numbered("Slurm", environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-        num_hosts = environ.get("SLURM_STEP_NUM_NODES")
-        return dataclasses.replace(group, num_hosts=None if num_hosts is None else int(num_hosts))
+        return _numbered("Slurm", environ, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
     if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
         return ProcessGroup("Kubernetes", coordinator_address=address)
     if address is not None:

@@ -1,12 +1,14 @@
-"""Who stalls a run: when no more steps begin, processes say where they are, and the culprit is named.
+"""Who stalls a run: a process in which no more steps begin says where it is, unless it waits for the others.
 
-    process 0    step 41 | step 42 . . . . . . . .     waits in JAX for the others, and names
-    process 1    step 41 | reads a batch . . . . .     process 1, which is in read (data.py, line 31)
+    process 0    step 41 | step 42 . . . . . . . .     waits in JAX for the others, and says nothing
+    process 1    step 41 | reads a batch . . . . .     says that it is in read (data.py, line 31)
 
 JAX notices a process that is gone or stopped. It does not notice one that runs or sleeps in Python forever,
-and all wait. A healthy run pays for a look at its own thread twice a second, and sends nothing.
+and all wait. A healthy run pays for a look at its own thread twice a second. Where the looks stop, because
+something keeps Python's lock, `faulthandler` prints the stack without it.
 """
 
+import faulthandler
 import sys
 import threading
 import time
@@ -14,11 +16,9 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.hosts.agree import Board, describe_processes, say
+from jaxpar.hosts.agree import say
 
 STALL_SECONDS = 20.0  # between two steps, before a process tells where it is
-_ANSWER_SECONDS = 3.0  # for the others to do so
-_NO_ANSWER = "does not answer: a signal has stopped it, or it keeps Python's lock"
 _FRAMES_NAMED = 3
 _HERE = Path(__file__).parent
 # A thread in these waits for devices or other processes.
@@ -29,12 +29,9 @@ class StallWatchdog:
     """Looks from another thread at the one that it was made in."""
 
     def __init__(self) -> None:
-        self._board, self._thread = Board("stall"), threading.get_ident()
-        self._own = str(jax.process_index())
-        self._num_steps, self._began = -1, 0.0
+        self._thread = threading.get_ident()
+        self._num_steps, self._began, self._has_told = -1, 0.0, False
         self._instruction: tuple[int, int] | None = None  # at the last look
-        self._asked_at: float | None = None
-        self._has_judged = False
 
     def look(self, num_steps: int) -> None:
         """Call it about twice a second.
@@ -42,38 +39,24 @@ class StallWatchdog:
         Args:
           num_steps: that this process has begun; a change means that it is making progress.
         """
-        now, place = time.monotonic(), self._find_place()
+        faulthandler.dump_traceback_later(STALL_SECONDS)
+        place, passed = self._find_place(), time.monotonic() - self._began
         if num_steps != self._num_steps:
-            if self._asked_at is not None:
-                self._board.remove(self._own)
-            self._num_steps, self._began = num_steps, now
-            self._asked_at, self._has_judged = None, False
-        elif now - self._began > STALL_SECONDS:
-            self._board.put(self._own, place, again=True)
-            self._asked_at = self._asked_at or now
-            if now - self._asked_at > _ANSWER_SECONDS and not self._has_judged:
-                self._has_judged = True
-                self._judge(now - self._began)
+            self._num_steps, self._began, self._has_told = num_steps, time.monotonic(), False
+        elif passed > STALL_SECONDS and place and not self._has_told:
+            self._has_told = True
+            who = f"process {jax.process_index()} of {jax.process_count()}"
+            say(f"warning: {who} hangs: no step has begun for {passed:.0f} s, and it is in {place}")
 
-    def _judge(self, seconds: float) -> None:
-        """Names those that the others wait for; the first of these says it."""
-        told, count = self._board.texts(), jax.process_count()
-        places = [told.get(str(number), _NO_ANSWER) for number in range(count)]
-        waiting = [number for number, place in enumerate(places) if not place]
-        if jax.process_index() != min(waiting, default=None):
-            return
-        for number, place in enumerate(places):
-            if place:
-                say(
-                    f"warning: process {number} of {count} hangs: no step has begun for {seconds:.0f} s, and "
-                    f"{describe_processes(waiting)} wait{'s' * (len(waiting) == 1)} for it; it {place}"
-                )
+    def close(self) -> None:
+        """Ends the watch."""
+        faulthandler.cancel_dump_traceback_later()
 
     def _find_place(self) -> str:
         """Where the thread is, from the inside out; "" if it waits, and has since the last look."""
         frame = sys._current_frames().get(self._thread)
         if frame is None:
-            return "has ended"
+            return ""  # it has ended
         before, self._instruction = self._instruction, (id(frame), frame.f_lasti)
         if frame.f_code.co_filename.startswith(_WAITING) and before == self._instruction:
             return ""
@@ -82,4 +65,4 @@ class StallWatchdog:
             code = frame.f_code
             names.append(f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})")
             frame = frame.f_back
-        return f"is in {', from '.join(names)}"
+        return ", from ".join(names)

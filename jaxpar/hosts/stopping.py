@@ -133,6 +133,7 @@ class _Group:
         with self._lock, contextlib.suppress(jax.errors.JaxRuntimeError):
             self._tell()
         self._watcher.join()
+        self._stalls.close()
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
