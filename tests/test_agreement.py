@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 
 from jaxpar.hosts.agree import describe_processes, differences
@@ -120,6 +121,29 @@ def test_who_has_another_secret_is_refused_by_all():
     others = start_joining(1, count=2, address=address, JAXPAR_SECRET="b")
     message = "another JAXPAR_SECRET in process 1; set the same in all of them\n"
     assert said_by([*mine, *others]) == [message, message]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="JAX 0.12 is the first with certificates"
+)
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+def test_who_has_no_certificate_is_kept_out(tmp_path):
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -keyout ca.key -out ca.pem -days 1 -subj /CN=ca",
+        "req -newkey rsa:2048 -nodes -keyout own.key -out own.csr -subj /CN=own",
+        "x509 -req -in own.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out own.pem -days 1 -extfile names",
+    ):
+        (tmp_path / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+        subprocess.run(["openssl", *command.split()], cwd=tmp_path, check=True, capture_output=True)
+    files = {"CERT": "own.pem", "KEY": "own.key", "CA": "ca.pem"}
+    shown = {f"JAX_MTLS_{kind}_FILE": str(tmp_path / name) for kind, name in files.items()}
+    assert said_by(start_joining(0, 1, count=2, **shown)) == ["joined\n"] * 2
+    address, seconds = f"127.0.0.1:{free_port()}", {"JAXPAR_START_SECONDS": "5"}
+    bound = {"JAX_COORDINATOR_BIND_ADDRESS": address}
+    both = start_joining(0, count=2, address=address, **shown, **seconds, **bound)
+    both += start_joining(1, count=2, address=address, **seconds)
+    assert all("not all 2 processes came" in said for said in said_by(both))
 
 
 def test_strangers_at_the_door_keep_nobody_out():

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -393,6 +394,34 @@ def test_a_process_that_hangs_is_named_and_ends_all(victim, text, tmp_path):
     ), err
     assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT_SECONDS
     assert_gone(children, 0)
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_for_a_while_ends_nothing(text, tmp_path):
+    """Process 0, which has JAX's coordinator."""
+    process, children = start_long_run(text, str(tmp_path / "run"))
+    os.kill(children[0], signal.SIGSTOP)
+    time.sleep(20)
+    os.kill(children[0], signal.SIGCONT)
+    for _ in range(3):  # that came before it
+        process.stdout.readline()
+    assert re.match(r"\[0\] step +\d+/1000000", process.stdout.readline())
+    process.terminate()
+    code, out, err = finish(process)
+    assert code == 128 + signal.SIGTERM, err
+    assert "stopped by SIGTERM" in out
+
+
+@pytest.mark.parametrize("closed", [">&- 2>&- <&-", pytest.param("<&-", marks=pytest.mark.slow)])
+def test_streams_that_are_closed_end_no_run(closed, text, tmp_path):
+    out_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "jaxpar", "launch", "--", *flags(text, "--mesh", "dp2")]
+    command += ["--train.out-dir", str(out_dir)]
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(command)} {closed}"], timeout=END_SECONDS, check=False
+    )
+    assert done.returncode == 0
+    assert len(train_losses(out_dir)) == 6
 
 
 def test_ctrl_c_lets_the_run_save_its_state(text, tmp_path):
