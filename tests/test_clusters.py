@@ -19,6 +19,7 @@ import time
 
 import pytest
 
+from jaxpar.cli.main import main
 from jaxpar.hosts.launch import elastic_command
 from jaxpar.hosts.scripts import slurm_script
 from jaxpar.setup import Setup
@@ -26,6 +27,7 @@ from jaxpar.training.run_folder import RunFolder
 
 START_SECONDS = 20  # of the daemons
 END_SECONDS = 600  # which only what hangs takes
+RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 # Slurm's clock has a resolution of a minute: the notice comes in the job's first.
 SHORT = ["--time=2", "--signal=TERM@60"]
 # The names of both nodes are addresses of this machine, so that all can find them.
@@ -217,7 +219,8 @@ def test_slurm_requeues_a_run_that_goes_on_and_cancels_one_for_good(slurm, text)
 def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     """A node is lost, and comes back; then a process dies."""
     folder = RunFolder(slurm.folder / "elastic")
-    elastic = ("--train.out-dir", str(folder), "--train.checkpoint-every", "20")
+    logged = ("--train.log-every", "1")
+    elastic = ("--train.out-dir", str(folder), "--train.checkpoint-every", "20", *logged)
     command = elastic_command(train(text, 10**6, *elastic), 2, 1)
     script = slurm_script(command, 2, 1, "cpu", min_processes=1)
     path = f"export PATH={shlex.quote(os.path.dirname(sys.executable))}:$PATH\nsrun"
@@ -258,6 +261,14 @@ def test_slurm_goes_on_with_the_nodes_that_are_left(slurm, text):
     assert len(resumed) == 3
     assert sorted(map(int, resumed)) == list(map(int, resumed))
     assert len({*resumed}) == 3
+    # An unbroken run of one device.
+    losses = [line["loss"] for line in folder.metrics() if line["split"] == "train"]
+    alone = RunFolder(slurm.folder / "alone")
+    more = ("--train.out-dir", str(alone), *logged, "--devices", "0")
+    arguments = [each for each in train(text, len(losses), *more) if each not in ("--mesh", "dp2")]
+    assert main(arguments) == 0
+    expected = [line["loss"] for line in alone.metrics() if line["split"] == "train"]
+    assert losses == pytest.approx(expected, rel=RELATIVE_TOLERANCE)
 
 
 @pytest.mark.slow
