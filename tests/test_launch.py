@@ -363,10 +363,10 @@ def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
 def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
     """More lines than wait in a pipe are taken from a process when nobody reads them any more."""
     program = (
-        "import errno, io, sys; from jaxpar.base import output; from jaxpar.hosts.launch import _relay\n"
+        "import errno, io, sys; from jaxpar.base import output; from jaxpar.hosts.launch import relay\n"
         "output.keep_printing(); output.DROPPED.add(errno.EPIPE)\n"
         "lines = io.StringIO('a line of a run\\n' * 100_000)\n"
-        "_relay(0, lines, sys.stdout)\n"
+        "relay(0, lines, sys.stdout)\n"
         "print(lines.tell() == len(lines.getvalue()), file=sys.stderr)\n"
     )
     process = subprocess.Popen(

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -149,27 +149,13 @@ class _Processes:
         self._ends: dict[int, int] = {}  # return codes, in the order of ending
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
-        nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
-        self._guard = subprocess.Popen(
-            ["sh", "-c", _GUARD],
-            stdin=pipe, stdout=nowhere, stderr=nowhere, text=True, start_new_session=True,
-        )  # fmt: skip
-        assert self._guard.stdin is not None
+        self._guard = start_guard()
         try:
-            for environ in environs(num_processes, devices_per_process):
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "jaxpar", *command],
-                    env=environ, stdin=nowhere, stdout=pipe, stderr=pipe, text=True, errors="replace",
-                    start_new_session=True,  # Ctrl-C comes from here alone, and once
-                )  # fmt: skip
-                print(process.pid, file=self._guard.stdin, flush=True)
-                for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                    reader = threading.Thread(
-                        target=_relay, args=(len(self._processes), *streams), daemon=True
-                    )
-                    reader.start()
-                    self._readers.append(reader)
+            for index, environ in enumerate(environs(num_processes, devices_per_process)):
+                process = start_command(command, environ, self._guard)
                 self._processes.append(process)
+                for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                    self._readers.append(start_thread(relay, index, *streams))
         except BaseException:
             self._end_all()
             raise
@@ -180,7 +166,7 @@ class _Processes:
             self._watch(until_failure=True)
             if not self._failed:
                 self._wait_for_readers()
-                return _End(max(map(_exit_code, self._ends.values()), default=0), 0)
+                return _End(max(map(exit_code, self._ends.values()), default=0), 0)
             self._watch(_SETTLE_SECONDS)
             first, lost, message = self._judge()
             self._send(signal.SIGTERM)
@@ -191,7 +177,7 @@ class _Processes:
             self._watch()
             self._wait_for_readers()  # what is said next stands below what the others said
             _print(message, sys.stderr)
-            return _End(_exit_code(self._ends[first]), len(lost))
+            return _End(exit_code(self._ends[first]), len(lost))
         finally:
             self._end_all()
 
@@ -266,12 +252,45 @@ class _Processes:
         self._guard.communicate()
 
 
-def _exit_code(returncode: int) -> int:
+def start_guard() -> subprocess.Popen[str]:
+    """A process that reads the numbers of others, and ends them when this one is gone, whatever ended it."""
+    return subprocess.Popen(
+        ["sh", "-c", _GUARD],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def start_command(
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    guard: subprocess.Popen[str],
+    folder: str | None = None,
+) -> subprocess.Popen[str]:
+    """`python -m jaxpar` as a child of this process, which reads what it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jaxpar", *command],
+        env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, errors="replace",
+        start_new_session=True,  # Ctrl-C comes from here alone, and once
+    )  # fmt: skip
+    print(process.pid, file=guard.stdin, flush=True)
+    return process
+
+
+def start_thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    """A thread that keeps no process from ending."""
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread
+
+
+def exit_code(returncode: int) -> int:
     """Of a process, as a shell has it."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _relay(index: int, source: IO[str], target: IO[str]) -> None:
+def relay(index: int, source: IO[str], target: IO[str]) -> None:
     """Prints the lines of a process as they come; read to their end, or the process would wait."""
     for line in source:
         if target is sys.stdout or not _CHATTER.fullmatch(line):
@@ -306,12 +325,14 @@ def _receive_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def environs(num_processes: int, num_devices: int) -> list[dict[str, str]]:
+def environs(
+    num_processes: int, num_devices: int, environ: Mapping[str, str] = os.environ
+) -> list[dict[str, str]]:
     """The environment of each process: this one's, where they meet, who it is, and its simulated devices."""
-    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = environ.get("XLA_FLAGS", "").split()
     count = "--xla_force_host_platform_device_count"  # JAX takes this or JAX_NUM_CPU_DEVICES
     # No proxy stands between processes of one machine.
-    own = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    own = {name: value for name, value in environ.items() if not name.lower().endswith("_proxy")}
     with socket.socket() as probe:  # for a free port
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
