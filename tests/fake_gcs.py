@@ -19,7 +19,7 @@ class FakeGCS(ThreadingHTTPServer):
 
     Attributes:
       objects: (bucket, name) -> (generation, content).
-      on_put: called with the name of each object, before it is there.
+      on_put: called with the name of each object, before it is there; a PermissionError of it forbids that.
     """
 
     daemon_threads = True
@@ -83,7 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
             assert self.headers.get("Content-Range", "bytes 0-").startswith("bytes 0-")  # one part
             put = body
         if put is not None:
-            self.server.on_put(key[1])
+            try:
+                self.server.on_put(key[1])
+            except PermissionError:
+                return self._answer(403)
         with self.server.lock:
             generation, content = self.server.objects.get(key, (0, None))
             if query.get("ifGenerationMatch", str(generation)) != str(generation):

@@ -106,9 +106,8 @@ class Writing:
             self._do(lambda: self._finish(handler))
         except Exception as error:
             self._error = error
-            if self._is_first:  # the room may be needed for the next
-                with contextlib.suppress(OSError):
-                    self._remove_half_written()
+            if self._is_first and not isinstance(self._partial, BucketPath):
+                self._remove()
             self._on_failure()
         finally:
             self._copied.set()
@@ -116,16 +115,24 @@ class Writing:
     def _make_folder(self) -> None:
         if self._is_first:
             self._check()
-            self._remove_half_written()
+            for folder in half_written(self._path.parent):
+                with contextlib.suppress(OSError):
+                    remove_folder(folder)
             if isinstance(self._partial, BucketPath):
                 remove_folder(self._partial)  # nothing of another attempt comes into this one
             else:
                 (self._partial / _ARRAYS).mkdir(parents=True)
 
-    def _remove_half_written(self) -> None:
-        for folder in half_written(self._path.parent):
+    def _remove(self) -> None:
+        """Removes what is half-written: the room may be needed for the next."""
+        with contextlib.suppress(OSError):
+            remove_folder(self._partial)
+        try:
+            self._check()
+        except OSError:  # the run's folder was removed, and TensorStore has made it anew
             with contextlib.suppress(OSError):
-                remove_folder(folder)
+                self._path.parent.rmdir()
+                self._path.parent.parent.rmdir()
 
     def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Mapping[str, Any]) -> None:
         """Writes the shards of this process."""
