@@ -106,7 +106,7 @@ class Writing:
             self._do(lambda: self._finish(handler))
         except Exception as error:
             self._error = error
-            if self._is_first and not isinstance(self._partial, BucketPath):
+            if self._is_first:
                 self._remove()
             self._on_failure()
         finally:
@@ -124,13 +124,20 @@ class Writing:
                 (self._partial / _ARRAYS).mkdir(parents=True)
 
     def _remove(self) -> None:
-        """Removes what is half-written: the room may be needed for the next."""
-        with contextlib.suppress(OSError):
-            remove_folder(self._partial)
+        """Removes what is half-written, where it is this run's: the room may be needed for the next."""
+        is_removed = False
         try:
             self._check()
-        except OSError:  # the run's folder was removed, and TensorStore has made it anew
-            with contextlib.suppress(OSError):
+        except FileNotFoundError:
+            is_removed = True
+        except OSError:
+            return
+        with contextlib.suppress(OSError):
+            if self._partial in half_written(self._path.parent):
+                remove_folder(self._partial)
+            if is_removed and not isinstance(
+                self._path, BucketPath
+            ):  # TensorStore has made them anew
                 self._path.parent.rmdir()
                 self._path.parent.parent.rmdir()
 
