@@ -330,7 +330,7 @@ class TrainConfig:
       fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
         the disk is full, or read-only. All processes write there.
       out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
-        gs://BUCKET/FOLDER (`pip install 'jaxpar[gcs]'`); None takes the next free folder of runs/0001,
+        gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
         runs/0002, ...
     """
 

@@ -95,12 +95,15 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._answer(304)
             if put is not None:
                 return self._answer(200, self.server.put(key, put))
-            if moved := re.fullmatch(r"(.+)/moveTo/o/(.+)", name or ""):
-                name, new = map(urllib.parse.unquote, moved.groups())
-                if (bucket, name) not in self.server.objects:
+            if moved := re.fullmatch(r"(.+)/(moveTo|rewriteTo/b/[^/]+)/o/(.+)", name or ""):
+                name, new = map(urllib.parse.unquote, moved.group(1, 3))  # in one bucket
+                _, content = self.server.objects.get((bucket, name), (0, None))
+                if content is None:
                     return self._answer(404)
-                _, content = self.server.objects.pop((bucket, name))
-                return self._answer(200, self.server.put((bucket, new), content))
+                told = {**self.server.put((bucket, new), content), "done": True}
+                if moved[2] == "moveTo":
+                    del self.server.objects[bucket, name]
+                return self._answer(200, told)
             if key[1] is None:
                 return self._answer(200, self._list(bucket, query))
             if content is None:

@@ -310,7 +310,7 @@ def test_what_the_storage_refuses_is_told_in_words(server, address, text, capsys
 def test_a_bucket_without_its_package_is_told(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["evaluate", "gs://bucket/run"]) == 2
-    said = "gs://bucket/run needs the package gcsfs; pip install 'jaxpar[gcs]'"
+    said = "gs://bucket/run needs the package gcsfs; pip install gcsfs"
     assert said in " ".join(capsys.readouterr().err.split())
 
 
@@ -366,16 +366,17 @@ def start(folders, argv, environ):
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     own = {COORDINATOR_ADDRESS: address, NUM_PROCESSES: str(len(folders))}
-    own |= {"JAX_NUM_CPU_DEVICES": "1"}
     processes = []
     for number, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
-        its_own = {PROCESS_ID: str(number), "TMPDIR": str(folder)}
+        its_own = {"TMPDIR": str(folder)}
+        if len(folders) > 1:
+            its_own |= own | {PROCESS_ID: str(number)}
         with (folder / "said").open("w") as said:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "jaxpar", *argv], cwd=folder, stdout=said, stderr=said,
-                    env=os.environ | environ | (own if len(folders) > 1 else {}) | its_own,
+                    env=os.environ | environ | {"JAX_NUM_CPU_DEVICES": "1"} | its_own,
                 )
             )  # fmt: skip
     return processes

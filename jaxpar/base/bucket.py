@@ -124,7 +124,7 @@ class BucketPath(PurePosixPath):
     def rename(self, target: "BucketPath") -> "BucketPath":
         """Moves the objects of the folder, one after the other."""
         for name in self.sizes():
-            (self / name)._ask("mv_file", str(target / name))
+            (self / name)._ask("mv", str(target / name))
         return target
 
 
@@ -143,7 +143,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     require(len(found.parts) > 2, f"{text} names no folder; use gs://BUCKET/FOLDER")
     require(
         importlib.util.find_spec("gcsfs") is not None,
-        f"{text} needs the package gcsfs; pip install 'jaxpar[gcs]'",
+        f"{text} needs the package gcsfs; pip install gcsfs",
     )
     return cast(Path, found)
 

@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 from jaxpar.base.bucket import BucketPath
 from jaxpar.base.files import check_file, write_file
 from jaxpar.hosts.agree import in_process_0, together
@@ -55,7 +57,7 @@ class FolderLock:
         """
         try:
             holder = in_process_0(self._take)
-            together(lambda: self._see(holder))
+            together(lambda: jax.process_index() == 0 or self._see(holder))
         except BaseException:
             self.__exit__()
             raise
