@@ -329,8 +329,9 @@ class TrainConfig:
       keep_best: also save and keep the state with the lowest validation loss.
       fallback_dir: where the state is saved, in a folder of its own, when out_dir can no longer be written:
         the disk is full, or read-only. All processes write there.
-      out_dir: where metrics, settings and checkpoints are written; None takes the next free folder of
-        runs/0001, runs/0002, ...
+      out_dir: where metrics, settings and checkpoints are written: a folder, which all processes share, or
+        gs://BUCKET/FOLDER (with the package gcsfs); None takes the next free folder of runs/0001,
+        runs/0002, ...
     """
 
     num_steps: int = 800
@@ -363,7 +364,7 @@ class TrainConfig:
         for name in ("out_dir", "fallback_dir"):
             if (path := getattr(self, name)) is not None:
                 require(path != "", f"{name}='' names no folder; leave it out")
-                check_path(name, path)
+                check_path(name, path, of_run=name == "out_dir")
 
     @property
     def allowed_skips(self) -> int:

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxpar.base.bucket import as_path
 from jaxpar.base.checks import leaves_of, walk
 from jaxpar.base.files import read_file
 from jaxpar.config import Parallel
@@ -49,7 +50,7 @@ def read_config(path: str | os.PathLike[str], base: Settings | None = None) -> S
       ValueError: it is not TOML, names no task and there is no base, a key does not exist (the message
         gives its full path and the nearest), or a value has the wrong type or is out of range.
     """
-    path = Path(path).expanduser()
+    path = as_path(path)
     tables = read_toml(path)
     try:
         _take_simulated(tables)
@@ -66,7 +67,7 @@ def read_simulated(path: str | os.PathLike[str]) -> int | None:
     Raises:
       OSError, ValueError: as of `read_config`.
     """
-    return _take_simulated(read_toml(Path(path).expanduser()))
+    return _take_simulated(read_toml(as_path(path)))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -268,16 +268,19 @@ def test_what_a_script_prints_on_a_full_disk_ends_no_run(text, tmp_path, monkeyp
     assert own == ["warning: what is printed gets lost: No space left on device"]
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "file:///tmp/run"])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "file:///tmp/run", "gs:/bucket/run"])
 def test_an_address_is_refused_before_a_folder_is_made(address, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = f"='{address}' is an address, and jaxpar writes and reads folders of this machine; mount"
-    for name in ("out_dir", "fallback_dir"):
-        with pytest.raises(ValueError, match=f"^{name}{said}"):
+    said = f"='{address}' is an address, and jaxpar writes and reads folders of this machine"
+    both = (
+        f"{said} and gs://BUCKET/FOLDER, for Orbax, which writes checkpoints, has no other storage"
+    )
+    for name, told in {"out_dir": f"{both}; mount", "fallback_dir": f"{said}; mount"}.items():
+        with pytest.raises(ValueError, match=f"^{name}{told}"):
             TrainConfig(**{name: address})
         option = f"--train.{name.replace('_', '-')}"
         assert main(["train", "lm", option, address]) == 2
-        assert f"{name}{said}" in " ".join(capsys.readouterr().err.split())
+        assert f"{name}{told}" in " ".join(capsys.readouterr().err.split())
     for command in (["evaluate"], ["sample"], ["export", "--output", "weights"]):
         assert main([*command, address]) == 2
         assert "is an address" in capsys.readouterr().err

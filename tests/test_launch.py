@@ -590,6 +590,29 @@ def test_jobset_starts_a_process_in_each_pod():
     assert list(container["resources"]["limits"]) == ["cpu"]
 
 
+def test_a_jobset_with_a_bucket_claims_no_volume():
+    """One command starts it, and starts it again."""
+
+    def pod_of(*more):
+        job_set = yaml.safe_load(jobset_manifest([*COMMAND, *more], 3, 4))
+        spec = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        return spec, spec["containers"][0], [volume["name"] for volume in spec["volumes"]]
+
+    spec, container, volumes = pod_of("--train.out-dir", "gs://bucket/run")
+    assert volumes == [mount["name"] for mount in container["volumeMounts"]] == ["shared-memory"]
+    own = ["--train.out-dir", "gs://bucket/run", "--resume-or-begin"]
+    assert container["command"] == ["python", "-m", "jaxpar", *COMMAND, *own]
+    assert "workingDir" not in container
+    assert spec["serviceAccountName"] == "ACCOUNT"
+    for folder in ([], ["--train.out-dir", "here"]):
+        spec, container, volumes = pod_of(*folder)
+        assert volumes == [mount["name"] for mount in container["volumeMounts"]]
+        assert volumes == ["runs", "shared-memory"]
+        assert container["workingDir"] == container["volumeMounts"][0]["mountPath"]
+        assert "serviceAccountName" not in spec
+    assert "CLAIM # fill in" in jobset_manifest(COMMAND, 3, 4)
+
+
 def test_print_starts_nothing(capsys):
     argv = ["launch", "--print", "slurm", "--processes", "3", "--devices-per-process", "4"]
     assert main([*argv, "--", *COMMAND]) == 0

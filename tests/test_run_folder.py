@@ -24,6 +24,7 @@ from jaxpar.training.fit import fit
 from jaxpar.training.lock import FolderLock
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.writing import Writing
 
 pytestmark = pytest.mark.usefixtures("compile_once")
 
@@ -220,6 +221,27 @@ def test_a_folder_that_is_removed_at_the_end_ends_the_run_with_an_error(text, tm
 
     with pytest.raises(FileNotFoundError, match="was removed or replaced"):
         fit(make_task(text), ONE, make_train(tmp_path / "run"), report=Remove())
+
+
+@pytest.mark.parametrize("moment", ["_make_folder", "_write", "_finish"])
+def test_a_folder_that_is_removed_in_mid_save_gets_no_checkpoint(
+    text, tmp_path, monkeypatch, moment
+):
+    """What writes the arrays makes its folders anew."""
+    work, calls = getattr(Writing, moment), []
+
+    def late(self, *args):
+        calls.append(moment)
+        if len(calls) == 2:
+            shutil.rmtree(tmp_path / "run")
+        return work(self, *args)
+
+    monkeypatch.setattr(Writing, moment, late)
+    train = make_train(tmp_path / "run", checkpoint_every=1)
+    with pytest.raises(FileNotFoundError, match=r"run was removed or replaced during its run"):
+        fit(make_task(text), ONE, train)
+    assert len(calls) == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_run_in_the_place_of_a_removed_one_stays_as_it_is(run, text, tmp_path):

@@ -6,12 +6,14 @@ import itertools
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxpar.base.bucket import SCHEME, BucketPath
 from jaxpar.base.checks import require, require_instance
 
 Kind = TypeVar("Kind", dict[str, Any], list[Any])
@@ -46,12 +48,11 @@ def read_file(
       OSError: as of `check_file`, it has more bytes, or it cannot be read; in words.
     """
     with in_words(f"read {f'{what} {path}'.lstrip()}", remedy):
-        check_file(path)
-        if (size := os.path.getsize(path)) > most_bytes:
+        if (size := check_file(path)) > most_bytes:
             told = f"it has {size:,} bytes, more than {most_bytes:,}"
             raise OSError(errno.EFBIG, told, os.fspath(path))
         try:
-            return Path(path).read_bytes()
+            return (path if isinstance(path, BucketPath) else Path(path)).read_bytes()
         except MemoryError:
             raise MemoryError(f"{path} does not fit into the memory of this machine") from None
 
@@ -75,18 +76,48 @@ def read_text(path: str | os.PathLike[str], what: str = "") -> str:
         ) from error
 
 
-def check_file(path: str | os.PathLike[str]) -> None:
-    """Nothing, if a path leads to a file: whoever opens a pipe waits for its writer, and a device has no end.
+def check_file(path: str | os.PathLike[str]) -> int:
+    """The size of a file in bytes.
+
+    Nothing else has one here: whoever opens a pipe waits for its writer, and a device has no end.
 
     Raises:
       OSError: it leads to something else or nowhere; as of the system, with `strerror` and `filename`.
     """
-    mode = os.stat(path).st_mode
+    if isinstance(path, BucketPath):
+        return path.size()
+    found = os.stat(path)
+    mode = found.st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(mode):
         told = "it is a pipe, a socket or a device, not a file"
         raise OSError(errno.EINVAL, told, os.fspath(path))
+    return found.st_size
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The bytes of all files in a folder and its folders, by their names from there on.
+
+    Raises:
+      OSError: there is what is no file.
+    """
+    if isinstance(folder, BucketPath):
+        return folder.sizes()
+    files = (path for path in folder.rglob("*") if not path.is_dir())
+    return {str(path.relative_to(folder)): check_file(path) for path in files}
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all that is in it.
+
+    Raises:
+      OSError: something of it cannot be removed.
+    """
+    if isinstance(folder, BucketPath):
+        folder.rmtree()
+    else:
+        shutil.rmtree(folder)
 
 
 def read_json(content: str | bytes, kind: type[Kind] = dict) -> Kind:
@@ -118,6 +149,8 @@ def make_folder(path: Path, what: str, remedy: str) -> None:
     Raises:
       OSError: it cannot be made; in words.
     """
+    if isinstance(path, BucketPath):
+        return  # it is there with the first object in it
     with in_words(f"make {what}", remedy):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -159,21 +192,43 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def check_path(name: str, path: str | os.PathLike[str]) -> None:
-    """Raises for what is no path, or an address such as gs://bucket/run, which would name a local folder.
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file; it appears whole or not at all.
+
+    Raises:
+      OSError: as of `whole_file`.
+    """
+    if isinstance(path, BucketPath):
+        with in_words(f"write {path}", WRITABLE):
+            path.write_bytes(content)
+        return
+    with whole_file(path) as file:
+        file.write_bytes(content)
+
+
+def check_path(name: str, path: str | os.PathLike[str], *, of_run: bool = False) -> None:
+    """Raises for what is no path, or an address such as s3://bucket/run, which would name a local folder.
 
     Args:
       name: of the setting that the path is of.
+      of_run: it is the folder of a run, which may be in a bucket.
     Raises:
       ValueError: it is one, it is empty, or no path.
     """
     require_instance(name, path, str | os.PathLike, "a path")
     require(path != "", f"{name}='' names nothing; give a path")
-    if _ADDRESS.match(os.fspath(path)):
-        raise ValueError(
-            f"{name}={os.fspath(path)!r} is an address, and jaxpar writes and reads folders of this machine; "
-            f"mount the storage, and give the folder where it is"
+    text = os.fspath(path)
+    if not _ADDRESS.match(text) or (of_run and text.startswith(f"{SCHEME}//")):
+        return
+    places = "folders of this machine"
+    if of_run:
+        places += (
+            " and gs://BUCKET/FOLDER, for Orbax, which writes checkpoints, has no other storage"
         )
+    raise ValueError(
+        f"{name}={text!r} is an address, and jaxpar writes and reads {places}; mount the storage, and give "
+        f"the folder where it is"
+    )
 
 
 def cache_folder() -> Path:

@@ -21,6 +21,16 @@ NOTICE_SECONDS = 120  # before the end that the cluster has set
 MAX_RESTARTS = 100  # of a JobSet, so that one that always fails ends some day
 STOPPED = 128 + 15  # the exit code of a run that SIGTERM has ended, with its state saved
 _PORT = 8476  # of process 0 in a pod of its own
+_VOLUME = "/mnt/runs"
+_MOUNT = f"""
+              - name: runs
+                mountPath: {_VOLUME}"""
+_CLAIM = """
+            - name: runs
+              persistentVolumeClaim:
+                claimName: CLAIM # fill in: one for all pods; or use --train.out-dir gs://BUCKET/FOLDER"""
+_ACCOUNT = """
+            serviceAccountName: ACCOUNT # fill in: one that may write to the bucket"""
 _REQUEUE = f"""
 code=$?
 if {{again}}; then # {STOPPED}: by SIGTERM, with its state saved
@@ -85,7 +95,8 @@ def jobset_manifest(
     """A Kubernetes JobSet for `kubectl create -f`: one process per pod, each with its own devices.
 
     When a pod fails, is evicted or stopped, all are started again. A user's mistake (exit code 2) or a number
-    that is not finite (3) would occur again, and ends them.
+    that is not finite (3) would occur again, and ends them. The run is on a volume that all pods mount, or
+    in a bucket, if `--train.out-dir` of the command is gs://BUCKET/FOLDER.
 
     Args:
       platform: as of `slurm_script`.
@@ -103,6 +114,7 @@ def jobset_manifest(
               - name: JAX_NUM_CPU_DEVICES
                 value: "{devices_per_process}\""""
         limit = "cpu: CORES # fill in: of a node"
+    in_bucket = options_of(argv).get(OUT_DIR, "").startswith("gs://")
     return _fill_in(
         "jobset.yaml",
         max_restarts=MAX_RESTARTS,
@@ -115,6 +127,11 @@ def jobset_manifest(
         port=_PORT,
         variables=variables,
         limit=limit,
+        package="jaxpar[gcs]" if in_bucket else "jaxpar",
+        account=_ACCOUNT if in_bucket else "",
+        working_dir="" if in_bucket else f"\n              workingDir: {_VOLUME}",
+        mount="" if in_bucket else _MOUNT,
+        volume="" if in_bucket else _CLAIM,
     )
 
 

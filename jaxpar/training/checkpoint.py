@@ -10,7 +10,7 @@ written, is recognised and skipped. It also holds the losses of all validations 
 is the best is known from checkpoints alone.
 
     60/checkpoint.json     what it is of, and checksums of its files; process 0 reads what all have written
-    60/_CHECKPOINT_METADATA, 60/state/...   the arrays, as Orbax writes them
+    60/_CHECKPOINT_METADATA, 60/commit_success.txt, 60/state/...   the arrays, as Orbax writes and reads them
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import json
 import logging
 import math
 import re
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,8 @@ from typing import Any
 import jax
 from flax.traverse_util import unflatten_dict
 
-from jaxpar.base.files import check_file, free_path
+from jaxpar.base.bucket import as_path
+from jaxpar.base.files import check_file, free_path, remove_folder, sizes_of
 from jaxpar.hosts.agree import SharedError, Together
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
@@ -41,9 +41,15 @@ from jaxpar.state import TrainState, abstract_state, check_room
 from jaxpar.task import Task
 from jaxpar.training.by_layer import abstract_by_layer, by_layer, from_layers
 from jaxpar.training.checksums import checksums, find_changed, read_table, write_table
-from jaxpar.training.writing import HALF_WRITTEN, Writing, open_arrays
+from jaxpar.training.writing import (
+    DESCRIPTION,
+    HALF_WRITTEN,
+    Writing,
+    half_written,
+    open_arrays,
+    withdraw,
+)
 
-_DESCRIPTION = "checkpoint.json"
 # What a checkpoint says of itself.
 _DESCRIBED = {
     "task": str,
@@ -75,15 +81,25 @@ class Checkpoints:
       setup: of the states that are saved and restored. As its `train` says, the newest are kept, and the one
         with the lowest of `losses` as well; others are deleted as new ones are written.
       run: the name of the run; checkpoints of another one are not restored. None: of no run.
+      check: called in process 0 before a save writes, and before what it has written counts; raises an
+        OSError if the folder is not this run's any more.
     Attributes:
       losses: step -> validation loss, to be filled in by the caller; stored in every checkpoint.
       on_failure: called from another thread if a save in the background fails, to be set by the caller; the
         next call of a method that waits for it raises the error, in all processes.
     """
 
-    def __init__(self, folder: str | PathLike[str], setup: Setup, *, run: str | None = None):
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        setup: Setup,
+        *,
+        run: str | None = None,
+        check: Callable[[], object] = lambda: None,
+    ):
         self.losses: dict[int, float] = {}
-        self._folder, self._setup, self._run = Path(folder).absolute(), setup, run
+        self._folder, self._setup, self._run = as_path(folder).absolute(), setup, run
+        self._check = check
         self.on_failure: Callable[[], None] = lambda: None
         self._together, self._is_tidy = Together(), False
         self._saving: Writing | None = None
@@ -136,6 +152,7 @@ class Checkpoints:
                 self._folder / str(step),
                 arrays,
                 together=self._together,
+                check=self._check,
                 seal=functools.partial(self._seal, described),
                 clean_up=self._delete_old,
                 on_failure=self.on_failure,
@@ -230,7 +247,7 @@ class Checkpoints:
         Raises:
           OSError, ValueError: there is no such checkpoint, or it is damaged.
         """
-        return read_table(self._folder / str(step) / _DESCRIPTION, _DESCRIBED)
+        return read_table(self._folder / str(step) / DESCRIPTION, _DESCRIBED)
 
     def stored_losses(self) -> dict[int, float]:
         """Step -> validation loss, of all validations that whole checkpoints know of."""
@@ -248,22 +265,20 @@ class Checkpoints:
         described = self._examine()[0].get(step)
         if described is not None and described["losses"].get(str(step)) != repr(loss):
             described["losses"][str(step)] = repr(loss)
-            write_table(self._folder / str(step) / _DESCRIPTION, described)
+            write_table(self._folder / str(step) / DESCRIPTION, described)
 
     def _seal(self, described: Mapping[str, Any], path: Path) -> None:
         """Writes what is said of a checkpoint whose other files are written, with their checksums."""
-        names = [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
-        files = checksums(path, sorted(names))
-        write_table(path / _DESCRIPTION, {**described, "checksums": files})
+        files = checksums(path, sorted(sizes_of(path)))
+        self._check()
+        write_table(path / DESCRIPTION, {**described, "checksums": files})
 
     def _delete_old(self) -> None:
         """Deletes whole checkpoints that are neither among the newest nor the best."""
         steps, train = self.steps(), self._setup.train
         best = best_of(steps, self.losses if train.keep_best else {})
         for step in {*steps} - {*steps[-train.keep_checkpoints :], best}:
-            path = self._folder / str(step)
-            half = path.rename(path.with_name(f"{step}{HALF_WRITTEN}"))  # if this is killed here
-            shutil.rmtree(half)
+            remove_folder(withdraw(self._folder / str(step)))
 
     def close(self) -> None:
         """Waits for the save that is still running.
@@ -282,10 +297,15 @@ class Checkpoints:
             yield
         except Exception as error:
             self._is_tidy = False
-            newest = max(self.steps(), default=None)
-            left = (
-                "there is none" if newest is None else f"the newest whole one is of step {newest}"
-            )
+            try:
+                newest = max(self.steps(), default=None)
+                left = (
+                    "there is none"
+                    if newest is None
+                    else f"the newest whole one is of step {newest}"
+                )
+            except OSError as unknown:
+                left = f"of others it says: {unknown.strerror}"
             kind = SharedError if isinstance(error, SharedError) else OSError
             raise kind(
                 f"the checkpoint of step {self._saving_step} could not be written in {self._folder}: "
@@ -294,14 +314,14 @@ class Checkpoints:
 
     def _examine(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
         """What whole checkpoints say of themselves, and what is wrong with others, as far as sizes tell."""
-        whole, damaged = {}, {}
+        whole, damaged, left_out = {}, {}, half_written(self._folder)
         for path in self._folder.glob("*"):
-            if not path.name.isdecimal():
+            if not path.name.isdecimal() or path in left_out:
                 continue
             try:
                 whole[int(path.name)] = _read_whole(path, self._run)
             except OSError as error:
-                name = Path(error.filename).relative_to(path)
+                name = as_path(error.filename).relative_to(path)
                 damaged[int(path.name)] = f"{name}: {error.strerror}"
             except ValueError as error:
                 damaged[int(path.name)] = str(error)
@@ -411,7 +431,7 @@ def best_of(steps: Sequence[int], losses: Mapping[int, float]) -> int | None:
 def run_of(path: Path) -> str | None:
     """The name of the run that a folder is a checkpoint of; None if nothing tells."""
     try:
-        return read_table(path / _DESCRIPTION, _DESCRIBED)["run"]
+        return read_table(path / DESCRIPTION, _DESCRIBED)["run"]
     except (OSError, ValueError):
         return None
 
@@ -423,17 +443,16 @@ def _read_whole(path: Path, run: str | None) -> dict[str, Any]:
       OSError: a file of it cannot be read.
       ValueError: it is not what was written, as far as sizes tell, or of another step or run.
     """
-    described = read_table(path / _DESCRIPTION, _DESCRIBED)
+    described = read_table(path / DESCRIPTION, _DESCRIBED)
     if described["step"] != int(path.name):
         raise ValueError(f"it is the checkpoint of step {described['step']}")
     if run is not None and described["run"] != run:
         raise ValueError(f"it is of another run ({described['run']}, not {run})")
-    for found in path.rglob("*"):
-        if not found.is_dir():
-            check_file(found)
+    sizes = sizes_of(path)
     for name, checksum in described["checksums"].items():
-        found, size = str((path / name).stat().st_size), checksum.partition(" ")[0]
-        if found != size:
+        found = sizes[name] if name in sizes else check_file(path / name)
+        size = checksum.partition(" ")[0]
+        if str(found) != size:
             raise ValueError(f"{name} has {found} of {size} bytes")
     return described
 

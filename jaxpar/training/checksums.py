@@ -15,8 +15,9 @@ from typing import Any
 
 import xxhash
 
+from jaxpar.base.bucket import BucketPath
 from jaxpar.base.checks import fits
-from jaxpar.base.files import check_file, read_json, whole_file
+from jaxpar.base.files import check_file, read_json, write_file
 
 BLOCK_BYTES = 64 << 20
 _BUFFER_BYTES = 1 << 20
@@ -61,8 +62,8 @@ def write_table(path: Path, content: Mapping[str, Any]) -> None:
     Raises:
       OSError: it cannot be written.
     """
-    with whole_file(path) as file:
-        file.write_text(json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n")
+    text = json.dumps({**content, _SHA256: digest(content)}, indent=1) + "\n"
+    write_file(path, text.encode())
 
 
 def read_table(path: Path, types: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _reading(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Callable
 
         def begin(path: Path) -> Callable[[], str]:
             try:
-                size = path.stat().st_size
+                size = check_file(path)
             except OSError:
                 size = 1  # the one block will say it
             starts = range(0, size, BLOCK_BYTES)
@@ -100,6 +101,8 @@ def _reading(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Callable
 
 
 def _hash(path: Path, start: int) -> str:
+    if isinstance(path, BucketPath):
+        return xxhash.xxh3_128_hexdigest(path.read_part(start, start + BLOCK_BYTES))
     found, left, buffer = xxhash.xxh3_128(), BLOCK_BYTES, memoryview(bytearray(_BUFFER_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(start)

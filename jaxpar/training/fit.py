@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import make_folder
 from jaxpar.base.loading import guard_remedy
@@ -107,7 +108,7 @@ def fit(
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
         task, given, {"task": task.name, "train": train, "start": start, **options},
-        remedy="start all of them with the same options",
+        remedy="start all of them with the same options, in a folder that they share",
     )  # fmt: skip
     folder = choose_folder(train.out_dir, resume=resume, overwrite=overwrite)
     setup = Setup.of(task, given, train)
@@ -198,7 +199,7 @@ def open_run(
             path = Path(train.fallback_dir).expanduser()
             together(lambda: make_folder(path, f"fallback_dir={str(path)!r}", "use another place"))
         if profile:
-            _check_profile(train.num_steps, 0 if state is None else int(state.step))
+            _check_profile(train, 0 if state is None else int(state.step))
         if before is not None:
             folder, setup = before, setup.replace(out_dir=str(before))
             in_process_0(lambda: before.start(texts))
@@ -277,7 +278,13 @@ def _check_holds_no_run(folder: RunFolder) -> None:
         )
 
 
-def _check_profile(num_steps: int, taken: int) -> None:
+def _check_profile(train: TrainConfig, taken: int) -> None:
+    num_steps = train.num_steps
+    if isinstance(as_path(train.out_dir or ""), BucketPath):
+        raise ValueError(
+            f"out_dir={train.out_dir!r}: JAX writes profiles to folders of this machine alone; take one in a "
+            f"run of a few steps with another --train.out-dir"
+        )
     if num_steps - taken < profiler.LAST:
         done = f", {taken} of them taken" if taken else ""
         raise ValueError(

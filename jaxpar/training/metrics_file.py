@@ -1,15 +1,68 @@
-"""metrics.jsonl, as anybody may have left it."""
+"""metrics.jsonl: how it grows, and how it is read, as anybody may have left it."""
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxpar.base.files import read_file, read_json
+from jaxpar.base.bucket import BucketPath
+from jaxpar.base.files import WRITABLE, in_words, read_file, read_json, write_file
 from jaxpar.training.record import REMEDY
 
 _NAMED = 3  # lines that a message names
+_PUT_SECONDS = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+class MetricsFile:
+    """A file that lines are added to: on a disk at once; in a bucket, as a whole, now and then.
+
+    Args:
+      check: called before anything is written.
+    """
+
+    def __init__(self, path: Path, check: Callable[[], object]):
+        self._path, self._check = path, check
+        self._content: bytes | None = None  # of an object
+        self._is_put, self._time = True, 0.0
+
+    def add(self, text: str) -> None:
+        """Adds text to the file, which is made if need be; in a bucket it may be there half a minute later.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        if not isinstance(self._path, BucketPath):
+            self._check()
+            with in_words(f"write {self._path}", WRITABLE), self._path.open("ab") as file:
+                file.write(text.encode())
+            return
+        if self._content is None:
+            self._content = self._path.read_bytes() if self._path.exists() else b""
+        self._content, self._is_put = self._content + text.encode(), False
+        if time.monotonic() - self._time > _PUT_SECONDS:
+            self.put()
+
+    def put(self) -> None:
+        """All that was added is there.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        if self._content is not None and not self._is_put:
+            self.replace(self._content)
+
+    def replace(self, content: bytes) -> None:
+        """Writes the file anew.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        self._check()
+        write_file(self._path, content)
+        self._content, self._is_put, self._time = content, True, time.monotonic()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.base.bucket import as_path
 from jaxpar.mesh import short_name
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
@@ -58,7 +59,7 @@ class FitResult:
     def out_dir(self) -> Path:
         """Where metrics, settings and checkpoints are."""
         assert self.setup.train.out_dir is not None
-        return Path(self.setup.train.out_dir)
+        return as_path(self.setup.train.out_dir)
 
 
 def describe_stop(stopped_by: signal.Signals | str) -> str:

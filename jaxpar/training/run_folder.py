@@ -13,6 +13,9 @@ runs/0001/
 config.toml, task.py and metrics.jsonl are plain files that people edit and other tools read: a change since
 the newest checkpoint is told, and the run goes on. The others change by damage alone, which is refused. A
 checkpoint has checksums of its own.
+
+The folder may be in a bucket, gs://BUCKET/FOLDER. Each file is an object there, put whole; a checkpoint is
+written where it stays, and counts once its last object, its description, is there.
 """
 
 import contextlib
@@ -20,7 +23,6 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,14 +30,14 @@ from typing import Any
 
 import jax
 
+from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.files import (
-    WRITABLE,
     check_path,
     free_path,
-    in_words,
     make_folder,
     read_file,
-    whole_file,
+    remove_folder,
+    write_file,
 )
 from jaxpar.config_file import read_config, read_toml, to_toml
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, num_simulated
@@ -44,8 +46,8 @@ from jaxpar.state import TrainState, evaluated
 from jaxpar.task import Settings, spec_of
 from jaxpar.training.checkpoint import CHECKPOINT_NAMES, Checkpoints, run_of
 from jaxpar.training.checksums import checksum
-from jaxpar.training.lock import FolderLock
-from jaxpar.training.metrics_file import read_metrics
+from jaxpar.training.lock import BucketLock, FolderLock
+from jaxpar.training.metrics_file import MetricsFile, read_metrics
 from jaxpar.training.record import REMEDY, Record
 
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
@@ -56,11 +58,11 @@ _log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """A run's folder by its path; nothing is read or written until a method is called."""
+    """A run's folder by its path, also in a bucket; nothing is read or written until a method is called."""
 
     def __init__(self, path: str | os.PathLike[str]):
-        check_path("folder", path)
-        self.path = Path(path).expanduser()
+        check_path("folder", path, of_run=True)
+        self.path = as_path(path)
         self.config_path = self.path / CONFIG
         self.data_path = self.path / DATA
         self.task_path = self.path / TASK
@@ -68,7 +70,9 @@ class RunFolder:
         self.checkpoints_path = self.path / "checkpoints"
         self.profile_path = self.path / "profile"
         self.record = Record(self.data_path)
-        self._lock = FolderLock(self.path, self._make)
+        kind = BucketLock if isinstance(self.path, BucketPath) else FolderLock
+        self._lock = kind(self.path, self._make)
+        self._metrics = MetricsFile(self.metrics_path, self._lock.check)
 
     def __str__(self) -> str:
         return str(self.path)
@@ -202,7 +206,7 @@ class RunFolder:
         known = self.record.read()
         for name in known["files"]:
             self.read(name)
-        return Checkpoints(self.checkpoints_path, setup, run=known["run"])
+        return Checkpoints(self.checkpoints_path, setup, run=known["run"], check=self._lock.check)
 
     def read(self, name: str) -> str:
         """A file of the task, as it was written.
@@ -252,7 +256,8 @@ class RunFolder:
         """
         self._make()
         run = self.find_run() or uuid.uuid4().hex[:16]  # the same wherever the folder is copied
-        self._append("")
+        self._metrics.add("")
+        self._metrics.put()
         self.record.begin({**json.loads(texts[DATA]), "run": run})
         self.record.put(self.metrics_path.name, self.metrics_path.read_bytes())
         texts = {name: text for name, text in texts.items() if name != DATA}
@@ -260,7 +265,7 @@ class RunFolder:
             self.record.put(name, text.encode())
         self.write_checksums()
         for name, text in texts.items():
-            self._write(name, text)
+            write_file(self.path / name, text.encode())
 
     def write_checksums(self) -> None:
         """Writes down how the files of the run are, for whoever continues from here.
@@ -269,12 +274,8 @@ class RunFolder:
           OSError: it cannot be written.
         """
         self._lock.check()
+        self._metrics.put()
         self.record.write()
-
-    def _write(self, name: str, text: str) -> None:
-        with whole_file(self.path / name) as file:
-            file.write_bytes(text.encode())
-        self.record.put(name, text.encode())
 
     def clear(self) -> None:
         """Removes the files of a run, and no others. A link stays; where it leads, this run's checkpoints go.
@@ -295,9 +296,9 @@ class RunFolder:
                 for inner in filter(Path.is_dir, path.iterdir()):
                     is_own = run is not None and run_of(inner) == run
                     if is_own and CHECKPOINT_NAMES.fullmatch(inner.name):
-                        shutil.rmtree(inner)
+                        remove_folder(inner)
             elif path.is_dir():
-                shutil.rmtree(path)
+                remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
 
@@ -306,20 +307,14 @@ class RunFolder:
         yield from self.path.glob("metrics.before-*.jsonl")
 
     def append_metrics(self, line: dict[str, Any]) -> None:
-        """Adds a line to `metrics.jsonl`.
+        """Adds a line to `metrics.jsonl`, as of `MetricsFile.add`.
 
         Raises:
           OSError: it cannot be written.
         """
-        self._lock.check()
         text = f"{json.dumps(line)}\n"
-        self._append(text)
+        self._metrics.add(text)
         self.record.extend(self.metrics_path.name, text.encode())
-
-    def _append(self, text: str) -> None:
-        path = self.metrics_path
-        with in_words(f"write {path}", WRITABLE), path.open("a", encoding="utf-8") as file:
-            file.write(text)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`; see `read_metrics`."""
@@ -339,9 +334,9 @@ class RunFolder:
         if content == kept.encode():
             return
         if content:
-            with whole_file(free_path(self.path, "metrics.before-", ".jsonl")) as file:
-                shutil.copyfile(self.metrics_path, file)
-        self._write(self.metrics_path.name, kept)
+            write_file(free_path(self.path, "metrics.before-", ".jsonl"), content)
+        self._metrics.replace(kept.encode())
+        self.record.put(self.metrics_path.name, kept.encode())
         self.write_checksums()
 
 

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import check_path
@@ -56,7 +56,7 @@ class Start:
 
     Attributes:
       path: a safetensors file, the index of several, a folder with model.safetensors or its index; or the
-        folder of a run, of which the newest state is taken.
+        folder of a run, of which the newest state is taken, and which may be in a bucket.
       rename: pairs of a pattern for names of the source, and the name instead, which may have groups of the
         pattern: ((r"encoder\.(.*)", r"embedding.\1"),). The first pattern that matches counts.
       leave: patterns for names of the source, before they are renamed, that are left out.
@@ -68,7 +68,7 @@ class Start:
 
     def __post_init__(self):
         check_fields(self)
-        check_path("start", self.path)
+        check_path("start", self.path, of_run=True)
         for pattern in (*self.leave, *(old for old, _ in self.rename)):
             try:
                 re.compile(pattern)
@@ -89,7 +89,7 @@ class Start:
 
     def to_json(self) -> dict[str, Any]:
         """For the run's folder, wherever it is read from."""
-        return {**dataclasses.asdict(self), "path": str(Path(self.path).expanduser().absolute())}
+        return {**dataclasses.asdict(self), "path": str(as_path(self.path).absolute())}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> "Start | None":
@@ -283,9 +283,10 @@ def find_weights(setup: Setup, start: Start) -> Taken:
 
 
 def _open(setup: Setup, start: Start) -> Weights:
-    path = Path(start.path).expanduser()
-    folder = RunFolder(path)
-    return _open_run(setup, folder) if folder.config_path.exists() else open_files(path)
+    folder = RunFolder(start.path)
+    if folder.config_path.exists() or isinstance(folder.path, BucketPath):
+        return _open_run(setup, folder)
+    return open_files(folder.path)
 
 
 def _open_run(setup: Setup, folder: RunFolder) -> Weights:

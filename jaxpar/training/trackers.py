@@ -12,6 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jaxpar.base.bucket import BucketPath
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
@@ -115,7 +116,8 @@ class WandB(Tracker):
     def begin(self, step: int, num_steps: int, out_dir: Path) -> None:
         """Begins the run there, or goes on with it."""
         folder = RunFolder(out_dir)
-        own = {"id": folder.find_run(), "name": out_dir.name, "dir": str(out_dir)}
+        own = {"id": folder.find_run(), "name": out_dir.name}
+        own |= {} if isinstance(out_dir, BucketPath) else {"dir": str(out_dir)}
         own |= {"config": _settings(folder), "allow_val_change": True, "resume": "allow"}
         self.writer, self.exit_code = self.module.init(**{**own, **self._options}), 0
         # Its own steps never go back, as those of a run after a crash do.

@@ -3,6 +3,9 @@
     checkpoints/60.orbax-checkpoint-tmp-1/   made by process 0; each process writes its shards there
     checkpoints/60/                          its name, once process 0 has put the parts together
 
+In a bucket, where nothing gets another name at once, all is written there, and checkpoint.json last: without
+it that is half of a checkpoint.
+
 Orbax writes and reads the arrays. Its own checkpointers wait at barriers, where a process that cannot write
 never comes; here a failure of one is the error of all.
 """
@@ -10,11 +13,11 @@ never comes; here a failure of one is the error of all.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxpar.base.bucket import BucketPath
+from jaxpar.base.files import remove_folder
 from jaxpar.hosts.agree import SharedError, Together
 
 if TYPE_CHECKING:  # it takes a fifth of a second, and most commands need none of it
     from orbax import checkpoint as orbax
 
-# By these names Orbax knows them.
-_METADATA, HALF_WRITTEN = "_CHECKPOINT_METADATA", ".orbax-checkpoint-tmp"
+DESCRIPTION = "checkpoint.json"
+# By these names Orbax knows them; what is not committed it does not read in a bucket.
+_METADATA, _COMMITTED = "_CHECKPOINT_METADATA", "commit_success.txt"
+HALF_WRITTEN = ".orbax-checkpoint-tmp"
 _ARRAYS = "state"
 _MIN_PART_BYTES = 2**20
 
@@ -43,7 +50,8 @@ class Writing:
       path: its folder, once it is whole.
       arrays: nested tables of arrays; may be donated afterwards.
       together: how the processes keep pace; all of them do the same.
-      seal: called in process 0 when all is written, with the folder, before that gets its name.
+      check: called in process 0 before anything is made; raises an OSError if it is not to be.
+      seal: called in process 0 when all else is written, with the folder, to write `DESCRIPTION` there.
       clean_up: called in process 0 after that.
       on_failure: called in every process, from another thread, if the checkpoint cannot be written.
     Raises:
@@ -56,13 +64,16 @@ class Writing:
         arrays: Mapping[str, Any],
         *,
         together: Together,
+        check: Callable[[], object] = lambda: None,
         seal: Callable[[Path], object] = lambda _: None,
         clean_up: Callable[[], object] = lambda: None,
         on_failure: Callable[[], object] = lambda: None,
     ):
         self._path, self._together = path, together
-        self._seal, self._clean_up, self._on_failure = seal, clean_up, on_failure
-        self._partial = path.with_name(f"{path.name}{HALF_WRITTEN}-{next(_attempts)}")
+        self._check, self._seal, self._clean_up = check, seal, clean_up
+        self._on_failure, self._partial = on_failure, path
+        if not isinstance(path, BucketPath):
+            self._partial = path.with_name(f"{path.name}{HALF_WRITTEN}-{next(_attempts)}")
         self._is_first, self._error = jax.process_index() == 0, None
         self._do(self._make_folder)
         self._copied = threading.Event()
@@ -95,17 +106,40 @@ class Writing:
             self._do(lambda: self._finish(handler))
         except Exception as error:
             self._error = error
-            if self._is_first:  # the room may be needed for the next
-                shutil.rmtree(self._partial, ignore_errors=True)
+            if self._is_first:
+                self._remove()
             self._on_failure()
         finally:
             self._copied.set()
 
     def _make_folder(self) -> None:
         if self._is_first:
-            for half_written in self._path.parent.glob(f"*{HALF_WRITTEN}*"):
-                shutil.rmtree(half_written, ignore_errors=True)
-            (self._partial / _ARRAYS).mkdir(parents=True)
+            self._check()
+            for folder in half_written(self._path.parent):
+                with contextlib.suppress(OSError):
+                    remove_folder(folder)
+            if isinstance(self._partial, BucketPath):
+                remove_folder(self._partial)  # nothing of another attempt comes into this one
+            else:
+                (self._partial / _ARRAYS).mkdir(parents=True)
+
+    def _remove(self) -> None:
+        """Removes what is half-written, where it is this run's: the room may be needed for the next."""
+        is_removed = False
+        try:
+            self._check()
+        except FileNotFoundError:
+            is_removed = True
+        except OSError:
+            return
+        with contextlib.suppress(OSError):
+            if self._partial in half_written(self._path.parent):
+                remove_folder(self._partial)
+            if is_removed and not isinstance(
+                self._path, BucketPath
+            ):  # TensorStore has made them anew
+                self._path.parent.rmdir()
+                self._path.parent.parent.rmdir()
 
     def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Mapping[str, Any]) -> None:
         """Writes the shards of this process."""
@@ -133,9 +167,11 @@ class Writing:
             "item_handlers": {_ARRAYS: f"{reader.__module__}.{reader.__qualname__}"},
             "commit_timestamp_nsecs": time.time_ns(),
         }
-        (self._partial / _METADATA).write_text(json.dumps(described), encoding="utf-8")
+        (self._partial / _METADATA).write_bytes(json.dumps(described).encode())
+        (self._partial / _COMMITTED).write_bytes(b"all arrays are written")
         self._seal(self._partial)
-        self._partial.rename(self._path)
+        if self._partial != self._path:
+            self._partial.rename(self._path)
         self._clean_up()
 
     def _path_of_arrays(self) -> Any:
@@ -160,12 +196,33 @@ class Writing:
         return f"{reason} ({Path(path).relative_to(self._partial) if inner else path})"
 
 
+def half_written(folder: Path) -> list[Path]:
+    """What a save that did not end has left in a folder of checkpoints."""
+    if not isinstance(folder, BucketPath):
+        return [*folder.glob(f"*{HALF_WRITTEN}*")]
+    return [
+        path
+        for path in folder.glob("*")
+        if path.name.isdecimal() and not (path / DESCRIPTION).exists()
+    ]
+
+
+def withdraw(path: Path) -> Path:
+    """Makes a checkpoint half of one, which whoever comes next removes; where it is now."""
+    if not isinstance(path, BucketPath):
+        return path.rename(path.with_name(f"{path.name}{HALF_WRITTEN}"))
+    (path / DESCRIPTION).unlink()
+    return path
+
+
 def open_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """Arrays of a whole checkpoint, by names with slashes, as TensorStore's, of which parts are read."""
     import tensorstore
 
     context = tensorstore.Context()  # they are in one database
-    base = {"driver": "file", "path": f"{path.resolve() / _ARRAYS}/"}
+    base: Any = f"{path}/{_ARRAYS}/"
+    if not isinstance(path, BucketPath):
+        base = {"driver": "file", "path": f"{path.resolve()}/{_ARRAYS}/"}
     opened = {
         name: tensorstore.open(
             {
