@@ -25,7 +25,7 @@ from typing import IO
 from jaxpar.hosts import parent_watchdog
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 from jaxpar.hosts.parent_watchdog import GRACE_SECONDS
-from jaxpar.hosts.scripts import OUT_DIR, check_command, how_to_go_on, options_of
+from jaxpar.hosts.scripts import MAX_RESTARTS, OUT_DIR, check_command, how_to_go_on, options_of
 
 _SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
@@ -43,8 +43,9 @@ def launch(
     *,
     elastic: bool = False,
     min_processes: int = 1,
+    on: "Callable[[Sequence[str], int, int, Sequence[int]], _End] | None" = None,
 ) -> int:
-    """Runs a command in several processes on simulated devices, and waits for them.
+    """Runs a command in several processes on simulated devices here, and waits for them.
 
     Their lines appear as they come, on the same stream, after the number of the process: `[0] `. When nobody
     reads them any more they are dropped, and the run continues. SIGINT (Ctrl-C) and SIGTERM are passed on to
@@ -55,6 +56,8 @@ def launch(
       elastic: when processes die, start the others again with `train --elastic`, which continues from the
         last checkpoint. A number of processes that the run refuses, as no mesh fits it, is skipped.
       min_processes: with fewer the run is not started again.
+      on: where the processes run instead, such as `OnRay`: called with the command, how many they are, the
+        devices of each, and the signals that have come, it returns when all have ended.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
       ended it.
@@ -75,8 +78,9 @@ def launch(
         )
     left = num_processes
     with _receive_signals() as signals:
-        while True:
-            end = _Processes(command, left, devices_per_process, signals).wait()
+        for _ in range(1 + MAX_RESTARTS):
+            run = on or (lambda *what: _Processes(*what).wait())
+            end = run(command, left, devices_per_process, signals)
             refused_first = end.code == _REFUSED and left == num_processes
             if not elastic or signals or refused_first or end.code in (0, _NOT_FINITE):
                 return end.code
@@ -88,6 +92,7 @@ def launch(
                 )
                 return end.code
             _say(f"continuing with {left} of {num_processes} processes")
+        return end.code
 
 
 def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:
@@ -116,7 +121,8 @@ class _End:
 
     Attributes:
       code: as `launch` gives it.
-      num_lost: that died or hung by themselves, not for the others; 0 if none failed.
+      num_lost: that died or hung by themselves, not for the others; 0 if none failed. Negative if there is
+        room for more now.
     """
 
     code: int
