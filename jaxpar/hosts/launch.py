@@ -1,4 +1,4 @@
-"""Starts several processes of `python -m jaxpar` here; `scripts` has those for a cluster.
+"""Starts several processes of `python -m jaxpar` here; `on_ray` does so on Ray, `scripts` has scripts.
 
     python -m jaxpar launch --processes 2 --devices-per-process 4 -- train lm --mesh dp2pp2tp2
 
@@ -76,13 +76,15 @@ def launch(
         raise ValueError(
             f"min_processes={min_processes} needs elastic; use --elastic, or leave it out"
         )
-    left = num_processes
+    left, num_starts = num_processes, 0
     with _receive_signals() as signals:
-        for _ in range(1 + MAX_RESTARTS):
+        while True:
             run = on or (lambda *what: _Processes(*what).wait())
             end = run(command, left, devices_per_process, signals)
             refused_first = end.code == _REFUSED and left == num_processes
-            if not elastic or signals or refused_first or end.code in (0, _NOT_FINITE):
+            num_starts += 1
+            is_over = end.code in (0, _NOT_FINITE) or num_starts > MAX_RESTARTS
+            if not elastic or signals or refused_first or is_over:
                 return end.code
             left -= end.num_lost
             if left < min_processes:
@@ -92,7 +94,6 @@ def launch(
                 )
                 return end.code
             _say(f"continuing with {left} of {num_processes} processes")
-        return end.code
 
 
 def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:

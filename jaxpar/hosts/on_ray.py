@@ -28,7 +28,9 @@ from jaxpar.hosts.scripts import Platform
 
 _PLACE_SECONDS = 10  # for Ray to find room; a node that was lost may count for a while
 _SETTLE_SECONDS = 15.0  # after the first failure, for Ray to know of an actor that was lost before
-_LOST = -1000  # a return code: none has come, for the actor is gone
+_KILLED = (
+    -signal.SIGKILL
+)  # also for a process whose actor or node is gone, which gives no return code
 
 
 class Host:
@@ -116,12 +118,9 @@ class OnRay:
                 f"the Ray cluster has no room for {self._least or num_processes} processes of {num_devices} "
                 f"{self._platform}s each; start more nodes (ray start --address), or fewer processes"
             )
-        count = room.bundle_count
-        if count < num_processes:
+        if (count := room.bundle_count) < num_processes:
             launch._say(f"there is room for {count} of {num_processes} processes")
-        code, message = self._run(command, room, num_devices, signals)
-        if message:
-            launch._say(message)
+        code = self._run(command, room, num_devices, signals)
         if self._least is None or signals or code in (0, launch._NOT_FINITE):
             return launch._End(code, 0)
         most = count - 1 if code == launch._REFUSED else self._most
@@ -141,19 +140,17 @@ class OnRay:
 
     def _run(
         self, command: Sequence[str], room: Any, num_devices: int, signals: Sequence[int]
-    ) -> tuple[int, str]:
-        """The exit code of all, or of the first that failed, and what to say of that one."""
-        ray, count = self._ray, room.bundle_count
+    ) -> int:
+        """The exit code of all, or of the first that failed; says which."""
+        ray, count, hosts, readers = self._ray, room.bundle_count, [], []
         place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         own = {"num_cpus": 0, f"num_{self._platform}s": num_devices, "max_concurrency": 4}
         finder = ray.remote(num_cpus=0, scheduling_strategy=place(room, 0))(find_address)
         address = finder.remote()
         shared = {k: v for k, v in os.environ.items() if k.startswith(("JAX", "XLA_"))}
-        hosts, readers = [], []
         for index in range(count):
             variables = launch._environ(shared, "", count, index, num_devices)
-            if self._platform == "gpu":
-                variables["JAX_PLATFORMS"] = "cuda,cpu"
+            variables["JAX_PLATFORMS"] = "cpu" if self._platform == "cpu" else "cuda,cpu"
             actor = ray.remote(scheduling_strategy=place(room, index), **own)(Host)
             hosts.append(actor.remote(command, variables, address, os.getcwd()))
             for name in ("stdout", "stderr"):
@@ -162,21 +159,19 @@ class OnRay:
         try:
             code, failed = self._wait(hosts, signals)
         finally:
-            ray.util.remove_placement_group(room)  # and with it those that are left
+            ray.util.remove_placement_group(room)  # and with it the actors that are left
         for reader in readers:
             reader.join(GRACE_SECONDS)
-        if not failed:
-            return code, ""
-        time.sleep(GRACE_SECONDS + 1)  # until none is left that the next start could meet
-        # Those that miss another may end before Ray knows that it is lost.
-        index = min(failed, key=lambda i: (failed[i] >= 0, failed[i] == -signal.SIGABRT))
-        code, how = failed[index], "was lost with its actor or its node"
-        if code != _LOST:
-            by = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
-            how = by or f"ended with exit code {code}"
-        others = "; the others were ended" * (count > 1)
-        code = launch._exit_code(-signal.SIGKILL if code == _LOST else code)
-        return code, f"error: process {index} of {count} {how}{others}"
+        if failed:
+            time.sleep(GRACE_SECONDS + 1)  # until none is left that the next start could meet
+            # Those that miss another may end before Ray knows that it is lost.
+            index = min(failed, key=lambda i: failed[i] >= 0 or failed[i] == -signal.SIGABRT)
+            end, code = f"ended with exit code {failed[index]}", launch._exit_code(failed[index])
+            if failed[index] < 0:
+                end = f"was killed by {signal.Signals(-failed[index]).name}, or its node was lost"
+            others = "; the others were ended" * (count > 1)
+            launch._say(f"error: process {index} of {count} {end}{others}")
+        return code
 
     def _lines(self, host: Any, name: str) -> Iterator[str]:
         with contextlib.suppress(self._ray.exceptions.RayError):  # `_wait` hears of it
@@ -197,12 +192,14 @@ class OnRay:
                 except self._ray.exceptions.RayActorError as error:
                     if error.actor_init_failed:
                         raise ValueError(f"process {index} cannot begin: {error}") from None
-                    returncode = _LOST
+                    returncode = _KILLED
                 if {-returncode, returncode - 128} & {*signals}:
                     code = code or launch._exit_code(returncode)
                 elif returncode and not code:
                     failed[index] = returncode
                     until = min(until, time.monotonic() + _SETTLE_SECONDS)
+        if running and not failed:  # a second signal has ended them
+            code = launch._exit_code(_KILLED)
         return code, failed
 
 
