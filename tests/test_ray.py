@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -132,6 +133,27 @@ def test_mistakes_are_refused(mistake, monkeypatch, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_a_cluster_that_is_not_there_is_told_and_signals_stay_with_the_launcher(monkeypatch):
+    def init(**options):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray does
+        if not there:
+            raise ConnectionError("no running Ray instance")
+
+    handler, there = signal.getsignal(signal.SIGTERM), True
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(init=init))
+    monkeypatch.setenv("RAY_NUM_REDIS_GET_RETRIES", "1")
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        mine = signal.getsignal(signal.SIGTERM)
+        on_ray.connect()
+        assert signal.getsignal(signal.SIGTERM) is mine
+        there = False
+        with pytest.raises(ValueError, match=r"no cluster: .*; start one \(ray start --head\)"):
+            on_ray.connect()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
 # ---- a cluster ----
 
 
@@ -163,11 +185,22 @@ def launch_on_ray(*arguments):
     )  # fmt: skip
 
 
-def processes_of(folder):
-    """The ids of those that run in a folder."""
-    listed = subprocess.run(["ps", "-A", "-ww", "-o", "pid=,args="], capture_output=True, text=True)
-    rows = [row.split(None, 1) for row in listed.stdout.splitlines()]
-    return [int(pid) for pid, args in rows if str(folder) in args and "launch" not in args]
+def processes():
+    """The id, the parent's id and the command line of each that runs."""
+    listed = subprocess.run(
+        ["ps", "-A", "-ww", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    rows = [row.split(None, 2) for row in listed.stdout.splitlines()]
+    return [(int(pid), int(parent), args) for pid, parent, args in rows]
+
+
+def processes_in(folder):
+    """The ids, and those of the parents, of a run's processes; the launcher is not one of them."""
+    return {
+        pid: parent
+        for pid, parent, args in processes()
+        if str(folder) in args and " launch " not in args
+    }
 
 
 @pytest.mark.law
@@ -186,7 +219,9 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     assert "dp2 does not fit 1 devices; dp1 is the quickest" in said
     cluster.add_node(**NODE)
     read_until(process, r"^\[0\] step +20/")
-    os.kill(processes_of(out_dir)[0], signal.SIGKILL)
+    found = processes_in(out_dir)  # with what guards them, their children
+    [actor] = {*found.values()} - {*found}
+    os.kill(actor, signal.SIGKILL)
     said = "".join(read_until(process, r"^\[0\] mesh "))
     assert "continuing with 2 of 2 processes\n" in said
     assert said.endswith("mesh        data=2 x stage=1 x tensor=1\n")
@@ -206,10 +241,28 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
 def test_nothing_is_left_of_a_launcher_that_was_killed(text, tmp_path, cluster):
     process = launch_on_ray("--", *flags(text, tmp_path / "run", 1_000_000, "--mesh", "dp2"))
     read_until(process, r"^\[0\] step +2/")
-    assert len(processes_of(tmp_path)) >= 2
+    assert len(processes_in(tmp_path)) >= 2
     process.kill()
     process.communicate()
     until = time.monotonic() + GONE_SECONDS
-    while left := processes_of(tmp_path):
+    while left := processes_in(tmp_path):
         assert time.monotonic() < until, left
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_folder_that_a_node_lacks_is_refused(cluster):
+    program = (
+        "import os, sys; from jaxpar.cli.main import main\n"
+        "os.getcwd = lambda: '/no/such/folder'\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = ["launch", "--on", "ray", "--platform", "cpu", "--elastic", "--", "train", "lm"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command, "--train.out-dir", "x"],
+        capture_output=True, text=True, timeout=END_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert re.search(
+        r"^error: process \d cannot begin: .*/no/such/folder", done.stderr, re.S | re.M
+    )
