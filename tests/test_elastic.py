@@ -1,5 +1,6 @@
 """A run goes on when processes are lost, and when there are more: on which mesh, and with which losses."""
 
+import contextlib
 import json
 import os
 import re
@@ -102,25 +103,24 @@ def test_as_many_processes_as_are_left_are_started(case, monkeypatch, capfd):
     ends, options, expected, code = ENDS[case]
     started = []
 
-    class Processes:
-        def __init__(self, command, num_processes, devices_per_process, signals):
+    class Place(launch.Here):
+        @contextlib.contextmanager
+        def start(self, command, count, devices):
             more = ["--elastic", "--resume-or-begin"] if options.get("elastic", True) else []
             assert command == COMMAND + more
-            started.append(num_processes)
+            started.append(count)
+            yield []
 
-        def wait(self):
-            return launch._End(*ends[len(started) - 1])
-
-    monkeypatch.setattr(launch, "_Processes", Processes)
+    monkeypatch.setattr(launch, "Here", Place)
+    monkeypatch.setattr(launch._Watch, "wait", lambda self: ends[len(started) - 1])
     assert launch.launch(COMMAND, 3, 1, **{"elastic": True, **options}) == code
     assert started == expected
     said = capfd.readouterr().err
     assert [int(n) for n in re.findall(r"continuing with (\d) of 3 processes", said)] == expected[
         1:
     ]
-    assert ("1 of 3 processes are left, and --min-processes is 2" in said) == (
-        case == "too few are left"
-    )
+    told = "too few of 3 processes are left, and --min-processes is 2"
+    assert (told in said) == (case == "too few are left")
 
 
 def test_every_start_resumes_what_has_begun():

@@ -1,6 +1,5 @@
 """Several processes: who belongs together, and a launcher that starts and ends them."""
 
-import io
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from test_train import flip_a_bit
 from jaxpar.cli.main import main
 from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, listen_on
 from jaxpar.hosts.group import ProcessGroup, find_processes
-from jaxpar.hosts.launch import _Processes, environs
+from jaxpar.hosts.launch import _Watch, environs
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 
 # Sums in another order, in float32.
@@ -363,10 +362,10 @@ def test_a_terminal_that_closes_lets_the_run_save_its_state(text, tmp_path):
 def test_a_reader_that_goes_away_ends_nothing_but_the_printing():
     """More lines than wait in a pipe are taken from a process when nobody reads them any more."""
     program = (
-        "import errno, io, sys; from jaxpar.base import output; from jaxpar.hosts.launch import relay\n"
+        "import errno, io, sys; from jaxpar.base import output; from jaxpar.hosts.launch import _relay\n"
         "output.keep_printing(); output.DROPPED.add(errno.EPIPE)\n"
         "lines = io.StringIO('a line of a run\\n' * 100_000)\n"
-        "relay(0, lines, sys.stdout)\n"
+        "_relay(0, lines, sys.stdout)\n"
         "print(lines.tell() == len(lines.getvalue()), file=sys.stderr)\n"
     )
     process = subprocess.Popen(
@@ -640,33 +639,25 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("case", CAUSES)
-def test_the_first_cause_is_named(case, monkeypatch, capfd):
+def test_the_first_cause_is_named(case, capfd):
     ends, code, num_lost, named = CAUSES[case]
 
     class Ended:
         stdout = stderr = ()
-        stdin = io.StringIO()
-        pid = 0
+        pid = -1
 
-        def __init__(self, command, **options):
-            self.number = command[0] != "sh" and len(started)
-            started.extend([self] * (command[0] != "sh"))
+        def __init__(self, number):
+            self.number = number
 
         def poll(self):
             """One after the other."""
             place = [number for number, _ in ends].index(self.number)
-            return ends[place][1] if len(processes._ends) >= place else None
+            return ends[place][1] if len(watch._ends) >= place else None
 
-        def kill(self):
-            pass
+        def send_signal(self, number):
+            raise AssertionError("all have ended")
 
-        def communicate(self):
-            pass
-
-    started = []
-    monkeypatch.setattr("jaxpar.hosts.launch.subprocess.Popen", Ended)
-    processes = _Processes(["train"], 3, 1, [])
-    end = processes.wait()
-    assert (end.code, end.num_lost) == (code, num_lost)
+    watch = _Watch([Ended(number) for number in range(3)], [], 0.5)
+    assert watch.wait() == (code, num_lost)
     said = capfd.readouterr().err
     assert said == (f"error: {named}; the others were ended\n" if named else "")

@@ -270,8 +270,8 @@ HELPS = (
     ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["predict"], ["sample"], ["export"],
     ["launch"],
 )  # fmt: skip
-# Of pip, pytest, mkdocs, Slurm and Open MPI; and of a model of the reader's.
-OF_OTHERS = {"--strict", "--signal", "--mca", "--ntasks", "--rows", "--help"}
+# Of pip, pytest, mkdocs, Slurm, Open MPI and Ray; and of a model of the reader's.
+OF_OTHERS = {"--strict", "--head", "--signal", "--mca", "--ntasks", "--rows", "--help"}
 
 
 def help_of(command):

@@ -8,7 +8,6 @@ from the last checkpoint. None outlives the launcher by more than 10 s.
 """
 
 import contextlib
-import dataclasses
 import errno
 import os
 import re
@@ -19,18 +18,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, Protocol
 
 from jaxpar.base import output
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
-from jaxpar.hosts.scripts import OUT_DIR, check_command, how_to_go_on, options_of
+from jaxpar.hosts.scripts import MAX_RESTARTS, OUT_DIR, check_command, how_to_go_on, options_of
 
 # How long a process may take to end after SIGTERM: a run saves its state after the step under way, and those
 # that wait for a dead one never end.
 GRACE_SECONDS = 6.0
-_SETTLE_SECONDS = 1.5  # after the first failure, to see whether another process had failed before
 _LOOK_SECONDS = 0.05
 _REFUSED, _NOT_FINITE = 2, 3  # exit codes that are not those of a process that died
 # Reads the numbers of processes, and ends them when the launcher is gone, whatever ended it.
@@ -46,6 +44,66 @@ _CHATTER = re.compile(
 )
 
 
+class Process(Protocol):
+    """One of those that run a command: `subprocess.Popen`, or what does as that."""
+
+    pid: int
+    stdout: Any
+    stderr: Any
+
+    def poll(self) -> int | None:
+        """Its return code, once it has ended."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Sends it a signal."""
+
+
+class Place(Protocol):
+    """Where processes run.
+
+    Attributes:
+      settle_seconds: after a first failure, in which those that failed before it are seen to have done so.
+    """
+
+    settle_seconds: float
+
+    def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
+        """For how many processes of so many devices there is room now; 0 for fewer than the least."""
+        ...
+
+    def start(
+        self, command: Sequence[str], count: int, devices: int
+    ) -> contextlib.AbstractContextManager[Sequence[Process]]:
+        """Starts them, and leaves none behind."""
+        ...
+
+
+class Here:
+    """This machine, whose processes have simulated devices."""
+
+    settle_seconds = 1.5
+
+    def find_room(self, least: int, most: int, devices: int, signals: Sequence[int]) -> int:
+        """There is always room."""
+        return most if most >= least else 0
+
+    @contextlib.contextmanager
+    def start(
+        self, command: Sequence[str], count: int, devices: int
+    ) -> Iterator[Sequence[Process]]:
+        """Children of this process; see `Place`."""
+        processes: list[subprocess.Popen[str]] = []
+        guard = start_guard()
+        try:
+            processes.extend(start_command(command, e, guard) for e in environs(count, devices))
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+            guard.kill()
+            guard.communicate()
+
+
 def launch(
     command: Sequence[str],
     num_processes: int,
@@ -53,8 +111,9 @@ def launch(
     *,
     elastic: bool = False,
     min_processes: int = 1,
+    place: Place | None = None,
 ) -> int:
-    """Runs a command in several processes on simulated devices, and waits for them.
+    """Runs a command in several processes, and waits for them.
 
     Their lines appear as they come, on the same stream, after the number of the process: `[0] `. When nobody
     reads them any more they are dropped, and the run continues. SIGINT (Ctrl-C) and SIGTERM are passed on to
@@ -65,18 +124,20 @@ def launch(
       elastic: when processes die, start the others again with `train --elastic`, which continues from the
         last checkpoint. A number of processes that the run refuses, as no mesh fits it, is skipped.
       min_processes: with fewer the run is not started again.
+      place: where they run; None is `Here`, where what was lost does not come back.
     Returns:
       0, or the exit code of the first process that failed; 128 and the signal's number if a signal
       ended it.
     Raises:
-      ValueError: a number is not positive, or the command is not one for several processes.
+      ValueError: a number is not positive, the command is not one for several processes, or there is no
+        room.
     """
     output.DROPPED.add(errno.EPIPE)
     check_command(command, num_processes, devices_per_process)
     if "--simulate" in options_of(command):
         raise ValueError(
-            f"launch simulates {devices_per_process} devices in each process already; leave "
-            f"--simulate out after --, and use --devices-per-process"
+            f"launch gives each process {devices_per_process} devices already; leave --simulate out after --, "
+            f"and use --devices-per-process"
         )
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
@@ -84,22 +145,35 @@ def launch(
         raise ValueError(
             f"min_processes={min_processes} needs elastic; use --elastic, or leave it out"
         )
-    left = num_processes
+    least, most, code = min_processes if elastic else num_processes, num_processes, 0
+    where = place or Here()
     with _receive_signals() as signals:
-        while True:
-            end = _Processes(command, left, devices_per_process, signals).wait()
-            refused_first = end.code == _REFUSED and left == num_processes
-            if not elastic or signals or refused_first or end.code in (0, _NOT_FINITE):
-                return end.code
-            left -= end.num_lost
-            if left < min_processes:
+        for start in range(1 + MAX_RESTARTS):
+            count = where.find_room(least, most, devices_per_process, signals)
+            if signals:
+                return 128 + signals[0]
+            if not count and not start:
+                raise ValueError(
+                    f"there is no room for {least} processes of {devices_per_process} devices each; make "
+                    f"some (on Ray: ray start --address ADDRESS), or start fewer processes"
+                )
+            if not count:
                 _print(
-                    f"error: {left} of {num_processes} processes are left, and --min-processes is "
-                    f"{min_processes}; start the same command again when there are more",
+                    f"error: too few of {num_processes} processes are left, and --min-processes is {least}; "
+                    f"start the same command again when there are more",
                     sys.stderr,
                 )
-                return end.code
-            _print(f"continuing with {left} of {num_processes} processes", sys.stderr)
+                return code
+            if start or count < num_processes:
+                what = "continuing" if start else "beginning"
+                _print(f"{what} with {count} of {num_processes} processes", sys.stderr)
+            with where.start(command, count, devices_per_process) as processes:
+                code, num_lost = _Watch(processes, signals, where.settle_seconds).wait()
+            is_final = code in (0, _NOT_FINITE) or (code == _REFUSED and count == num_processes)
+            if not elastic or signals or is_final:
+                return code
+            most = num_processes if place and code != _REFUSED else count - num_lost
+        return code
 
 
 def elastic_command(command: Sequence[str], num_processes: int, min_processes: int) -> list[str]:
@@ -122,64 +196,36 @@ def elastic_command(command: Sequence[str], num_processes: int, min_processes: i
     return [*command, *more, *how_to_go_on(command, options[OUT_DIR])]
 
 
-@dataclasses.dataclass(frozen=True)
-class _End:
-    """How processes ended.
+class _Watch:
+    """Sees processes to their end, whatever it is."""
 
-    Attributes:
-      code: as `launch` gives it.
-      num_lost: that died or hung by themselves, not for the others; 0 if none failed.
-    """
-
-    code: int
-    num_lost: int
-
-
-class _Processes:
-    """Started when made; `wait` sees them to their end, whatever it is."""
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        num_processes: int,
-        devices_per_process: int,
-        signals: Sequence[int],
-    ):
-        self._signals, self._num_forwarded = signals, 0
+    def __init__(self, processes: Sequence[Process], signals: Sequence[int], settle_seconds: float):
+        self._processes, self._signals, self._settle_seconds = processes, signals, settle_seconds
+        self._num_forwarded = 0
         self._ends: dict[int, int] = {}  # return codes, in the order of ending
-        self._processes: list[subprocess.Popen[str]] = []
-        self._readers: list[threading.Thread] = []
-        self._guard = start_guard()
-        try:
-            for index, environ in enumerate(environs(num_processes, devices_per_process)):
-                process = start_command(command, environ, self._guard)
-                self._processes.append(process)
-                for streams in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-                    self._readers.append(start_thread(relay, index, *streams))
-        except BaseException:
-            self._end_all()
-            raise
+        self._readers = [
+            start_thread(_relay, index, lines, stream)
+            for index, each in enumerate(processes)
+            for lines, stream in ((each.stdout, sys.stdout), (each.stderr, sys.stderr))
+        ]
 
-    def wait(self) -> _End:
-        """Returns when all have ended."""
-        try:
-            self._watch(until_failure=True)
-            if not self._failed:
-                self._wait_for_readers()
-                return _End(max(map(exit_code, self._ends.values()), default=0), 0)
-            self._watch(_SETTLE_SECONDS)
-            first, lost, message = self._judge()
-            self._send(signal.SIGTERM)
-            self._watch(GRACE_SECONDS)
-            # Those who were killed now were so neither by us, nor for the loss of another.
-            lost |= {i for i, code in self._failed.items() if code == -signal.SIGKILL}
-            self._send(signal.SIGKILL)
-            self._watch()
-            self._wait_for_readers()  # what is said next stands below what the others said
-            _print(message, sys.stderr)
-            return _End(exit_code(self._ends[first]), len(lost))
-        finally:
-            self._end_all()
+    def wait(self) -> tuple[int, int]:
+        """When all have ended: the exit code, as of `launch`, and how many died or hung by themselves."""
+        self._watch(until_failure=True)
+        if not self._failed:
+            self._wait_for_readers()
+            return max(map(_exit_code, self._ends.values()), default=0), 0
+        self._watch(self._settle_seconds)
+        first, lost, message = self._judge()
+        self._send(signal.SIGTERM)
+        self._watch(GRACE_SECONDS)
+        # Those who were killed now were so neither by us, nor for the loss of another.
+        lost |= {index for index, code in self._failed.items() if code == -signal.SIGKILL}
+        self._send(signal.SIGKILL)
+        self._watch()
+        self._wait_for_readers()  # what is said next stands below what the others said
+        _print(message, sys.stderr)
+        return _exit_code(self._ends[first]), len(lost)
 
     @property
     def _failed(self) -> dict[int, int]:
@@ -225,6 +271,7 @@ class _Processes:
         end = f"ended with exit code {code}"
         if code < 0:
             end = f"was killed by {signal.Signals(-code).name}"
+            end += ", or its machine was lost" * (not self._processes[first].pid)
         hung = {index for index in self._running if self._is_stopped(index) and not killed}
         message = f"error: process {first} of {total} {end}"
         if hung:
@@ -236,7 +283,10 @@ class _Processes:
 
     def _is_stopped(self, index: int) -> bool:
         """Whether a signal (SIGSTOP) has: it neither runs nor ends, and the others wait for it."""
-        stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
+        try:
+            stat = Path(f"/proc/{self._processes[index].pid}/stat").read_bytes()
+        except OSError:
+            return False  # it is on another machine
         return stat.rpartition(b")")[2].split()[0] in (b"T", b"t")
 
     def _send(self, number: int) -> None:
@@ -245,11 +295,6 @@ class _Processes:
             self._processes[index].send_signal(
                 signal.SIGCONT
             )  # one that is stopped hears nothing else
-
-    def _end_all(self) -> None:
-        self._send(signal.SIGKILL)
-        self._guard.kill()
-        self._guard.communicate()
 
 
 def start_guard() -> subprocess.Popen[str]:
@@ -285,12 +330,12 @@ def start_thread(target: Callable[..., None], *arguments: object) -> threading.T
     return thread
 
 
-def exit_code(returncode: int) -> int:
+def _exit_code(returncode: int) -> int:
     """Of a process, as a shell has it."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def relay(index: int, source: IO[str], target: IO[str]) -> None:
+def _relay(index: int, source: Iterable[str], target: IO[str]) -> None:
     """Prints the lines of a process as they come; read to their end, or the process would wait."""
     for line in source:
         if target is sys.stdout or not _CHATTER.fullmatch(line):
