@@ -34,6 +34,23 @@ def keep_printing() -> None:
             setattr(sys, f"__{name}__", stream)
 
 
+def share_streams() -> None:
+    """Of a process of many: what libraries print goes to stderr, and it is no error that nobody reads any more.
+
+    Gloo, under JAX's CPU collectives, prints a line for every group of devices, from several
+    threads, in pieces that would fall between those of a report.
+    """
+    DROPPED.add(errno.EPIPE)  # the run is not this process's alone
+    if sys.stdout is not sys.__stdout__:
+        return  # a notebook's, or a test's: Gloo does not write there
+    sys.stdout.flush()
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    descriptor = os.dup(1)
+    os.dup2(2, 1)
+    stdout = os.fdopen(descriptor, "w", buffering=1, encoding=encoding, errors=errors)
+    sys.stdout = dropping(stdout)
+
+
 class _Dropping:
     def __init__(self, stream: TextIO):
         self._stream, self._has_told = stream, False

@@ -1,7 +1,6 @@
 """How the processes of one program find each other, and part; see `group` for who they are."""
 
 import contextlib
-import errno
 import hashlib
 import hmac
 import importlib.metadata
@@ -92,7 +91,7 @@ def start_processes() -> ProcessGroup | None:
         )
     sys.excepthook = _leave_on_error
     _join(address, count, index, seconds, "deactivate" if group.launcher == "hand" else None)
-    _keep_stdout_for_python()
+    output.share_streams()
     _check_secret(os.environ.get(SECRET, "").encode())
     facts = {"the number of processes": count, **program_facts()}
     agree(facts, remedy="start all of them in the same way", last=True)
@@ -256,25 +255,6 @@ def _leave_on_error(
     traceback.print_exception(kind, error, trace)
     code = 130 if issubclass(kind, KeyboardInterrupt) else 1
     leave_processes(code, f"{kind.__name__}: {error}", error)
-
-
-def _keep_stdout_for_python() -> None:
-    """Sends what libraries print to stderr.
-
-    Gloo, under JAX's CPU collectives, prints a line for every group of devices, from several
-    threads, in pieces that would fall between those of a report.
-    """
-    output.DROPPED.add(
-        errno.EPIPE
-    )  # who has read it is gone, and the run is not this process's alone
-    if sys.stdout is not sys.__stdout__:
-        return  # a notebook's, or a test's: Gloo does not write there
-    sys.stdout.flush()
-    encoding, errors = sys.stdout.encoding, sys.stdout.errors
-    descriptor = os.dup(1)
-    os.dup2(2, 1)
-    stdout = os.fdopen(descriptor, "w", buffering=1, encoding=encoding, errors=errors)
-    sys.stdout = output.dropping(stdout)
 
 
 def _start_seconds() -> float:
