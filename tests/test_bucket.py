@@ -36,18 +36,17 @@ from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 from tests.fake_gcs import FakeGCS
 
-pytestmark = [
-    pytest.mark.usefixtures("compile_once"),
-    pytest.mark.skipif(find_spec("gcsfs") is None, reason="the extra gcs is not installed"),
-]
+pytestmark = pytest.mark.usefixtures("compile_once")
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only a process that hangs takes
-ONE, TWO = Parallel(MeshConfig(devices=(0,))), Parallel(MeshConfig(data=2, devices=(0, 1)))
+ONE = Parallel(MeshConfig(devices=(0,)))
 
 
 @pytest.fixture(scope="module")
 def server():
+    if find_spec("gcsfs") is None:
+        pytest.skip("the extra gcs is not installed")
     import fsspec.config
 
     with pytest.MonkeyPatch.context() as patch, FakeGCS() as server:
@@ -118,9 +117,7 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, ca
     whole = numbers(disk)
     files = {str(path.relative_to(disk)) for path in disk.rglob("*") if path.is_file()}
     shutil.rmtree(disk)
-    # Begun, gone on with on another mesh, and from there on the first.
-    fit(task, ONE, make_train(address, num_steps=2))
-    fit(task, TWO, make_train(address, num_steps=4), resume=True)
+    fit(task, ONE, make_train(address, num_steps=4))
     result = fit(task, ONE, make_train(address), resume=True)
     assert result.first_step == 4
     assert str(result.out_dir) == address
@@ -138,11 +135,8 @@ def test_a_run_in_a_bucket_is_that_on_a_disk(server, address, text, tmp_path, ca
     run = load_run(address, "dp2")
     assert run.step == 6
     np.testing.assert_allclose(run.evaluate("test").loss, whole[-1][2], RELATIVE_TOLERANCE)
-    # Begun anew, in its place.
     with pytest.raises(FileExistsError, match=f"out_dir='{address}' holds a run already"):
         fit(task, ONE, make_train(address))
-    fit(task, ONE, make_train(address, num_steps=1, checkpoint_every=0), overwrite=True)
-    assert steps_in(address) == [1]
 
 
 def test_weights_are_taken_from_and_written_from_a_bucket(server, address, text, tmp_path, capsys):
@@ -322,10 +316,9 @@ def test_a_bucket_alone_and_a_profile_are_refused(address, text):
 
 
 def test_paths_in_a_bucket():
-    path = as_path("gs://bucket/a/run")
-    assert isinstance(path, BucketPath)
+    path = BucketPath("gs://bucket/a/run")
     assert os.fspath(path / "x") == str(path / "x") == "gs://bucket/a/run/x"
-    assert str(as_path(path / "x").relative_to(path)) == "x"
+    assert str(BucketPath(path / "x").relative_to(path)) == "x"
     assert (path / "x").parent == path
     assert str(path.with_name("b")) == "gs://bucket/a/b"
     assert path.absolute() == path
@@ -394,23 +387,29 @@ def end(processes, folders, codes=(0,)):
     return said
 
 
-@pytest.mark.slow
-def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path):
-    """Killed in mid-save, resumed on fewer and on more, and on another mesh."""
-    flags = [
-        "lm", "--corpus", str(text), "--batch-size", "8", "--seq-len", "4", "--num-layers", "2",
+def train(text, num_steps, *more):
+    return [
+        "train", "lm", "--corpus", str(text), "--batch-size", "8", "--seq-len", "4", "--num-layers", "2",
         "--hidden-size", "8", "--embed-size", "8", "--dropout", "0.3", "--optimizer.learning-rate", "0.02",
-        "--train.num-steps", "60", "--train.log-every", "1", "--train.checkpoint-every", "5",
+        "--train.num-steps", str(num_steps), "--train.log-every", "1", "--train.checkpoint-every", "5", *more,
     ]  # fmt: skip
-    environ = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+
+
+def compiled_in(folder):
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    hosts = [tmp_path / f"host-{number}" for number in range(3)]
+
+
+@pytest.mark.slow
+def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path):
+    """Killed in mid-save, resumed on fewer and on more, and on another mesh."""
+    hosts, environ = [tmp_path / f"host-{number}" for number in range(2)], compiled_in(tmp_path)
 
     def go_on(count, mesh, out_dir):
-        argv = ["train", *flags, "--mesh", mesh, "--train.out-dir", out_dir, "--resume-or-begin"]
+        argv = train(text, 60, "--mesh", mesh, "--train.out-dir", out_dir, "--resume-or-begin")
         return start(hosts[:count], argv, environ)
 
     end(go_on(1, "dp1", f"{address}-whole"), hosts[:1])
@@ -441,6 +440,23 @@ def test_hosts_that_share_no_folder_lose_nothing(server, address, text, tmp_path
         [line[2] for line in numbers(address)], [line[2] for line in whole], RELATIVE_TOLERANCE
     )
     assert all([*host.iterdir()] == [host / "said"] for host in hosts[:2])
+
+
+@pytest.mark.slow
+def test_hosts_end_when_another_run_begins_in_their_folder(server, address, text, tmp_path):
+    hosts, newest = [tmp_path / "host-0", tmp_path / "host-1"], RunFolder(address)
+    argv = train(text, 10**6, "--mesh", "dp2", "--train.out-dir", address)
+    processes = start(hosts, argv, compiled_in(tmp_path))
+    wait_for(lambda: processes[0].poll() is not None or (newest.holds_run and steps_in(address)))
+    newest.lock().__enter__()
+    at = max(steps_in(address))
+    for said in end(processes, hosts, [2]):
+        assert re.search(
+            rf"error: process 0: another run has begun in {address}: process \d+ on", said
+        )
+        assert "Traceback" not in said
+    assert max(steps_in(address)) == at
+    newest.lock().check()
 
 
 @pytest.mark.slow

@@ -135,10 +135,8 @@ class Writing:
         with contextlib.suppress(OSError):
             if self._partial in half_written(self._path.parent):
                 remove_folder(self._partial)
-            if is_removed and not isinstance(
-                self._path, BucketPath
-            ):  # TensorStore has made them anew
-                self._path.parent.rmdir()
+            if is_removed and not isinstance(self._path, BucketPath):
+                self._path.parent.rmdir()  # which TensorStore has made anew
                 self._path.parent.parent.rmdir()
 
     def _write(self, handler: orbax.PyTreeCheckpointHandler, arrays: Mapping[str, Any]) -> None:
