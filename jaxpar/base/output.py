@@ -35,7 +35,7 @@ def keep_printing() -> None:
 
 
 def share_streams() -> None:
-    """Of a process of many: what libraries print goes to stderr, and it is no error that nobody reads any more.
+    """For one process of many: what libraries print goes to stderr, and a reader who has gone is no error.
 
     Gloo, under JAX's CPU collectives, prints a line for every group of devices, from several
     threads, in pieces that would fall between those of a report.

@@ -136,8 +136,8 @@ def launch(
     check_command(command, num_processes, devices_per_process)
     if "--simulate" in options_of(command):
         raise ValueError(
-            f"launch gives each process {devices_per_process} devices; leave --simulate out after --, and use "
-            f"--devices-per-process"
+            f"launch gives each process {devices_per_process} devices; leave --simulate out after --, and "
+            f"use --devices-per-process"
         )
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
