@@ -220,7 +220,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more(text, tmp_path, cluster):
     watchdog.start()
     read_until(process, r"^\[0\] step +12/")
     cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
-    said = "".join(read_until(process, r"resumed at step (5|10|15);"))
+    said = "".join(read_until(process, r"resumed at step \d+;"))
     assert "of 2 was killed by SIGKILL, or its machine was lost; the others were ended\n" in said
     assert "continuing with 1 of 2 processes\n" in said
     assert "dp2 does not fit 1 devices; dp1 is the quickest" in said
