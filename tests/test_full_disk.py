@@ -63,7 +63,7 @@ def on_full_disk(work):
 
 kind, name = {
     "shards": (Writing, "_write"), "parts": (Writing, "_finish"), "folder": (Writing, "_make_folder"),
-    "metrics": (RunFolder, "_append"), "start": (RunFolder, "start"),
+    "metrics": (RunFolder, "append_metrics"), "start": (RunFolder, "start"),
 }[case]
 if os.environ.get("JAXPAR_PROCESS_ID", "0") == culprit:
     setattr(kind, name, on_full_disk(getattr(kind, name)))

@@ -25,7 +25,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, check: Callable[[], object]):
         self._path, self._check = path, check
-        self._content: bytes | None = None  # of an object
+        self._content: bytearray | None = None  # of an object
         self._is_put, self._time = True, 0.0
 
     def add(self, text: str) -> None:
@@ -40,8 +40,9 @@ class MetricsFile:
                 file.write(text.encode())
             return
         if self._content is None:
-            self._content = self._path.read_bytes() if self._path.exists() else b""
-        self._content, self._is_put = self._content + text.encode(), False
+            self._content = bytearray(self._path.read_bytes() if self._path.exists() else b"")
+        self._content += text.encode()
+        self._is_put = False
         if time.monotonic() - self._time > _PUT_SECONDS:
             self.put()
 
@@ -52,7 +53,7 @@ class MetricsFile:
           OSError: it cannot be written.
         """
         if self._content is not None and not self._is_put:
-            self.replace(self._content)
+            self.replace(bytes(self._content))
 
     def replace(self, content: bytes) -> None:
         """Writes the file anew.
@@ -62,7 +63,7 @@ class MetricsFile:
         """
         self._check()
         write_file(self._path, content)
-        self._content, self._is_put, self._time = content, True, time.monotonic()
+        self._content, self._is_put, self._time = bytearray(content), True, time.monotonic()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
