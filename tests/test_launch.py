@@ -16,7 +16,7 @@ import yaml
 from test_train import flip_a_bit
 
 from jaxpar.cli.main import main
-from jaxpar.hosts.distributed import HEARTBEAT_TIMEOUT_SECONDS, listen_on
+from jaxpar.hosts.distributed import listen_on
 from jaxpar.hosts.group import ProcessGroup, find_processes
 from jaxpar.hosts.launch import _Watch, environs
 from jaxpar.hosts.scripts import jobset_manifest, slurm_script
@@ -24,6 +24,7 @@ from jaxpar.hosts.scripts import jobset_manifest, slurm_script
 # Sums in another order, in float32.
 RELATIVE_TOLERANCE = 1e-5
 END_SECONDS = 600  # which only a process that hangs takes
+MINUTE_SECONDS = 60  # in which the others of a process that stands still end
 WATCHDOG_SECONDS = 10  # in which the children of a launcher that was killed end
 BY_HAND = {
     "JAX_COORDINATOR_ADDRESS": "a.b:1", "JAXPAR_NUM_PROCESSES": "4", "JAXPAR_PROCESS_ID": "3",
@@ -391,7 +392,7 @@ def test_a_process_that_hangs_is_named_and_ends_all(victim, text, tmp_path):
         r"the others were ended",
         err.splitlines()[-1],
     ), err
-    assert time.monotonic() - began < 2 * HEARTBEAT_TIMEOUT_SECONDS
+    assert time.monotonic() - began < MINUTE_SECONDS
     assert_gone(children, 0)
 
 

@@ -56,8 +56,9 @@ _HARMLESS = re.compile(
 )
 
 START_SECONDS = "JAXPAR_START_SECONDS"  # how long processes wait for each other
-# A process that is gone is missed after this time (JAX waits for 100 s), and the others end.
-HEARTBEAT_TIMEOUT_SECONDS = 30
+# A process that is gone is missed after this time (JAX waits for 100 s), and the others end. One that stands
+# still for less than half of it is not: heartbeats come twice in that time.
+HEARTBEAT_TIMEOUT_SECONDS = 45
 _LEAVE_SECONDS = 20.0  # that a process which fails has for telling the others, and parting
 
 
