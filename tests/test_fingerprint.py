@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxpar
 from jaxpar import ArrayBatches, Parallel, TrainConfig, fit
-from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.hosts.launch import environs
 from jaxpar.setup import Setup
 from jaxpar.step import batch_sharding
 from jaxpar.training.fingerprint import HashedBatches, describe_data, hash_rows
@@ -276,16 +275,15 @@ jaxpar.ArrayBatches.batch = other
 
 
 def start_two(own, tmp_path, data, mesh, before=""):
-    address = f"127.0.0.1:{_free_port()}"
     command = ["train", str(tmp_path / "own.py:Fit"), "--mesh", mesh, "--train.num-steps", "8"]
     command += ["--train.out-dir", str(tmp_path / "run")]
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM.format(before=before if index else ""), *command],
-            env=_environ(os.environ, address, 2, index, 1) | {"DATA": str(data[index])},
+            env=environ | {"DATA": str(data[index])},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for index in range(2)
+        for index, environ in enumerate(environs(2, 1))
     ]  # fmt: skip
     try:
         said = [process.communicate(timeout=300)[1] for process in processes]

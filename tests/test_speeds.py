@@ -17,7 +17,7 @@ from test_equivalence import MODEL, make_settings
 import jaxpar.planning.running
 from jaxpar.config import Parallel, PipelineConfig
 from jaxpar.facts import ModelFacts
-from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.hosts.launch import environs
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
 from jaxpar.pipeline.placement import PartCosts, balance
@@ -187,7 +187,6 @@ def test_the_work_that_is_measured_is_that_of_the_layers():
 @pytest.mark.slow
 def test_two_processes_of_unequal_speed():
     """For real: each measures its own stage, both place the layers alike, and a step takes less time."""
-    address = f"127.0.0.1:{_free_port()}"
     one_core = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"
     processes = [
         subprocess.Popen(
@@ -195,9 +194,9 @@ def test_two_processes_of_unequal_speed():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=_environ({**os.environ, "XLA_FLAGS": one_core}, address, 2, number, 1),
+            env=environ,
         )
-        for number in (0, 1)
+        for environ in environs(2, 1, {**os.environ, "XLA_FLAGS": one_core})
     ]
     told = [process.communicate(timeout=END_SECONDS) for process in processes]
     for process, (_, said) in zip(processes, told, strict=True):

@@ -34,7 +34,7 @@ from jaxpar import (
     load_run,
     make_train_step,
 )
-from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.hosts.launch import environs
 from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import audit
@@ -547,16 +547,15 @@ STATE_BYTES = 3 * 8 * 2048**2 * 4  # parameters, and two moments of each
 def test_no_process_holds_what_two_share(tmp_path):
     """What is trained by two is predicted with, exported, and started from by two."""
     (tmp_path / "wide.py").write_text(WIDE)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 
     def run(what):
-        address = f"127.0.0.1:{_free_port()}"
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", WORK, what], env=_environ(environ, address, 2, index, 1),
+                [sys.executable, "-c", WORK, what], env=environ,
                 stdout=subprocess.PIPE, text=True, cwd=tmp_path,
             )
-            for index in range(2)
+            for environ in environs(2, 1, own)
         ]  # fmt: skip
         found = [process.communicate(timeout=300)[0] for process in processes]
         return [[int(peak) / STATE_BYTES for peak in printed.split()] for printed in found]

@@ -6,7 +6,6 @@ That loss, gradients and carry are those of one device is among the laws: `test_
 import dataclasses
 import functools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from test_equivalence import MODEL, assert_close, by_layer, make_batch, make_set
 
 import jaxpar
 from jaxpar import OptimizerConfig, Parallel, PipelineConfig, TrainConfig
-from jaxpar.hosts.launch import _environ, _free_port
+from jaxpar.hosts.launch import environs
 from jaxpar.planning import plan
 from jaxpar.setup import Setup
 from jaxpar.state import audit, init_state
@@ -150,13 +149,12 @@ print(losses)
 
 @pytest.mark.slow
 def test_several_processes_share_a_loop(capsys):
-    address = f"127.0.0.1:{_free_port()}"
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", LOOP], env=_environ(os.environ, address, 2, index, 2),
+            [sys.executable, "-c", LOOP], env=environ,
             stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent,
         )
-        for index in range(2)
+        for environ in environs(2, 2)
     ]  # fmt: skip
     found = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
     exec(LOOP, {})
