@@ -21,6 +21,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from test_run_folder import Act
 
 from jaxpar import OptimizerConfig, Parallel, TrainConfig, load_run
 from jaxpar.base.bucket import BucketPath, as_path
@@ -32,7 +33,6 @@ from jaxpar.tasks.lm.task import LM
 from jaxpar.training import lock, metrics_file
 from jaxpar.training.fit import fit
 from jaxpar.training.lock import FolderLock
-from jaxpar.training.report import Report
 from jaxpar.training.run_folder import RunFolder
 from tests.fake_gcs import FakeGCS
 
@@ -95,17 +95,6 @@ def wait_for(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-class Act(Report):
-    """Does something after a step."""
-
-    def __init__(self, step, action):
-        self.step, self.action = step, action
-
-    def progress(self, progress, num_steps):
-        if progress.step == self.step:
-            self.action()
 
 
 # ---- a run ----

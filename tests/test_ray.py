@@ -14,10 +14,10 @@ import time
 import types
 
 import pytest
+from test_elastic import flags, read_until, train_losses
 
 from jaxpar.cli.main import main
 from jaxpar.hosts import launch, on_ray
-from tests.test_elastic import flags, read_until, train_losses
 
 RELATIVE_TOLERANCE = 1e-5  # sums in another order, in float32
 END_SECONDS = 600  # which only what hangs takes
