@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from jaxpar.base.checks import require
 
-SCHEME = "gs:"
+SCHEME = "gs://"
 
 
 class BucketPath(PurePosixPath):
@@ -28,7 +28,7 @@ class BucketPath(PurePosixPath):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return text.replace("/", "//", 1) if self.parts[:1] == (SCHEME,) else text
+        return text.replace("/", "//", 1) if text.startswith("gs:/") else text
 
     def __fspath__(self) -> str:
         return str(self)
@@ -82,7 +82,7 @@ class BucketPath(PurePosixPath):
     def sizes(self) -> dict[str, int]:
         """Bytes of all objects in the folder, by their names from here on."""
         found: dict[str, dict[str, Any]] = self._ask("find", detail=True)
-        start = len(str(self)) - len(f"{SCHEME}//") + 1
+        start = len(str(self)) - len(SCHEME) + 1
         return {name[start:]: int(told["size"]) for name, told in found.items()}
 
     def size(self) -> int:
@@ -137,7 +137,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
       ValueError: it is a bucket itself, or its package is not there.
     """
     text = os.fspath(path)
-    if not text.startswith(f"{SCHEME}//"):
+    if not text.startswith(SCHEME):
         return Path(path).expanduser()
     found = BucketPath(text)
     require(len(found.parts) > 2, f"{text} names no folder; use gs://BUCKET/FOLDER")

@@ -218,7 +218,7 @@ def check_path(name: str, path: str | os.PathLike[str], *, of_run: bool = False)
     require_instance(name, path, str | os.PathLike, "a path")
     require(path != "", f"{name}='' names nothing; give a path")
     text = os.fspath(path)
-    if not _ADDRESS.match(text) or (of_run and text.startswith(f"{SCHEME}//")):
+    if not _ADDRESS.match(text) or (of_run and text.startswith(SCHEME)):
         return
     places = "folders of this machine"
     if of_run:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from jaxpar.base import output
+from jaxpar.base.display import format_count
 from jaxpar.hosts.group import BIND_ADDRESS, COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, SECRET
 from jaxpar.hosts.scripts import MAX_RESTARTS, OUT_DIR, check_command, how_to_go_on, options_of
 
@@ -136,8 +137,8 @@ def launch(
     check_command(command, num_processes, devices_per_process)
     if "--simulate" in options_of(command):
         raise ValueError(
-            f"launch gives each process {devices_per_process} devices; leave --simulate out after --, and "
-            f"use --devices-per-process"
+            f"launch gives each process {format_count(devices_per_process, 'device')}; leave --simulate out "
+            f"after --, and use --devices-per-process"
         )
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
@@ -154,8 +155,9 @@ def launch(
                 return 128 + signals[0]
             if not count and not start:
                 raise ValueError(
-                    f"there is no room for {least} processes of {devices_per_process} devices each; make "
-                    f"some (on Ray: ray start --address ADDRESS), or start fewer processes"
+                    f"there is no room for {format_count(least, 'process', 'es')} of "
+                    f"{format_count(devices_per_process, 'device')} each; make some (on Ray: ray start "
+                    f"--address ADDRESS), or start fewer processes"
                 )
             if not count:
                 _print(
@@ -204,7 +206,7 @@ class _Watch:
         self._num_forwarded = 0
         self._ends: dict[int, int] = {}  # return codes, in the order of ending
         self._readers = [
-            start_thread(_relay, index, lines, stream)
+            _start_thread(_relay, index, lines, stream)
             for index, each in enumerate(processes)
             for lines, stream in ((each.stdout, sys.stdout), (each.stderr, sys.stderr))
         ]
@@ -291,10 +293,8 @@ class _Watch:
 
     def _send(self, number: int) -> None:
         for index in self._running:
-            self._processes[index].send_signal(number)
-            self._processes[index].send_signal(
-                signal.SIGCONT
-            )  # one that is stopped hears nothing else
+            for each in (number, signal.SIGCONT):  # one that is stopped hears nothing else
+                self._processes[index].send_signal(each)
 
 
 def start_guard() -> subprocess.Popen[str]:
@@ -323,7 +323,7 @@ def start_command(
     return process
 
 
-def start_thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+def _start_thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
     """A thread that keeps no process from ending."""
     thread = threading.Thread(target=target, args=arguments, daemon=True)
     thread.start()

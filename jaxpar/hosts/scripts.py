@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from jaxpar.base.bucket import SCHEME
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 
 Platform = Literal["gpu", "cpu"]
@@ -114,7 +115,7 @@ def jobset_manifest(
               - name: JAX_NUM_CPU_DEVICES
                 value: "{devices_per_process}\""""
         limit = "cpu: CORES # fill in: of a node"
-    in_bucket = options_of(argv).get(OUT_DIR, "").startswith("gs://")
+    in_bucket = options_of(argv).get(OUT_DIR, "").startswith(SCHEME)
     return _fill_in(
         "jobset.yaml",
         max_restarts=MAX_RESTARTS,

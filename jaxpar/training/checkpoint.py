@@ -45,7 +45,7 @@ from jaxpar.training.writing import (
     DESCRIPTION,
     HALF_WRITTEN,
     Writing,
-    half_written,
+    is_half_written,
     open_arrays,
     withdraw,
 )
@@ -314,9 +314,9 @@ class Checkpoints:
 
     def _examine(self) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
         """What whole checkpoints say of themselves, and what is wrong with others, as far as sizes tell."""
-        whole, damaged, left_out = {}, {}, half_written(self._folder)
+        whole, damaged = {}, {}
         for path in self._folder.glob("*"):
-            if not path.name.isdecimal() or path in left_out:
+            if not path.name.isdecimal() or is_half_written(path):
                 continue
             try:
                 whole[int(path.name)] = _read_whole(path, self._run)

@@ -115,7 +115,7 @@ class Writing:
     def _make_folder(self) -> None:
         if self._is_first:
             self._check()
-            for folder in half_written(self._path.parent):
+            for folder in filter(is_half_written, self._path.parent.glob("*")):
                 with contextlib.suppress(OSError):
                     remove_folder(folder)
             if isinstance(self._partial, BucketPath):
@@ -133,8 +133,9 @@ class Writing:
         except OSError:
             return
         with contextlib.suppress(OSError):
-            if self._partial in half_written(self._path.parent):
+            if is_half_written(self._partial):
                 remove_folder(self._partial)
+        with contextlib.suppress(OSError):
             if is_removed and not isinstance(self._path, BucketPath):
                 self._path.parent.rmdir()  # which TensorStore has made anew
                 self._path.parent.parent.rmdir()
@@ -194,15 +195,11 @@ class Writing:
         return f"{reason} ({Path(path).relative_to(self._partial) if inner else path})"
 
 
-def half_written(folder: Path) -> list[Path]:
-    """What a save that did not end has left in a folder of checkpoints."""
-    if not isinstance(folder, BucketPath):
-        return [*folder.glob(f"*{HALF_WRITTEN}*")]
-    return [
-        path
-        for path in folder.glob("*")
-        if path.name.isdecimal() and not (path / DESCRIPTION).exists()
-    ]
+def is_half_written(path: Path) -> bool:
+    """Whether it is what a save that did not end has left in a folder of checkpoints."""
+    if not isinstance(path, BucketPath):
+        return HALF_WRITTEN in path.name
+    return path.name.isdecimal() and not (path / DESCRIPTION).exists()
 
 
 def withdraw(path: Path) -> Path:
