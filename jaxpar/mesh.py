@@ -17,6 +17,7 @@ from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
 from jaxpar.base.checks import check_fields, require_instance
 from jaxpar.base.display import Shown, format_count
 from jaxpar.base.loading import guard_remedy
+from jaxpar.base.output import PROGRAM
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -259,7 +260,7 @@ def simulate_devices(num_devices: int) -> None:
     if not 1 <= num_devices <= MAX_SIMULATED:
         raise ValueError(
             f"simulate_devices({num_devices}): use 1 to {MAX_SIMULATED}; what a step costs on more devices "
-            f"python -m jaxpar plan --machine h100:1x256x8 tells without simulating them"
+            f"{PROGRAM} plan --machine h100:1x256x8 tells without simulating them"
         )
     _keep_freed_memory()
     # Every device calls it; their threads would wait for each other, spinning: ten times as long on 2 cores.
@@ -366,7 +367,7 @@ def find_devices() -> list[Any]:
     try:
         return jax.devices()
     except RuntimeError as error:
-        raise ValueError(f"JAX starts no devices: {error}; see python -m jaxpar doctor") from error
+        raise ValueError(f"JAX starts no devices: {error}; see {PROGRAM} doctor") from error
 
 
 def release_freed_memory() -> None:

@@ -2,10 +2,12 @@
 
 import compileall
 import os
+import platform
 import resource
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -72,7 +74,11 @@ def test_the_gpu_benchmark_says_what_it_lacks(arguments, message):
 # What is told at once, and how it ends.
 TOLD = {
     "--help": (0, "usage: python -m jaxpar COMMAND"),
-    "--version": (0, f"jaxpar {jaxpar.__version__}"),
+    "--version": (
+        0,
+        f"jaxpar {jaxpar.__version__}, jax {version('jax')}, jaxlib {version('jaxlib')}, "
+        f"python {platform.python_version()}\n",
+    ),
     "plna": (2, "there is no command 'plna'; did you mean plan?"),
     "train --help": (0, "--train.num-steps INT"),
     "train lm --help": (0, "--hidden-size INT"),
@@ -116,6 +122,19 @@ def test_help_and_mistakes_import_no_jax(arguments):
     assert not imported & HEAVY
     assert done.returncode == code
     assert message in (done.stdout if code == 0 else "\n".join(said))
+
+
+def test_what_is_printed_to_be_copied_says_how_it_was_started(tmp_path):
+    script = tmp_path / "jaxpar"  # as pip writes it
+    script.write_text("import sys\nfrom jaxpar.cli.main import main\nsys.exit(main())\n")
+    for start, program in (([script], "jaxpar"), (["-m", "jaxpar"], "python -m jaxpar")):
+        done = subprocess.run(
+            [sys.executable, *start, "--help"],
+            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        first, *_, last = done.stdout.splitlines()
+        assert first == f"usage: {program} COMMAND ..."
+        assert last == f"See {program} COMMAND --help, {program} --version."
 
 
 def test_plain_data_needs_no_jax():

@@ -1,11 +1,14 @@
-"""What is printed where nobody takes it: it is dropped, and the program goes on."""
+"""What is printed where nobody takes it, which is dropped; and what a reader is told to start."""
 
 import errno
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
+# As this process was started, for lines to copy; from Python of one's own it is the module.
+PROGRAM = "jaxpar" if Path(sys.argv[0]).name == "jaxpar" else "python -m jaxpar"
 # What is no error: of a full disk. Who shares a run with others adds that of a reader who has gone.
 DROPPED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _Result = TypeVar("_Result")

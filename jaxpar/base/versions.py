@@ -42,23 +42,23 @@ def check_jax_version() -> None:
     Raises:
       ImportError: with the installed version, the reason and the remedy.
     """
-    reason = excluded_reason(_installed_version(), sys.version_info[:2])
+    reason = excluded_reason(installed_version("jax"), sys.version_info[:2])
     if reason is not None:
         raise ImportError(f"jaxpar does not run on this JAX: {reason}")
 
 
-def _installed_version() -> str:
-    """That of JAX, by the name of the folder that pip leaves beside it."""
-    spec = importlib.util.find_spec("jax")
+def installed_version(package: str) -> str:
+    """That of a package, by the name of the folder that pip leaves beside it. Does not import it."""
+    spec = importlib.util.find_spec(package)
     beside = (
         Path(spec.origin).parents[1] if spec is not None and spec.origin is not None else Path()
     )
-    found = [path.name for path in beside.glob("jax-*.dist-info")]
+    found = [path.name for path in beside.glob(f"{package}-*.dist-info")]
     if len(found) == 1:
-        return found[0].removeprefix("jax-").removesuffix(".dist-info")
+        return found[0].removeprefix(f"{package}-").removesuffix(".dist-info")
     from importlib import metadata  # takes as long as all else of a help
 
-    return metadata.version("jax")
+    return metadata.version(package)
 
 
 def _release(version: str) -> tuple[int, ...]:

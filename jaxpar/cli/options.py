@@ -28,6 +28,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from jaxpar.base.output import PROGRAM
 from jaxpar.config_file import default_settings, option_words, read_config, read_simulated
 from jaxpar.hosts.scripts import OUT_DIR, options_of
 from jaxpar.mesh import MeshConfig, short_name, simulate_devices
@@ -35,8 +36,6 @@ from jaxpar.task import Settings, find_task, spec_of
 
 if TYPE_CHECKING:
     from jaxpar.training.run_folder import RunFolder
-
-PROGRAM = "python -m jaxpar"
 
 _Command = TypeVar("_Command")
 # What options of training are called by other programs.

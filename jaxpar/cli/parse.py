@@ -4,12 +4,15 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import sys
 from collections.abc import Sequence
 
 from jaxpar import __version__
+from jaxpar.base.output import PROGRAM
+from jaxpar.base.versions import installed_version
 from jaxpar.cli import commands
 from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS, Plot, PlotRuns, TaskOptions, Train
-from jaxpar.cli.options import PROGRAM, read_options, read_settings
+from jaxpar.cli.options import read_options, read_settings
 from jaxpar.command import Command
 from jaxpar.config_file import default_settings
 from jaxpar.mesh import MeshConfig
@@ -27,7 +30,8 @@ def read_command(argv: Sequence[str]) -> Command:
       OSError: a file of settings or of a task cannot be read.
     """
     if argv[:1] == ["--version"]:
-        print(f"jaxpar {__version__}")
+        jax = ", ".join(f"{name} {installed_version(name)}" for name in ("jax", "jaxlib"))
+        print(f"jaxpar {__version__}, {jax}, python {sys.version.split()[0]}")
         raise SystemExit(0)
     known = all_commands()
     if argv[:1] in ([], ["-h"], ["--help"]):
@@ -108,4 +112,6 @@ def _help(known: dict[str, type[Command]]) -> str:
         )
         summary = inspect.cleandoc(command.__doc__ or "").partition("\n")[0]
         lines.append(f"  {f'{name} {what}':16} {summary}")
-    return "\n".join([*lines, "", f"TASK is {TASKS}.", f"See {PROGRAM} COMMAND --help."])
+    return "\n".join(
+        [*lines, "", f"TASK is {TASKS}.", f"See {PROGRAM} COMMAND --help, {PROGRAM} --version."]
+    )

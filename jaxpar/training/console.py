@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jaxpar.base.console import FittingTable, facts_table, make_console
 from jaxpar.base.display import format_seconds
-from jaxpar.base.output import dropping
+from jaxpar.base.output import PROGRAM, dropping
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.notebook import NotebookConsole
@@ -109,7 +109,7 @@ class ConsoleReport(Report):
         if stopped_by is not None:
             self._print(
                 f"{describe_stop(stopped_by)} after step {step}/{num_steps}; its state is saved, "
-                f"go on with python -m jaxpar train --resume --train.out-dir {self._out_dir}"
+                f"go on with {PROGRAM} train --resume --train.out-dir {self._out_dir}"
             )
 
     def close(self) -> None:

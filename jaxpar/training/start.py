@@ -24,6 +24,7 @@ from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import check_path
+from jaxpar.base.output import PROGRAM
 from jaxpar.hosts.agree import together
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model import made
@@ -296,7 +297,7 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
     if task.evaluates_others:
         raise ValueError(
             f"the task of the run in {folder} evaluates other parameters than it trains; write them to a "
-            f"file (python -m jaxpar export {folder} -o model.safetensors), and start from that"
+            f"file ({PROGRAM} export {folder} -o model.safetensors), and start from that"
         )
     step, arrays = folder.checkpoints(setup).stored()
     stack = nnx.eval_shape(lambda: made(task.make_model, 0)).layers
