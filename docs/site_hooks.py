@@ -1,21 +1,27 @@
 """Hooks of mkdocs: pages of the site that do not lie in docs/, and the links between them.
 
-The README is the site's first page, those of examples, recipes and benchmarks are pages too, and the
-reference has a page for every public module. Links to files that are no pages, such as source, become their
-paths.
+The README is the site's first page, those of examples, recipes and benchmarks are pages too, as are notebooks
+with their outputs, and the reference has a page for every public module. Links to files that are no pages,
+such as source, become their paths. Addresses are those of `[project.urls]` in pyproject.toml.
 """
 
 import ast
+import json
 import posixpath
 import re
+import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import griffe
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
     "recipes/README.md": "literature.md",
 }
@@ -23,19 +29,57 @@ PAGES |= {
     f"benchmarks/{path.parent.name}/README.md": f"benchmarks/{path.parent.name}.md"
     for path in sorted(ROOT.glob("benchmarks/*/README.md"))
 }
+NOTEBOOKS = {
+    f"notebooks/{path.name}": f"notebooks/{path.stem}.md"
+    for path in sorted(ROOT.glob("notebooks/*.ipynb"))
+}
+PICTURES = {str(path.relative_to(ROOT)) for path in ROOT.glob("benchmarks/*/*.svg")}
+PAGES |= NOTEBOOKS | {path: path for path in PICTURES}
 MODULES = {"jaxpar": "jaxpar/__init__.py", "lm": "jaxpar/tasks/lm/__init__.py"}
 MODULES |= {"images": "jaxpar/tasks/images/__init__.py"}
 MODULES |= {
     name: f"jaxpar/{name}/__init__.py" for name in ("nn", "pipeline", "planning", "analysis")
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
+_ROW = re.compile(r"^  (\w+(?:, \w+)+)(:.*(?:\n    .*)*)", re.MULTILINE)
 _BACK = re.compile(r"\[Back to the README\]\([^)]*\)\. ?")
+
+
+class Rows(griffe.Extension):
+    """Arguments, and attributes, that a docstring tells of in one line have a row each, with their types."""
+
+    def on_object(self, *, obj, **kwargs):
+        """Repeats what is said of several names for each of them."""
+        if obj.docstring is not None:
+            obj.docstring.value = _ROW.sub(
+                lambda row: "\n".join(f"  {name}{row[2]}" for name in row[1].split(", ")),
+                obj.docstring.value,
+            )
+
+
+def on_config(config):
+    """The addresses of the site and of its source, if there are any, and the notebooks, in their order."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    urls = project.get("urls", {})
+    if "Repository" in urls:
+        config.repo_url = urls["Repository"]
+        config.repo_name = urlsplit(urls["Repository"]).path.strip("/")
+    if "Documentation" in urls:
+        config.site_url = urls["Documentation"].rstrip("/") + "/"
+    next(part for part in config.nav if "Notebooks" in part)["Notebooks"] = [*NOTEBOOKS.values()]
+    return config
 
 
 def on_files(files, config):
     """Adds the pages that lie elsewhere, and those of the reference."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+        if source in PICTURES:
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+            continue
+        content = (ROOT / source).read_text("utf-8")
+        if source in NOTEBOOKS:
+            content = "\n\n".join(_cells(json.loads(content)))
+        files.append(File.generated(config, page, content=content))
     for name, path in MODULES.items():
         files.append(
             File.generated(config, f"api/{name}.md", content=_reference(name, ROOT / path))
@@ -64,6 +108,21 @@ def on_page_markdown(markdown, page, config, files):
     # Not in code.
     parts = re.split(r"(?ms)(^```.*?^```)", markdown)
     return "".join(part if part.startswith("```") else _LINK.sub(changed, part) for part in parts)
+
+
+def _cells(notebook):
+    """What a notebook says, its code, and what that has shown, as pieces of Markdown."""
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        yield source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```"
+        for output in cell.get("outputs", ()):
+            data = {kind: "".join(lines) for kind, lines in output.get("data", {}).items()}
+            drawn = data.get("text/html") or data.get("image/svg+xml")
+            if drawn:  # a blank line would end it
+                yield "<div>" + re.sub(r"\n\s*\n", "\n", drawn) + "</div>"
+            else:
+                text = "".join(output.get("text", ())) or data["text/plain"]
+                yield "```text\n" + re.sub(r"\x1b\[[\d;]*m", "", text).rstrip() + "\n```"
 
 
 def _reference(name, path):

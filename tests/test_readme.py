@@ -1,7 +1,9 @@
 """What the README shows is what happens."""
 
 import contextlib
+import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 import jax
+import mkdocs.config
 import numpy as np
 import pytest
 from flax import nnx
@@ -313,6 +316,39 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         text = (tmp_path / f"site/{name}.html").read_text()
         assert "](" not in re.sub(r"(?s)<(pre|code).*?</\1>", "", text), name
         assert not re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="https?:', text), name
+    assert {"md-footer__link--prev", "md-footer__link--next"} <= {
+        *re.findall(r"md-footer__link--\w+", (tmp_path / "site/mxnet/index.html").read_text())
+    }
+    for path in (tmp_path / "site/api").rglob("*.html"):  # rows of arguments and attributes
+        names = re.findall(
+            r'<tr class="doc-section-item">\s*<td>(.*?)</td>', path.read_text(), re.S
+        )
+        assert names
+        assert [name for name in names if re.match(r"\W*\w+,", re.sub("<[^>]*>", "", name))] == []
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        page = (tmp_path / f"site/notebooks/{path.stem}/index.html").read_text()
+        for cell in json.loads(path.read_text())["cells"]:
+            for output in cell.get("outputs", ()):
+                for shown in output.get("data", {}).get("image/svg+xml", ()):
+                    assert shown.strip() in page
+
+
+def test_addresses_of_the_site_stand_in_one_place(tmp_path, monkeypatch):
+    """There are none yet; made-up ones are those of the site, whose pages name no others."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    hooks = importlib.import_module("site_hooks")
+    config = hooks.on_config(mkdocs.config.load_config(str(ROOT / "mkdocs.yml")))
+    assert (config.site_url, config.repo_url) == (None, None)
+    project = (ROOT / "pyproject.toml").read_text()
+    urls = (
+        "Repository = 'https://example.org/some/one'\nDocumentation = 'https://one.example.org'\n"
+    )
+    (tmp_path / "pyproject.toml").write_text(f"{project}\n[project.urls]\n{urls}")
+    monkeypatch.setattr(hooks, "ROOT", tmp_path)
+    config = hooks.on_config(config)
+    assert config.site_url == "https://one.example.org/"
+    assert config.repo_url == "https://example.org/some/one"
+    assert config.repo_name == "some/one"
 
 
 def test_the_page_of_model_parallelism_shows_what_its_command_prints():

@@ -74,7 +74,8 @@ class StepCost(Printed):
       held: bytes that the fullest device must have room for, by what they are for, without temporaries
         within a unit: parameters, optimizer (with `update="host"` it is on the host), carried state, batch,
         gradients, activations (what is kept of units in flight, and what waits to be read).
-      num_ticks, bubble: of the schedule, and the share of stage-time in which a stage waits.
+      num_ticks: of the schedule.
+      bubble: the share of stage-time in which a stage waits.
       parts: seconds, by what they are spent on, one after the other: layers (on the busiest stage), head
         (what comes before and after them), bubble (that stage waits for others), ticks (of the loop
         itself), sending (as if nothing else ran meanwhile), update (the optimizer).

@@ -40,7 +40,8 @@ class Machine:
         multiplies it by default.
       memory_bytes, memory_bytes_per_second: of a device.
       host_bytes_per_second: between a device and its host's memory, in one direction.
-      near, far: the links within a host (of a TPU: within a slice), and between hosts.
+      near: the links within a host (of a TPU: within a slice).
+      far: those between hosts.
       loop_seconds: the least time of one iteration of a loop, such as a time step.
       tick_seconds: the time of a pipeline's tick in which there is nothing to compute or to send.
       platform: as JAX calls it.
