@@ -45,7 +45,7 @@ GUIDES = (
     "using",
     "analysis",
 )
-PAGES = ("README.md", *(f"docs/{name}.md" for name in (*GUIDES, "pytorch", "mxnet")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in (*GUIDES, "coming", "pytorch", "mxnet")))
 OTHERS = ("CONTRIBUTING.md", "SECURITY.md", "examples/README.md", "recipes/README.md")
 
 
@@ -86,6 +86,11 @@ PRINTED = {
     ),
     "docs/analysis.md": ("row split", "dim 0 layers/stage", "profiler"),
     "docs/layers.md": (),
+    "docs/coming.md": (
+        "the best learning rate is 0.01\n",
+        "the loss is lowest at 0.",
+        "valid loss of the mean ",
+    ),
 }
 SHORT = ("docs/models.md", "docs/using.md", "docs/layers.md")
 USE = "jaxpar.fit(Forecast(num_layers=4), 'pp4dp2', jaxpar.TrainConfig(num_steps=8))"
@@ -241,9 +246,9 @@ def test_commands_are_understood(page, tmp_path, monkeypatch):
         read_command(command)
 
 
-def test_a_run_without_a_mesh_is_described_as_the_readme_shows():
+def test_a_run_without_a_mesh_is_described_as_its_page_shows():
     rows = [f"{name:10}  {value}" for name, value in summarize(Setup.of(LM(), Parallel()))]
-    assert "\n".join([*rows[:3], "...\n"]) in blocks("text")
+    assert "\n".join([*rows[:3], "...\n"]) in blocks("text", "docs/training.md")
 
 
 def test_where_jaxpar_comes_from_is_said_in_one_place():
@@ -273,8 +278,17 @@ HELPS = (
     ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["predict"], ["sample"], ["export"],
     ["launch"],
 )  # fmt: skip
-# Of pip, pytest, mkdocs, Slurm, Open MPI and Ray; and of a model of the reader's.
-OF_OTHERS = {"--strict", "--head", "--signal", "--mca", "--ntasks", "--rows", "--help"}
+# Of pip, pytest, mkdocs, Slurm, Open MPI, Ray and XLA; and of a model of the reader's.
+OF_OTHERS = {
+    "--strict",
+    "--head",
+    "--signal",
+    "--mca",
+    "--ntasks",
+    "--rows",
+    "--help",
+    "--xla_gpu_deterministic_ops",
+}
 
 
 def help_of(command):
