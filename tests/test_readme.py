@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -316,6 +317,32 @@ def test_links_lead_somewhere():
             assert (folder / link).exists(), (page, link)
 
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+CUT = """<script>addEventListener("load", () => {
+  console.error("LOOKED at", innerWidth);
+  for (const code of document.querySelectorAll("pre > code"))
+    if (code.scrollWidth > code.clientWidth + 1) console.error("CUT", code.textContent.slice(0, 60));
+})</script>"""
+
+
+def cut_code(page, tmp_path):
+    """The beginnings of blocks of code that are cut on a page 1,300 pixels wide; none without a browser."""
+    if BROWSER is None:
+        return []
+    page.write_text(page.read_text() + CUT)
+    done = subprocess.run(
+        [
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
+            "--disable-background-networking", "--no-proxy-server", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'user'}", "--window-size=1300,900", "--virtual-time-budget=2000",
+            "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert '"LOOKED at 1300"' in done.stderr, done.stderr
+    return re.findall(r'"CUT (.*?)"', done.stderr)
+
+
 @pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path):
     """Of all pages, with a reference of every public name."""
@@ -339,6 +366,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
         )
         assert names
         assert [name for name in names if re.match(r"\W*\w+,", re.sub("<[^>]*>", "", name))] == []
+    for name in ("index", "analysis/index", "models/index"):
+        assert cut_code(tmp_path / f"site/{name}.html", tmp_path) == [], name
     for path in ROOT.glob("notebooks/*.ipynb"):
         page = (tmp_path / f"site/notebooks/{path.stem}/index.html").read_text()
         for cell in json.loads(path.read_text())["cells"]:
