@@ -62,8 +62,7 @@ class MeasuredStep(Printed):
       spans: of the first data-parallel group, stage by stage.
       loop_seconds: from the first to the last tick.
       step_seconds: of the whole step, from the first operation of its stages to the last.
-      traced_seconds: median time of a step as seen from outside, with the profiler on.
-      plain_seconds: the same with the profiler off.
+      traced_seconds, plain_seconds: median time of a step as seen from outside, with the profiler on and off.
     """
 
     schedule: Schedule
