@@ -4,7 +4,6 @@ import dataclasses
 import html
 import html.parser
 import io
-import itertools
 import re
 import shutil
 import subprocess
@@ -25,9 +24,7 @@ from test_measured import make_measured
 from jaxpar import MeshConfig, Parallel, PipelineConfig, show
 from jaxpar.analysis import inspect_function
 from jaxpar.base.console import FittingTable
-from jaxpar.pictures.animation import make_animation
 from jaxpar.pictures.chart import FEET
-from jaxpar.pictures.strategies import make_placements, make_strategies
 from jaxpar.pictures.style import PALETTE, color_of, make_page, text_color_on
 from jaxpar.pictures.timeline import GAP, MAX_WIDTH, unit_color
 from jaxpar.pipeline.schedules import make_schedule
@@ -431,7 +428,7 @@ def rgb(color):
     return tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def browse(path, tmp_path, *flags, moment=""):
+def browse(path, tmp_path, *flags):
     """A picture of the page, what its console says, and the addresses that it asks for."""
     shot, log, page = (tmp_path / name for name in ("page.png", "net.json", "looked-at.html"))
     page.write_text(path.read_text() + LOOK)
@@ -442,7 +439,7 @@ def browse(path, tmp_path, *flags, moment=""):
             "--no-first-run", "--no-proxy-server", "--host-resolver-rules=MAP * ~NOTFOUND",
             "--enable-logging=stderr", f"--log-net-log={log}", f"--user-data-dir={tmp_path / 'user'}",
             "--window-size=1100,1600", "--virtual-time-budget=2000", f"--screenshot={shot}",
-            *flags, f"{page.as_uri()}#{moment}",
+            *flags, page.as_uri(),
         ],
         capture_output=True,
         text=True,
@@ -495,65 +492,3 @@ def test_the_browser_test_sees_errors_and_requests(tmp_path):
     for message in ("nothing is not defined", "over it overlaps long", "too far is cut"):
         assert any(message in line for line in console), console
     assert "https://example.com/x.png" in urls
-
-
-def test_the_strategies_do_the_same_work_and_differ_in_waiting():
-    strategies = {strategy.name.split()[0]: strategy for strategy in make_strategies(4, 2)}
-    for strategy in strategies.values():
-        assert sum(b.cost for b in strategy.blocks) == pytest.approx(4 * (1 + 2))
-        for device in range(4):
-            spans = sorted(
-                (b.start, b.start + b.cost) for b in strategy.blocks if b.stage == device
-            )
-            assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
-    assert {name: s.busy for name, s in strategies.items()} == pytest.approx(
-        {
-            "model": 1 - make_schedule("gpipe", 4, 1).bubble,
-            "tensor": 1,
-            "data": 1,
-            "pipeline": 1 - make_schedule("1f1b", 4, 4, 2).bubble,
-        }
-    )
-    holds = {name: set(strategy.holds) for name, strategy in strategies.items()}
-    assert holds["model"] == holds["pipeline"] == {f"layer {n}" for n in range(4)}
-    assert holds["tensor"] == {f"part {n} of all layers" for n in range(4)}
-    assert holds["data"] == {"all layers"}
-
-
-def test_the_placements_of_mxnet_wait_hold_and_send_as_counted_by_hand():
-    beside, alone = make_placements()
-    units, H, words, rows = 35, 400, 10_000, 20
-    pair = 2 * (2 * (H + H) * 4 * H * rows * 35)  # FLOPs of two layers forward: time 1
-    head = 3 * (2 * H * words * rows * 36) / pair  # both ways, in chunks that make 36 time steps
-    # Ticks forward until the head has its first unit, then with the head; ticks backward. A tick in which
-    # the embedding or the head alone would have a unit takes no time.
-    assert beside.end == pytest.approx((3 * 1 + 35 * (1 + head) + 38 * 2) / units)
-    assert alone.end == pytest.approx((2 * 2 + 35 * head + 36 * 4) / units)
-    busy = [[3, 3, 3, 3 + head], [0, 6, 6, head]]
-    table, layer, last = words * 200 * 4, (2 * H * 4 * H + 4 * H) * 4, (H * words + words) * 4
-    held = [
-        [table + 2 * layer, *[2 * layer] * 2, 2 * layer + last],
-        [table, *[4 * layer] * 2, last],
-    ]
-    once = rows * H * 4 * 35
-    for strategy, times, weights in zip((beside, alone), busy, held, strict=True):
-        assert [strategy.busy_of(d) * strategy.end for d in range(4)] == pytest.approx(times)
-        assert strategy.weight_bytes == weights
-        assert strategy.sent_bytes == [once, 2 * once, 2 * once, once]
-    page = make_animation()
-    for cell in ("first, 0-1", "0-3", "18.3 MB", "63%", "2.2 MB"):
-        assert f">{cell}</td>" in page
-
-
-@needs_browser
-def test_the_animation_runs_in_a_browser(tmp_path):
-    page = tmp_path / "strategies.html"
-    page.write_text(make_animation())
-    assert page.stat().st_size < 100_000
-    early, console, urls = browse(page, tmp_path, moment="t=2")
-    assert (console, urls) == ([], set())
-    late, console, _ = browse(page, tmp_path, moment="t=12")
-    assert console == []
-    # Colours are pale until their time has come.
-    solid = [(pixels == rgb(color_of(0))).all(-1).sum() for pixels in (early, late)]
-    assert 0 < solid[0] < 0.8 * solid[1]

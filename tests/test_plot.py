@@ -16,8 +16,12 @@ from matplotlib.text import Text
 
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, inspect_step
 from jaxpar.analysis import inspect_function
+from jaxpar.cli.commands import PICTURES, PICTURES_OF_RUNS
 from jaxpar.cli.main import main
+from jaxpar.cli.parse import read_command
 from jaxpar.config_file import to_toml
+from jaxpar.facts import ModelFacts
+from jaxpar.layout import Layout
 from jaxpar.pictures import figures
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.task import Settings
@@ -172,10 +176,10 @@ def test_the_command_draws_the_schedule_of_a_config(suffix, tmp_path, capsys):
 
 def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["plot", "strategies", "-o", "strategies.html"]) == 0
-    assert "pipeline parallelism" in (tmp_path / "strategies.html").read_text()
     small = ["--num-layers", "2", "--hidden-size", "8", "--embed-size", "8"]
     small += ["--vocab-size", "32", "--batch-size", "8", "--seq-len", "4"]
+    assert main(["plot", "strategies", "lm", "--mesh", "dp8", *small, "-o", "a.html"]) == 0
+    assert "2 layers for 8 devices" in (tmp_path / "a.html").read_text()
     memory = ["plot", "memory", "lm", "--simulate", "8", "--meshes", "dp8", *small]
     assert main([*memory, "-o", "memory.png"]) == 0
     head = (tmp_path / "memory.png").read_bytes()[:24]
@@ -202,12 +206,14 @@ def test_the_command_draws_runs_strategies_and_compiled_steps(tmp_path, monkeypa
             "cannot draw schedule into 'a.png'; end its name in .svg, .html",
         ),
         (
-            ["strategies", "-o", "a.png"],
-            "cannot draw strategies into 'a.png'; end its name in .html",
+            ["strategies", "lm", "-o", "a.png"],
+            "cannot draw strategies into 'a.png'; end its name in .svg, .html",
         ),
+        (["strategies"], "plot strategies what? Name a task after it: plot strategies lm"),
+        (["strategies", "lm", "--devices", "0"], "one device shares its step with none"),
         (
-            ["strategies"],
-            "a picture of strategies is a file; say which, such as -o strategies.html",
+            ["bytes", "lm", "--machine", "v5e:2x2", "-o", "a.png"],
+            "machine='v5e:2x2' with bytes, which is of the devices here; leave it out",
         ),
         (["bytes", "lm"], "a picture of bytes is a file; say which, such as -o bytes.png"),
         (
@@ -248,3 +254,17 @@ def test_without_a_file_a_schedule_is_shown_where_it_is_asked_for(tmp_path, monk
     assert main(["plot", "schedule", "lm", "--mesh", "pp4"]) == 0
     assert "stage 3|" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_names_all_kinds_and_shows_what_works(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["plot", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for kind in (*PICTURES, *PICTURES_OF_RUNS):
+        assert f'"{kind}"' in text
+    [shapes] = re.findall(r"meshes to compare, such as ([^;]*);", text)
+    facts = ModelFacts.of(LM().resolve())
+    for shape in shapes.split():
+        assert Layout(facts, Parallel.of(shape, LM.parallel)).parallel.mesh.num_devices == 8
+    [runs] = re.findall(r"\(plot (curves [^)]*)\)", text)
+    assert read_command(["plot", *runs.split(), "-o", "a.svg"]).runs == tuple(runs.split()[1:])

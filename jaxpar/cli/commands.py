@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from jaxpar.training.start import Start
 
 # Pictures of a task's step, and those that need no task.
-PICTURES = ("schedule", "timeline", "bubble", "memory", "bytes")
-PICTURES_OF_RUNS = ("curves", "strategies")
+PICTURES = ("schedule", "timeline", "strategies", "bubble", "memory", "bytes")
+PICTURES_OF_RUNS = ("curves",)
 
 # What --mesh auto stands for until the planner has chosen.
 AUTO = MeshConfig(data=-1)
@@ -365,28 +365,33 @@ class Inspect(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Plot(RunOptions):
-    """Draws a picture of a task's step, into a file or the terminal.
+    """Draws a picture of a task's step, into a file or the terminal; or of runs.
 
     Kinds: "schedule", what each stage does when, by --mesh and --pipeline; "timeline", what each stage did
-    when in a real step, beside its schedule; "bubble", against microbatches and chunks of time;
-    "memory" of a device, by kind, and "bytes" that a device sends, by axis, for each of --meshes.
+    when in a real step, beside its schedule; "strategies", data, tensor, model and pipeline parallelism on
+    all devices, with the time, memory and bytes of each by arithmetic, as an animation; "bubble", against
+    microbatches and chunks of time; "memory" of a device, by kind, and "bytes" that a device sends, by axis,
+    for each of --meshes. Without a task: "curves", loss and speed of runs (plot curves runs/0001 runs/0002).
 
     Attributes:
-      output: an .svg or .html, also a .png of the last three; without one a schedule or timeline is shown
-        here.
-      meshes: meshes to compare, such as dp8 tp8 pp8; without them, --mesh.
+      output: an .svg or .html, also a .png of the last three that need a task; without one the first three
+        are shown here.
+      meshes: meshes to compare, such as dp8 tp8 pp4dp2; without them, --mesh.
+      machine: of strategies, one that need not be there, as of plan.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)
     output: Annotated[str | None, arg(aliases=("-o",), metavar="FILE")] = None
     meshes: Annotated[tuple[str, ...], arg(metavar="SHAPES")] = ()
+    machine: str | None = None
 
     def run(self) -> int:
         """The exit code, 0."""
         from jaxpar.pictures.plot import plot_step
 
+        _compile_only(self.machine)
         meshes = {shape: MeshConfig.parse(shape) for shape in self.meshes}
-        picture = plot_step(self.kind, self.settings, meshes, self.output)
+        picture = plot_step(self.kind, self.settings, meshes, self.output, self.machine)
         if isinstance(picture, Path):
             print(f"wrote {picture}")
         else:
@@ -396,14 +401,11 @@ class Plot(RunOptions):
 
 @dataclasses.dataclass(frozen=True)
 class PlotRuns(Options):
-    """Draws a picture into a file: of runs, or of ways to share a step.
-
-    Kinds: "curves", loss and speed of runs (plot curves runs/0001 runs/0002); "strategies", the four ways,
-    and two placements of embedding and head with bytes and idle time, as an animation.
+    """Draws the loss and speed of runs into a file.
 
     Attributes:
-      runs: folders of runs, for curves.
-      output: a .png, .svg or .html; of strategies an .html.
+      runs: their folders.
+      output: a .png, .svg or .html.
     """
 
     kind: Annotated[str, Fixed] = dataclasses.field(kw_only=True)

@@ -50,7 +50,9 @@ class Chart(NamedTuple):
       unit: what the axis counts.
       width: pixels of the whole time.
       caption: lines below the legend.
-      name_letters: room for names at least.
+      heads: lines of text, by where they are in heights of a row; what has a colon is bold before it.
+      row: pixels of the height of a row.
+      seconds: in which the time goes by, again and again, where pictures move; 0: it stands still.
     """
 
     title: str
@@ -61,12 +63,14 @@ class Chart(NamedTuple):
     width: float
     legend: Sequence[Key] = ()
     caption: str = ""
-    name_letters: int = 0
+    heads: Sequence[tuple[float, str]] = ()
+    row: float = ROW
+    seconds: float = 0.0
 
     @property
     def left(self) -> float:
         """Pixels before time begins."""
-        return LETTER * max(self.name_letters, *(len(row.name) for row in self.rows)) + 8
+        return LETTER * max(len(row.name) for row in self.rows) + 8
 
     @property
     def scale(self) -> float:
@@ -89,24 +93,54 @@ class Chart(NamedTuple):
 
 def draw(chart: Chart) -> tuple[str, float, float]:
     """The elements of an SVG, later ones above earlier ones; its width and height."""
-    left, scale, bottom = chart.left, chart.scale, ROW * (chart.rows[-1].top + 1)
+    left, scale, high = chart.left, chart.scale, chart.row
+    bottom = high * (chart.rows[-1].top + 1)
     elements = [_text(left - 8, bottom + 17, chart.unit, 'class="dim"', "end")]
     for row in chart.rows:
-        y = ROW * row.top
-        elements.append(_text(left - 8, y + ROW / 2 + 4, row.name, 'class="row"', "end"))
+        y = high * row.top
+        elements.append(_text(left - 8, y + high / 2 + 4, row.name, 'class="row"', "end"))
         elements += [
-            _rect(left + start * scale, y + 1, (end - start) * scale, ROW - 2, IDLE)
+            _rect(left + start * scale, y + 1, (end - start) * scale, high - 2, IDLE)
             for start, end in row.spans
         ]
     for place, label in chart.marks_with_room():
         x = left + place * scale
-        elements.append(_rect(x - 0.5, 0, 1, bottom + 5, LINE))
+        y = bottom * bool(chart.heads)  # no line through text
+        elements.append(_rect(x - 0.5, y, 1, bottom + 5 - y, LINE))
         elements.append(_text(x, bottom + 17, label, 'class="dim"', "middle"))
-    elements += [_block(chart, b, ROW * row.top) for row in chart.rows for b in row.blocks]
-    lines = [TEXT * len(line) for line in chart.caption.splitlines()]
-    width = max(left + chart.width + 16, 620.0 * bool(chart.legend), *lines)
+    elements += [_block(chart, b, high * row.top) for row in chart.rows for b in row.blocks]
+    elements += _covers(chart) if chart.seconds else ()
+    elements += [_head(high * (place + 1), line) for place, line in chart.heads]
+    lines = [
+        TEXT * len(line)
+        for line in (*chart.caption.splitlines(), *(head for _, head in chart.heads))
+    ]
+    width = max(left + chart.width + 16, 620.0 * (bool(chart.legend) and not chart.heads), *lines)
     legend, height = draw_legend(chart.legend, chart.caption, width, bottom + 30)
     return "".join(elements) + legend, width, height
+
+
+def _head(y: float, line: str) -> str:
+    bold, colon, rest = line.partition(": ")
+    words = f'<tspan style="font-weight:600">{html.escape(bold + colon)}</tspan>{html.escape(rest)}'
+    return f'<text x="0" y="{y:g}">{words if colon else html.escape(line)}</text>'
+
+
+def _covers(chart: Chart) -> list[str]:
+    """What hides the time to come: nothing where a picture does not move, or shall not."""
+    hides = "fill-opacity:.85;transform"
+    style = (
+        f".jaxpar .later{{fill-opacity:0;transform-box:fill-box;transform-origin:right;"
+        f"animation:later {chart.seconds / 0.75:g}s linear infinite}}"
+        f"@keyframes later{{from{{{hides}:none}}75%,to{{{hides}:scaleX(0)}}}}"
+        "@media(prefers-reduced-motion:reduce){.jaxpar .later{animation:none}}"
+    )
+    size = f'x="{chart.left:.1f}" width="{chart.width:.1f}" height="{chart.row:g}"'
+    covers = [
+        f'<rect class="later" y="{chart.row * row.top:g}" {size} style="fill:var(--bg)" fill-opacity="0"/>'
+        for row in chart.rows
+    ]
+    return [f"<style>{style}</style>", *covers]
 
 
 def draw_legend(
@@ -131,8 +165,8 @@ def draw_legend(
 
 def _block(chart: Chart, block: Block, y: float) -> str:
     x, width = chart.left + block.start * chart.scale, block.cost * chart.scale
-    colors, gap = chart.colors[block.unit], 1 if width > 8 else 0.3
-    high, inside = (ROW - 2) / len(colors), (x + gap, width - 2 * gap)
+    colors, gap = chart.colors[block.unit], 1 if width > 8 else min(0.3, width / 4)
+    high, inside = (chart.row - 2) / len(colors), (x + gap, width - 2 * gap)
     bands = [
         _rect(inside[0], y + 1 + i * high, inside[1], high, color, block.label)
         for i, color in enumerate(colors)
@@ -140,8 +174,12 @@ def _block(chart: Chart, block: Block, y: float) -> str:
     text = ""
     if chart.fits(block):
         style = f'style="fill:{text_color_on(colors[0])}"'
-        text = _text(x + width / 2, y + ROW / 2 + 3, block.label, style, "middle")
-    return "".join(bands) + _foot(inside[0], y + ROW - 6, inside[1], 5, FEET[block.letter]) + text
+        text = _text(x + width / 2, y + chart.row / 2 + 3, block.label, style, "middle")
+    return (
+        "".join(bands)
+        + _foot(inside[0], y + chart.row - 6, inside[1], 5, FEET[block.letter])
+        + text
+    )
 
 
 def _foot(x: float, y: float, width: float, height: float, darkness: float) -> str:

@@ -75,7 +75,7 @@ class Drawing(Picture):
         size = f"{width + 24:.0f}", f"{height + 20:.0f}"
         return (
             '<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar" width="{0}" height="{1}" '
-            'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto">'.format(*size)
+            'viewBox="0 0 {0} {1}" style="max-width:100%;height:auto;padding:0">'.format(*size)
             + f'<style>{STYLE}</style><rect width="100%" height="100%" rx="6" style="fill:var(--bg)"/>'
             f'<svg x="12" y="10">{elements}</svg></svg>\n'
         )

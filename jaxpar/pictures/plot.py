@@ -13,16 +13,18 @@ from jaxpar.facts import ModelFacts
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig
-from jaxpar.pictures.animation import make_animation
 from jaxpar.pictures.measured import show_measured
 from jaxpar.pictures.picture import Drawing
+from jaxpar.pictures.strategies import show_strategies
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.lanes import Schedule
+from jaxpar.planning.ways import strategies
 from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
 
+DRAWN = ("schedule", "timeline", "strategies")  # without matplotlib
 # What the names of files end in.
-DRAWINGS, MOVING, FIGURES = (".svg", ".html"), (".html",), (".png", ".svg", ".html")
+DRAWINGS, FIGURES = (".svg", ".html"), (".png", ".svg", ".html")
 
 
 def plot_step(
@@ -30,29 +32,40 @@ def plot_step(
     settings: Settings,
     meshes: Mapping[str, MeshConfig] | None = None,
     output: str | Path | None = None,
+    machine: str | None = None,
 ) -> Path | Drawing:
     """Draws a picture of a task's step into a file, or for a terminal.
 
     Args:
-      kind: "schedule", "timeline", "bubble", "memory" or "bytes".
+      kind: "schedule", "timeline", "strategies", "bubble", "memory" or "bytes".
       settings: of the step.
       meshes: several by name, for memory and bytes; without them, that of the settings.
-      output: a schedule's or timeline's ends in .svg or .html, and may be None; the others' in .png too.
+      output: of the first three it ends in .svg or .html, and may be None; of the others in .png too.
+      machine: of strategies, one that need not be there, as of `find_machine`.
     Returns:
       Where the picture is, or without `output` the picture, which `print` and notebooks show.
     Raises:
       ValueError: the settings have no such picture, or the file cannot be written so.
       OSError: no such folder.
     """
-    if kind in ("schedule", "timeline"):
+    if machine is not None and kind != "strategies":
+        raise ValueError(
+            f"machine={machine!r} with {kind}, which is of the devices here; leave it out"
+        )
+    if kind in DRAWN:
         path = None if output is None else _path_of(kind, output, DRAWINGS)
         if kind == "schedule":
             drawing = show_schedule(_schedule(settings))
+        elif kind == "strategies":
+            drawing = show_strategies(strategies(*settings, machine))
         else:
             drawing = show_measured(measure_step(*settings))
         if path is None:
             return drawing
-        return _write(path, drawing.to_svg() if path.suffix == ".svg" else drawing.to_page(kind))
+        with whole_file(path) as file:
+            text = drawing.to_svg() if path.suffix == ".svg" else drawing.to_page(kind)
+            file.write_text(text, encoding="utf-8")
+        return path
     path, figures = _path_of(kind, output, FIGURES), _figures()
     if kind == "bubble":
         s = _schedule(settings)
@@ -73,15 +86,13 @@ def plot_runs(kind: str, runs: Sequence[str] = (), output: str | Path | None = N
     """Draws a picture that needs no task into a file.
 
     Args:
-      kind: "curves", of runs, or "strategies", an animation.
-      runs: their folders.
-      output: ends in .png, .svg or .html; that of strategies in .html.
+      kind: "curves".
+      runs: folders of runs.
+      output: ends in .png, .svg or .html.
     Raises:
       ValueError: the file cannot be written so, or there is no run.
       OSError: no such run or folder.
     """
-    if kind == "strategies":
-        return _write(_path_of(kind, output, MOVING), make_animation())
     path, figures = _path_of(kind, output, FIGURES), _figures()
     if not runs:
         raise ValueError("curves of what? Name folders of runs, such as runs/0001")
@@ -102,12 +113,6 @@ def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
         raise ValueError(
             f"cannot draw {kind} into {str(path)!r}; end its name in {', '.join(ends)}"
         )
-    return path
-
-
-def _write(path: Path, text: str) -> Path:
-    with whole_file(path) as file:
-        file.write_text(text, encoding="utf-8")
     return path
 
 

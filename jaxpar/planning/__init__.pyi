@@ -16,3 +16,5 @@ from jaxpar.planning.running import measure_stages as measure_stages
 from jaxpar.planning.running import propose_shares as propose_shares
 from jaxpar.planning.running import propose_speeds as propose_speeds
 from jaxpar.planning.search import describe as describe
+from jaxpar.planning.ways import Strategies as Strategies
+from jaxpar.planning.ways import strategies as strategies

@@ -15,6 +15,7 @@ import functools
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -105,6 +106,15 @@ class StepCost(Printed):
         """Of the task's model on these devices."""
         task, parallel, train = self.settings
         return Layout(counts_of(task, train.num_steps, self.machine.platform).facts, parallel)
+
+    @property
+    def sent_along(self) -> dict[tuple[str, ...], int]:
+        """Bytes that the busiest device sends in a step, by axes, by arithmetic."""
+        along, sizes = Counter[tuple[str, ...]](), self.parallel.mesh.sizes
+        for each in self.sent:
+            devices = math.prod(sizes[axis] for axis in each.axes)
+            along[each.axes] += round(each.runs * sent_bytes(each.op, each.bytes, devices))
+        return dict(along)
 
     @property
     def estimated_seconds(self) -> float:
@@ -306,21 +316,18 @@ class Step:
         unit = self.unit
         return unit.first, unit.first_gradient, unit.last.scaled(self._share_of(self.last))
 
-    def seconds(self, machine: Machine) -> dict[str, float]:
-        """`StepCost.parts`, without what is sent."""
+    def work(self, machine: Machine) -> tuple[list[np.ndarray], np.ndarray]:
+        """Seconds of a unit's F, B and W, each [groups, stages]; and of `around`, [ticks, 2, stages]."""
 
         def seconds_of(amount: Amount) -> float:
             return machine.seconds(amount, self.counts.dtype)
 
-        # Of F, B and W, [groups, stages].
         works = zip(*(kind[:3] for kind in self.kinds), strict=True)
         costs = [self.layers_GSK @ np.asarray([*map(seconds_of, work)]) for work in works]
         costs = costs or [np.zeros(self.layers_GSK.shape[:2])] * 3
         speed_S = np.asarray(self.parallel.speeds or (1.0,) * self.sizes[STAGE])
-        costs = [cost_GS / speed_S for cost_GS in costs]
-        layers_S = np.sum(costs, axis=(0, 1)) * self.units
         first, gradient, last = map(seconds_of, self.around)
-        halves_T2S = self.schedule.work_at(*costs)
+        around_T2S = np.zeros((len(self.schedule.forward.unit), 2, len(speed_S)))
         route = self.schedule.route
         for lane, half, place, on_all, work in (
             (self.schedule.forward, 0, 0, self.shares_first, first),
@@ -330,8 +337,14 @@ class Step:
             group, stage = route.groups[place], route.stages[place]
             is_there_T = (lane.unit[:, stage] >= 0) & (lane.group[:, stage] == group)
             where = slice(None) if on_all else [stage]
-            halves_T2S[:, half, where] += is_there_T[:, None] * work / speed_S[where]
-        halves_T2S *= self.parallel.num_segments
+            around_T2S[:, half, where] += is_there_T[:, None] * work / speed_S[where]
+        return [cost_GS / speed_S for cost_GS in costs], around_T2S
+
+    def seconds(self, machine: Machine) -> dict[str, float]:
+        """`StepCost.parts`, without what is sent."""
+        costs, around_T2S = self.work(machine)
+        layers_S = np.sum(costs, axis=(0, 1)) * self.units
+        halves_T2S = (self.schedule.work_at(*costs) + around_T2S) * self.parallel.num_segments
         busy_S = halves_T2S.sum((0, 1))
         busiest = int(busy_S.argmax())
         ticks = self.num_ticks if self.parallel.runs_in_units else 0
@@ -396,10 +409,15 @@ class Step:
 
     def sent(self) -> Iterator[Sent]:
         """The collectives of 1 kB and more."""
-        own = self._over_own_axes()
-        for each in itertools.chain(
-            self._parameters(), self._over_stages(), self._over_tensor(), own
-        ):
+        yield from self.sent_once()
+        yield from self._counted(self._over_stages(), self._over_tensor(), self._over_own_axes())
+
+    def sent_once(self) -> Iterator[Sent]:
+        """Those of them that run once a step, for parameters and their gradients."""
+        return self._counted(self._parameters())
+
+    def _counted(self, *parts: Iterator[Sent]) -> Iterator[Sent]:
+        for each in itertools.chain(*parts):
             axes = tuple(a for a, size in self.sizes.items() if a in each.axes and size > 1)
             if axes and each.bytes >= LEAST_BYTES and each.runs:
                 yield each._replace(axes=axes)

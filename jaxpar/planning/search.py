@@ -107,8 +107,8 @@ def _cuts_of(counts: Counts, given: Parallel, num_devices: int) -> Iterator[Para
         if stages > max(len(facts.kind_of), 1) or facts.batch_size % mesh.data:
             continue
         for M, K, head in itertools.product(
-            _cuts(rows) if facts.divides_by_hand else [1],
-            _cuts(facts.num_steps or 1) if stages > 1 else [1],
+            cuts(rows) if facts.divides_by_hand else [1],
+            cuts(facts.num_steps or 1) if stages > 1 else [1],
             heads if stages > 1 else ("auto",),
         ):
             if _UNITS_PER_STAGE * stages >= M * K:
@@ -124,7 +124,7 @@ def _meshes(num_devices: int, given: MeshConfig) -> Iterator[MeshConfig]:
             yield MeshConfig(data, stage, count // data // stage, given.devices, given.axes)
 
 
-def _cuts(n: int) -> list[int]:
+def cuts(n: int) -> list[int]:
     """Divisors of n, each at least `_NEXT_CUT` times the one before."""
     cuts = [1]
     for divisor in divisors(n):

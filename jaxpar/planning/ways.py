@@ -1,0 +1,246 @@
+"""One model's step, shared in four ways: what each device holds, sends and does when, by arithmetic."""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpar.base.axes import DATA, STAGE, TENSOR
+from jaxpar.base.display import Printed, format_count
+from jaxpar.base.stage_names import NamedPlacement
+from jaxpar.config import Parallel, PipelineConfig, TrainConfig
+from jaxpar.layout import Layout
+from jaxpar.pipeline.lanes import Block
+from jaxpar.planning.cost import Step, StepCost, estimate
+from jaxpar.planning.counts import Counts, counts_of
+from jaxpar.planning.machine import Machine, find_machine
+from jaxpar.planning.search import cuts
+from jaxpar.task import Task
+
+# What a device does in a block, by `Block.unit`.
+WORK = (
+    "forward",
+    "backward",
+    "gradients of weights, where apart",
+    "before and after the layers",
+    "sending",
+    "update",
+)
+_AROUND, _SENDING, _UPDATE = 3, 4, 5
+# A pass of a step that is not cut is told in at most so many turns of computing and sending.
+_MOST_TURNS = 8
+# With so many units per stage the pipeline is full most of the time, and a picture of it still clear.
+_UNITS_PER_STAGE = 2
+
+
+class Strategy(NamedTuple):
+    """A way to share a step.
+
+    Attributes:
+      name: such as "tensor parallelism".
+      cost: of the step, by arithmetic.
+      holds: what of the model and the batch, for each device.
+      weight_bytes: that each device has of the weights.
+      blocks: what each stage does when, in seconds; `unit` is a number of `WORK`. Without stages all devices
+        do the same.
+    """
+
+    name: str
+    cost: StepCost
+    holds: tuple[str, ...]
+    weight_bytes: int
+    blocks: tuple[Block, ...]
+
+    def blocks_of(self, device: int) -> list[Block]:
+        """What a device does."""
+        own = device if self.cost.parallel.mesh.stage > 1 else 0
+        return [block for block in self.blocks if block.stage == own]
+
+    def idle_of(self, device: int) -> float:
+        """Share of the step in which a device neither computes nor sends."""
+        busy = sum(block.cost for block in self.blocks_of(device))
+        return max(1 - busy / self.cost.seconds, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Strategies(Printed):
+    """Four ways to share a step of one task; `print` it, or read its attributes.
+
+    Attributes:
+      task: whose step it is, with its sizes.
+      machine: what it is for.
+      num_devices: that share the step; those of axes of one's own, times as many again.
+      drawn: those that are possible.
+      left_out: why the others are not, by name.
+    """
+
+    task: Task
+    machine: Machine
+    num_devices: int
+    drawn: tuple[Strategy, ...]
+    left_out: Mapping[str, str]
+
+
+def strategies(
+    task: Task,
+    parallel: Parallel | str | None = None,
+    train: TrainConfig | None = None,
+    machine: Machine | str | None = None,
+) -> Strategies:
+    """Data, tensor, model and pipeline parallelism of a task's training step on so many devices.
+
+    Nothing is compiled or run. Model parallelism is layers on devices, through which the batch goes in one
+    piece.
+
+    Args:
+      task, train: as `fit` takes them.
+      parallel: its mesh says how many devices, by default all; its pipeline how the last of the four cuts the
+        batch and time, and places layers. One of a single unit is replaced by the quickest, by arithmetic, of
+        up to two units a stage.
+      machine: or its text, as of `find_machine`; None: the devices that JAX has.
+    Raises:
+      ValueError: there is one device, no such machine, or no way at all.
+    """
+    machine = machine if isinstance(machine, Machine) else find_machine(machine)
+    given, train = Parallel.of(parallel, task.parallel), train or task.train
+    given = given.resolve(machine.num_devices)
+    mesh, counts = given.mesh, counts_of(task, train.num_steps, machine.platform)
+    n = mesh.data * mesh.stage * mesh.tensor
+    if n == 1:
+        raise ValueError("one device shares its step with none; use two or more, as --simulate 4")
+    cut, plain = given.pipeline, PipelineConfig()
+    has_groups = cut.num_groups > 1 or cut.schedule == "v"
+    whole = PipelineConfig(
+        "gpipe", placement="balanced" if has_groups else cut.placement, head=cut.head
+    )
+    one = dataclasses.replace(mesh, data=1, stage=1, tensor=1, devices=None)
+    ways = {
+        "data parallelism": (DATA, plain),
+        "tensor parallelism": (TENSOR, plain),
+        "model parallelism": (STAGE, whole),
+        "pipeline parallelism": (STAGE, cut),
+    }
+    drawn, left_out = list[Strategy](), dict[str, str]()
+    for name, (axis, pipeline) in ways.items():
+        shape = dataclasses.replace(one, **{axis: n})
+        speeds = given.speeds if axis == STAGE else None
+        layout = dataclasses.replace(
+            given, mesh=shape, pipeline=pipeline, shares=None, speeds=speeds
+        )
+        try:
+            drawn.append(_strategy(name, axis, counts, layout, train, machine))
+        except ValueError as error:
+            left_out[name] = str(error)
+    if not drawn:
+        raise ValueError(f"no way to share the step among {n} devices: {[*left_out.values()][-1]}")
+    return Strategies(counts.facts.task, machine, n, tuple(drawn), left_out)
+
+
+def _strategy(
+    name: str, axis: str, counts: Counts, parallel: Parallel, train: TrainConfig, machine: Machine
+) -> Strategy:
+    facts, n = counts.facts, parallel.mesh.sizes[axis]
+    if axis == STAGE and len(facts.kind_of) < n:
+        layers = format_count(len(facts.kind_of), "layer")
+        raise ValueError(f"{layers} for {n} devices; use as many layers as devices, or more")
+    tried = [parallel]
+    if name.startswith("pipeline") and parallel.num_units == 1:
+        tried = [dataclasses.replace(parallel, pipeline=cut) for cut in _cuts(counts, parallel)]
+    cost = min((estimate(counts, each, train, machine) for each in tried), key=lambda c: c.seconds)
+    step = Step(counts, cost.parallel, train)
+    rules, weights = step.layout.param_rules, (*step.params, *step.frozen)
+    weight_bytes = step.bytes_of(weights, rules)
+    if axis == DATA:
+        rows = facts.batch_size // n
+        holds = [f"all layers, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
+    elif axis == TENSOR:
+        if not any(TENSOR in sum(step.part(each, rules).axes, ()) for each in weights):
+            raise ValueError(
+                f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the "
+                f"layers of jaxpar.nn do"
+            )
+        whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
+        holds = [f"{weight_bytes / whole:.0%} of all layers"] * n
+    else:
+        holds = _places(step.layout)
+    return Strategy(name, cost, tuple(holds), weight_bytes, tuple(_blocks(step, machine)))
+
+
+def _places(layout: Layout) -> list[str]:
+    """What is on each stage alone, such as "first, layers 0-1"."""
+    ends = not layout.shares_first, layout.head == "last"
+    places = str(NamedPlacement(layout.placement, *ends)).split("|")
+    words = [re.sub(r"\d+-", r"layers \g<0>", place.strip()) for place in places]
+    words = [re.sub(r"(^|, )(?=\d+(,|$))", r"\1layer ", place) for place in words]
+    on = [*zip(layout.route.stages, words, strict=True)]
+    return ["; ".join(w for s, w in on if s == d) for d in range(layout.parallel.mesh.stage)]
+
+
+def _cuts(counts: Counts, parallel: Parallel) -> list[PipelineConfig]:
+    """Pipelines of more units than one, and up to `_UNITS_PER_STAGE`.
+
+    Raises:
+      ValueError: neither rows nor time can be cut.
+    """
+    facts, pipeline = counts.facts, parallel.pipeline
+    chunks = [1] if facts.whole_window else cuts(facts.num_steps or 1)
+    rows = facts.batch_size // math.lcm(*facts.rows_together.values())
+    found = [
+        dataclasses.replace(pipeline, num_microbatches=M, num_chunks=K)
+        for M, K in itertools.product(cuts(rows), chunks)
+        if 1 < M * K <= _UNITS_PER_STAGE * parallel.mesh.stage
+    ]
+    if not found:
+        raise ValueError(
+            f"a batch of {format_count(facts.batch_size, 'row')} cannot be cut, nor can its time; use more "
+            f"rows, or --pipeline.num-microbatches"
+        )
+    return found
+
+
+def _blocks(step: Step, machine: Machine) -> Iterator[Block]:
+    """A step of the length of `StepCost.estimated_seconds`.
+
+    Stages run in lockstep. What layers and ticks send is spread evenly over them, with nothing beside it;
+    gradients are summed at the end.
+    """
+    costs, around_T2S = step.work(machine)
+    schedule, is_cut = step.schedule, step.parallel.runs_in_units
+    halves = np.argwhere((schedule.work_at(*costs) + around_T2S).max(2) > 0).tolist()
+    halves *= step.parallel.num_segments
+    once, whole = (
+        sum(each.seconds(machine, step.sizes) for each in sent)
+        for sent in (step.sent_once(), step.sent())
+    )
+    turns = 1
+    if not is_cut and whole > once:
+        turns = min(max(len(step.counts.facts.kind_of), 1), _MOST_TURNS)
+    sending = (whole - once) / (len(halves) * turns)
+    tick_seconds = machine.tick_seconds * step.num_ticks * is_cut / len(halves)
+    begin, stages = 0.0, range(schedule.num_stages)
+    for (tick, half), turn in itertools.product(halves, range(turns)):
+        ends = [begin] * len(stages)
+        for stage in stages:
+            work = [
+                (kind, costs[kind][each.lane.group[tick, stage], stage] / turns)
+                for each in schedule.lanes
+                if each.half == half and each.busy_TS[tick, stage]
+                for kind in ["FBW".index(each.letter)]
+            ]
+            work.append((_AROUND, around_T2S[tick, half, stage] * (turn == turns - 1)))
+            for kind, seconds in work:
+                if seconds:
+                    yield Block(stage, ends[stage], float(seconds), "", "F", kind)
+                    ends[stage] += float(seconds)
+        busy, begin = [end > begin for end in ends], max(ends)
+        for stage in itertools.compress(stages, busy if sending else ()):
+            yield Block(stage, begin, sending, "", "F", _SENDING)
+        begin += sending + tick_seconds
+    for kind, seconds in ((_SENDING, once), (_UPDATE, step.seconds(machine)["update"])):
+        if seconds:
+            yield from (Block(stage, begin, seconds, "", "F", kind) for stage in stages)
+        begin += seconds
