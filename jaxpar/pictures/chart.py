@@ -1,4 +1,4 @@
-"""Work as blocks in time, a row a device: what schedules, measured steps and the animation are drawn with.
+"""Work as blocks in time, a row a device: what schedules, measured steps and strategies are drawn with.
 
 A `Chart` is what is to be seen, `draw` makes an SVG's elements of it.
 """
@@ -165,7 +165,7 @@ def draw_legend(
 
 def _block(chart: Chart, block: Block, y: float) -> str:
     x, width = chart.left + block.start * chart.scale, block.cost * chart.scale
-    colors, gap = chart.colors[block.unit], 1 if width > 8 else min(0.3, width / 4)
+    colors, gap = chart.colors[block.unit], 1 if width > 8 else min(0.3, width / 10)
     high, inside = (chart.row - 2) / len(colors), (x + gap, width - 2 * gap)
     bands = [
         _rect(inside[0], y + 1 + i * high, inside[1], high, color, block.label)

@@ -10,6 +10,7 @@ from jaxpar.pictures.reports import ESTIMATE_ERROR
 from jaxpar.pictures.style import color_of
 from jaxpar.planning.search import describe
 from jaxpar.planning.ways import WORK, Strategies, Strategy
+from jaxpar.training.summary import describe_ends
 
 # Pixels of the longest step, and of a row; letters of a line; seconds in which the time goes by.
 WIDTH, ROW, LETTERS, SECONDS = 340, 15, 90, 8
@@ -98,7 +99,7 @@ def _head(strategy: Strategy) -> list[str]:
         f"sends {_sent(strategy)} ({'; '.join(dict.fromkeys(words))})" if words else "sends nothing"
     )
     lines = [head, f"{holds}, {sends}"]
-    if ends := sorted(frozenset().union(*cost.layout.parts)):
-        parts = f"its layers, 1/{cost.parallel.mesh.stage} of {', '.join(ends)}"
-        lines = [head, f"{holds} ({parts})", f"each {sends}"]
+    for _, ends in describe_ends(cost.layout):
+        if ends.startswith("1/"):
+            lines = [head, f"{holds} (its layers, {ends.partition(';')[0]})", f"each {sends}"]
     return [part for line in lines for part in textwrap.wrap(line, LETTERS)]

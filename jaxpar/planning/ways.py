@@ -146,7 +146,7 @@ def _strategy(
     facts, n = counts.facts, parallel.mesh.sizes[axis]
     if axis == STAGE and len(facts.kind_of) < n:
         layers = format_count(len(facts.kind_of), "layer")
-        raise ValueError(f"{layers} for {n} devices; use as many layers as devices, or more")
+        raise ValueError(f"{layers} for {n} devices; use {n} layers or more, or fewer devices")
     tried = [parallel]
     if name.startswith("pipeline") and parallel.num_units == 1:
         tried = [dataclasses.replace(parallel, pipeline=cut) for cut in _cuts(counts, parallel)]
@@ -164,7 +164,7 @@ def _strategy(
                 f"layers of jaxpar.nn do"
             )
         whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
-        holds = [f"{weight_bytes / whole:.0%} of all layers"] * n
+        holds = [f"{100 * weight_bytes / whole:.3g}% of all layers"] * n
     else:
         holds = _places(step.layout)
     return Strategy(name, cost, tuple(holds), weight_bytes, tuple(_blocks(step, machine)))
