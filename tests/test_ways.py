@@ -10,6 +10,7 @@ from models import Regress
 from test_display import browse, needs_browser, rgb
 
 from jaxpar import MeshConfig, Parallel, PipelineConfig, inspect_step, show
+from jaxpar.base.checks import require
 from jaxpar.base.display import format_bytes
 from jaxpar.base.trees import device_bytes
 from jaxpar.cli.main import main
@@ -107,6 +108,14 @@ def test_a_step_of_one_unit_is_cut_as_is_quickest():
     pipeline = found.drawn[-1].cost.parallel
     assert 1 < pipeline.num_units <= 8
     assert found.drawn[-1].cost.seconds < found.drawn[-2].cost.seconds
+
+
+def test_cuts_that_a_task_refuses_are_passed_over():
+    class Whole(Regress):
+        def check(self, parallel):
+            require(parallel.num_chunks < 4, "too short")
+
+    assert strategies(Whole(("gru",) * 4), FOUR).drawn[-1].cost.parallel.num_chunks < 4
 
 
 @pytest.mark.parametrize(

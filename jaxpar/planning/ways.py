@@ -150,7 +150,15 @@ def _strategy(
     tried = [parallel]
     if name.startswith("pipeline") and parallel.num_units == 1:
         tried = [dataclasses.replace(parallel, pipeline=cut) for cut in _cuts(counts, parallel)]
-    cost = min((estimate(counts, each, train, machine) for each in tried), key=lambda c: c.seconds)
+    costs, refused = list[StepCost](), ValueError()
+    for each in tried:
+        try:
+            costs.append(estimate(counts, each, train, machine))
+        except ValueError as error:
+            refused = error
+    if not costs:
+        raise refused
+    cost = min(costs, key=lambda cost: cost.seconds)
     step = Step(counts, cost.parallel, train)
     rules, weights = step.layout.param_rules, (*step.params, *step.frozen)
     weight_bytes = step.bytes_of(weights, rules)
