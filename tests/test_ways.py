@@ -89,6 +89,11 @@ def test_blocks_take_the_estimated_time_and_leave_the_rest_idle(found):
     assert min(model) > 0.5 > max(pipeline) > min(pipeline) > 0
 
 
+def test_what_is_split_over_data_as_well_is_not_held_whole():
+    data = strategies(TASK, Parallel(FOUR, fsdp=True)).drawn[0]
+    assert data.holds[1] == "25% of all layers, rows 8-15"
+
+
 def test_a_placement_in_words_is_drawn_as_its_work():
     """MXNet's: embedding and head alone, all time steps forward before the first goes back."""
     placement = "first | 0-1 | 2-3 | last"

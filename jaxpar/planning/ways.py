@@ -162,19 +162,20 @@ def _strategy(
     step = Step(counts, cost.parallel, train)
     rules, weights = step.layout.param_rules, (*step.params, *step.frozen)
     weight_bytes = step.bytes_of(weights, rules)
+    whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
+    share = f"{100 * weight_bytes / whole:.3g}% of all layers"
+    share = "all layers" if weight_bytes == whole else share
+    holds = [share] * n
     if axis == DATA:
         rows = facts.batch_size // n
-        holds = [f"all layers, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
-    elif axis == TENSOR:
-        if not any(TENSOR in sum(step.part(each, rules).axes, ()) for each in weights):
-            raise ValueError(
-                f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the "
-                f"layers of jaxpar.nn do"
-            )
-        whole = sum(math.prod(each.shape) * each.itemsize for each in weights)
-        holds = [f"{100 * weight_bytes / whole:.3g}% of all layers"] * n
-    else:
+        holds = [f"{share}, rows {d * rows}-{(d + 1) * rows - 1}" for d in range(n)]
+    elif axis == STAGE:
         holds = _places(step.layout)
+    elif not any(TENSOR in sum(step.part(each, rules).axes, ()) for each in weights):
+        raise ValueError(
+            f"tensor={n} splits no parameter; name dims of weights (jaxpar.nn.named_param), as the layers of "
+            f"jaxpar.nn do"
+        )
     return Strategy(name, cost, tuple(holds), weight_bytes, tuple(_blocks(step, machine)))
 
 
