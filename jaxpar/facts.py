@@ -248,6 +248,15 @@ class ModelFacts:
         """FLOPs of the forward pass of a mean layer over a whole batch."""
         return float(np.mean(self.costs.layers, axis=0)[0]) if self.kind_of else 0.0
 
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of a full batch, forward and backward, but for what is computed again (arXiv:2204.02311, B).
+
+        A product has at most two of its size in its backward pass: a layer with more computes some again.
+        """
+        parts = (self.costs.first, *self.costs.layers, self.costs.last)
+        return sum(forward + min(backward, 2 * forward) for forward, backward in parts)
+
     @functools.cached_property
     @in_bound(_own_axes)
     def costs(self) -> PartCosts:

@@ -4,11 +4,12 @@ import contextlib
 
 import jax
 
+from jaxpar.base.sheets import SHEETS, sheet_of
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.facts import ModelFacts
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, short_name
-from jaxpar.planning.machine import SHEETS, Machine, sheet_of
+from jaxpar.planning.machine import Machine
 from jaxpar.planning.planner import plan
 from jaxpar.planning.search import describe, divisors
 from jaxpar.task import Task

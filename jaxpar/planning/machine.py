@@ -2,29 +2,14 @@
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 
 from jaxpar.base.memory import device_memory
+from jaxpar.base.sheets import SHEETS, Link, sheet_of
 from jaxpar.mesh import find_devices, split_machine
 from jaxpar.trace.counts import Amount
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """What joins the devices along a mesh axis.
-
-    Attributes:
-      bytes_per_second: sent by a device, in one direction.
-      seconds: the latency: from the start of an empty message to its arrival.
-    """
-
-    bytes_per_second: float
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +76,6 @@ class Machine:
         )
 
 
-def _read_sheets() -> dict[str, dict[str, Any]]:
-    sheets = tomllib.loads(Path(__file__).with_name("machines.toml").read_text("utf-8"))
-    for sheet in sheets.values():
-        sheet |= {link: Link(**sheet[link]) for link in ("near", "far")}
-    return sheets
-
-
-SHEETS = _read_sheets()  # of a device of each machine, by its name
-
-
 def find_machine(name: str | None = None, memory_bytes: float | None = None) -> Machine:
     """The machine that a text describes, as of `mesh.split_machine`; None: the devices that JAX has.
 
@@ -121,14 +96,6 @@ def find_machine(name: str | None = None, memory_bytes: float | None = None) -> 
     num_devices, sheet = math.prod(sides), SHEETS[kind]
     near = num_devices if sheet["platform"] == "tpu" else sides[-1]
     return Machine(name, num_devices, near, **sheet)
-
-
-def sheet_of(device: Any) -> str:
-    """The name of the sheet of a device, by its kind; else the first of its platform, or of all."""
-    kind = device.device_kind.lower().replace(" lite", "e") + " "
-    kind = kind.replace("v5 ", "v5p ")  # as JAX calls it
-    of_platform = [name for name, each in SHEETS.items() if each["platform"] == device.platform]
-    return next((name for name in of_platform if name in kind), [*of_platform, *SHEETS][0])
 
 
 def _find_here() -> Machine:

@@ -4,7 +4,7 @@ import datetime
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,12 +124,17 @@ class ConsoleReport(Report):
         """How to look at it."""
         self._print(f"trace of a few steps: {path}; open it on ui.perfetto.dev")
 
-    def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
-        """Evaluations, and where everything is."""
+    def finish(
+        self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: Mapping[str, float]
+    ) -> None:
+        """Evaluations, where the time went, and where everything is."""
         if evaluations:
             self.console.print("", evaluation_table(list(evaluations.values())), "")
         files = ", ".join(sorted(p.name + "/" * p.is_dir() for p in out_dir.glob("[!.]*")))
-        self._print(f"{_duration(seconds)} in all; {out_dir} holds {files}")
+        parts = [f"{what} {_duration(part)}" for what, part in seconds.items() if round(part)]
+        if parts:
+            self._print(f"time: {', '.join(parts)}")
+        self._print(f"{_duration(sum(seconds.values()))} in all; {out_dir} holds {files}")
 
     def _eta(self, progress: Progress, steps_left: int) -> str:
         """From the mean speed since the first line, evaluations and saves included."""

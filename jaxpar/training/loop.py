@@ -27,6 +27,7 @@ from jaxpar.training.profiler import StepTracer
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import FitResult, Reports
 from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.times import Times, Utilization
 
 # A loss that is so many times that of the first step, of a model that knows nothing, is going astray.
 EXPLODED = 10.0
@@ -60,7 +61,8 @@ class Run:
         self.warned = False
         self.lines: list[dict[str, Any]] = []  # that a process before this one has written
         self.validations: dict[int, Evaluation] = {}  # of steps
-        self.started = self.saved = time.perf_counter()
+        self.times, self.utilization = Times(), Utilization(self.setup)
+        self.saved = time.perf_counter()
 
     def train(self) -> FitResult:
         """Takes the steps that are left, saves the state after the last, and evaluates it.
@@ -107,14 +109,18 @@ class Run:
             while goes_on and step < config.num_steps and not self._is_stopped(stop):
                 tracer.before_step()
                 try:
-                    batch = place_batch(self.batches, step, self.sharding)
+                    with self.times.of("input"):
+                        batch = place_batch(self.batches, step, self.sharding)
                 except EndOfStreamError as error:  # in all processes
                     ended = error
                     break
-                self.state, metrics = step_once.run(self.state, batch)
+                with self.times.of_step(batch):
+                    self.state, metrics = step_once.run(self.state, batch)
                 step += 1
                 waiting.append(metrics)
-                do_not_run_ahead(self.setup.mesh, metrics)
+                self.utilization.add(batch)
+                with self.times.of("steps"):
+                    do_not_run_ahead(self.setup.mesh, metrics)
                 tracer.after_step(self.state)
                 last = step == config.num_steps
                 # The first step is waited for as well: compiling it would hide the others' speed.
@@ -127,7 +133,9 @@ class Run:
                         units += float(metrics.sums.weight)
                 if is_logged:
                     seconds = time.perf_counter() - clock
-                    self._log(step, metrics, units / seconds if step > first_step + 1 else None)
+                    mfu = self.utilization.take(seconds)
+                    speed = (None, None) if step == first_step + 1 else (units / seconds, mfu)
+                    self._log(step, metrics, *speed)
                     clock, units = time.perf_counter(), 0.0
                 before, is_best = time.perf_counter(), False
                 if evaluates:
@@ -164,12 +172,13 @@ class Run:
             for split in ("valid", "test"):
                 known = self.validations.get(step) if split == "valid" else None
                 evaluations[split] = known or self.evaluate(step, split)
-        self.checkpoints.close()  # what is named in the last lines is there
+        with self.times.of("checkpoints"):
+            self.checkpoints.close()  # what is named in the last lines is there
         if evaluations:
             loss = evaluations["valid"].loss
             in_process_0(lambda: self.checkpoints.note_loss(step, loss))
         in_process_0(self.folder.write_checksums)
-        self.report.finish(evaluations, self.folder.path, time.perf_counter() - self.started)
+        self.report.finish(evaluations, self.folder.path, self.times.parts())
         return evaluations
 
     def _save(self) -> None:
@@ -177,7 +186,8 @@ class Run:
         step = int(self.state.step)
         read, position = self.batches.checksums(step), self.batches.position(step)
         in_process_0(self.folder.write_checksums)
-        self.checkpoints.save(self.state, read, position)
+        with self.times.of("checkpoints"):
+            self.checkpoints.save(self.state, read, position)
         self.saved = time.perf_counter()
 
     def _is_time_to_save(self) -> bool:
@@ -223,7 +233,8 @@ class Run:
     ) -> Evaluation:
         """Evaluates a split; reported and written down."""
         state = evaluated(self.setup, self.state)
-        evaluation = evaluate(self.setup, state, split, before_batch)
+        with self.times.of("evaluation"):
+            evaluation = evaluate(self.setup, state, split, before_batch)
         line = evaluation.to_json(step)
         # One that was killed may have written it.
         in_process_0(lambda: line in self.lines or self.folder.append_metrics(line))
@@ -236,7 +247,8 @@ class Run:
         Raises:
           FloatingPointError: one of them has halted the state.
         """
-        fetched: list[Metrics] = jax.device_get(waiting)
+        with self.times.of("steps"):
+            fetched: list[Metrics] = jax.device_get(waiting)
         waiting.clear()
         for number, metrics in enumerate(fetched, step - len(fetched)):
             if metrics.sums.weight == 0:
@@ -292,7 +304,9 @@ class Run:
             f"smaller --train.clip-norm (now {config.clip_norm:g}; 0 is none), or {skip}"
         )
 
-    def _log(self, step: int, metrics: Metrics, units_per_second: float | None) -> None:
+    def _log(
+        self, step: int, metrics: Metrics, units_per_second: float | None, mfu: float | None
+    ) -> None:
         if not np.isfinite(metrics.loss) or not np.isfinite(metrics.grad_norm):
             return  # a step that was skipped, or has no loss
         rate = None
@@ -308,7 +322,8 @@ class Run:
             learning_rate=rate,
             unit=self.task.unit,
             units_per_second=units_per_second,
-            seconds=time.perf_counter() - self.started,
+            seconds=self.times.seconds,
+            mfu=mfu,
         )
         self._write(progress.to_json())
         self.report.progress(progress, self.config.num_steps)

@@ -20,6 +20,8 @@ class Progress:
       units_per_second: since the line before; None for the first step of a process, which is compiled in
         that time.
       seconds: since this process began.
+      mfu: model FLOPs utilization since the line before, as of `times.Utilization`, such as 0.4; None where
+        the peak of the devices is not known, as of CPUs.
     """
 
     step: int
@@ -30,6 +32,7 @@ class Progress:
     unit: str
     units_per_second: float | None
     seconds: float
+    mfu: float | None = None
 
     def to_text(self) -> str:
         """What a person wants to know of it: loss, metrics, speed."""
@@ -37,10 +40,13 @@ class Progress:
         numbers += [f"{k} {format_number(v):>8}" for k, v in self.metrics.items() if k != "loss"]
         if self.units_per_second is not None:
             numbers.append(f"{self.units_per_second:9,.0f} {self.unit}/s")
+        if self.mfu is not None:
+            numbers.append(f"MFU {self.mfu:.1%}")
         return "  ".join(numbers)
 
     def to_json(self) -> dict[str, Any]:
         """A line of metrics.jsonl."""
+        mfu = {} if self.mfu is None else {"mfu": self.mfu}
         return _line(
             self.metrics,
             split="train",
@@ -50,6 +56,7 @@ class Progress:
             learning_rate=self.learning_rate,
             seconds=self.seconds,
             **{f"{self.unit}_per_second": self.units_per_second},
+            **mfu,
         )
 
 

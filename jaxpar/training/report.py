@@ -5,7 +5,7 @@ import functools
 import logging
 import signal
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,8 +124,14 @@ class Report:
     def profile(self, path: Path) -> None:
         """After `end`, if steps were traced; `path` is for Perfetto."""
 
-    def finish(self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: float) -> None:
-        """When everything is written; `evaluations` is empty if a signal ended the run."""
+    def finish(
+        self, evaluations: dict[str, Evaluation], out_dir: Path, seconds: Mapping[str, float]
+    ) -> None:
+        """When everything is written; `evaluations` is empty if a signal ended the run.
+
+        `seconds` are all of this process, by what they were spent on: "steps", "compiling", "input",
+        "evaluation", "checkpoints", "other"; see `times.Times`.
+        """
 
 
 class Reports(Report):
