@@ -25,8 +25,8 @@ jaxpar.fit(task, train=train)
 
 
 def page_of(data):
-    """The text that a browser shows."""
-    return html.unescape(re.sub("<[^>]*>", "", data["text/html"]))
+    """The text that a browser shows, but for that of curves."""
+    return html.unescape(re.sub("<svg.*?</svg>|<[^>]*>", "", data["text/html"]))
 
 
 def test_a_run_is_one_small_display(text, tmp_path):
@@ -46,9 +46,12 @@ def test_a_run_is_one_small_display(text, tmp_path):
     assert {kind for index, kind in sent if index == 1} >= {"display_data", "update_display_data"}
     assert [output.output_type for output in quiet] == ["execute_result"]
     assert quiet[0].data == {"text/plain": "[]"}
+    assert "<svg" in ran[1].data["text/html"]
     page, plain = page_of(ran[0].data), ran[0].data["text/plain"]
     assert page == plain
-    assert len(ran[0].data["text/html"]) < 5_000
+    assert len(ran[0].data["text/html"]) < 7_000
+    assert ran[0].data["text/html"].endswith("</svg>")  # loss and validation loss
+    assert "validation loss" in ran[0].data["text/html"]
     lines = plain.splitlines()
     assert max(map(len, lines)) <= 100
     assert lines[1].startswith(

@@ -10,26 +10,26 @@ _NAMED = 8  # that a message names
 
 @functools.singledispatch
 def show(thing: Any) -> Any:
-    """A picture of a mesh, a sharded array, parameters, a schedule, a report, a cost or a plan.
+    """A picture of a mesh, a sharded array, parameters, a schedule, a report, a cost, a plan or a run.
 
     A notebook shows it as HTML, `rich.print` in colour, `print` as text; `to_page()` is a file of HTML.
 
     Args:
       thing: a `MeshConfig` or `Mesh`; an array, also an abstract one, or a Flax variable; a `TrainState`, an
         `nnx.State`, an `nnx.Module`; a `Schedule`; a `ProgramReport`; a `MeasuredStep`; a `Cost`, a
-        `Comparison`, a `Ranking` or `Strategies`.
+        `Comparison`, a `Ranking` or `Strategies`; a `FitResult`.
     Raises:
       ValueError: there is no picture of such an object.
     """
     # What draws registers itself, and is not imported before it is needed.
     nobody = show.dispatch(object)
-    for module in ("grid", "params", "timeline", "measured", "reports", "strategies"):
+    for module in ("results", "grid", "params", "timeline", "measured", "reports", "strategies"):
         importlib.import_module(f"jaxpar.pictures.{module}")
         if (draw := show.dispatch(type(thing))) is not nobody:
             return draw(thing)
     raise ValueError(
         f"there is no picture of type {type(thing).__name__}; give a mesh, an array, a state or module of "
-        f"Flax, a TrainState, a Schedule, a ProgramReport or a MeasuredStep"
+        f"Flax, a TrainState, a Schedule, a ProgramReport, a MeasuredStep or a FitResult"
     )
 
 

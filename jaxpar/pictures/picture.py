@@ -11,14 +11,14 @@ from rich.text import Text
 
 from jaxpar.base.console import WIDTH, rendered
 from jaxpar.pictures.chart import Chart, draw
-from jaxpar.pictures.style import HEAD, STYLE, make_page
+from jaxpar.pictures.style import HEAD, HTML_STYLE, STYLE, make_page
 
 # What rich calls a colour in a table, and the class of it here.
 _CLASSES = {"cyan": "axis", "yellow": "warn"}
 
 
 class Picture:
-    """Something to look at: tables, and lines of text, from top to bottom."""
+    """Something to look at: tables, lines of text and other pictures, from top to bottom."""
 
     def __init__(self, *parts: RenderableType):
         self.parts = parts
@@ -28,18 +28,14 @@ class Picture:
 
     def to_html(self) -> str:
         """The same without a style sheet: `_repr_html_` puts it in."""
-        return "".join(
-            table_html(part) if isinstance(part, Table) else f"<p>{html.escape(part.strip())}</p>"
-            for part in self.parts
-            if isinstance(part, Table) or (isinstance(part, str) and part.strip())
-        )
+        return "".join(map(_part_html, self.parts))
 
     def to_page(self, title: str = "jaxpar") -> str:
         """A whole file of HTML, which needs no other."""
         return make_page(title, self._repr_html_())
 
     def _repr_html_(self) -> str:
-        return f'<div class="jaxpar"><style>{STYLE}</style>{self.to_html()}</div>'
+        return f'<div class="jaxpar"><style>{HTML_STYLE}</style>{self.to_html()}</div>'
 
     def _repr_svg_(self) -> str | None:
         """What is a drawing may be SVG as well, which code hosts show in notebooks."""
@@ -81,6 +77,14 @@ class Drawing(Picture):
         )
 
     _repr_svg_ = to_svg
+
+
+def _part_html(part: RenderableType) -> str:
+    if isinstance(part, Picture):
+        return part.to_html()
+    if isinstance(part, Table):
+        return table_html(part)
+    return f"<p>{html.escape(part.strip())}</p>" if isinstance(part, str) and part.strip() else ""
 
 
 def table_html(table: Table) -> str:

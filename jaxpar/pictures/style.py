@@ -9,8 +9,13 @@ PALETTE = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9", "#661100",
 )  # fmt: skip
 
-# A notebook's theme need not be the system's: a picture brings its background along.
-STYLE = Path(__file__).with_name("style.css").read_text("utf-8").strip()
+# A picture brings its background along. In HTML it also heeds the theme of a notebook, which need not be the
+# system's, and whose own style of tables it undoes.
+STYLE, _NOTEBOOK = (
+    Path(__file__).with_name(name).read_text("utf-8").strip()
+    for name in ("style.css", "notebook.css")
+)
+HTML_STYLE = f"{STYLE}\n{_NOTEBOOK}"
 
 HEAD = "dim"  # style of a column whose cells are headers of their rows
 

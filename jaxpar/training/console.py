@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,9 +19,11 @@ from jaxpar.base.display import format_seconds
 from jaxpar.base.output import PROGRAM, dropping
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
+from jaxpar.training.history import Curves
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report, describe_stop
+from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.stage_table import stage_table
 from jaxpar.training.summary import summarize
 
@@ -69,6 +71,8 @@ class ConsoleReport(Report):
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
+        if isinstance(self.console, NotebookConsole):
+            self.console.curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
         if self.console.is_terminal:
             self._live = Live(self._line(step, num_steps, "", ""), console=self.console)
             self._live.start(refresh=True)
@@ -82,6 +86,7 @@ class ConsoleReport(Report):
         if self._live is not None:
             self._live.update(self._line(progress.step, num_steps, eta, text))
         elif isinstance(self.console, NotebookConsole):
+            self._add(progress.to_json())
             self._below = self._line(progress.step, num_steps, eta, text)
             self.console.show_below(self._below)
         else:
@@ -97,6 +102,7 @@ class ConsoleReport(Report):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""
+        self._add(evaluation.to_json(step))
         self._print(f"step {step}  {evaluation.to_text()}")
 
     def adjusted(self, step: int) -> None:
@@ -152,6 +158,11 @@ class ConsoleReport(Report):
         line = Table.grid(*columns, part, padding=(0, 1), expand=True)
         line.add_row(Text(_count(step, num_steps)), *bar, Text(eta), Text(text))
         return line
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        """A notebook's curves go on."""
+        if isinstance(self.console, NotebookConsole) and self.console.curves is not None:
+            self.console.curves.add(line)
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from jaxpar.base.console import WIDTH
+from jaxpar.base.display import show
+from jaxpar.training.history import Curves
 
 _PAGE = (
     '<pre style="white-space:pre;overflow-x:auto;font-size:13px;line-height:1.3;margin:0;'
@@ -16,9 +18,12 @@ _REFRESH_SECONDS = 0.1  # a browser is sent no more, however quick the steps are
 
 
 class NotebookConsole(Console):
-    """A console that prints into one display, under which a line may stand that changes.
+    """A console that prints into one display, under which a line and curves may stand that change.
 
     rich by itself makes a display of every line, and needs ipywidgets for one that changes.
+
+    Attributes:
+      curves: shown from their second point on, as they are when anything is printed.
     """
 
     def __init__(self):
@@ -27,6 +32,7 @@ class NotebookConsole(Console):
         )
         self._text, self._html, self._display = "", "", None
         self._shown_at = float("-inf")
+        self.curves: Curves | None = None
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Adds to the display; lines are cut at `WIDTH`, as no page shows where one goes on."""
@@ -49,7 +55,10 @@ class NotebookConsole(Console):
         # A package of notebooks, where alone this console is used.
         from IPython.display import display
 
-        bundle = {"text/plain": text, "text/html": _PAGE.format(html)}
+        html = _PAGE.format(html)
+        if self.curves is not None and len(self.curves.points["train"]) > 1:
+            html += show(self.curves).to_html()
+        bundle = {"text/plain": text, "text/html": html}
         if self._display is None:
             self._display = display(bundle, raw=True, display_id=True)
         else:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.base.bucket import as_path
+from jaxpar.base.display import Shown
 from jaxpar.mesh import short_name
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
+from jaxpar.training.history import Curves, columns_of
 from jaxpar.training.progress import Evaluation, Progress, Skipped, format_number
+from jaxpar.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from jaxpar.training.start import Taken
@@ -22,8 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class FitResult:
-    """What `fit` leaves behind, besides the files in `out_dir`.
+class FitResult(Shown):
+    """What `fit` leaves behind, besides the files in `out_dir`; a notebook shows it with its curves.
 
     Attributes:
       losses: of each step taken here; that of a skipped step may not be finite, and NaN is that of a batch in
@@ -45,21 +48,37 @@ class FitResult:
 
     def __repr__(self) -> str:
         """What came of it, in a line."""
+        return f"FitResult({self.describe()})"
+
+    def describe(self) -> str:
+        """What was trained where, how far it came, with which numbers, and where it is."""
         facts = [f"{self.first_step + len(self.losses)} of {self.setup.train.num_steps} steps"]
         facts += [f"loss {format_number(self.losses[-1])}"] if self.losses else []
         for evaluation in self.evaluations.values():
             facts.append(dataclasses.replace(evaluation, baseline={}).to_text())
         facts += [describe_stop(self.stopped_by)] if self.stopped_by is not None else []
         where = short_name(self.setup.parallel.mesh)
-        return (
-            f"FitResult({self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir})"
-        )
+        return f"{self.setup.task.name} on {where}: {'; '.join(facts)}; in {self.out_dir}"
 
     @property
     def out_dir(self) -> Path:
         """Where metrics, settings and checkpoints are."""
         assert self.setup.train.out_dir is not None
         return as_path(self.setup.train.out_dir)
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        """The numbers in metrics.jsonl as a table, also those before a resume; `pandas.DataFrame` takes it.
+
+        Columns of equal lengths, a row for each step of which there are numbers: `step`, `train/loss`,
+        `train/learning_rate`, `valid/loss`, ..., as trackers name them; NaN where a step has none.
+        """
+        return columns_of(RunFolder(self.out_dir).metrics())
+
+    @property
+    def curves(self) -> Curves:
+        """The losses in metrics.jsonl against the step."""
+        return Curves(self.setup.train.num_steps).add(*RunFolder(self.out_dir).metrics())
 
 
 def describe_stop(stopped_by: signal.Signals | str) -> str:

@@ -1,0 +1,56 @@
+"""The numbers of a run by its steps, from the lines of its metrics: as columns, and as curves."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxpar.base.display import Shown
+
+
+def columns_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Columns of equal lengths, a row for each step of which there are numbers.
+
+    Args:
+      lines: of metrics.jsonl; those of skipped steps are left out.
+    Returns:
+      `step`, and numbers named as trackers have them, after their split: `train/loss`, `valid/loss`; NaN
+      where a step has none.
+    """
+    rows = dict[int, dict[str, Any]]()
+    for line in lines:
+        if line["split"] != "skipped":
+            row = rows.setdefault(line["step"], {})
+            row |= {f"{line['split']}/{name}": number for name, number in line.items()}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    names = [name for name in names if name.partition("/")[2] not in ("split", "step")]
+
+    def number(row: Mapping[str, Any], name: str) -> Any:
+        found = row.get(name)
+        return math.nan if found is None else found
+
+    ordered = dict(sorted(rows.items()))
+    columns = {name: [number(row, name) for row in ordered.values()] for name in names}
+    return {"step": [*ordered], **columns}
+
+
+@dataclasses.dataclass
+class Curves(Shown):
+    """Losses against the step; a notebook shows them as a picture.
+
+    Attributes:
+      num_steps: of the whole run.
+      points: of "train" and "valid", (step, loss) in their order, of those that are finite.
+    """
+
+    num_steps: int
+    points: dict[str, list[tuple[int, float]]] = dataclasses.field(
+        default_factory=lambda: {"train": [], "valid": []}
+    )
+
+    def add(self, *lines: Mapping[str, Any]) -> "Curves":
+        """These curves, with lines of metrics, of any split."""
+        for line in lines:
+            if line["split"] in self.points and math.isfinite(line["loss"]):
+                self.points[line["split"]].append((line["step"], line["loss"]))
+        return self

@@ -1,0 +1,198 @@
+"""What a run leaves can be looked at: a table of its numbers, its curves, and how to go on."""
+
+import dataclasses
+import io
+import itertools
+import math
+import re
+import shlex
+
+import numpy as np
+import pandas
+import pytest
+from models import Regress
+from rich.console import Console
+from test_display import browse, needs_browser
+
+import jaxpar
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, show
+from jaxpar.cli.main import main
+from jaxpar.pictures.results import MOST_POINTS, round_numbers, sparkline, thinned, ways_on
+from jaxpar.pictures.style import make_page
+from jaxpar.tasks.lm import LM
+from jaxpar.training.fit import fit
+from jaxpar.training.history import Curves, columns_of
+from jaxpar.training.report import Report
+
+pytestmark = pytest.mark.usefixtures("compile_once")
+
+ONE = Parallel(MeshConfig(devices=(0,)))
+
+
+@pytest.fixture(scope="module")
+def stopped(text, tmp_path_factory):
+    """3 of 8 steps of a language model on one device."""
+    adam = OptimizerConfig(warmup_steps=1)
+    task = LM(1, 8, 8, corpus=str(text), batch_size=4, seq_len=4, optimizer=adam)
+    report = Report()
+    report.progress = lambda progress, _: progress.step == 3 and report.stop("enough")
+    out_dir = str(tmp_path_factory.mktemp("runs") / "run")
+    return fit(task, ONE, TrainConfig(8, log_every=1, eval_every=2, out_dir=out_dir), report=report)
+
+
+@pytest.fixture(scope="module")
+def result(stopped):
+    """The same, resumed to its end by the line of Python that it shows."""
+    [line] = [how for what, how in ways_on(stopped) if what == "in Python"]
+    assert line == "jaxpar.fit(*result.setup.settings, resume=True)"
+    return eval(line, {"jaxpar": jaxpar, "result": stopped})
+
+
+def test_history_is_a_table_of_the_whole_run(result):
+    table = pandas.DataFrame(result.history)
+    assert table["step"].tolist() == [*range(1, 9)]
+    assert result.first_step == 3
+    assert table["train/loss"].iloc[3:].tolist() == result.losses
+    assert table["train/learning_rate"].notna().all()
+    assert table["valid/loss"].dropna().index.tolist() == [1, 2, 3, 5, 7]
+    assert table["valid/perplexity"].iloc[-1] == result.evaluations["valid"].metrics["perplexity"]
+    assert table["test/loss"].iloc[-1] == result.evaluations["test"].loss
+    # A process's first line has no speed.
+    assert table["train/tokens_per_second"].isna().tolist() == [
+        True,
+        *[False] * 2,
+        True,
+        *[False] * 4,
+    ]
+    assert {*table.dtypes.map(str)} == {"int64", "float64"}
+
+
+def test_columns_are_equally_long_and_in_the_order_of_steps():
+    lines = [
+        {"split": "train", "step": 2, "loss": 3.0, "learning_rate": None},
+        {"split": "train", "step": 4, "loss": 2.0, "learning_rate": 0.1},
+        {"split": "skipped", "step": 5, "nonfinite": "loss"},
+        {"split": "valid", "step": 3, "loss": 2.5},
+    ]
+    nan = math.nan
+    expected = {
+        "step": [2, 3, 4],
+        "train/loss": [3.0, nan, 2.0],
+        "train/learning_rate": [nan, nan, 0.1],
+        "valid/loss": [nan, 2.5, nan],
+    }
+    found = columns_of(lines)
+    assert [*found] == [*expected]
+    for name, column in expected.items():
+        np.testing.assert_array_equal(found[name], column)
+    assert columns_of([]) == {"step": []}
+
+
+def test_a_notebook_shows_what_came_of_it(result):
+    shown = result._repr_html_()
+    out_dir = result.out_dir
+    for text in (
+        *(
+            "LM on dp1: 8 of 8 steps; loss ",
+            "unigram perplexity",
+            "training loss",
+            "validation loss",
+        ),
+        f"python -m jaxpar train --resume --train.out-dir {out_dir} --train.num-steps 16<",
+        *(f"python -m jaxpar evaluate {out_dir}<", f"predict {out_dir} test --out predicted<"),
+        "jaxpar.fit(*result.setup.replace(num_steps=16).settings, resume=True)",
+    ):
+        assert text in shown
+    assert len(shown) < 8_000
+    printed = Console(width=100, file=io.StringIO())
+    printed.print(result)
+    assert re.search(r"^[▁-█]{8} training loss *$", printed.file.getvalue(), re.M)
+
+
+def test_what_it_says_to_go_on_works(result, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    ways = dict(ways_on(result))
+    assert [*ways] == ["go on", "evaluate", "predict", "in Python", ""]
+    for name in ("evaluate", "predict"):
+        assert main(shlex.split(ways[name])[3:]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    [file] = (tmp_path / "predicted").glob("*.npy")
+    expected = eval(ways[""], {"jaxpar": jaxpar})[file.stem]
+    np.testing.assert_array_equal(np.load(file), expected)
+    longer = eval(ways["in Python"], {"jaxpar": jaxpar, "result": result})
+    assert (longer.first_step, len(longer.losses)) == (8, 8)
+
+
+def test_a_task_that_is_in_no_file_goes_on_in_python_alone(tmp_path):
+    own = dataclasses.make_dataclass("Own", [], bases=(Regress,), frozen=True)
+    own.__module__ = "nowhere"  # as a notebook's class has no file
+    result = fit(own(("dense",)), ONE, TrainConfig(1, out_dir=str(tmp_path / "run")), quiet=True)
+    assert [what for what, _ in ways_on(result)] == ["go on"]
+    assert "python -m" not in result._repr_html_()
+
+
+def points(number, height=1.0):
+    return [(step, height * (1 + math.cos(step))) for step in range(1, number + 1)]
+
+
+@pytest.mark.parametrize("number", [1, 199, 200, 201, 1_000, 12_345])
+def test_curves_are_thinned_and_end_where_the_run_is(number):
+    kept = thinned(points(number))
+    assert len(kept) <= MOST_POINTS
+    assert len(kept) == number or len(kept) > MOST_POINTS // 2
+    assert kept[-1] == points(number)[-1]
+    assert len({b[0] - a[0] for a, b in itertools.pairwise(kept)}) <= 1
+
+
+def test_a_curve_is_drawn_where_its_numbers_are():
+    curves = Curves(10).add(
+        {"split": "train", "step": 0, "loss": 4.0}, {"split": "train", "step": 10, "loss": 2.0},
+        {"split": "train", "step": 5, "loss": math.inf}, {"split": "valid", "step": 5, "loss": 3.0},
+        {"split": "test", "step": 10, "loss": 9.0}, {"split": "skipped", "step": 7, "nonfinite": "loss"},
+    )  # fmt: skip
+    svg = show(curves).to_html()
+    # Steps 0 to 10 are 56 to 712 pixels from the left, losses 4 to 2 are 20 to 160 from above.
+    assert 'd="M56.0 20.0L712.0 160.0"' in svg
+    assert 'd="M384.0 90.0h0"' in svg
+    assert re.findall(r'text-anchor="middle">(\d+)<', svg) == ["0", "2", "4", "6", "8"]
+    assert show(Curves(10)).to_html() == ""
+    assert "<path" in show(Curves(10).add({"split": "train", "step": 1, "loss": 2.0})).to_html()
+
+
+def test_bars_are_as_high_as_losses():
+    assert sparkline([(1, 8.0), (2, 4.5), (3, 1.0)]) == "█▅▁"
+    assert sparkline([(1, 2.0), (2, 2.0)]) == "▁▁"
+    assert len(sparkline(points(1_000))) <= 40
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "most", "numbers"),
+    [
+        (0, 800, 8, [0, 200, 400, 600, 800]), (0, 799, 8, [*range(0, 701, 100)]),
+        (2.1, 7.8, 6, [3, 4, 5, 6, 7]), (0, 1, 8, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+    ],
+)  # fmt: skip
+def test_axes_have_round_numbers(low, high, most, numbers):
+    assert round_numbers(low, high, most) == pytest.approx(numbers)
+
+
+# What JupyterLab says of tables, and its dark theme, on a system that is light.
+JUPYTER = """<style>body{background:#111}.lab td,.lab th{text-align:right}.lab tbody tr{color:#222;
+background:#eee}.lab tbody tr:nth-child(odd){background:#fff}</style>"""
+
+
+@needs_browser
+def test_a_browser_shows_a_run_in_the_theme_of_the_notebook(result, tmp_path):
+    page, body = tmp_path / "page.html", result._repr_html_()
+    for number, height in ((1, 1.0), (3, 1e-4), (500, 1e5), (5_000, 0.5)):
+        curves = Curves(number)
+        curves.points.update(train=points(number, height), valid=points(number // 50, height))
+        body += f'<div class="jaxpar">{show(curves).to_html()}</div>'
+    pixels = {}
+    for is_light in ("true", "false"):
+        inside = f'<div class="lab" data-jp-theme-light="{is_light}">{body}</div>'
+        page.write_text(make_page("run", JUPYTER + inside))
+        pixels[is_light], console, urls = browse(page, tmp_path)
+        assert (console, urls) == ([], set())
+    tables = {theme: shot[:120, 60:500] for theme, shot in pixels.items()}
+    assert tables["false"].mean() < 60 < 200 < tables["true"].mean()
