@@ -22,6 +22,13 @@ from jaxpar.mesh import simulate_devices as simulate_devices
 from jaxpar.training.fit import fit as fit
 from jaxpar.training.start import Start as Start
 from jaxpar.training.loaded import load_run as load_run
+from jaxpar.training.report import Report as Report
+from jaxpar.training.report import FitResult as FitResult
+from jaxpar.training.console import ConsoleReport as ConsoleReport
+from jaxpar.training.trackers import Tracker as Tracker
+from jaxpar.training.trackers import TensorBoard as TensorBoard
+from jaxpar.training.trackers import WandB as WandB
+from jaxpar.training.trackers import Trackio as Trackio
 from jaxpar.state import init_state as init_state
 from jaxpar.step import make_train_step as make_train_step
 from jaxpar.step import value_and_grad as value_and_grad

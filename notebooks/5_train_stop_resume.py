@@ -26,8 +26,7 @@ import numpy as np
 import safetensors.numpy
 
 import jaxpar
-from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, lm
-from jaxpar.training.report import Report
+from jaxpar import MeshConfig, OptimizerConfig, Parallel, PipelineConfig, Report, TrainConfig, lm
 
 jaxpar.simulate_devices(8)
 

@@ -163,7 +163,7 @@ def test_no_table_splits_a_word_and_none_is_too_wide():
     assert shown[12].startswith("dp2pp4 M=1")
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 130])
 def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
     console = Console(width=width, file=io.StringIO(), force_terminal=True)
     report = ConsoleReport(console)
@@ -175,13 +175,15 @@ def test_a_line_of_progress_keeps_its_step_and_its_eta(width):
         "unit": "tokens",
     }
     for step, speed, eta in ((1, None, r"compiled in 5\.3 s"), (400, 6482.0, r"ETA \d+:\d\d")):
-        progress = Progress(step, 7.7, **numbers, units_per_second=speed, seconds=5.3)
+        loss = 7.7 - step / 400
+        progress = Progress(step, loss, **numbers, units_per_second=speed, seconds=5.3, mfu=0.41)
         report.progress(progress, 800)
         console.file.truncate(0)
         report._live.refresh()
         line = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).strip("\0\r\n ")
-        assert re.match(rf"step +{step}/800 .*{eta} +loss", line), line
+        assert re.match(rf"step +{step}/800 .*{eta} [█▁ ]*loss", line), line
         assert len(line) <= width
+    assert ("0:00 █▁ " in line) == (width == 130), "losses, where there is room"
     report.end(400, 800, None)
 
 

@@ -17,11 +17,11 @@ from test_display import browse, needs_browser
 import jaxpar
 from jaxpar import MeshConfig, OptimizerConfig, Parallel, TrainConfig, show
 from jaxpar.cli.main import main
-from jaxpar.pictures.results import MOST_POINTS, round_numbers, sparkline, thinned, ways_on
+from jaxpar.pictures.results import MOST_POINTS, round_numbers, ways_on
 from jaxpar.pictures.style import make_page
 from jaxpar.tasks.lm import LM
 from jaxpar.training.fit import fit
-from jaxpar.training.history import Curves, columns_of
+from jaxpar.training.history import Curves, columns_of, sparkline, thinned
 from jaxpar.training.report import Report
 
 pytestmark = pytest.mark.usefixtures("compile_once")
@@ -137,7 +137,7 @@ def points(number, height=1.0):
 
 @pytest.mark.parametrize("number", [1, 199, 200, 201, 1_000, 12_345])
 def test_curves_are_thinned_and_end_where_the_run_is(number):
-    kept = thinned(points(number))
+    kept = thinned(points(number), MOST_POINTS)
     assert len(kept) <= MOST_POINTS
     assert len(kept) == number or len(kept) > MOST_POINTS // 2
     assert kept[-1] == points(number)[-1]
@@ -160,9 +160,9 @@ def test_a_curve_is_drawn_where_its_numbers_are():
 
 
 def test_bars_are_as_high_as_losses():
-    assert sparkline([(1, 8.0), (2, 4.5), (3, 1.0)]) == "█▅▁"
-    assert sparkline([(1, 2.0), (2, 2.0)]) == "▁▁"
-    assert len(sparkline(points(1_000))) <= 40
+    assert sparkline([(1, 8.0), (2, 4.5), (3, 1.0)], 40) == "█▅▁"
+    assert sparkline([(1, 2.0), (2, 2.0)], 40) == "▁▁"
+    assert len(sparkline(points(1_000), 40)) <= 40
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Pictures of a run: its curves, and what came of it."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from rich.table import Table
 from rich.text import Text
@@ -12,16 +11,16 @@ from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.style import PALETTE
 from jaxpar.task import TASKS, spec_of
 from jaxpar.training.console import evaluation_table
-from jaxpar.training.history import Curves
+from jaxpar.training.history import Curves, sparkline, thinned
 from jaxpar.training.report import FitResult
 
 WIDTH, HEIGHT = 720, 180  # pixels of the curves
 LEFT, RIGHT, TOP, BOTTOM = 56, 8, 20, 20  # and of what is around them
 MOST_POINTS = 200  # of a curve: a stored notebook stays small
+NUM_BARS = 40
 # Both can be seen on white and on black.
 COLORS = {"train": PALETTE[0], "valid": PALETTE[4]}
 NAMES = {"train": "training loss", "valid": "validation loss"}
-BARS = "▁▂▃▄▅▆▇█"
 _SVG = (
     '<svg role="img" aria-label="loss against the step" viewBox="0 0 {} {}" fill="currentColor" '
     'style="width:{}px;max-width:100%;font:11px system-ui,sans-serif;display:block;margin:8px 0">{}</svg>'
@@ -33,9 +32,11 @@ class CurvesPicture(Picture):
 
     def __init__(self, curves: Curves):
         self.curves = curves
-        points = {name: thinned(points) for name, points in curves.points.items() if points}
+        points = {
+            name: thinned(points, MOST_POINTS) for name, points in curves.points.items() if points
+        }
         self.points = points
-        super().__init__(*(f"{sparkline(p)} {NAMES[name]}" for name, p in points.items()))
+        super().__init__(*(f"{sparkline(p, NUM_BARS)} {NAMES[name]}" for name, p in points.items()))
 
     def to_html(self) -> str:
         """The SVG; "" without a point."""
@@ -74,20 +75,6 @@ class CurvesPicture(Picture):
             x = LEFT + step * across
             anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
             yield f'<text x="{x:.1f}" y="{HEIGHT - 4}" text-anchor="{anchor}">{step:g}</text>'
-
-
-def thinned(points: Sequence[Any], most: int = MOST_POINTS) -> list[Any]:
-    """Some of them, evenly spread, the last among them."""
-    every = -(-len(points) // most)
-    return [*points[::-1][:: max(every, 1)]][::-1]
-
-
-def sparkline(points: Sequence[tuple[int, float]], width: int = 40) -> str:
-    """Losses as bars of text, the lowest and the highest as high as can be."""
-    losses = [loss for _, loss in thinned(points, width)]
-    low, high = min(losses), max(losses)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0
-    return "".join(BARS[round((loss - low) * scale)] for loss in losses)
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
@@ -19,7 +19,7 @@ from jaxpar.base.display import format_seconds
 from jaxpar.base.output import PROGRAM, dropping
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
-from jaxpar.training.history import Curves
+from jaxpar.training.history import Curves, sparkline
 from jaxpar.training.notebook import NotebookConsole
 from jaxpar.training.progress import Evaluation, Progress, Skipped
 from jaxpar.training.report import Report, describe_stop
@@ -30,7 +30,9 @@ from jaxpar.training.summary import summarize
 if TYPE_CHECKING:
     from jaxpar.training.start import Taken
 
-ROOM_FOR_BAR = 90  # columns of a terminal that has room for a bar beside the numbers
+# Columns of a terminal that has room for a bar beside the numbers; and also for the losses as bars.
+ROOM_FOR_BAR, ROOM_FOR_LOSSES = 90, 120
+NUM_LOSSES = 12
 
 
 class ConsoleReport(Report):
@@ -46,6 +48,7 @@ class ConsoleReport(Report):
         # When the line before was told, and of which step.
         self._mark: tuple[float, int] | None = None
         self._out_dir = Path()
+        self._curves = Curves(0)
 
     def plan(self, setup: Setup, state: TrainState) -> None:
         """Devices, mesh, placement, data, parameters."""
@@ -71,8 +74,9 @@ class ConsoleReport(Report):
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
+        self._curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
         if isinstance(self.console, NotebookConsole):
-            self.console.curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
+            self.console.curves = self._curves
         if self.console.is_terminal:
             self._live = Live(self._line(step, num_steps, "", ""), console=self.console)
             self._live.start(refresh=True)
@@ -83,10 +87,10 @@ class ConsoleReport(Report):
         if progress.units_per_second is None:
             eta = f"compiled in {format_seconds(progress.seconds)}"
         text = progress.to_text()
+        self._curves.add(progress.to_json())
         if self._live is not None:
             self._live.update(self._line(progress.step, num_steps, eta, text))
         elif isinstance(self.console, NotebookConsole):
-            self._add(progress.to_json())
             self._below = self._line(progress.step, num_steps, eta, text)
             self.console.show_below(self._below)
         else:
@@ -102,7 +106,7 @@ class ConsoleReport(Report):
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         """A line."""
-        self._add(evaluation.to_json(step))
+        self._curves.add(evaluation.to_json(step))
         self._print(f"step {step}  {evaluation.to_text()}")
 
     def adjusted(self, step: int) -> None:
@@ -151,18 +155,16 @@ class ConsoleReport(Report):
         return f"ETA {_duration((now - begin) / (progress.step - first_step) * steps_left)}"
 
     def _line(self, step: int, num_steps: int, eta: str, text: str) -> Table:
-        """Where there is little room, the metrics give way first; the bar is not there at all."""
+        """Where there is little room, the metrics give way first; bars are not there at all."""
         part = Column(no_wrap=True, ratio=1, overflow="ellipsis")
         bar = [ProgressBar(num_steps, step, width=20)] * (self.console.width >= ROOM_FOR_BAR)
-        columns = [Column(no_wrap=True) for _ in range(len(bar) + 2)]
+        losses, points = list[Text](), self._curves.points["train"]
+        if self.console.width >= ROOM_FOR_LOSSES:
+            losses = [Text(f"{sparkline(points, NUM_LOSSES):{NUM_LOSSES}}", "cyan")]
+        columns = [Column(no_wrap=True) for _ in range(len(bar) + len(losses) + 2)]
         line = Table.grid(*columns, part, padding=(0, 1), expand=True)
-        line.add_row(Text(_count(step, num_steps)), *bar, Text(eta), Text(text))
+        line.add_row(Text(_count(step, num_steps)), *bar, Text(eta), *losses, Text(text))
         return line
-
-    def _add(self, line: Mapping[str, Any]) -> None:
-        """A notebook's curves go on."""
-        if isinstance(self.console, NotebookConsole) and self.console.curves is not None:
-            self.console.curves.add(line)
 
     def _print(self, line: str) -> None:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)

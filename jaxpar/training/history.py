@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpar.base.display import Shown
+
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def columns_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -54,3 +56,17 @@ class Curves(Shown):
             if line["split"] in self.points and math.isfinite(line["loss"]):
                 self.points[line["split"]].append((line["step"], line["loss"]))
         return self
+
+
+def thinned(points: Sequence[Any], most: int) -> list[Any]:
+    """Some of them, evenly spread, the last among them."""
+    every = -(-len(points) // most)
+    return [*points[::-1][:: max(every, 1)]][::-1]
+
+
+def sparkline(points: Sequence[tuple[int, float]], width: int) -> str:
+    """Losses as bars of text, the lowest and the highest as high as can be."""
+    losses = [loss for _, loss in thinned(points, width)]
+    low, high = min(losses, default=0.0), max(losses, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0
+    return "".join(_BARS[round((loss - low) * scale)] for loss in losses)
