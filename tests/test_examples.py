@@ -22,6 +22,7 @@ from test_equivalence import slow
 
 import jaxpar
 from jaxpar import At, MeshConfig, OptimizerConfig, Parallel, PipelineConfig, TrainConfig, load_run
+from jaxpar.analysis import inspect_step
 from jaxpar.cli.main import main
 from jaxpar.data.batches import place_batch
 from jaxpar.setup import Setup
@@ -45,8 +46,9 @@ SIZES = {
         "num_encoders": 3, "num_decoders": 2, "width": 16, "max_letters": 11,
     },
     "mixed.py:Digits": {"num_convs": 2, "num_lstms": 3, "num_denses": 3, "width": 16},
+    "hybrid.py:Digits": {"width": 32},
 }  # fmt: skip
-FORECAST, CHARACTERS, TRANSLATE, DIGITS = SIZES
+FORECAST, CHARACTERS, TRANSLATE, DIGITS, HYBRID = SIZES
 
 
 def make_task(name, **options):
@@ -254,6 +256,8 @@ LAYOUTS = [
     slow(DIGITS, make_parallel((1, 2, 4), num_microbatches=2, num_chunks=4)),
     slow(DIGITS, make_parallel((2, 2, 2), num_microbatches=2, num_chunks=2, remat=True)),
     slow(DIGITS, make_parallel((4, 2, 1), num_microbatches=4, num_chunks=8)),
+    (HYBRID, make_parallel((2, 1, 4))),
+    slow(HYBRID, make_parallel((8, 1, 1))),
 ]
 
 
@@ -464,6 +468,28 @@ def test_translation_refuses_chunks_of_time():
     parallel = make_parallel((1, 2, 4), num_chunks=2)
     with pytest.raises(ValueError, match="num_chunks=2 would show a decoder one part"):
         init_state(make_task(TRANSLATE), parallel)
+
+
+def test_the_hybrid_sends_a_fifth_of_what_data_parallelism_sends():
+    reports = [
+        inspect_step(make_task(HYBRID, dense=dense, width=512, batch_size=128), "dp8")
+        for dense in ("model", "data")
+    ]
+    hybrid, data = (sum(each.sent_bytes for each in own.collectives) for own in reports)
+    assert hybrid < data / 5
+    assert {each.op for each in reports[0].collectives} >= {"all-to-all"}
+
+
+def test_unequal_shares_have_the_losses_of_even_ones(capsys, monkeypatch):
+    module = sys.modules[find_task(f"{FOLDER}/shares.py:Slowed").__module__]
+    monkeypatch.setattr(module, "WORK", 1)
+    module.main(num_steps=3)
+    (shares, rows, loss), unequal = re.findall(
+        r"shares (.*)  rows (.*?)  .*loss (.*)", capsys.readouterr().out
+    )
+    assert (shares, rows) == ("(1, 1)", "[16, 16]")
+    assert unequal[:2] == ("(3, 1)", "[24, 8]")
+    assert float(unequal[2]) == pytest.approx(float(loss), rel=RELATIVE_ERROR)
 
 
 # --- Two models with one loss between them.
