@@ -43,7 +43,7 @@ SIZES = {
     "forecaster.py:Forecast": {"num_layers": 8, "width": 16, "seq_len": 8},
     "transformer.py:Characters": {"num_layers": 4, "width": 16, "seq_len": 8},
     "translation.py:Translate": {
-        "num_encoders": 3, "num_decoders": 2, "width": 16, "max_letters": 11,
+        "num_encoders": 3, "num_decoders": 2, "width": 16, "max_tokens": 11,
     },
     "mixed.py:Digits": {"num_convs": 2, "num_lstms": 3, "num_denses": 3, "width": 16},
     "hybrid.py:Digits": {"width": 32},
@@ -421,16 +421,16 @@ def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch
     drawn = [" ".join(rng.choice(list(words), n)) for n in rng.integers(1, 4, 60)]
     pairs = {text: " ".join(words[word] for word in text.split()) for text in sorted(drawn)}
     module = sys.modules[find_task(f"{FOLDER}/{TRANSLATE}").__module__]
-    monkeypatch.setattr(module, "load_pairs", lambda: pairs)
-    options = ["--width", "8", "--batch-size", "8", "--devices", "0", "--max-letters", "20"]
-    caches = ["load_letters", "load_sentences"]
+    monkeypatch.setattr(module, "load_pairs", lambda path: pairs)
+    options = ["--width", "8", "--batch-size", "8", "--devices", "0", "--max-tokens", "20"]
+    caches = ["load_vocabulary", "load_split"]
     numbers, model = trained(
         TRANSLATE, module, monkeypatch, caches, capsys, tmp_path / "run", *options
     )
 
     numbered = list(enumerate(pairs.items()))
     train = [f"\n{target}\n" for number, (_, target) in numbered if number % 10 < 8]
-    place = module.load_letters()
+    number = module.load_vocabulary("", 0).encode
 
     def followers(ending):
         """Letters after it in train, the most frequent first."""
@@ -443,7 +443,7 @@ def test_the_translator_is_printed_beside_a_memory_of_german(capsys, monkeypatch
         return [letter for letter, _ in collections.Counter(found).most_common()]
 
     def in_numbers(texts):
-        rows = [[place[letter] for letter in text] for text in texts]
+        rows = [(number(text) + 1).tolist() for text in texts]
         return np.array([row + [0] * (21 - len(row)) for row in rows], np.int32).T
 
     for split, rest in (("valid", 8), ("test", 9)):
@@ -490,6 +490,94 @@ def test_unequal_shares_have_the_losses_of_even_ones(capsys, monkeypatch):
     assert (shares, rows) == ("(1, 1)", "[16, 16]")
     assert unequal[:2] == ("(3, 1)", "[24, 8]")
     assert float(unequal[2]) == pytest.approx(float(loss), rel=RELATIVE_ERROR)
+
+
+# --- Translations.
+
+IN_GERMAN = {"a": "eins", "b": "zwei", "c": "acht", "d": "neun"}
+
+
+@pytest.fixture(scope="module")
+def translated(tmp_path_factory):
+    """Mesh, beam -> what a short run translates there, with log-likelihoods; sources, and its model."""
+    folder = tmp_path_factory.mktemp("translation")
+    sources = [" ".join(words) for n in (1, 2, 3) for words in itertools.product("abcd", repeat=n)]
+    lines = [
+        f"{text}\t{' '.join(IN_GERMAN[word] for word in reversed(text.split()))}"
+        for text in sources
+    ]
+    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n")
+    options = {"num_encoders": 1, "num_decoders": 1, "dropout": 0.0, "max_tokens": 15}
+    rate = OptimizerConfig(learning_rate=0.03, warmup_steps=0)
+    task = make_task(TRANSLATE, pairs=str(folder / "pairs.tsv"), optimizer=rate, **options)
+    train = TrainConfig(num_steps=60, checkpoint_every=0, out_dir=str(folder / "run"))
+    jaxpar.fit(task, MeshConfig(devices=(0,)), train, report=[])
+    module, found = sys.modules[type(task).__module__], {}
+    for mesh, beams in (("dp1", (1, 4)), ("pp2", (4,))):
+        run = load_run(folder / "run", MeshConfig.parse(mesh))
+        found |= {(mesh, beam): module.translate(run, sources[::3], beam) for beam in beams}
+    return found, sources[::3], task, load_run(folder / "run").model
+
+
+def test_a_beam_of_one_is_greedy_search(translated):
+    found, sources, task, model = translated
+    source = task.numbers([f"{text}\n" for text in sources]).T
+    end = task.vocabulary.separator + 1
+    given = np.zeros_like(source)
+    given[0] = end
+    for t in range(len(given)):
+        y = outputs(model, {"source": source, "given": given})["target"]
+        token = np.argmax(model.head(y[t]), axis=-1)
+        is_open = (given[1 : t + 1] != end).all(axis=0)
+        if t + 1 < len(given):
+            given[t + 1] = np.where(is_open, token, 0)
+    texts = [task.vocabulary.decode(row[(row > 0) & (row != end)] - 1) for row in given.T]
+    assert found["dp1", 1][0] == texts
+    assert len({*texts}) > len(texts) / 2
+
+
+def test_a_beam_of_four_finds_likelier_translations(translated):
+    found, *_ = translated
+    greedy, beam = found["dp1", 1][1], found["dp1", 4][1]
+    assert (beam >= greedy - 1e-5).all()
+    assert (beam > greedy + 1e-3).any()
+
+
+def test_translations_are_the_same_on_stages(translated):
+    found, *_ = translated
+    assert found["pp2", 4][0] == found["dp1", 4][0]
+    np.testing.assert_allclose(found["pp2", 4][1], found["dp1", 4][1], rtol=RELATIVE_ERROR)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_likelihood_is_the_loss_of_that_translation(beam, translated):
+    found, sources, task, model = translated
+    texts, scores = found["dp1", beam]
+    batch = {
+        "source": task.numbers([f"{text}\n" for text in sources]).T,
+        "given": task.numbers([f"\n{text}" for text in texts]).T,
+        "wanted": task.numbers([f"{text}\n" for text in texts]).T,
+    }
+    assert all(len(text) <= task.max_tokens for text in texts)
+    at, y = At(0, 0, 0, None, batch, lambda x, *dims: x), outputs(model, batch)
+    losses = [
+        float(model.last(y, {**batch, "weight": weight}, at).loss)
+        for weight in np.eye(len(texts), dtype=np.float32)
+    ]
+    np.testing.assert_allclose(-scores, losses, rtol=RELATIVE_ERROR)
+
+
+def test_translation_prints_bleu_and_refuses_what_is_no_pair(translated, capsys, tmp_path):
+    *_, task, _ = translated
+    module = sys.modules[type(task).__module__]
+    module.main(str(Path(task.pairs).with_name("run")), beam=2)
+    printed = capsys.readouterr().out
+    assert re.search(r"\d+ sentences, log-likelihood -\d+\.\d+, beam 2\nBLEU = ", printed)
+    with pytest.raises(ValueError, match="beam=9: must be from 1 to 8"):
+        module.translate(SimpleNamespace(setup=SimpleNamespace(task=task)), ["a"], beam=9)
+    (tmp_path / "pairs.tsv").write_text("a\teins\nb zwei\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*pairs.tsv has 0 tabs; give a sentence, one"):
+        module.load_pairs(str(tmp_path / "pairs.tsv"))
 
 
 # --- Two models with one loss between them.

@@ -263,7 +263,8 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
 
 def test_options_in_the_text_exist():
     """Also those that stand in a sentence, in which nothing runs them."""
-    helps = [*map(help_of, HELPS), run("-m", "recipes.dynamic_evaluation", "--help", cwd=ROOT)]
+    scripts = (["-m", "recipes.dynamic_evaluation"], ["examples/translation.py"])
+    helps = [*map(help_of, HELPS), *(run(*own, "--help", cwd=ROOT) for own in scripts)]
     known = set(re.findall(r"--[\w.-]+", "".join(helps)))
     known |= OF_OTHERS
     for page in (*PAGES, *OTHERS):
@@ -276,16 +277,19 @@ HELPS = (
     ["train", "lm"], ["train", "images"], ["train", f"{ROOT}/recipes/awd.py:AWD"], ["plan", "lm"],
     ["train", f"{ROOT}/examples/long_context.py:LongContext"],
     ["train", f"{ROOT}/examples/experts.py:Experts"],
+    ["train", f"{ROOT}/examples/hybrid.py:Digits"],
+    ["train", f"{ROOT}/examples/translation.py:Translate"],
     ["inspect", "lm"], ["plot", "bytes", "lm"], ["evaluate"], ["predict"], ["sample"], ["export"],
     ["launch"],
 )  # fmt: skip
-# Of pip, pytest, mkdocs, Slurm, Open MPI, Ray and XLA; and of a model of the reader's.
+# Of pip, pytest, mkdocs, Slurm, Open MPI, Ray, XLA and MXNet; and of a model of the reader's.
 OF_OTHERS = {
     "--strict",
     "--head",
     "--signal",
     "--mca",
     "--ntasks",
+    "--gpus",
     "--rows",
     "--help",
     "--xla_gpu_deterministic_ops",
