@@ -123,7 +123,7 @@ def test_w_runs_after_its_backward_on_every_stage():
             assert span.start >= ends[span.stage, unit] - SLACK
     assert sorted(found) == sorted(ends)
     assert len(found) == 2 * 4
-    assert "ms W" in str(measured)
+    assert "ms W," in " ".join(str(measured).split())
     assert ">W" in show(measured).to_svg()
 
 
@@ -198,6 +198,10 @@ def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert all(0 < busy < measured.loop_seconds for busy in measured.busy_seconds)
     assert 0 < measured.bubble < 1
     assert measured.loop_seconds < measured.step_seconds < 1.2 * measured.traced_seconds
+    assert measured.late < measured.bubble
+    assert measured.num_devices == 8
+    # What cores have done cannot be more than there are.
+    assert 0 < measured.core_seconds < 1.2 * measured.num_cores * measured.plain_seconds
     text = " ".join(str(measured).split())
     assert f"idle {measured.bubble:.1%}, predicted {measured.predicted_bubble:.1%}" in text
     cost = (
@@ -208,51 +212,88 @@ def test_busy_and_idle_time_are_all_of_the_loop(measured):
     assert "less than steps vary: 10.1 ms with it, 12.2 without." in " ".join(str(quicker).split())
 
 
-def make_measured():
-    """Exactly what the schedule predicts: a forward takes 2 s, a backward with its head 1 + 4 s."""
+def make_measured(heads=(0, 1), **changes):
+    """Exactly what the schedule predicts: a forward takes 2 s, a head 1, a backward 4.
+
+    Args:
+      heads: the stages that have one, together after the forward of the last.
+    """
     schedule = make_schedule("1f1b", 2, 3)
+    unit_TS = np.where(np.isin([0, 1], heads), schedule.forward.unit[:, 1:], -1)
+    schedule = dataclasses.replace(schedule, head=schedule.forward._replace(unit=unit_TS))
     spans, start = [], 0.0
     for tick in range(schedule.num_ticks):
-        for lane, part, seconds in (
-            (schedule.forward, FORWARD, 2),
-            (schedule.backward, BACKWARD, 5),
-        ):
-            if not (lane.unit[tick] >= 0).any():
-                continue
-            for stage in range(2):
-                if lane.unit[tick, stage] < 0:
-                    continue
-                if part == FORWARD:
-                    spans.append(Span(stage, tick, part, start, 0.5))
-                    spans.append(Span(stage, tick, part, start + 0.5, 1.5))
-                else:
-                    spans.append(Span(stage, tick, HEAD, start, 1.0))
-                    spans.append(Span(stage, tick, part, start + 1, 4.0))
-            start += seconds
-    return MeasuredStep(schedule, tuple(spans), start, start + 3, start + 4, start + 3.5)
+        for parts in ([(schedule.forward, FORWARD, 0.5), (schedule.forward, FORWARD, 1.5)],
+                      [(schedule.head, HEAD, 1.0), (schedule.backward, BACKWARD, 4.0)]):  # fmt: skip
+            ends = [start, start]
+            for lane, part, seconds in parts:
+                for stage in np.flatnonzero(lane.unit[tick] >= 0).tolist():
+                    spans.append(Span(stage, tick, part, ends[stage], seconds))
+                    ends[stage] += seconds
+            start = max(ends)
+    step = MeasuredStep(schedule, tuple(spans), start, start + 3, start + 4, start + 3.5, 42, 2, 2)
+    return dataclasses.replace(step, **changes)
 
 
-def test_what_runs_as_predicted_is_shown_so():
-    measured = make_measured()
-    assert measured.unit_seconds == (2, 5, 0)
-    assert measured.busy_seconds == (21, 21)
-    assert measured.bubble == pytest.approx(measured.predicted_bubble)
-    assert measured.predicted_bubble == pytest.approx(1 / 4)
+@pytest.mark.parametrize(
+    ("heads", "busy", "loop"), [((0, 1), (21, 21), 27), ((1,), (18, 21), 27)],
+)  # fmt: skip
+def test_what_runs_as_predicted_is_shown_so(heads, busy, loop):
+    measured = make_measured(heads)
+    head_S = [float(stage in heads) for stage in range(2)]
+    assert [seconds_S.tolist() for seconds_S in measured.unit_seconds] == [
+        [2, 2], [4, 4], [0, 0], head_S,
+    ]  # fmt: skip
+    assert measured.busy_seconds == busy
+    assert measured.predicted_seconds == measured.loop_seconds == loop
+    assert measured.bubble == measured.predicted_bubble == pytest.approx(1 - sum(busy) / loop / 2)
+    assert measured.late == 0
     rows = show(measured).chart.rows
     assert [row.name for row in rows[:2]] == ["stage 0 predicted", "measured"]
     for predicted, found in zip(rows[::2], rows[1::2], strict=True):
-        assert list(predicted.spans) == list(found.spans) == [(0, 28_000)]
-        backward = [(b.start + 1000, b.label) for b in predicted.blocks if b.letter == "B"]
-        assert backward == [(b.start, b.label) for b in found.blocks if b.letter == "B"]
+        assert list(predicted.spans) == list(found.spans) == [(0, 1000 * loop)]
+        for letter in "BH":
+            own, of_found = (
+                [b for b in sorted(row.blocks, key=lambda b: b.start) if b.letter == letter]
+                for row in (predicted, found)
+            )
+            assert own == of_found
     svg = show(measured).to_svg()
     widths = {
         label: float(width)
         for width, label in re.findall(r'width="([\d.]+)" y[^>]*><title>(\S+)</title>', svg)
     }
-    assert widths["B0"] == pytest.approx(
-        widths["H"] * 4, rel=0.1
-    )  # a gap of a pixel on either side
-    assert "idle 25.0%, predicted 25.0%" in svg
+    # A gap of a pixel on either side.
+    assert widths["B0"] == pytest.approx(widths["H"] * 4, rel=0.1)
+    idle = f"idle {measured.bubble:.1%}, predicted {measured.bubble:.1%}"
+    assert idle in svg
+    assert f"The idle time: {measured.bubble:.1%} by the schedule, with every unit" in svg
+
+
+def test_the_caption_says_why_a_step_is_not_as_predicted():
+    as_planned = make_measured()
+    # Every second unit of time passes without work: half of the loop, whatever the schedule.
+    spans = tuple(span._replace(start=2 * span.start) for span in as_planned.spans)
+    late = make_measured(spans=spans, loop_seconds=2 * as_planned.loop_seconds)
+    assert late.late == pytest.approx(0.5)
+    assert late.bubble - late.late == pytest.approx(as_planned.bubble / 2)
+    text = " ".join(str(late).split())
+    assert "took, 50.0% for data or a core. The loop takes 54000.0 ms, predicted 27000.0 ms" in text
+    assert (
+        "2 devices on 2 cores: a step is 42000.0 ms of work for a core, for all of them 21000.0"
+        in text
+    )
+    # Where stage 0 has a forward unit, that of stage 1 is shorter: it waits for stage 0, by the schedule.
+    both_T = (as_planned.schedule.forward.unit >= 0).all(axis=1)
+    spans = tuple(
+        span._replace(seconds=0.5) if both_T[span.tick] and span[::2][:2] == (1, FORWARD) else span
+        for span in as_planned.spans
+    )
+    quick = make_measured(spans=spans)
+    assert quick.bubble > as_planned.bubble
+    assert quick.late == pytest.approx(0)
+    shared = " ".join(str(make_measured(num_devices=8)).split())
+    assert "8 devices share 2 cores, so they wait 75% of the time or more" in shared
 
 
 @pytest.mark.parametrize(

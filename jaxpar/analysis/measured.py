@@ -8,6 +8,7 @@ unit in one branch of a conditional, and nothing in the other, or in a loop of o
 import dataclasses
 import re
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -20,11 +21,12 @@ from jaxpar.analysis.hlo import Module
 from jaxpar.analysis.program import busy_of
 from jaxpar.base.axes import STAGE
 from jaxpar.base.display import Printed
+from jaxpar.base.memory import num_cores
 from jaxpar.base.timing import seconds_of
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.data.batches import put_batch
 from jaxpar.forward import step_schedule
-from jaxpar.pipeline.lanes import Schedule
+from jaxpar.pipeline.lanes import Schedule, idle_lane
 from jaxpar.pipeline.loop import BACKWARD, FORWARD, HEAD
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
@@ -58,11 +60,13 @@ class MeasuredStep(Printed):
     """When the stages of a pipeline worked in one step, and when they waited.
 
     Attributes:
-      schedule: the one that the step follows.
+      schedule: the one that the step follows, with the head as a lane of its own.
       spans: of the first data-parallel group, stage by stage.
       loop_seconds: from the first to the last tick.
       step_seconds: of the whole step, from the first operation of its stages to the last.
       traced_seconds, plain_seconds: median time of a step as seen from outside, with the profiler on and off.
+      core_seconds: that this machine's cores work on a step, all together; the median, with the profiler off.
+      num_devices, num_cores: of the mesh, and of this machine. Simulated devices that are more share them.
     """
 
     schedule: Schedule
@@ -71,6 +75,9 @@ class MeasuredStep(Printed):
     step_seconds: float
     traced_seconds: float
     plain_seconds: float
+    core_seconds: float
+    num_devices: int
+    num_cores: int
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
@@ -83,21 +90,35 @@ class MeasuredStep(Printed):
         return 1 - sum(self.busy_seconds) / (self.loop_seconds * self.schedule.num_stages)
 
     @property
-    def unit_seconds(self) -> tuple[float, float, float]:
-        """Of F, B and W of a unit, the median on the stage where each is slowest."""
-
-        def slowest(*parts: str) -> float:
-            stages = range(self.schedule.num_stages)
-            return max(sum(median(self.seconds_of(s, x) or [0.0]) for x in parts) for s in stages)
-
-        # The last is 0 where backward units are whole.
-        weights = slowest(WEIGHTS)
-        return slowest(FORWARD), slowest(BACKWARD, HEAD), weights
+    def unit_seconds(self) -> tuple[np.ndarray, ...]:
+        """Of F, B, W and the head of a unit, the median on each stage, [stages]; 0 where there is none."""
+        stages = range(self.schedule.num_stages)
+        return tuple(
+            np.asarray([median(self.seconds_of(s, part) or [0.0]) for s in stages])
+            for part in (FORWARD, BACKWARD, WEIGHTS, HEAD)
+        )
 
     @property
     def predicted_bubble(self) -> float:
-        """The bubble of the schedule if units take `unit_seconds` on every stage."""
+        """The bubble of the schedule if all units of a stage take its `unit_seconds`."""
         return self.schedule.bubble_at(*self.unit_seconds)
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Of the loop, likewise."""
+        return float(self.schedule.half_times(self.unit_seconds)[-1])
+
+    @property
+    def late(self) -> float:
+        """The part of `bubble` that is not the schedule's: stages with a unit to run wait for data or a core.
+
+        For the rest they wait as in `Schedule.bubble_at`, with every unit as long as it took.
+        """
+        work_T2S = np.zeros((self.schedule.num_ticks, 2, self.schedule.num_stages))
+        for span in self.spans:
+            half = int(span.part not in (FORWARD, f"{WEIGHTS}0"))
+            work_T2S[span.tick, half, span.stage] += span.seconds
+        return 1 - float(work_T2S.max(axis=2).sum()) / self.loop_seconds
 
     def seconds_of(self, stage: int, part: str) -> list[float]:
         """Of each unit of a stage, in the parts whose names begin so.
@@ -122,7 +143,7 @@ def measure_step(
     """Runs a pipeline's training step on an example batch, and reads in the profile which stage worked when.
 
     It is the same program that trains; the profiler's own cost is measured and reported. Where there are more
-    simulated devices than cores, they take turns, and so wait where real ones would not.
+    simulated devices than cores, they take turns, and so wait where real ones would not; the picture says so.
 
     Args:
       task, parallel, train: as `fit` takes them; nothing is trained or written.
@@ -145,8 +166,12 @@ def measure_step(
         state, metrics = compiled(state, batch, table)
         return state, metrics
 
+    def run_timed() -> tuple[float, float]:
+        start = time.process_time()
+        return seconds_of(run), time.process_time() - start
+
     seconds_of(run)
-    plain = median(seconds_of(run) for _ in range(num_steps))
+    plain, cores = map(median, zip(*(run_timed() for _ in range(num_steps)), strict=True))
     with tempfile.TemporaryDirectory() as folder:
         with trace(folder):
             traced = median(seconds_of(run) for _ in range(num_steps))
@@ -169,7 +194,10 @@ def measure_step(
     if not any(part.startswith(WEIGHTS) for _, part in branches.values()):
         # No layer has its W apart from B: then there is nothing in their lanes.
         schedule = dataclasses.replace(schedule, weights=())
-    return MeasuredStep(schedule, *middle, traced, plain)
+    unit_TS = np.where(busy[HEAD], np.asarray(table.head.unit)[0, ticks, None], -1)
+    head = idle_lane(len(unit_TS), num_stages)._replace(unit=unit_TS)
+    schedule = dataclasses.replace(schedule, head=head)
+    return MeasuredStep(schedule, *middle, traced, plain, cores, mesh.size, num_cores())
 
 
 def _check(parallel: Parallel, mesh: Mesh, num_steps: int) -> None:

@@ -1,5 +1,6 @@
-"""The memory of this machine, and of its devices."""
+"""The memory and the cores of this machine, and the memory of its devices."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ def host_memory() -> tuple[int, int] | None:
     except (OSError, ValueError):  # no such file, or "max"
         return free, total
     return min(free, limit - used), min(total, limit)
+
+
+def num_cores() -> int:
+    """Those that this process may use; macOS does not tell, and gives all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def device_memory(devices: Sequence[Any]) -> float | None:

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from jaxpar.base.console import make_console
 from jaxpar.base.display import format_bytes, format_count
-from jaxpar.base.memory import host_memory
+from jaxpar.base.memory import host_memory, num_cores
 from jaxpar.hosts.distributed import PACKAGES
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, find_processes, split_address
 
@@ -99,7 +99,7 @@ def examine() -> Examined:
         python=sys.version_info[:3],
         requirements=requirements,
         versions={name: _version(name) for name in names},
-        num_cores=_num_cores(),
+        num_cores=num_cores(),
         memory_bytes=host_memory(),
         devices=_devices(),
         has_nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
@@ -275,10 +275,3 @@ def _devices() -> tuple[tuple[str, str, int | None], ...] | str:
         (device.platform, device.device_kind, stats.get("bytes_limit"))
         for device, stats in zip(devices, memory, strict=True)
     )
-
-
-def _num_cores() -> int:
-    """Those that this process may use; macOS does not tell, and gives all."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -4,7 +4,7 @@ from rich.table import Table
 
 from jaxpar.analysis.measured import PARTS, WEIGHTS, MeasuredStep, Span
 from jaxpar.base.console import FittingTable
-from jaxpar.base.display import show
+from jaxpar.base.display import format_count, show
 from jaxpar.pictures.chart import Chart, Key, Row, round_marks
 from jaxpar.pictures.picture import Drawing
 from jaxpar.pictures.timeline import legend_of, unit_colors
@@ -34,18 +34,29 @@ def _table(step: MeasuredStep) -> Table:
 
 
 def _caption(step: MeasuredStep) -> str:
-    forward, backward, weights = (1000 * seconds for seconds in step.unit_seconds)
-    apart = f", {weights:.2f} ms W" if step.schedule.weights else ""
+    named = zip(("forward", "backward", "W", "head"), step.unit_seconds, strict=True)
+    units = ", ".join(
+        f"{1000 * each_S.max():.2f} ms {name}" for name, each_S in named if each_S.any()
+    )
     traced, plain = 1000 * step.traced_seconds, 1000 * step.plain_seconds
     cost = f"With the profiler a step takes {traced:.1f} ms, without it {plain:.1f} ms "
     cost += f"({traced / plain - 1:+.0%})."
     if traced <= plain:
         cost = f"The profiler costs less than steps vary: {traced:.1f} ms with it, {plain:.1f} without."
+    devices, cores = format_count(step.num_devices, "device"), format_count(step.num_cores, "core")
+    share = f"{devices} on {cores}"
+    if step.num_devices > step.num_cores:
+        waits = 1 - step.num_cores / step.num_devices
+        share = f"{devices} share {cores}, so they wait {waits:.0%} of the time or more, also within units"
+    core_ms = 1000 * step.core_seconds
     return (
-        f"{_title(step)} with "
-        f"{forward:.2f} ms a forward and {backward:.2f} ms a backward unit{apart}.\n"
-        f"The loop takes {1000 * step.loop_seconds:.1f} ms of a step of "
-        f"{1000 * step.step_seconds:.1f} ms. {cost}"
+        f"{_title(step)} from the median unit of each stage, at most {units}.\n"
+        f"The idle time: {step.bubble - step.late:.1%} by the schedule, with every unit as long as it took, "
+        f"{step.late:.1%} for data or a core.\n"
+        f"The loop takes {1000 * step.loop_seconds:.1f} ms, predicted "
+        f"{1000 * step.predicted_seconds:.1f} ms, of a step of {1000 * step.step_seconds:.1f} ms. {cost}\n"
+        f"{share}: a step is {core_ms:.1f} ms of work for a core, for all of them "
+        f"{core_ms / step.num_cores:.1f} ms at least."
     )
 
 
@@ -54,12 +65,16 @@ def _title(step: MeasuredStep) -> str:
 
 
 def _chart(step: MeasuredStep, caption: str) -> Chart:
-    schedule, costs = step.schedule, [1000 * seconds for seconds in step.unit_seconds]
+    schedule, costs = step.schedule, [1000 * seconds_S for seconds_S in step.unit_seconds]
     units, end = schedule.blocks(costs), float(schedule.half_times(costs)[-1])
     rows, loop_end = [], 1000 * step.loop_seconds
     for stage in range(schedule.num_stages):
         top = 2.3 * stage
-        predicted = [block for block in units if block.stage == stage]
+        predicted = [
+            block._replace(label="H", unit=-1) if block.letter == "H" else block
+            for block in units
+            if block.stage == stage
+        ]
         measured = [_block(span, schedule) for span in step.spans if span.stage == stage]
         rows.append(Row(f"stage {stage} predicted", top, [(0, end)], predicted))
         rows.append(Row("measured", top + 1, [(0, loop_end)], measured))

@@ -66,7 +66,7 @@ class Work(NamedTuple):
     """A kind of work in a tick.
 
     Attributes:
-      letter: F, B or W.
+      letter: F, B or W; H of a head.
       half: of the tick, 0 or 1; stages meet between them if they share a head, and after the second.
       lane: who does it, when.
     """
@@ -121,6 +121,8 @@ class Schedule(Printed):
     """All idle without a backward pass."""
     weights: tuple[Lane, ...] = dataclasses.field(default=(), repr=False)
     """W: in the place of a forward, after the backward, after that; none if backward units are whole."""
+    head: Lane | None = dataclasses.field(default=None, repr=False)
+    """What follows the last layer, first in its half; None where it is not looked at, as by the loop."""
 
     @property
     def zero_bubble(self) -> bool:
@@ -134,6 +136,7 @@ class Schedule(Printed):
         return (
             Work("F", 0, self.forward),
             *([Work("W", 0, beside)] if beside else []),
+            *([Work("H", 1, self.head)] if self.head else []),
             Work("B", 1, self.backward),
             *(Work("W", 1, lane) for lane in after),
         )
@@ -165,30 +168,35 @@ class Schedule(Printed):
         """Costs of F, B and W where nothing is known: equal matmuls, two for a whole backward unit."""
         return (1.0, 1.0, 1.0) if self.weights else (1.0, 2.0, 0.0)
 
-    def bubble_at(self, forward: float, backward: float, weights: float = 0.0) -> float:
+    def bubble_at(
+        self, forward: Costs, backward: Costs, weights: Costs = 0.0, head: Costs = 0.0
+    ) -> float:
         """Idle share of stage-time, given what units cost.
 
-        Stages run in lockstep: each half of a tick, before and after the head, lasts as long as the busiest
-        stage has work in it.
+        Stages run in lockstep: each half of a tick, before the head and from there on, lasts as long as the
+        busiest stage has work in it.
 
         Args:
-          backward: of a backward unit, whole or without W, as the schedule has it.
-          weights: of a unit's W, if it is separate.
+          forward, backward, weights, head: as of `work_at`.
         """
-        half_T2S = self.work_at(forward, backward, weights)
+        half_T2S = self.work_at(forward, backward, weights, head)
         elapsed = half_T2S.max(axis=2).sum() * self.num_stages
         return float((elapsed - half_T2S.sum()) / elapsed)
 
-    def work_at(self, forward: Costs, backward: Costs, weights: Costs = 0.0) -> np.ndarray:
+    def work_at(
+        self, forward: Costs, backward: Costs, weights: Costs = 0.0, head: Costs = 0.0
+    ) -> np.ndarray:
         """What each stage does in both halves of every tick, float64 [ticks, 2, stages]; see `bubble_at`.
 
         Args:
-          forward, backward, weights: of a unit; a number, or one for each group and stage.
+          forward, backward, weights, head: of a unit; a number, or one for each group and stage. A backward
+            unit whole or without W, as the schedule has it; W and the head if they are there.
         """
-        costs, stages = {"F": forward, "B": backward, "W": weights}, np.arange(self.num_stages)
-        named = {"forward": forward, "backward": backward, "weights": weights}
+        named = {"forward": forward, "backward": backward, "weights": weights, "head": head}
+        costs, stages = dict(zip("FBWH", named.values(), strict=True)), np.arange(self.num_stages)
         for name, cost in named.items():
-            may_be_zero = np.ndim(cost) > 0 or (name == "weights" and not self.weights)
+            is_absent = name in ("weights", "head") and not getattr(self, name)
+            may_be_zero = np.ndim(cost) > 0 or is_absent
             if not (np.min(cost) > 0 or (may_be_zero and np.min(cost) == 0)):
                 raise ValueError(f"the cost {name}={cost} must be above 0; use 1 if unknown.")
         half_T2S = np.zeros((len(self.forward.unit), 2, self.num_stages))
@@ -247,7 +255,7 @@ class Schedule(Printed):
         Stages run in lockstep: a half lasts as long as its busiest stage has work.
 
         Args:
-          costs: of a forward unit, a backward unit, and W if it is apart; as of `work_at`.
+          costs: of a forward unit, a backward unit, W if it is apart, and a head; as of `work_at`.
         """
         work_T2 = self.work_at(*costs)[: self.num_ticks].max(axis=2)
         return np.concatenate([[0.0], np.cumsum(work_T2)])
@@ -256,7 +264,7 @@ class Schedule(Printed):
         """All work in its place in time; costs as of `half_times`."""
         # Of what comes next.
         begins_TS = self.half_times(costs)[:-1, None].repeat(self.num_stages, 1)
-        cost_of, blocks = dict(zip("FBW", costs, strict=False)), []
+        cost_of, blocks = dict(zip("FBWH", costs, strict=False)), []
         for letter, half, lane in self.lanes:
             cost_GS = np.broadcast_to(cost_of.get(letter, 0.0), (self.num_groups, self.num_stages))
             for tick, stage in np.argwhere(lane.unit >= 0).tolist():
