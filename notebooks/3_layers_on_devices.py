@@ -90,8 +90,8 @@ make_schedule("1f1b", num_stages=4, num_microbatches=4, num_chunks=2, zero_bubbl
 # ## And in reality?
 #
 # `measure_step` runs a training step and reads from JAX's profiler when each stage worked. Two stages here, on two
-# devices simulated on the CPU; first with all of the batch at once.
-
+# devices simulated on the CPU; first with all of the batch at once. Below each stage's plan, in which all units of a
+# stage take their median time, is what it did. H is the head, of which both stages have a part.
 
 # %%
 task = lm.LM(
@@ -101,20 +101,30 @@ task = lm.LM(
 
 def measure(num_microbatches, num_chunks):
     pipeline = PipelineConfig(num_microbatches=num_microbatches, num_chunks=num_chunks)
-    return jaxpar.measure_step(task, Parallel(MeshConfig(stage=2), pipeline))
+    return jaxpar.measure_step(task, Parallel(MeshConfig(stage=2), pipeline), num_steps=20)
 
 
 naive = measure(1, 1)
 naive
 
 # %% [markdown]
-# The same batch in two microbatches and two chunks. Below each stage's plan is what it did. How well they agree depends
-# on what else the machine has to do.
+# The same batch in two microbatches and two chunks. The idle share is predicted from the schedule, for equal units and
+# for units as long as they were here. What is measured has two parts. One is the schedule's: a stage waits for another
+# one, longer where a unit took longer than others of its kind. The other is not: it was a stage's turn, but its data had
+# not arrived, or it had no core. Simulated devices share the cores with each other and with all programs that run. The
+# last columns are the time that the quickest step took, and what its work takes if no core ever waits.
 
 # %%
 filled = measure(2, 2)
-for name, measured in (("at once", naive), ("in units", filled)):
-    print(f"{name:>8}: waiting {measured.bubble:.0%}, predicted {measured.predicted_bubble:.0%}")
+print(
+    "idle      equal units  predicted  measured = schedule + data, cores   step: measured   least"
+)
+for name, m in (("at once", naive), ("in units", filled)):
+    shares = m.schedule.bubble, m.predicted_bubble, m.bubble, m.bubble - m.late, m.late
+    idle = "{:11.1%}  {:9.1%}  {:8.1%} = {:8.1%} + {:11.1%}".format(*shares)
+    step, least = 1000 * m.plain_seconds, 1000 * m.core_seconds / m.num_cores
+    print(f"{name:<10}{idle}   {step:11.1f} ms {least:5.1f} ms")
+print(f"{naive.num_devices} devices on {naive.num_cores} cores")
 filled
 
 # %% [markdown]
@@ -124,6 +134,8 @@ filled
 #   fills the pipeline: the bubble is (S-1) / (MK + S-1).
 # - 1F1B bounds what a stage has to keep, GPipe does not.
 # - Chunks of time need no smaller matrix products; they are there because a recurrent layer goes through time in order.
-# - The schedule is a prediction, and can be compared with what happened.
+# - Units wait less, and are more work for the cores (`least`), since their matrix products are smaller: how many are best
+#   is measured, or left to `plan`.
+# - The schedule is a prediction. Held against what happened, it says which waiting is its own.
 #
 # Next: which layers on which stage, and which mesh, in notebook 4.

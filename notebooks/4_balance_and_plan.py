@@ -42,7 +42,7 @@ print("sixteen, and a head    ", balance(PartCosts((plain,) * 16, last=head), 4)
 # ## The head is work, too
 #
 # Layers are equal, so equal numbers of them look fair. But after the last layer comes the head, the softmax over the
-# vocabulary, and a big vocabulary makes it as heavy as some layers. Two stages, two layers each, and the head on the
+# vocabulary, and a big vocabulary makes it as heavy as some layers. Two stages, two layers each, and the head (H) on the
 # last of them: below each stage's plan, what it did.
 
 # %%
@@ -51,24 +51,29 @@ wordy = lm.LM(
 )
 on_last = PipelineConfig(num_microbatches=2, num_chunks=2, head="last")
 two_stages = MeshConfig(stage=2, devices=(0, 1))
-even = jaxpar.measure_step(wordy, Parallel(two_stages, on_last))
+even = jaxpar.measure_step(wordy, Parallel(two_stages, on_last), num_steps=20)
 even
 
 # %% [markdown]
-# A layer may move away from the last stage, or all stages may share the head, each with a part of the vocabulary. The
-# second needs no guess, and is what jaxpar does by default.
+# A layer may move away from the last stage, or all stages may share the head, each with a part of the vocabulary: then
+# they have it at the same time. The second needs no guess, and is what jaxpar does by default.
 
 # %%
 on_all = dataclasses.replace(on_last, head="sharded")
-split = jaxpar.measure_step(wordy, Parallel(two_stages, on_all))
+split = jaxpar.measure_step(wordy, Parallel(two_stages, on_all), num_steps=20)
 split
 
 # %%
-for name, measured in (("head on the last stage", even), ("head on all stages", split)):
-    first, last = (1000 * seconds for seconds in measured.busy_seconds)
-    print(
-        f"{name:>22}: stage 0 works {first:.0f} ms, stage 1 {last:.0f} ms; idle {measured.bubble:.0%}"
-    )
+print(" " * 24 + "stage 0   stage 1    idle: predicted  measured = schedule + data, cores")
+for name, m in (("head on the last stage", even), ("head on all stages", split)):
+    first, last = (1000 * seconds for seconds in m.busy_seconds)
+    shares = m.predicted_bubble, m.bubble, m.bubble - m.late, m.late
+    idle = "{:16.1%}  {:8.1%} = {:8.1%} + {:11.1%}".format(*shares)
+    print(f"{name:>22}{first:6.1f} ms {last:6.1f} ms{idle}")
+
+# %% [markdown]
+# The schedule cannot know for how long a stage waits for data, or for a core that another program of this machine has
+# (the last column, as in notebook 3). What it predicts is the difference that the head makes.
 
 # %% [markdown]
 # ## Which mesh?
@@ -92,6 +97,9 @@ for shape in ("dp8", "tp8", "pp4dp2", "dp2pp2tp2"):
     )
 
 # %% [markdown]
+# Bytes that stages and groups send are counted exactly; along `tensor` the compiler decides, and sends a little more.
+# Compiled memory is more by the temporaries within a unit, which nobody counts before it is compiled.
+#
 # Data parallelism waits for nothing but needs the whole model and its optimizer on every device; a pipeline holds a part
 # and sends little, but waits; tensor parallelism holds a part and does not wait, but sends at every time step.
 #

@@ -267,6 +267,10 @@ def test_what_runs_as_predicted_is_shown_so(heads, busy, loop):
     assert widths["B0"] == pytest.approx(widths["H"] * 4, rel=0.1)
     idle = f"idle {measured.bubble:.1%}, predicted {measured.bubble:.1%}"
     assert idle in svg
+    # The schedule alone is drawn as it always is.
+    plain = make_schedule("1f1b", 2, 3)
+    assert measured.schedule.bubble == plain.bubble
+    assert show(measured.schedule).to_svg() == show(plain).to_svg()
     assert f"The idle time: {measured.bubble:.1%} by the schedule, with every unit" in svg
 
 

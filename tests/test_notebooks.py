@@ -1,11 +1,14 @@
 """The notebooks run from top to bottom, say what was learned, and show what they show."""
 
+import re
 import sys
 from pathlib import Path
 
 import jupytext
 import nbformat
 import pytest
+
+from jaxpar.planning import plan
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "notebooks"))
@@ -50,3 +53,46 @@ def test_a_notebook_runs_and_shows_what_is_stored(path, tmp_path, monkeypatch):
     assert sum(map(bool, map(kinds, stored.cells))) >= 4
     for was, now in zip(stored.cells, done.cells, strict=True):
         assert kinds(was) == kinds(now), now.source
+
+
+def printed(name):
+    """What the cells of a stored notebook print or show as text."""
+    stored = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+    outputs = [output for cell in stored.cells for output in cell.get("outputs", ())]
+    return "\n".join(x.get("text") or x.data["text/plain"] for x in outputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("3_layers_on_devices", ("at once", "in units")),
+        ("4_balance_and_plan", ("head on the last stage", "head on all stages")),
+    ],
+)
+def test_predicted_and_measured_differ_by_what_is_said(name, rows):
+    text, found = printed(name), []
+    for row in rows:
+        line = re.search(rf"^ *{row}\b.*=.*", text, re.MULTILINE)[0]
+        *equal, predicted, measured, schedule, late = map(float, re.findall(r"([\d.]+)%", line))
+        assert measured == pytest.approx(schedule + late, abs=0.11)
+        # More than a tenth of the time that the schedule does not explain has its reason in the last column.
+        assert abs(schedule - predicted * (100 - late) / 100) < 10
+        found.append((line, equal, predicted))
+    (first, equal, worse), (second, fewer, better) = found
+    assert better < worse
+    if equal:
+        assert fewer < equal
+        steps = [re.findall(r"([\d.]+) ms", line) for line in (first, second)]
+        (one, least), (two, more) = (map(float, step) for step in steps)
+        assert least < one
+        assert least < more < two
+
+
+def test_the_stored_plan_is_what_the_planner_says():
+    source = (ROOT / "notebooks" / "4_balance_and_plan.py").read_text()
+    names = {}
+    exec("from jaxpar import lm\n" + re.search(r"^big = .*?^\)", source, re.M | re.S)[0], names)
+    ranking = str(plan(names["big"], machine="h100:1x8x8", num_finalists=0))
+    text = re.sub(r"\x1b\[\d+m", "", printed("4_balance_and_plan"))
+    for line in ranking.splitlines():
+        assert line.strip() in text, line

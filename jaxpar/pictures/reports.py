@@ -10,6 +10,7 @@ from jaxpar.analysis.collectives import Collective
 from jaxpar.analysis.program import ProgramReport, Total
 from jaxpar.base.console import FittingTable
 from jaxpar.base.display import format_bytes, format_count, format_seconds, format_shape, show
+from jaxpar.base.memory import num_cores
 from jaxpar.pictures.picture import Picture
 from jaxpar.planning.cost import StepCost
 from jaxpar.planning.planner import Ranking
@@ -61,6 +62,13 @@ def show_cost(cost: StepCost) -> Picture:
     parts = (f"{name} {format_seconds(seconds)}" for name, seconds in cost.parts.items())
     facts.add_row("memory by arithmetic", ", ".join(held))
     facts.add_row("step by arithmetic", ", ".join(parts))
+    devices, cores = cost.parallel.mesh.num_devices, num_cores()
+    if cost.machine.is_here and cost.machine.platform == "cpu" and devices > cores:
+        work = (sum(cost.parts.values()) - cost.parts["bubble"]) * devices / cores
+        facts.add_row(
+            "cores",
+            f"{devices} devices share {cores}: by arithmetic the work of all takes {format_seconds(work)}",
+        )
     facts.add_row("ticks", f"{cost.num_ticks}, stages idle in {cost.bubble:.1%} of their turns")
     return Picture(describe(cost.parallel), "", table, "", facts)
 

@@ -190,12 +190,12 @@ class Schedule(Printed):
 
         Args:
           forward, backward, weights, head: of a unit; a number, or one for each group and stage. A backward
-            unit whole or without W, as the schedule has it; W and the head if they are there.
+            unit whole or without W, as the schedule has it; W if it is apart; a head 0 to leave it out.
         """
         named = {"forward": forward, "backward": backward, "weights": weights, "head": head}
         costs, stages = dict(zip("FBWH", named.values(), strict=True)), np.arange(self.num_stages)
         for name, cost in named.items():
-            is_absent = name in ("weights", "head") and not getattr(self, name)
+            is_absent = name == "head" or (name == "weights" and not self.weights)
             may_be_zero = np.ndim(cost) > 0 or is_absent
             if not (np.min(cost) > 0 or (may_be_zero and np.min(cost) == 0)):
                 raise ValueError(f"the cost {name}={cost} must be above 0; use 1 if unknown.")
@@ -261,12 +261,12 @@ class Schedule(Printed):
         return np.concatenate([[0.0], np.cumsum(work_T2)])
 
     def blocks(self, costs: Sequence[Costs]) -> list[Block]:
-        """All work in its place in time; costs as of `half_times`."""
+        """All work in its place in time, heads if they have a cost; costs as of `half_times`."""
         # Of what comes next.
         begins_TS = self.half_times(costs)[:-1, None].repeat(self.num_stages, 1)
         cost_of, blocks = dict(zip("FBWH", costs, strict=False)), []
-        for letter, half, lane in self.lanes:
-            cost_GS = np.broadcast_to(cost_of.get(letter, 0.0), (self.num_groups, self.num_stages))
+        for letter, half, lane in (work for work in self.lanes if work.letter in cost_of):
+            cost_GS = np.broadcast_to(cost_of[letter], (self.num_groups, self.num_stages))
             for tick, stage in np.argwhere(lane.unit >= 0).tolist():
                 cost = float(cost_GS[lane.group[tick, stage], stage])
                 unit, start = int(lane.unit[tick, stage]), float(begins_TS[2 * tick + half, stage])
