@@ -5,6 +5,7 @@ import gzip
 import json
 import math
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -349,3 +350,12 @@ def test_a_profiled_run_has_a_trace_of_three_steps(tmp_path, capsys):
     assert len(runs) == 3 * 2
     RunFolder(out).clear()
     assert not list(out.iterdir())
+
+
+def test_the_page_says_what_its_picture_shows():
+    docs = Path(__file__).parent.parent / "docs"
+    svg, page = ((docs / name).read_text() for name in ("timeline.svg", "analysis.md"))
+    idle, predicted = re.search(r"idle ([\d.]+)%, predicted ([\d.]+)%", svg).groups()
+    explained = re.search(r"The idle time: ([\d.]+)% by the schedule", svg)[1]
+    says = f"of {idle} % idle time the schedule explains {explained}, as predicted ({predicted})"
+    assert says in " ".join(page.split())
