@@ -19,7 +19,7 @@ from jaxpar.base.checks import (
 )
 from jaxpar.base.files import check_path
 from jaxpar.base.stage_names import NamedPlacement, read_placement
-from jaxpar.mesh import DATA_PARALLEL, MeshConfig
+from jaxpar.mesh import DATA_PARALLEL, MeshConfig, short_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +221,22 @@ class Parallel:
         if mesh.data != self.mesh.data:
             shares = None
         return dataclasses.replace(self, mesh=mesh, pipeline=pipeline, shares=shares, speeds=speeds)
+
+    def check_splits(self) -> None:
+        """Checks that there is something to split over where that is asked for; for a run that begins.
+
+        One that goes on, or is looked at, may have another mesh than it was made for.
+
+        Raises:
+          ValueError: a mesh of several devices has a `data` of 1.
+        """
+        asked = "fsdp=True" if self.fsdp else f"update={self.update!r}"
+        is_asked = self.fsdp or self.update == "sharded"
+        require(
+            not is_asked or self.mesh.data != 1 or {*self.mesh.sizes.values()} == {1},
+            f"{asked} splits over data, and mesh {short_name(self.mesh)} has data=1; use a mesh with more, "
+            f"such as dp2, or leave it out",
+        )
 
     def check(self, batch_size: int, num_steps: int | None) -> None:
         """Checks that batches divide as the layout requires.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.base.axes import DATA, MESH_AXES, STAGE, TENSOR
-from jaxpar.base.checks import check_fields, require_instance
+from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import Shown, format_count
 from jaxpar.base.loading import guard_remedy
 from jaxpar.base.output import PROGRAM
@@ -94,6 +94,11 @@ class MeshConfig(Shown):
         """
         require_instance("mesh", text, str, 'the shape of one, such as "dp2pp2tp2"')
         text = text.strip()
+        require(
+            text != "auto",
+            "mesh 'auto': the planner chooses one for a run that begins (train --mesh auto) and prints one "
+            "(plan); here write its axes and sizes, such as dp2pp2tp2",
+        )
         if re.fullmatch(rf"({_AXIS}-?\d+)+", text):
             pairs = re.findall(rf"({_AXIS})(-?\d+)", text)
         else:

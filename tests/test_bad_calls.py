@@ -190,7 +190,16 @@ CALLS = {
     "steps backwards": (lambda m: TrainConfig(num_steps=-1), "num_steps=-1: must be positive"),
     "rules of a dict": (lambda m: Rules({"a": "tensor"}), r"rules=.*: write Rules\.make\("),
     "rules of a list": (lambda m: Rules([1]), r"rules=\[1\]: write Rules\.make\("),
-    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a mesh"),
+    "parameters split over no data": (
+        lambda m: jaxpar.fit(TASK, Parallel("tp8", fsdp=True)), "fsdp=True splits over data, and mesh tp8 ",
+    ),
+    "a mesh of the planner's": (
+        lambda m: jaxpar.fit(TASK, "auto"), "mesh 'auto': the planner chooses one for a run that begins",
+    ),
+    "a picture of an array of NumPy": (
+        lambda m: jaxpar.show(np.zeros(3)), r"type ndarray; .* of JAX \(of NumPy's: jax\.numpy\.as",
+    ),
+    "a picture of a number": (lambda m: jaxpar.show(3), "no picture of type int; give a MeshConf"),
     "no such schedule": (lambda m: make_schedule("1f1c", 2, 2), "'1f1c' is not a sch.* mean '1f1b'"),
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),

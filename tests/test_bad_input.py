@@ -271,8 +271,17 @@ FLAGS = {
     ),
     "nothing kept": (train("--train.keep-checkpoints", "0"), "keep_checkpoints=0: must be pos"),
     "no folder": (train("--train.out-dir", ""), "out_dir='' names no folder"),
+    "folder where none can be": (
+        train("--train.out-dir", "/proc/run"), r"cannot make the folder /proc/run: .*; use another --train",
+    ),
+    "folder with too long a name": (
+        train("--train.out-dir", "a" * 300), r"cannot make the folder a+: File name too long; use another",
+    ),
+    "no folder for what is planned": (
+        train("--mesh", "auto", "--train.out-dir", "empty.txt/run"), r"cannot make the folder empty\.txt/ru",
+    ),
     "folder in a file": (
-        train("--train.out-dir", "empty.txt/run"),
+        train("--train.out-dir", "empty.txt/run", "--corpus", "none"),  # before that is looked for
         r"cannot make the folder empty\.txt/run: Not a directory; use another --train\.out-dir",
     ),
     "fallback in a file": (
@@ -368,13 +377,26 @@ DEVICES = {
         "machine 'h100:1x1x0' has no devices; use sides of 1 and more",
     ),
     "a mesh of the planner's elsewhere": (
-        ["inspect", "lm", "--mesh", "auto"], "mesh 'auto': cannot read 'auto'",
+        ["inspect", "lm", "--mesh", "auto"], r"mesh 'auto': the planner chooses one for a run that begins",
+    ),
+    "a mesh of the planner's for a finished run": (
+        ["evaluate", "run", "--mesh", "auto"], r"here write its axes and sizes, such as dp2pp2tp2",
+    ),
+    "a plan that nothing fits in": (
+        ["plan", "lm", *SIZES[:10], "--corpus", "text", "--memory", "1kB"],
+        r"none of [\d,]+ configs fits in 1\.0 kB on 8 x cpu; .* use more devices, or a smaller model",
     ),
     "the planner's mesh on some devices": (
         train("--mesh", "auto", "--devices", "0"), "--mesh auto takes all devices, and --devices names some",
     ),
     "no size of memory": (
         train("--memory", "much"), "--memory much: write a number and its unit, such as 16GB",
+    ),
+    "nothing to split parameters over": (
+        train("--mesh", "tp2", "--fsdp"), r"fsdp=True splits over data, and mesh tp2 has data=1; use a mes",
+    ),
+    "nothing to split an update over": (
+        train("--mesh", "pp2", "--update", "sharded"), "update='sharded' splits over data, and mesh pp2 ha",
     ),
     "two sizes to infer": (
         train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
@@ -524,6 +546,20 @@ FILES = {
         ["export", "run", "-o", "empty.txt/model"],
         r"cannot write empty\.txt/model: empty\.txt is not a folder",
     ),
+    "an export into a folder": (
+        ["export", "no run", "-o", "text"], "cannot write text: Is a directory; give a place that can be wri",
+    ),
+    "an export where none can be": (
+        ["export", "no run", "-o", "/proc/model"], r"cannot write /proc/model: .*; give a place that can be",
+    ),
+    "predictions in a file": (
+        ["predict", "no run", "test", "-o", "empty.txt/p"],
+        r"cannot make the folder empty\.txt/p: Not a directory; use another --out",
+    ),
+    "a picture in a folder": (
+        (lambda world: (world / "a.svg").mkdir(), ["plot", "schedule", "lm", "--mesh", "pp4", "-o", "a.svg"]),
+        r"cannot write a\.svg: Is a directory; give a place",
+    ),
     "an export into no folder": (
         ["export", "run", "-o", "no/model"], "cannot write no/model: no does not exist; make that folder, or",
     ),
@@ -624,8 +660,8 @@ RUNS = {
     "negative seed of a sample": (["sample", "run", "--seed", "-1"], "seed=-1 is too small; use 0 or more"),
 }  # fmt: skip
 
-# What may be said before.
-SLOW = "measuring this machine where it was not measured before (a minute the first time) ..."
+# What a plan says before.
+RANKING = "ranking every mesh and pipeline by arithmetic ..."
 
 MISTAKES = FLAGS | IMAGES | DEVICES | FILES | RUNS
 
@@ -682,7 +718,7 @@ def test_one_message_exit_code_2_and_no_file_changed(
     print(f"{mistake}:\n    {err.strip()}")
     assert code == 2, out + err
     assert "Traceback" not in out + err
-    said = err.removeprefix(f"{SLOW}\n")
+    said = err.removeprefix(f"{RANKING}\n")
     assert "loss" not in out  # nothing was trained before it was said
     assert re.search(message, one_message(said)), err
     assert files(here) == before

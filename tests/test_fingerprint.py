@@ -128,7 +128,7 @@ def test_checksums_are_the_same_on_every_mesh(own):
         parallel = Parallel(on(mesh))
         devices = parallel.mesh.build()
         setup = Setup.of(own, parallel, mesh=devices)
-        batches = HashedBatches(setup, own.make_batches("train", 0))
+        batches = HashedBatches(setup, own.make_batches("train", 0), "")
         sharding = batch_sharding(setup)
         for step in range(6):
             jaxpar.data.batches.place_batch(batches, step, sharding)

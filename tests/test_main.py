@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -210,6 +212,38 @@ def test_resume_takes_the_settings_of_the_run(run, capsys):
     assert "mesh        data=2 x stage=2 x tensor=2" in printed
     assert "resumed at step 4" in printed
     assert "step 6/6" in printed
+
+
+def test_a_run_that_has_taken_its_steps_says_so_and_how_it_goes_on(run, tmp_path, capsys):
+    """And other sizes of batches, of which no step is taken, are no change of the data for who comes next."""
+    out_dir = shutil.copytree(run[0], tmp_path / "run")
+    resume = ["train", "--resume", "--train.out-dir", str(out_dir)]
+    for options in ("--seq-len", "8"), ():
+        assert main([*resume, *options]) == 0
+        printed = capsys.readouterr().out
+        assert (
+            f"the run in {out_dir} has taken all its 4 steps, and is evaluated alone; to train it further, "
+            f"resume it with more: --train.num-steps 8\n"
+        ) in printed
+        assert "compiled" not in printed
+    assert main([*resume, "--train.num-steps", "8"]) == 0
+    assert "step 8/8" in capsys.readouterr().out
+
+
+def test_files_for_others_may_be_read_as_the_umask_says(run, tmp_path):
+    before = os.umask(0o026)
+    try:
+        for argv in (
+            ["export", str(run[0]), "-o", str(tmp_path / "model.safetensors")],
+            ["predict", str(run[0]), "test", "--out", str(tmp_path / "scores")],
+            ["plot", "schedule", "lm", "--mesh", "pp4", "-o", str(tmp_path / "a.svg")],
+        ):
+            assert main(argv) == 0
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 4
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o640}
 
 
 @pytest.mark.usefixtures("compile_once")
@@ -430,8 +464,8 @@ def test_the_second_start_finds_its_programs_compiled(text, tmp_path):
 def test_plan_prints_the_command_of_its_choice(capsys, monkeypatch):
     rankings = []
 
-    def kept(*arguments):
-        for ranking in plan_in_steps(*arguments, num_finalists=0):
+    def kept(*arguments, **options):
+        for ranking in plan_in_steps(*arguments, num_finalists=0, **options):
             rankings.append(ranking)
             yield ranking
 

@@ -149,6 +149,14 @@ def test_a_run_is_loaded_by_its_folder(run):
     assert len(found.metrics()) > 2
     with pytest.raises(ValueError, match="'zebra' is not among the 11 words"):
         found.logits("a zebra")
+    for wrong, named in ([1, 2, 3], "1"), (np.zeros(3), r"0\.0"):
+        message = (
+            rf"a word of the text=.*{named}.*: use a string; `decode` makes a text of token ids"
+        )
+        with pytest.raises(ValueError, match=message):
+            found.logits(wrong)
+    with pytest.raises(ValueError, match=r"prompt=3 \(int\): use a text, or a list of texts"):
+        found.sample(3)
     with pytest.raises(FileNotFoundError, match="nowhere holds no run"):
         jaxpar.load_run("nowhere")
     spread = jaxpar.load_run(run.out_dir, "pp2tp4")

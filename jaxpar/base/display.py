@@ -28,8 +28,9 @@ def show(thing: Any) -> Any:
         if (draw := show.dispatch(type(thing))) is not nobody:
             return draw(thing)
     raise ValueError(
-        f"there is no picture of type {type(thing).__name__}; give a mesh, an array, a state or module of "
-        f"Flax, a TrainState, a Schedule, a ProgramReport, a MeasuredStep or a FitResult"
+        f"there is no picture of type {type(thing).__name__}; give a MeshConfig or Mesh, an array of JAX (of "
+        f"NumPy's: jax.numpy.asarray(x)), a state or module of Flax, a TrainState, a Schedule, a "
+        f"ProgramReport, a MeasuredStep or a FitResult"
     )
 
 

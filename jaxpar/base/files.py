@@ -9,6 +9,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -155,6 +156,28 @@ def make_folder(path: Path, what: str, remedy: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def check_folder(path: Path, what: str, remedy: str) -> None:
+    """Nothing, if a folder can be written, or made; to be asked before work that takes long.
+
+    It is tried, in a folder that is removed at once: what may be written is not always what can be.
+
+    Args:
+      what, remedy: as of `make_folder`.
+    Raises:
+      OSError: it cannot; in words.
+    """
+    if isinstance(path, BucketPath):
+        return
+    with in_words(f"make {what}", remedy):
+        for place in (path, *path.absolute().parents):
+            try:
+                os.stat(place)
+            except FileNotFoundError:
+                continue
+            with tempfile.TemporaryDirectory(prefix=".", dir=place):
+                return
+
+
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one letter is a drive
 
 
@@ -164,12 +187,34 @@ def check_place(path: Path) -> None:
     Raises:
       OSError: it is not.
     """
-    if not path.parent.is_dir():
+    with in_words(f"write {path}", WRITABLE):  # a name may be too long
+        is_there = path.parent.is_dir()
+    if not is_there:
         known = "is not a folder" if path.parent.exists() else "does not exist"
         kind = NotADirectoryError if path.parent.exists() else FileNotFoundError
         raise kind(
             f"cannot write {path}: {path.parent} {known}; make that folder, or give another place"
         )
+
+
+def check_output(path: Path) -> None:
+    """Nothing, if a file can be written as of `whole_file`; to be asked before work that takes long.
+
+    Raises:
+      OSError: it cannot; in words.
+    """
+    check_place(path)
+    with in_words(f"write {path}", WRITABLE):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        partial = _partial_of(path)
+        partial.touch()
+        partial.unlink()
+
+
+def _partial_of(path: Path) -> Path:
+    """Where a file is until it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
 
 
 @contextlib.contextmanager
@@ -181,7 +226,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     check_place(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = _partial_of(path)
     with in_words(f"write {path}", WRITABLE):
         try:
             yield partial

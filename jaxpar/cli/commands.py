@@ -112,9 +112,11 @@ class Train(RunOptions):
                 "--resume-or-begin keeps what is in the folder, --overwrite removes it; use one of them"
             )
         from jaxpar.training.console import ConsoleReport
-        from jaxpar.training.fit import fit
+        from jaxpar.training.fit import choose_folder, fit
         from jaxpar.training.trackers import TRACKERS
 
+        if self.parallel.mesh is AUTO and not self.resume:  # before the minutes that a plan takes
+            choose_folder(self.train.out_dir, resume=False, overwrite=self.overwrite)
         trackers = [TRACKERS[name]() for name in self.track]
         task, parallel, train = self._settled()
         goes_on = self.resume and self.resume_or_begin
@@ -163,6 +165,11 @@ class Train(RunOptions):
             parallel, reason = planning.fit_devices(sized, parallel, train, keep=not plans)
             if reason and jax.process_index() == 0:
                 print(f"mesh        {reason}")
+            if (
+                parallel.mesh.data == 1 != self.parallel.mesh.data
+            ):  # at the next start it may be more
+                update = "host" if parallel.update == "host" else "replicated"
+                parallel = dataclasses.replace(parallel, fsdp=False, update=update)
         elif plans and self.devices is not None:
             raise ValueError(
                 "--mesh auto takes all devices, and --devices names some; leave out one of the two"
@@ -278,9 +285,10 @@ class Export(TrainedOptions):
         """The exit code, 0."""
         import jax
 
-        from jaxpar.training.loaded import load_run
+        from jaxpar.training.loaded import check_export, load_run
 
         self.start_processes()
+        check_export(self.output)
         run = load_run(self.run_dir, self.mesh, best=self.best)
         written = run.export(self.output, dtype=self.dtype, torch=self.torch)
         if jax.process_index() == 0:
@@ -313,8 +321,10 @@ class Predict(BatchOptions):
 
         from jaxpar.hosts.stopping import Interrupted
         from jaxpar.training.loaded import load_run
+        from jaxpar.training.predict import check_out
 
         self.start_processes()
+        check_out(self.out)
         run = load_run(self.run_dir, self.mesh, best=self.best)
         try:
             outputs = run.predict(self.data, self.out, **self.sizes)
@@ -516,29 +526,32 @@ def _compile_only(machine: str | None) -> None:
 
 
 def _plan(settings: Settings, machine: str | None, num_bytes: float | None) -> "planning.Ranking":
-    """The ranking, shown by arithmetic, as finalists are compiled and run, and at the end."""
-    from rich.progress import Progress
-
+    """The ranking, shown by arithmetic and at the end; stderr has what is done in between."""
     from jaxpar import planning
     from jaxpar.base.console import make_console
-    from jaxpar.planning.planner import NUM_FINALISTS
 
     found = planning.find_machine(machine, num_bytes)
-    steps = planning.plan_in_steps(*settings, found)
-    ranking = next(steps)
-    _ = ranking.best  # raises if none fits
+    console, known = make_console(sys.stderr), set[str]()
+    status = console.status("")  # a live line in a terminal, and nothing elsewhere
+
+    def tell(doing: str) -> None:
+        status.update(doing)
+        if not console.is_terminal:
+            console.print(f"{doing} ...", highlight=False)
+
+    steps = planning.plan_in_steps(*settings, found, tell=tell)
+    with status:
+        ranking = next(steps)
+        _ = ranking.best  # raises if none fits
     _show(ranking)
-    known = set[str]()
-    with Progress(console=make_console(sys.stderr), transient=True) as progress:
-        bar = progress.add_task("the first dozen", total=NUM_FINALISTS)
+    with status:
         for ranking in steps:
-            progress.update(bar, completed=sum(bool(cost.program) for cost in ranking.fitting))
             for cost in (*ranking.fitting, *ranking.refused):
                 name = planning.describe(cost.parallel)
                 if (cost.program or cost.refusal) and name not in known:
                     known.add(name)
                     what = cost.refusal or f"{cost.seconds_text} a step, {cost.memory_text}"
-                    progress.console.print(f"{name}: {what}", highlight=False)
+                    console.print(f"{name}: {what}", highlight=False)
     print()
     _show(ranking)
     return ranking

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from jaxpar.analysis.measured import measure_step
 from jaxpar.analysis.program import inspect_step
-from jaxpar.base.files import check_place, whole_file
+from jaxpar.base.files import check_output, whole_file
 from jaxpar.facts import ModelFacts
 from jaxpar.forward import step_schedule
 from jaxpar.layout import Layout
@@ -108,11 +108,11 @@ def _path_of(kind: str, output: str | Path | None, ends: Sequence[str]) -> Path:
     if output is None:
         raise ValueError(f"a picture of {kind} is a file; say which, such as -o {kind}{ends[0]}")
     path = Path(output).expanduser()
-    check_place(path)
     if path.suffix not in ends:
         raise ValueError(
             f"cannot draw {kind} into {str(path)!r}; end its name in {', '.join(ends)}"
         )
+    check_output(path)
     return path
 
 

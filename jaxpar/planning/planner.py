@@ -9,10 +9,10 @@ import dataclasses
 import functools
 import itertools
 import statistics
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
-from jaxpar.base.display import Printed, format_bytes
+from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.config_file import option_words
 from jaxpar.mesh import short_name
@@ -135,8 +135,14 @@ def plan_in_steps(
     machine: Machine,
     num_finalists: int = NUM_FINALISTS,
     tensor: Collection[int] | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Ranking]:
-    """`plan` as it goes: by arithmetic alone, then after every program, then after all have run."""
+    """`plan` as it goes: by arithmetic alone, then after every program, then after all have run.
+
+    Args:
+      tell: is called with what comes next, in words.
+    """
+    tell("ranking every mesh and pipeline by arithmetic")
     if machine.is_here and num_finalists:
         check_alone()
     if given.mesh.devices is not None:
@@ -148,12 +154,17 @@ def plan_in_steps(
     for _ in range(_MOST_TRIED):
         wanted = num_finalists - sum(cost.program is not None and cost.fits for cost in costs)
         wave = {n: setup_on(costs[n].settings, machine) for n in itertools.islice(likely, wanted)}
-        for place, found in compile_steps([*wave.values()], machine):
+        if wave:
+            tell(f"compiling 1 of {format_count(len(wave), 'config')}")
+        for count, (place, found) in enumerate(compile_steps([*wave.values()], machine), 2):
             number = [*wave][place]
             costs[number] = costs[number].known(found)
             yield Ranking.of(machine, costs)
+            if count <= len(wave):
+                tell(f"compiling {count} of {len(wave)} configs")
         setups |= {n: setup for n, setup in wave.items() if costs[n].fits}
     for rounds in (_ROUNDS, _LAST_ROUNDS) if machine.is_here and setups else ():
+        tell(f"running {format_count(len(setups), 'config')} in {rounds} rounds")
         for n, seconds in zip(setups, time_steps([*setups.values()], rounds), strict=True):
             costs[n] = dataclasses.replace(costs[n], measured=tuple(seconds))
         quickest = sorted(setups, key=lambda n: costs[n].seconds)[:_BEST]

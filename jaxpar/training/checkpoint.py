@@ -116,6 +116,7 @@ class Checkpoints:
         state: TrainState,
         batches: Mapping[str, str] | None = None,
         position: str | None = None,
+        settings: str | None = None,
     ) -> None:
         """Begins to write a checkpoint of `state.step`; returns as soon as the state may change.
 
@@ -124,7 +125,7 @@ class Checkpoints:
 
         Args:
           state: may be donated to the next training step at once.
-          batches, position: what the data were; see `described`.
+          batches, position, settings: what the data were; see `described`.
         Raises:
           ValueError: the folder has a checkpoint of this step or a later one.
           OSError: this save, or the one before it in the background, failed.
@@ -145,7 +146,7 @@ class Checkpoints:
             )
         losses = {str(each): repr(loss) for each, loss in self.losses.items()}
         own = {"run": self._run, "step": step, "losses": losses, "batches": dict(batches or {})}
-        own |= {"position": position}
+        own |= {"position": position, "settings": settings}
         described = _describe(self._setup.task) | own
         with self._failing_in_words():
             self._saving = Writing(
@@ -242,7 +243,8 @@ class Checkpoints:
     def described(self, step: int) -> dict[str, Any]:
         """What a checkpoint says of itself: `batches`, the checksums of those before it, and more.
 
-        `position` is where a stream was before the first of these, if it can tell.
+        `position` is where a stream was before the first of these, if it can tell; `settings` a checksum of
+        those by which batches are cut, which older versions have not written.
 
         Raises:
           OSError, ValueError: there is no such checkpoint, or it is damaged.

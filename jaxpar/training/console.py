@@ -73,6 +73,12 @@ class ConsoleReport(Report):
         self._mark = None
         self._out_dir = out_dir
         done = f", resumed at step {step}" if step else ""
+        if step >= num_steps:
+            self._print(
+                f"the run in {out_dir} has taken all its {step} steps, and is evaluated alone; to train it "
+                f"further, resume it with more: --train.num-steps {2 * step}"
+            )
+            return
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
         self._curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
         if isinstance(self.console, NotebookConsole):

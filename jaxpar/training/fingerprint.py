@@ -132,10 +132,15 @@ def hash_rows(batch: Any, start: int) -> int:
 
 
 class HashedBatches(CheckedBatches):
-    """Batches that remember the checksums of the rows that this process has read last."""
+    """Batches that remember the checksums of the rows that this process has read last.
 
-    def __init__(self, setup: Setup, batches: Batches):
+    Args:
+      settings: by which they are cut, as of `describe_data`.
+    """
+
+    def __init__(self, setup: Setup, batches: Batches, settings: str):
         super().__init__(setup, batches)
+        self.settings = settings
         self._stream = batches if isinstance(batches, IteratorBatches) else None
         self._read: dict[int, dict[str, int]] = {}
         self._together = Together()

@@ -29,6 +29,7 @@ from jaxpar.training.loop import Run
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.report import FitResult, Report, Reports
 from jaxpar.training.run_folder import (
+    ROOT,
     TASK,
     RunFolder,
     newest_run_folder,
@@ -98,13 +99,14 @@ def fit(
         report is None or not quiet,
         "quiet=True is for what is printed, and report=... takes its place; leave out one of them",
     )
-    start = Start.of(start)
+    given, start = Parallel.of(parallel, task.parallel), Start.of(start)
+    if not resume:
+        given.check_splits()
     require(
         start is None or not resume,
         "start is for a run that begins, and resume for one that goes on with its own weights; leave out one "
         "of them",
     )
-    given = Parallel.of(parallel, task.parallel)
     options = {"resume": resume, "overwrite": overwrite, "profile": profile}
     agree(
         task, given, {"task": task.name, "train": train, "start": start, **options},
@@ -123,7 +125,7 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
 
     Raises:
       ValueError: resume and overwrite, both; or the run to resume is of an older version.
-      OSError: there is no run to resume, or one that is not to be overwritten.
+      OSError: there is no run to resume, or one that is not to be overwritten, or none can be written.
     """
     if resume and overwrite:
         raise ValueError("resume and overwrite contradict each other; use one of them")
@@ -132,6 +134,7 @@ def choose_folder(out_dir: str | None, *, resume: bool, overwrite: bool) -> RunF
         folder.check()
     else:
         folder = None if out_dir is None else RunFolder(out_dir)
+        (RunFolder(ROOT) if folder is None else folder).check_place()
         if folder is not None and not overwrite:
             _check_holds_no_run(folder)
     if folder is not None:
@@ -179,7 +182,7 @@ def open_run(
     begins = before is None or before.checkpoints(setup).is_empty
     taken = find_weights(setup, start) if start is not None and begins else None
     texts = texts_of(setup, {**data, "start": start and start.to_json()})  # and these?
-    batches = HashedBatches(setup, task.make_batches("train", train.seed))
+    batches = HashedBatches(setup, task.make_batches("train", train.seed), data["settings"])
     is_cut_alike = before is not None and before.record.check_data(data)
     told = [] if taken is None else taken.to_rows()
     found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}
@@ -306,7 +309,9 @@ def _restore(folder: RunFolder, setup: Setup, batches: HashedBatches | None) -> 
             step = int(state.step)
             known = checkpoints.described(step)
             what = f"the checkpoint of step {step}"
-            batches.check(known["batches"], what, known["position"])
+            # A run that went on with other sizes may have ended before its next checkpoint.
+            if known.get("settings") in (None, batches.settings):
+                batches.check(known["batches"], what, known["position"])
         return release(state, setup.train.allowed_skips)
     if jax.process_index() == 0:
         _log.warning("%s has no checkpoint yet: the run begins again", folder)

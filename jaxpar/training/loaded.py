@@ -12,15 +12,16 @@ import numpy as np
 from flax import nnx
 
 from jaxpar.base.checks import require_instance
-from jaxpar.base.files import check_path
+from jaxpar.base.files import check_output, check_path
 from jaxpar.data.batches import Batches
+from jaxpar.hosts.agree import in_process_0
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import TrainState
 from jaxpar.training.by_layer import in_stacks
 from jaxpar.training.evaluate import evaluate, in_batches
 from jaxpar.training.fingerprint import describe_data
-from jaxpar.training.predict import predict
+from jaxpar.training.predict import check_out, predict
 from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing, outgoing, write_weights
@@ -104,7 +105,7 @@ class LoadedRun:
         use = "a split, such as 'test', or batches, such as jaxpar.ArrayBatches(arrays, batch_size)"
         require_instance("data", data, str | Batches, use)
         if out is not None:
-            check_path("out", out)
+            check_out(out)
         setup, state = self.setup, self.state
         if sizes:
             setup, state = in_batches(setup, state, **sizes)
@@ -140,7 +141,7 @@ class LoadedRun:
           ValueError: `dtype` is another, or PyTorch has no such layers.
           OSError: a file cannot be written.
         """
-        check_path("path", path)
+        check_export(path)
         if dtype not in (None, "bfloat16"):
             raise ValueError(f"dtype={dtype!r}: use 'bfloat16', or None for weights as they are")
         tensors = outgoing((self.state.params, self.state.frozen), self.setup.layout)
@@ -161,6 +162,16 @@ class LoadedRun:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: what was reported while it ran."""
         return self.folder.metrics()
+
+
+def check_export(path: str | PathLike[str]) -> None:
+    """Nothing, if weights can be written there; all processes ask.
+
+    Raises:
+      ValueError, OSError: they cannot.
+    """
+    check_path("path", path)
+    in_process_0(lambda: check_output(Path(path).expanduser()))
 
 
 def load_run(

@@ -187,7 +187,7 @@ class Run:
         read, position = self.batches.checksums(step), self.batches.position(step)
         in_process_0(self.folder.write_checksums)
         with self.times.of("checkpoints"):
-            self.checkpoints.save(self.state, read, position)
+            self.checkpoints.save(self.state, read, position, self.batches.settings)
         self.saved = time.perf_counter()
 
     def _is_time_to_save(self) -> bool:

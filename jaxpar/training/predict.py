@@ -28,7 +28,7 @@ from rich.progress import Progress
 
 from jaxpar.base.checks import require
 from jaxpar.base.console import make_console
-from jaxpar.base.files import WRITABLE, in_words, make_folder
+from jaxpar.base.files import WRITABLE, check_folder, check_path, in_words, make_folder
 from jaxpar.data.batches import Batches, place_batch
 from jaxpar.data.order import DrawnBatches
 from jaxpar.hosts.agree import Together, in_process_0, together
@@ -48,6 +48,7 @@ PART_SECONDS = 30.0  # about what is lost where a process is killed
 _DESCRIPTION, _CARRY = "predictions.json", "carry-"
 _NO_BATCH: tuple[int, int, dict[str, jax.Array]] = 0, 0, {}  # number, time steps, outputs
 _FOLDER = "folder"  # of the run, which is not compared
+_ELSEWHERE = "use another --out"
 _TYPES = {"of": dict, "finished": int}
 
 
@@ -83,6 +84,17 @@ def predict(
     with folder.lock, folder.opened:
         _run(data, state, folder, quiet=quiet)
     return {name: np.load(folder.path_of(name), mmap_mode="r") for name in data.shapes}
+
+
+def check_out(out: str | os.PathLike[str]) -> None:
+    """Nothing, if predictions can be written there; all processes ask.
+
+    Raises:
+      ValueError, OSError: they cannot.
+    """
+    check_path("out", out)
+    path = Path(out).expanduser()
+    in_process_0(lambda: check_folder(path, f"the folder {path}", _ELSEWHERE))
 
 
 def _run(data: "_Data", state: TrainState, out: "_Memory", *, quiet: bool) -> None:
@@ -313,7 +325,7 @@ class _Folder(_Memory):
         in_process_0(lambda: self._note(number))
 
     def _make(self) -> None:
-        make_folder(self._path, f"the folder {self._path}", "use another --out")
+        make_folder(self._path, f"the folder {self._path}", _ELSEWHERE)
 
     def _begin(self) -> int:
         """Makes the files, or finds them as they were left."""

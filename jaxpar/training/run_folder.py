@@ -32,6 +32,7 @@ import jax
 
 from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.files import (
+    check_folder,
     check_path,
     free_path,
     make_folder,
@@ -53,6 +54,8 @@ from jaxpar.training.record import REMEDY, Record
 ROOT = Path("runs")  # where runs without a folder of their own are numbered
 CONFIG, DATA, TASK = "config.toml", "data.json", "task.py"
 _OWN = (CONFIG, DATA, TASK, "metrics.jsonl", "checkpoints", "profile")
+
+_ELSEWHERE = "use another --train.out-dir"
 
 _log = logging.getLogger(__name__)
 
@@ -145,8 +148,16 @@ class RunFolder:
         """
         return self._lock
 
+    def check_place(self) -> None:
+        """Nothing, if a run can write here.
+
+        Raises:
+          OSError: it cannot.
+        """
+        check_folder(self.path, f"the folder {self}", _ELSEWHERE)
+
     def _make(self) -> None:
-        make_folder(self.path, f"the folder {self}", "use another --train.out-dir")
+        make_folder(self.path, f"the folder {self}", _ELSEWHERE)
 
     def _task_file(self) -> Path | None:
         """The user's file that the run's task is in; None if it comes with jaxpar.

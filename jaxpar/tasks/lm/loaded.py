@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.base.checks import require
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.console import facts_table, make_console
 from jaxpar.base.files import read_text
 from jaxpar.base.parts import SPLITS
@@ -113,6 +113,7 @@ class TextRun(LoadedRun):
     ) -> Any:
         """A text that begins with the prompt; or one for each prompt of a list; see `sample`."""
         assert isinstance(self.setup.task, LM)
+        require_instance("prompt", prompt, str | Sequence, "a text, or a list of texts")
         prompts = [prompt] if isinstance(prompt, str) else [*prompt]
         separator = self.vocabulary.separator if self.setup.task.reads_lines else None
         ends = [] if end is None else self.vocabulary.encode(end, strict=True)

@@ -137,7 +137,7 @@ class Vocabulary:
         require_instance("text", text, str | Iterable, "a string, or a list of words")
         if self.tokenizer == SUBWORD and isinstance(text, str):  # of which nothing is unknown
             return _encode_pieces(self._pieces, text, self.separator)
-        words = _tokenize(text, self.tokenizer) if isinstance(text, str) else text
+        words = _tokenize(text, self.tokenizer) if isinstance(text, str) else map(_as_word, text)
         if strict:
             words = map(self._known, words)
         unk = itertools.repeat(self._ids[UNK])
@@ -266,6 +266,13 @@ def _encode_pieces(tokenizer: Any, text: str, separator: int) -> np.ndarray:
         for number, pieces in enumerate(encoded):
             ids.append(np.array([separator][:number] + pieces.ids, np.int32))
     return np.concatenate(ids)
+
+
+def _as_word(word: Any) -> str:
+    require_instance(
+        "a word of the text", word, str, "a string; `decode` makes a text of token ids"
+    )
+    return word
 
 
 def _tokenize(text: str, tokenizer: str) -> Iterator[str]:
