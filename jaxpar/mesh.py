@@ -309,6 +309,7 @@ def split_machine(machine: str) -> tuple[str, tuple[int, ...]]:
     Raises:
       ValueError: there is no such machine.
     """
+    require_instance("machine", machine, str, 'the name of one, such as "v5e:4x8" or "h100:1x2x8"')
     name, _, sides = machine.partition(":")
     if name not in (*_TPUS, *_GPUS) or not re.fullmatch(r"\d+(x\d+){1,2}", sides):
         raise ValueError(

@@ -204,6 +204,10 @@ CALLS = {
     "a schedule of no stage": (lambda m: make_schedule("1f1b", 0, 2), "num_stages=0 is not a count"),
     "stages in words": (lambda m: make_schedule("1f1b", "4", 2), "num_stages='4' is not a count"),
     "groups without interleaving": (lambda m: make_schedule("1f1b", 4, 2, 1, 2), "num_groups=1 with the"),
+    "a plan for a name": (lambda m: plan("lm"), f"task='lm' .*{A_TASK}"),
+    "a plan for a number": (lambda m: plan(TASK, machine=3), r"machine=3 \(int\): use the name of one"),
+    "fewer finalists than none": (lambda m: plan(TASK, num_finalists=-1), "finalists=-1 is too small"),
+    "a size of tensor alone": (lambda m: plan(TASK, tensor=2), r"tensor=2 \(int\): use a list of sizes"),
     "a plan for no such machine": (lambda m: plan(TASK, machine="gpu"), "machine 'gpu': write a TPU slice"),
     "a sample of no run": (lambda m: jaxpar.lm.sample("nowhere"), "nowhere holds no run"),
     "a start of a number": (

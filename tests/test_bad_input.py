@@ -292,6 +292,9 @@ FLAGS = {
         train("--hiden-size", "8"),
         "Unrecognized options: --hiden-size, 8 Perhaps you meant: --hidden-size INT .* train lm --help$",
     ),
+    "an unknown flag with underscores": (
+        train("--batch_sizes", "8"), "options: --batch-sizes, 8 Perhaps you meant: --batch-size INT",
+    ),
     "a rate by another name": (
         train("--lr", "0.1"), r"options: --lr, 0\.1 .* --lr is --optimizer\.learning-rate here$",
     ),
@@ -398,6 +401,7 @@ DEVICES = {
     "nothing to split an update over": (
         train("--mesh", "pp2", "--update", "sharded"), "update='sharded' splits over data, and mesh pp2 ha",
     ),
+    "no unit of memory": (train("--memory", "16"), "--memory 16: write a number and its unit, such as 16GB"),
     "two sizes to infer": (
         train("--mesh", "data=-1,stage=-1"), "-1 for data and stage; only one",
     ),
@@ -546,6 +550,9 @@ FILES = {
         ["export", "run", "-o", "empty.txt/model"],
         r"cannot write empty\.txt/model: empty\.txt is not a folder",
     ),
+    "an export as PyTorch's own file": (
+        ["export", "no run", "-o", "model.pt"], r"model\.pt ends in \.pt, and what is written is safetensors",
+    ),
     "an export into a folder": (
         ["export", "no run", "-o", "text"], "cannot write text: Is a directory; give a place that can be wri",
     ),
@@ -555,6 +562,10 @@ FILES = {
     "predictions in a file": (
         ["predict", "no run", "test", "-o", "empty.txt/p"],
         r"cannot make the folder empty\.txt/p: Not a directory; use another --out",
+    ),
+    "a picture of what one device sends": (
+        ["plot", "bytes", "lm", *SIZES[:10], "--corpus", "none", "--mesh", "dp1", "-o", "a.svg"],
+        "one device sends nothing; give a mesh of several, such as dp2tp2",
     ),
     "a picture in a folder": (
         (lambda world: (world / "a.svg").mkdir(), ["plot", "schedule", "lm", "--mesh", "pp4", "-o", "a.svg"]),

@@ -49,7 +49,7 @@ FIELDS = [
     (Parallel, {"shares": (10**20, 1)}, r"shares=100000000000000000000: must be below 2\*\*63"),
     (OptimizerConfig, {"hold_steps": 2**31}, "hold_steps=2147483648: must be below 2147483648"),
     (TrainConfig, {"max_skipped": 2**31}, "max_skipped=2147483648: must be below 2147483648"),
-    (LM, {"optimizer": "adam"}, "optimizer='adam': use a OptimizerConfig"),
+    (LM, {"optimizer": "adam"}, "optimizer='adam': use an OptimizerConfig"),
     (Images, {"image_shape": (8, 8.0, 1)}, r"image_shape=\(8, 8\.0, 1\): use a list of whole num"),
     (
         PipelineConfig,

@@ -467,6 +467,10 @@ MISTAKES = {
     ),
     "no process": (["--processes", "0", "--", "train"], r"processes=0, .*use at least 1"),
     "simulate": (["--", "train", "--simulate=4"], r"leave --simulate out after --"),
+    "simulate on a cluster": (
+        ["--print", "slurm", "--", "train", "lm", "--simulate", "4"],
+        r"leave --simulate out after --, and use --devices-per-process",
+    ),
     "elastic without a folder": (
         ["--elastic", "--", "train", "lm"],
         r"write train and --train\.out-dir FOLDER",

@@ -265,7 +265,7 @@ def test_a_text_of_fewer_tokens_than_rows_is_evaluated_in_the_batch_as_it_is(tmp
         ({"seq_len": True}, "seq_len=True.*: use a whole number"),
         ({"num_buckets": -1}, "num_buckets=-1: must not be negative"),
         ({"bucket_multiple": 0}, "bucket_multiple=0: must be positive"),
-        ({"optimizer": "adam"}, "optimizer='adam': use a OptimizerConfig"),
+        ({"optimizer": "adam"}, "optimizer='adam': use an OptimizerConfig"),
     ],
 )
 def test_fields_that_cannot_be(changes, message):

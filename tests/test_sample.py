@@ -157,6 +157,10 @@ def test_a_run_is_loaded_by_its_folder(run):
             found.logits(wrong)
     with pytest.raises(ValueError, match=r"prompt=3 \(int\): use a text, or a list of texts"):
         found.sample(3)
+    with pytest.raises(ValueError, match=r"temperature='hot' \(str\): use a number"):
+        found.sample("the", temperature="hot")
+    with pytest.raises(ValueError, match=r"data=3 \(int\): use a path"):
+        found.batches(3)
     with pytest.raises(FileNotFoundError, match="nowhere holds no run"):
         jaxpar.load_run("nowhere")
     spread = jaxpar.load_run(run.out_dir, "pp2tp4")

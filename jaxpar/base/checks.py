@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import reprlib
 import types
 import typing
@@ -103,7 +104,8 @@ def _describe(wanted: Any) -> str:
         str: "a string",
         types.NoneType: "None",
     }
-    return names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
+    name = names.get(wanted) or f"a {getattr(wanted, '__name__', wanted)}"
+    return re.sub(r"^a (?=[AEIO])", "an ", name)
 
 
 def walk(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

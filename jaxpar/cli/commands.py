@@ -561,7 +561,7 @@ def _num_bytes(size: str | None) -> float | None:
     """Of a size such as 16GB."""
     if size is None:
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B?", size)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([kMGT]?)B", size)
     if match is None:
         raise ValueError(f"--memory {size}: write a number and its unit, such as 16GB")
     return float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}[match[2]]

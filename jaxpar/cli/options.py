@@ -41,7 +41,8 @@ _Command = TypeVar("_Command")
 # What options of training are called by other programs.
 _ELSEWHERE = {
     "--lr": "--optimizer.learning-rate", "--learning-rate": "--optimizer.learning-rate",
-    "--epochs": "--train.num-steps", "--max-steps": "--train.num-steps", "--gpus": "--mesh",
+    "--epochs": "--train.num-steps", "--num-epochs": "--train.num-steps",
+    "--max-steps": "--train.num-steps", "--gpus": "--mesh",
     "--data": "--corpus", "--output-dir": "--train.out-dir",
 }  # fmt: skip
 
@@ -74,6 +75,8 @@ def read_options(
     description = inspect.cleandoc(command.__doc__ or "").partition("\n\nAttributes:\n")[0]
     default: dict[str, Any] = {"default": command(**known)} if known else {}
     said = io.StringIO()
+    # tyro takes --num_layers for --num-layers, but finds nothing like --num_layer.
+    arguments = [re.sub(r"^--[^=]+", lambda name: name[0].replace("_", "-"), a) for a in arguments]
     try:
         with contextlib.redirect_stderr(said):
             return tyro.cli(

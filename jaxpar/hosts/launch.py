@@ -135,11 +135,6 @@ def launch(
     """
     output.DROPPED.add(errno.EPIPE)
     check_command(command, num_processes, devices_per_process)
-    if "--simulate" in options_of(command):
-        raise ValueError(
-            f"launch gives each process {format_count(devices_per_process, 'device')}; leave --simulate out "
-            f"after --, and use --devices-per-process"
-        )
     if elastic:
         command = elastic_command(command, num_processes, min_processes)
     elif min_processes != 1:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.base.bucket import SCHEME
+from jaxpar.base.display import format_count
 from jaxpar.hosts.group import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
 
 Platform = Literal["gpu", "cpu"]
@@ -141,7 +142,7 @@ def _fill_in(template: str, **values: object) -> str:
 
 
 def check_command(command: Sequence[str], num_processes: int, devices_per_process: int) -> None:
-    """Raises a ValueError if a number is not positive, or the command is not one for several processes."""
+    """Raises a ValueError if a number is not positive, or the command not one for several processes."""
     if num_processes < 1 or devices_per_process < 1:
         raise ValueError(
             f"processes={num_processes}, devices_per_process={devices_per_process}: "
@@ -152,6 +153,11 @@ def check_command(command: Sequence[str], num_processes: int, devices_per_proces
         raise ValueError(
             f"launch was given {given} to start; write {', '.join(COMMANDS[:-1])} or {COMMANDS[-1]} and its "
             f"arguments after --, such as: launch --processes 2 -- train lm --mesh dp2"
+        )
+    if "--simulate" in options_of(command):
+        raise ValueError(
+            f"launch gives each process {format_count(devices_per_process, 'device')}; leave --simulate out "
+            f"after --, and use --devices-per-process"
         )
 
 

@@ -74,9 +74,12 @@ def plot_step(
         figure = figures.draw_bubble(s.name, s.num_stages, s.num_groups, zero_bubble=s.zero_bubble)
         return figures.save_figure(figure, path)
     task, parallel, train = settings
+    meshes = meshes or {str(parallel.mesh): parallel.mesh}
+    if kind == "bytes" and all(shape.build().size == 1 for shape in meshes.values()):
+        raise ValueError("one device sends nothing; give a mesh of several, such as dp2tp2")
     reports = {
         name: inspect_step(task, dataclasses.replace(parallel, mesh=shape), train)
-        for name, shape in (meshes or {str(parallel.mesh): parallel.mesh}).items()
+        for name, shape in meshes.items()
     }
     figure = (figures.draw_memory if kind == "memory" else figures.draw_bytes)(reports)
     return figures.save_figure(figure, path)

@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
+from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Printed, format_bytes, format_count
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.config_file import option_words
+from jaxpar.data.order import check_at_least
 from jaxpar.mesh import short_name
 from jaxpar.pipeline.placement import PartCosts, balance, tick_cost
 from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
@@ -24,7 +26,7 @@ from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.running import check_alone, time_steps
 from jaxpar.planning.search import describe, rank
 from jaxpar.setup import Setup
-from jaxpar.task import Task
+from jaxpar.task import Task, check_task
 
 NUM_FINALISTS = 12
 # So many of what is compiled may be refused for each that is wanted.
@@ -122,6 +124,9 @@ def plan(
       ValueError: as of `search.rank` and `find_machine`; there is no compiler for the machine; or there are
         several processes, of which each would measure for itself.
     """
+    check_task(task)
+    check_at_least(0, num_finalists=num_finalists)
+    require_instance("tensor", tensor, Collection | None, "a list of sizes, or None for all")
     machine = machine if isinstance(machine, Machine) else find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train
     *_, last = plan_in_steps(task, given, train, machine, num_finalists, tensor)

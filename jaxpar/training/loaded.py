@@ -26,6 +26,9 @@ from jaxpar.training.progress import Evaluation
 from jaxpar.training.run_folder import RunFolder
 from jaxpar.training.weights import Outgoing, outgoing, write_weights
 
+# Names of files that programs take for something else.
+_OF_OTHERS = {".bin", ".ckpt", ".h5", ".npy", ".npz", ".onnx", ".pkl", ".pt", ".pth"}
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LoadedRun:
@@ -171,6 +174,10 @@ def check_export(path: str | PathLike[str]) -> None:
       ValueError, OSError: they cannot.
     """
     check_path("path", path)
+    if (ending := Path(path).suffix) in _OF_OTHERS:
+        raise ValueError(
+            f"{path} ends in {ending}, and what is written is safetensors; end its name in .safetensors"
+        )
     in_process_0(lambda: check_output(Path(path).expanduser()))
 
 

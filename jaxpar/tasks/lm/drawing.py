@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, STAGE
-from jaxpar.base.checks import require
+from jaxpar.base.checks import require, require_instance
 from jaxpar.base.trees import vary_like
 from jaxpar.data.order import check_at_least
 
@@ -58,6 +58,7 @@ class Draw(NamedTuple):
         """
         check_at_least(0, seed=seed, top_k=top_k)
         require(seed < 2**31, f"seed={seed} is too large; use less than {2**31}")
+        require_instance("temperature", temperature, int | float | np.number, "a number")
         require(
             math.isfinite(temperature) and temperature >= 0,
             f"temperature={temperature}: use a finite temperature, and no negative number",

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.base.checks import require, require_instance
 from jaxpar.base.console import facts_table, make_console
-from jaxpar.base.files import read_text
+from jaxpar.base.files import check_path, read_text
 from jaxpar.base.parts import SPLITS
 from jaxpar.data.batches import Batches
 from jaxpar.mesh import ONE_DEVICE, MeshConfig, short_name
@@ -56,6 +56,7 @@ class TextRun(LoadedRun):
         Raises:
           ValueError, OSError: as of `LoadedRun.batches`, or the file is too short, or no text.
         """
+        check_path("data", data)
         if data in SPLITS:
             return super().batches(data)
         if not Path(data).expanduser().exists():
