@@ -19,11 +19,9 @@
 import dataclasses
 
 import jax
-from flax import nnx
 
 import jaxpar
 from jaxpar import MeshConfig, Parallel, lm
-from jaxpar.analysis import strategy_for
 
 jaxpar.simulate_devices(8)
 
@@ -86,27 +84,13 @@ for seq_len in (8, 16):
     print(f"{seq_len:>3} time steps: tensor parallelism sends {sent:,} bytes")
 
 # %% [markdown]
-# ## Where does the answer flip?
-#
-# For one dense layer it can be written down. This is AlexNet's first dense layer, and after it a convolution: it is
-# better to split the weights of the former and the batch of the latter ("one weird trick", arXiv:1404.5997).
-
-# %%
-mesh = MeshConfig(data=2, tensor=4).build()
-dense = nnx.eval_shape(lambda: nnx.Linear(9216, 4096, rngs=nnx.Rngs(0)))
-print(strategy_for(dense, 128, mesh))
-
-# %%
-conv = nnx.eval_shape(lambda: nnx.Conv(96, 256, (5, 5), rngs=nnx.Rngs(0)))
-print(strategy_for(conv, (128, 27, 27, 96), mesh))
-
-# %% [markdown]
 # ## What was learned
 #
 # - Both strategies compute the same loss; they differ in what they send.
 # - Data parallelism sends the gradients, once a step, whatever the batch. Tensor parallelism sends activations, in
 #   every layer and at every time step, whatever the weights.
-# - So big weights and small batches ask for tensor parallelism, small weights and big activations for data parallelism.
+# - So big weights and small batches ask for tensor parallelism, small weights and big activations for data parallelism:
+#   notebook 8 has the line between them, and a layer split by hand.
 # - `inspect_step` reads it from the compiled program, without running it.
 #
 # Next: a layer on each device, and how to keep all of them busy, in notebook 3.
