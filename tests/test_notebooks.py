@@ -16,15 +16,16 @@ sys.path.append(str(ROOT / "notebooks"))
 from run import execute, sources  # noqa: E402
 
 NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sources()]
-MARKS = dict(zip("34567", ("slow", "slow", "slow", "full", "slow"), strict=True))  # what takes long
+LONG = ("slow", "slow", "slow", "full", "slow", "full", "slow")
+MARKS = dict(zip("3456789", LONG, strict=True))  # what takes long
 RUN = [*NOTEBOOKS[:2]] + [
     pytest.param(path, id=path.stem, marks=getattr(pytest.mark, MARKS[path.name[0]]))
     for path in sources()[2:]
 ]
 
 
-def test_there_are_seven():
-    assert [path.name[0] for path in sources()] == list("1234567")
+def test_there_are_nine():
+    assert [path.name[0] for path in sources()] == list("123456789")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
@@ -35,6 +36,19 @@ def test_a_pair_says_the_same_and_ends_with_what_was_learned(path):
     ]
     assert len(text.cells) < 20
     assert text.cells[-1].source.startswith("## What was learned\n")
+
+
+def test_the_page_on_buckets_has_the_numbers_of_the_notebook():
+    page = (ROOT / "docs/training.md").read_text("utf-8")
+    section = page.partition("### How many buckets?")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\|.*\d(?:%| MB) \|$", section, re.MULTILINE)
+    stored = nbformat.read(ROOT / "notebooks/9_buckets.ipynb", as_version=4)
+    printed = "".join(x.get("text", "") for cell in stored.cells for x in cell.get("outputs", ()))
+    lines = [line.replace(" steps", "").split() for line in printed.splitlines()]
+    for row in rows:
+        numbers = re.findall(r"[\d.]+(?= s\b| MB|%)", row)
+        assert any(set(numbers) <= {word.strip("%") for word in line} for line in lines), row
+    assert len(rows) == 10
 
 
 def kinds(cell):
