@@ -165,9 +165,8 @@ class Train(RunOptions):
             parallel, reason = planning.fit_devices(sized, parallel, train, keep=not plans)
             if reason and jax.process_index() == 0:
                 print(f"mesh        {reason}")
-            if (
-                parallel.mesh.data == 1 != self.parallel.mesh.data
-            ):  # at the next start it may be more
+            if parallel.mesh.data == 1 != self.parallel.mesh.data:
+                # Nothing to split over at this start; at the next one there may be.
                 update = "host" if parallel.update == "host" else "replicated"
                 parallel = dataclasses.replace(parallel, fsdp=False, update=update)
         elif plans and self.devices is not None:
