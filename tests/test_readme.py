@@ -62,6 +62,13 @@ def commands(page):
     return [shlex.split(line[1].split(" > ")[0], comments=True) for line in found if line]
 
 
+def test_one_command_sets_up_and_trains_and_one_sets_up_and_tests():
+    text = " ".join("".join(blocks("sh")).split())
+    setup = "python3 -m venv .venv && .venv/bin/pip install -q -c requirements.lock -e"
+    assert f"{setup} . && .venv/bin/python -m jaxpar train lm --simulate 8 --mesh dp2pp2tp2" in text
+    assert f"{setup} '.[dev]' && .venv/bin/python -m pytest" in text
+
+
 def run(*command, cwd):
     done = subprocess.run(
         [sys.executable, *command],
