@@ -203,8 +203,13 @@ def _text(
     return f"<text {place} {style}>{html.escape(text)}</text>"
 
 
+def round_steps(least: float) -> list[float]:
+    """Steps from one round number to the next: 1, 2 or 5 times a power of ten, around `least` and above."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return [power * n for n in (1, 2, 5, 10, 20)]
+
+
 def round_marks(end: float) -> list[tuple[float, str]]:
     """Marks at round numbers from 0 to `end`, about ten."""
-    power = 10.0 ** math.floor(math.log10(end / 10))
-    step = next(power * n for n in (1, 2, 5, 10) if power * n >= end / 10)
+    step = next(step for step in round_steps(end / 10) if step >= end / 10)
     return [(n * step, f"{n * step:g}") for n in range(int(end / step) + 1)]

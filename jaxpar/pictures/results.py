@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxpar.base.display import show
+from jaxpar.pictures.chart import round_steps
 from jaxpar.pictures.picture import Picture
 from jaxpar.pictures.style import PALETTE
 from jaxpar.task import TASKS, spec_of
@@ -79,8 +80,7 @@ class CurvesPicture(Picture):
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten, about so many, between two numbers."""
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(power * n for n in (1, 2, 5, 10, 20) if (high - low) / (power * n) < most)
+    step = next(s for s in round_steps((high - low) / most) if (high - low) / s < most)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

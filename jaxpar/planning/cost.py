@@ -176,7 +176,7 @@ def estimate_step(
     Raises:
       ValueError: sizes do not fit each other, or there is no such machine.
     """
-    machine = machine if isinstance(machine, Machine) else find_machine(machine)
+    machine = find_machine(machine)
     parallel, train = Parallel.of(parallel, task.parallel), train or task.train
     if -1 in parallel.mesh.sizes.values() and machine.is_here:
         parallel = Setup.of(task, parallel, train).parallel

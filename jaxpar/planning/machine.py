@@ -76,10 +76,11 @@ class Machine:
         )
 
 
-def find_machine(name: str | None = None, memory_bytes: float | None = None) -> Machine:
+def find_machine(name: Machine | str | None = None, memory_bytes: float | None = None) -> Machine:
     """The machine that a text describes, as of `mesh.split_machine`; None: the devices that JAX has.
 
     Args:
+      name: a machine is itself.
       memory_bytes: of one device, to replace the machine's own figure.
     Raises:
       ValueError: there is no such machine, or `memory_bytes` is not positive and finite.
@@ -90,6 +91,8 @@ def find_machine(name: str | None = None, memory_bytes: float | None = None) -> 
                 f"memory_bytes={memory_bytes}: must be positive and finite, such as 16e9"
             )
         return dataclasses.replace(find_machine(name), memory_bytes=memory_bytes)
+    if isinstance(name, Machine):
+        return name
     if name is None:
         return _find_here()
     kind, sides = split_machine(name)

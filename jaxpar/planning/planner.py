@@ -127,7 +127,7 @@ def plan(
     check_task(task)
     check_at_least(0, num_finalists=num_finalists)
     require_instance("tensor", tensor, Collection | None, "a list of sizes, or None for all")
-    machine = machine if isinstance(machine, Machine) else find_machine(machine)
+    machine = find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train
     *_, last = plan_in_steps(task, given, train, machine, num_finalists, tensor)
     return last

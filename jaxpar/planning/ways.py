@@ -105,7 +105,7 @@ def strategies(
     Raises:
       ValueError: there is one device, no such machine, or no way at all.
     """
-    machine = machine if isinstance(machine, Machine) else find_machine(machine)
+    machine = find_machine(machine)
     given, train = Parallel.of(parallel, task.parallel), train or task.train
     given = given.resolve(machine.num_devices)
     mesh, counts = given.mesh, counts_of(task, train.num_steps, machine.platform)

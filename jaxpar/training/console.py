@@ -80,7 +80,8 @@ class ConsoleReport(Report):
             )
             return
         self._print(f"training {num_steps} steps into {out_dir}{done}; the first is being compiled")
-        self._curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
+        if self.console.is_terminal or isinstance(self.console, NotebookConsole):
+            self._curves = Curves(num_steps).add(*RunFolder(out_dir).metrics())
         if isinstance(self.console, NotebookConsole):
             self.console.curves = self._curves
         if self.console.is_terminal:

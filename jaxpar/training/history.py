@@ -60,8 +60,8 @@ class Curves(Shown):
 
 def thinned(points: Sequence[Any], most: int) -> list[Any]:
     """Some of them, evenly spread, the last among them."""
-    every = -(-len(points) // most)
-    return [*points[::-1][:: max(every, 1)]][::-1]
+    every = max(-(-len(points) // most), 1)
+    return [*points[(len(points) - 1) % every :: every]]
 
 
 def sparkline(points: Sequence[tuple[int, float]], width: int) -> str:
