@@ -68,6 +68,15 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_test_sees_the_folder_it_is_started_from(tmp_path_factory):
+    """It may hold runs, or settings, of the user's: tests have a folder of their own."""
+    before = os.getcwd()
+    os.chdir(tmp_path_factory.mktemp("elsewhere"))
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def signals_reach_what_tests_start():
     """What nohup, or a shell for its background jobs, ignores is inherited; a handler is not."""
     for number in (signal.SIGHUP, signal.SIGINT):

@@ -268,10 +268,10 @@ def test_where_jaxpar_comes_from_is_said_in_one_place():
     assert "jaxpar is not on PyPI yet" in (ROOT / "README.md").read_text()
 
 
-def test_options_in_the_text_exist():
+def test_options_in_the_text_exist(tmp_path):
     """Also those that stand in a sentence, in which nothing runs them."""
-    scripts = (["-m", "recipes.dynamic_evaluation"], ["examples/translation.py"])
-    helps = [*map(help_of, HELPS), *(run(*own, "--help", cwd=ROOT) for own in scripts)]
+    scripts = (["-m", "recipes.dynamic_evaluation"], [ROOT / "examples/translation.py"])
+    helps = [*map(help_of, HELPS), *(run(*own, "--help", cwd=tmp_path) for own in scripts)]
     known = set(re.findall(r"--[\w.-]+", "".join(helps)))
     known |= OF_OTHERS
     for page in (*PAGES, *OTHERS):
@@ -405,8 +405,8 @@ def test_addresses_of_the_site_stand_in_one_place(tmp_path, monkeypatch):
     assert config.repo_name == "some/one"
 
 
-def test_the_page_of_model_parallelism_shows_what_its_command_prints():
-    printed = run("-m", "benchmarks.model_parallel.count", cwd=ROOT)
+def test_the_page_of_model_parallelism_shows_what_its_command_prints(tmp_path):
+    printed = run("-m", "benchmarks.model_parallel.count", cwd=tmp_path)
     page = (ROOT / "benchmarks/model_parallel/README.md").read_text()
     tables = printed.strip().split("\n\n")
     assert len(tables) == 3

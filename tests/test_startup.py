@@ -14,7 +14,7 @@ import pytest
 
 import jaxpar
 
-ROOT = Path(__file__).parents[1]
+IN_ROOT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}  # modules are found there
 IMPORT = """
 import time
 start = time.process_time()
@@ -64,7 +64,7 @@ def test_the_import_adds_less_than_that_of_jax_and_flax(folder):
 def test_the_gpu_benchmark_says_what_it_lacks(arguments, message):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.single_device.gpu", *arguments],
-        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
+        env=IN_ROOT | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
     assert f"error: {message}" in done.stderr
@@ -114,7 +114,7 @@ def test_help_and_mistakes_import_no_jax(arguments):
     code, message = TOLD[arguments]
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "jaxpar", *arguments.split()],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        env=IN_ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     imported = {line.split()[-1] for line in done.stderr.splitlines() if "import time:" in line}
     said = [line for line in done.stderr.splitlines() if "import time:" not in line]
@@ -130,7 +130,7 @@ def test_what_is_printed_to_be_copied_says_how_it_was_started(tmp_path):
     for start, program in (([script], "jaxpar"), (["-m", "jaxpar"], "python -m jaxpar")):
         done = subprocess.run(
             [sys.executable, *start, "--help"],
-            cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True,
+            env=IN_ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
         first, *_, last = done.stdout.splitlines()
         assert first == f"usage: {program} COMMAND ..."
