@@ -21,6 +21,7 @@ from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
+from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import (
@@ -155,7 +156,7 @@ class ModelFacts:
     def at(self, batch: Any, *, draws: bool = True) -> At:
         """Of a whole batch, for tracing; with a key as in training, or without one."""
         zero = jnp.int32(0)
-        key = jax.random.key(0) if draws else None
+        key = new_key(0) if draws else None
         return At(
             *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
         )

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, LAYERS
 from jaxpar.base.checks import check_takes, require_instance
+from jaxpar.base.keys import new_key, same_under_vmap
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
 from jaxpar.trace.counts import FACTORIZATIONS, reductions
@@ -262,7 +263,7 @@ class Stack(nnx.Module):
             require_instance("a maker of a Stack", maker, Callable, use)
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
-        self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
+        self._source, self.unroll = _Source(tuple(makers), same_under_vmap(rngs.params())), unroll
         structures = [*map(_structure, makers)]
         kinds = [kind for n, kind in enumerate(structures) if kind not in structures[:n]]
         self.kind_of = tuple(map(kinds.index, structures))
@@ -471,7 +472,7 @@ def wrap_like(tree: Any, like: Any) -> Any:
 def made(make: Callable[[nnx.Rngs], Any], seed: int | jax.Array) -> Any:
     """The module that a function makes, of a seed or a key; nothing is placed yet."""
     with nnx.use_eager_sharding(False):
-        return make(nnx.Rngs(seed))
+        return make(nnx.Rngs(new_key(seed) if isinstance(seed, int) else seed))
 
 
 class _Kind(NamedTuple):

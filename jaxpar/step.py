@@ -17,6 +17,7 @@ from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.display import format_bytes
+from jaxpar.base.keys import new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import device_bytes, whole_bytes
@@ -513,7 +514,7 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
 
 def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
     """Of a step's dropout masks; None for none."""
-    return None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
+    return None if seed is None else jax.random.fold_in(new_key(seed), state.step)
 
 
 def mean_loss(sums: Sums) -> jax.Array:
