@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from models import Regress
 import jaxpar
 from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn
 from jaxpar.hosts.distributed import OF_NUMBERS, PACKAGES, program_facts
+from jaxpar.mesh import MeshConfig
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_train_step
@@ -75,7 +77,7 @@ class OwnKeys(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class WithOwnKeys(Regress):
-    def make_model(self, rngs):
+    def make_model(self, rngs) -> Any:
         return OwnKeys(rngs)
 
 
@@ -86,7 +88,7 @@ def test_layers_of_other_keys_are_the_same_on_any_mesh():
         return {name: np.asarray(a) for name, a in arrays.items() if name.startswith("layers")}
 
     with jax.default_prng_impl("rbg"):
-        uneven = Parallel("pp2", PipelineConfig(placement=(1, 2)))
+        uneven = Parallel(MeshConfig(stage=2), PipelineConfig(placement=(1, 2)))
         expected, found = layers("dp1"), layers(uneven)
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name])
