@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, LAYERS
-from jaxpar.base.checks import check_takes, require_instance
+from jaxpar.base.checks import check_takes, require, require_instance
 from jaxpar.base.keys import new_key, same_under_vmap
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
@@ -57,7 +57,7 @@ def checked_sums(sums: Any, what: str) -> Sums:
     """What `last` of a model, or a layer, returned as sums; counts and plain numbers as float32.
 
     Raises:
-      ValueError: it is not a `Sums`, or has something that is not a single number.
+      ValueError: it is not a `Sums`, or has something that is not a single real number.
     """
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
         raise ValueError(
@@ -71,6 +71,11 @@ def checked_sums(sums: Any, what: str) -> Sums:
                 f"{what} returns {in_words(number)} as {key!r} of its Sums; use a single number, "
                 f"such as jnp.sum({key})"
             )
+        require(
+            not jnp.iscomplexobj(number),
+            f"{what} returns {jnp.result_type(number)} as {key!r} of its Sums; it must be real. Fix: "
+            f"jnp.real({key}), or jnp.abs({key})",
+        )
 
     def as_float(number: Any) -> jax.Array:
         is_float = jnp.issubdtype(jnp.result_type(number), jnp.floating)

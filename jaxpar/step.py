@@ -496,6 +496,7 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
       ValueError: sizes do not fit the mesh.
     """
     layout = setup.layout
+    layout.facts.check_gradient()
     forward = make_forward(layout, setup.mesh)
 
     def loss(params, state, batch, table):

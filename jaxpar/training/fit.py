@@ -175,6 +175,7 @@ def open_run(
             f"end; set eval_every, such as to an epoch's steps"
         )
     _ = setup.optimizer  # is there one?
+    setup.layout.facts.check_gradient()
     if setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units:
         setup.layout.facts.check_loops()
     check_rows_alone(setup.layout)
