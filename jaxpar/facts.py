@@ -21,6 +21,7 @@ from jaxpar.base.at import At, anywhere
 from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
+from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
 from jaxpar.base.parts import STARTS
 from jaxpar.base.trees import (
@@ -49,7 +50,7 @@ from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
-from jaxpar.trace.counts import amount, used_inputs
+from jaxpar.trace.counts import amount, moving_inputs, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 from jaxpar.trace.mistakes import check_equations, why_refused
 from jaxpar.trace.places import place_of_error
@@ -112,6 +113,7 @@ class ModelFacts:
         self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
+        _check_trained(task, self.params)
         self.time_major = bool(getattr(self.model, "time_major", True))
         self.batch_size, self.num_steps = _sizes_of(task, self.batch, self.time_major)
         stack = self.model.layers
@@ -155,7 +157,7 @@ class ModelFacts:
     def at(self, batch: Any, *, draws: bool = True) -> At:
         """Of a whole batch, for tracing; with a key as in training, or without one."""
         zero = jnp.int32(0)
-        key = jax.random.key(0) if draws else None
+        key = new_key(0) if draws else None
         return At(
             *(zero, zero, zero, key, batch), time_major=self.time_major, platform=self.platform
         )
@@ -352,6 +354,44 @@ class ModelFacts:
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
+
+    @in_bound(_own_axes)
+    def check_gradient(self) -> None:
+        """Checks that the loss depends on something that is trained; the last part is looked at first.
+
+        Raises:
+          ValueError: its derivative is zero, whatever the numbers are.
+        """
+        graphdef, params, frozen = self.split(self.model)
+        what = f"`last` of {type(self.model).__name__}"
+
+        def first(params, frozen, block):
+            return nnx.merge(graphdef, params, frozen).first(block, self.at(block))
+
+        def last(inputs, frozen, block):
+            params, y = inputs
+            model = nnx.merge(graphdef, params, frozen)
+            return checked_sums(model.last(y, block, self.at(block)), what).loss
+
+        found = moving_inputs(last, (params, self.traces.y), frozen, self.block)
+        num_own = len(jax.tree.leaves(params))
+        depends, passes = any(found[:num_own]), any(found[num_own:])
+        for kind in reversed(self.kind_of):
+            if depends or not (passes or self.adds_sums):
+                break
+            layer, ((own, carry, x), *others) = self.layer_totals[kind]
+            found = moving_inputs(layer, (own, carry, x), *others)
+            num_own, num_carried = len(jax.tree.leaves(own)), len(jax.tree.leaves(carry))
+            num_own += num_carried * self.starts_with_variables
+            depends, passes = any(found[:num_own]), any(found[num_own:])
+        if passes and not depends:
+            depends = any(moving_inputs(_total(first), (params,), frozen, self.block))
+        require(
+            depends,
+            f"the loss of model {type(self.model).__name__} depends on no parameter that is trained: its "
+            f"gradient is zero. Fix: compute it without stop_gradient, argmax or rounding, or train other "
+            f"parameters (Task.frozen)",
+        )
 
     def check_loops(self) -> None:
         """Checks loops and branches of the model's own as devices trace that have parts of a batch.
@@ -696,6 +736,17 @@ def _check_frozen(task: Task, model: Any) -> None:
             f"frozen={task.frozen} of task {task.name} matches no parameter; it has "
             f"{format_names(['.'.join(map(str, path)) for path in params])}: give a filter of some, such as "
             f"nnx.PathContains({params[0][0]!r})"
+        )
+
+
+def _check_trained(task: Task, params: nnx.State) -> None:
+    """Raises if something that is trained has no gradient, going by its type."""
+    for path, leaf in nnx.to_flat_state(params):
+        require(
+            jnp.issubdtype(leaf.dtype, jnp.inexact),
+            f"the parameter {'.'.join(map(str, path))} of task {task.name} is "
+            f"{leaf.dtype}{list(leaf.shape)}, which has no gradient. Fix: make it an nnx.Variable, or name "
+            f"it in Task.frozen",
         )
 
 

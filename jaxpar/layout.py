@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.checks import check_divides
+from jaxpar.base.keys import new_key
 from jaxpar.base.trees import add, constants_told, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
 from jaxpar.ends import (
@@ -729,7 +730,7 @@ def _looked_at(
 
     def run(leaves: list[Any]) -> list[Any]:
         model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
-        argument = jax.random.key(0) if sizes is None else dict(sizes)
+        argument = new_key(0) if sizes is None else dict(sizes)
         return jax.tree.leaves(facts.split(getattr(model, name)(argument))[1:])
 
     jaxpr = jax.make_jaxpr(run)(leaves).jaxpr

@@ -17,7 +17,8 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, LAYERS
-from jaxpar.base.checks import check_takes, require_instance
+from jaxpar.base.checks import check_takes, require, require_instance
+from jaxpar.base.keys import new_key, same_under_vmap
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
 from jaxpar.trace.counts import FACTORIZATIONS, reductions
@@ -56,7 +57,7 @@ def checked_sums(sums: Any, what: str) -> Sums:
     """What `last` of a model, or a layer, returned as sums; counts and plain numbers as float32.
 
     Raises:
-      ValueError: it is not a `Sums`, or has something that is not a single number.
+      ValueError: it is not a `Sums`, or has something that is not a single real number.
     """
     if not isinstance(sums, Sums) or not isinstance(sums.metrics, Mapping):
         raise ValueError(
@@ -70,6 +71,11 @@ def checked_sums(sums: Any, what: str) -> Sums:
                 f"{what} returns {in_words(number)} as {key!r} of its Sums; use a single number, "
                 f"such as jnp.sum({key})"
             )
+        require(
+            not jnp.iscomplexobj(number),
+            f"{what} returns {jnp.result_type(number)} as {key!r} of its Sums; it must be real. Fix: "
+            f"jnp.real({key}), or jnp.abs({key})",
+        )
 
     def as_float(number: Any) -> jax.Array:
         is_float = jnp.issubdtype(jnp.result_type(number), jnp.floating)
@@ -262,7 +268,7 @@ class Stack(nnx.Module):
             require_instance("a maker of a Stack", maker, Callable, use)
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
-        self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
+        self._source, self.unroll = _Source(tuple(makers), same_under_vmap(rngs.params())), unroll
         structures = [*map(_structure, makers)]
         kinds = [kind for n, kind in enumerate(structures) if kind not in structures[:n]]
         self.kind_of = tuple(map(kinds.index, structures))
@@ -471,7 +477,7 @@ def wrap_like(tree: Any, like: Any) -> Any:
 def made(make: Callable[[nnx.Rngs], Any], seed: int | jax.Array) -> Any:
     """The module that a function makes, of a seed or a key; nothing is placed yet."""
     with nnx.use_eager_sharding(False):
-        return make(nnx.Rngs(seed))
+        return make(nnx.Rngs(new_key(seed) if isinstance(seed, int) else seed))
 
 
 class _Kind(NamedTuple):

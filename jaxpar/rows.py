@@ -65,7 +65,7 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     """
     batch = layout.task.example_batch()
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
-    batch = jax.tree.map(lambda a: np.asarray(a)[:num_rows] if np.ndim(a) else a, batch)
+    batch = jax.tree.map(lambda a: np.array(a)[:num_rows] if np.ndim(a) else a, batch)
     graphdef, state = nnx.split(layout.facts.model)
     chunks = 1 if predicts else layout.parallel.num_chunks
     model = (predicts, chunks, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.axes import STAGE
 from jaxpar.base.checks import require_instance
 from jaxpar.base.display import Shown, format_bytes, format_count
+from jaxpar.base.keys import key_of, new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.trees import device_bytes, zeros
 from jaxpar.config import Parallel, TrainConfig
@@ -172,7 +173,7 @@ def state_of(setup: Setup, params: nnx.State, frozen: nnx.State) -> TrainState:
 
 
 def _key_data(seed: int) -> np.ndarray:
-    return np.asarray(jax.random.key_data(jax.random.key(seed)))
+    return np.asarray(jax.random.key_data(new_key(seed)))
 
 
 def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
@@ -183,7 +184,7 @@ def _initializer(setup: Setup, _: int) -> Callable[[Any], TrainState]:
 def _draw(setup: Setup, key_data: jax.Array) -> tuple[nnx.State, nnx.State]:
     """Parameters and other variables of a key, as a state has them."""
     layout = setup.layout
-    _, *trees = layout.facts.split(layout.make(jax.random.wrap_key_data(key_data)))
+    _, *trees = layout.facts.split(layout.make(key_of(key_data)))
     if layout.pools is not None:
         trees = layout.in_pools(trees, _draw_pools(setup, key_data))
     return trees[0], trees[1]
@@ -210,7 +211,7 @@ def _draw_pools(setup: Setup, key_data: jax.Array) -> Any:
         return [pool.packed(own) for pool, own in zip(pools, kinds, strict=True)]
 
     def draw(key_data: jax.Array) -> list[list[jax.Array]]:
-        model = layout.facts.make(jax.random.wrap_key_data(key_data))
+        model = layout.facts.make(key_of(key_data))
         states = layout.facts.split(model)[1:]
         whole = {n: array_of(leaf) for own in states for n, leaf in named_leaves(own, "/")}
         whole = {n: whole[n] for own in names for kind in own[num_layers:] for n in kind}

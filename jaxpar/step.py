@@ -17,11 +17,12 @@ from jaxpar.base.axes import BATCH, TENSOR
 from jaxpar.base.checks import require_instance
 from jaxpar.base.compiler import compiler_options
 from jaxpar.base.display import format_bytes
+from jaxpar.base.keys import new_key
 from jaxpar.base.memory import device_memory
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.config import Parallel, TrainConfig
-from jaxpar.data.batches import check_numbers
+from jaxpar.data.batches import check_numbers, owned
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
@@ -79,7 +80,7 @@ class CompiledStep:
         self._jitted = jax.jit(step, compiler_options=options, **jit_options)
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
-        """Runs the step.
+        """Runs the step. NumPy arrays of the batch are copied: they may be filled again at once.
 
         Raises:
           ValueError: the state is of another mesh. The model mixes rows of a batch that is divided. The batch
@@ -96,7 +97,7 @@ class CompiledStep:
 
     def run(self, state: TrainState, batch: Any) -> Any:
         """The same, without checking the values of the batch."""
-        arguments = (state, *self._with_table(batch))
+        arguments = (state, *self._with_table(owned(batch)))
         if not self.num_programs:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
@@ -495,6 +496,7 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
       ValueError: sizes do not fit the mesh.
     """
     layout = setup.layout
+    layout.facts.check_gradient()
     forward = make_forward(layout, setup.mesh)
 
     def loss(params, state, batch, table):
@@ -513,7 +515,7 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
 
 def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
     """Of a step's dropout masks; None for none."""
-    return None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
+    return None if seed is None else jax.random.fold_in(new_key(seed), state.step)
 
 
 def mean_loss(sums: Sums) -> jax.Array:

@@ -328,6 +328,14 @@ DISAGREEMENTS = {
         {"before": OTHER_FLAGS},
         "XLA_FLAGS xla_cpu_enable_fast_math is not there in process 0, true in process 1; start all",
     ),
+    "prng": (
+        {"before": 'import os; os.environ["JAX_DEFAULT_PRNG_IMPL"] = "rbg"'},
+        "jax_default_prng_impl is threefry2x32 in process 0, rbg in process 1; start all of them",
+    ),
+    "offset": (
+        {"before": 'import os; os.environ["JAX_RANDOM_SEED_OFFSET"] = "5"'},
+        "jax_random_seed_offset is 0 in process 0, 5 in process 1; start all of them",
+    ),
     "count": ({"count": 3}, "the number of processes is 2 in process 0, 3 in process 1"),
 }  # fmt: skip
 

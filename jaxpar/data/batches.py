@@ -35,8 +35,9 @@ class Batches(Protocol):
         """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
 
         Returns:
-          a pytree of NumPy arrays [rows, ...] and scalars. A field or key `starts` says whether carried
-          state begins anew; without it, it does so with every batch.
+          a pytree of NumPy arrays [rows, ...] and scalars, which are copied before the next call: the same
+          arrays may be filled again. A field or key `starts` says whether carried state begins anew; without
+          it, it does so with every batch.
         """
         ...
 
@@ -54,6 +55,14 @@ def windows(batches: Batches) -> Iterator[int]:
         yield window
 
 
+def owned(tree: Any) -> Any:
+    """A copy of the NumPy arrays of a batch: the caller may fill its own arrays again at once.
+
+    JAX makes no copy of some arrays on CPU, or copies them after the call that takes them has returned.
+    """
+    return jax.tree.map(lambda a: np.array(a) if isinstance(a, np.ndarray) else a, tree)
+
+
 def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
     """The batch of a step as global arrays on a mesh; each process reads only its own rows.
 
@@ -69,7 +78,7 @@ def place_batch(batches: Batches, step: int, sharding: NamedSharding) -> Any:
 
     @functools.cache
     def read(start: int, stop: int) -> Any:
-        batch = batches.batch(step, slice(start, stop))
+        batch = owned(batches.batch(step, slice(start, stop)))
         check_numbers(batch)
         return batch
 
@@ -118,4 +127,4 @@ def check_numbers(batch: Any) -> None:
 
 def put_batch(batch: Any, sharding: NamedSharding) -> Any:
     """A batch that is whole on the host, on a mesh."""
-    return jax.tree.map(lambda a: jax.device_put(a, sharding) if np.ndim(a) else a, batch)
+    return jax.tree.map(lambda a: jax.device_put(a, sharding) if np.ndim(a) else a, owned(batch))

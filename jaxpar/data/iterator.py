@@ -34,7 +34,8 @@ class IteratorBatches:
 
     In training the stream has as many batches as there are steps; in an evaluation it is read to its end,
     where the last batch may be smaller: it is padded with copies of its first row whose weight is 0. A
-    `weight` float32 [B] of ones is added to batches without one.
+    `weight` float32 [B] of ones is added to batches without one. Each batch is copied before the next one is
+    read, so the iterator may fill the same arrays again.
 
     A resumed run goes on from the position that the source saves: by `get_state` and `set_state` of the
     iterator, as Grain has them, or by `state_dict` and `load_state_dict` of what `make` returns, as of
@@ -159,7 +160,7 @@ class IteratorBatches:
             f"batch {number} of the stream is a {type(batch).__name__}; let it be a dict of arrays by name, "
             f'such as {{"x": x, "label": label}}',
         )
-        arrays = {str(name): np.asarray(leaf) for name, leaf in batch.items()}
+        arrays = {str(name): np.array(leaf) for name, leaf in batch.items()}
         for name, array in arrays.items():
             require(
                 array.dtype.kind not in "OSUM",

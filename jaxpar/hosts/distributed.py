@@ -48,7 +48,27 @@ from jaxpar.hosts.group import (
 
 # What makes another program of the same sources, or other numbers of the same program.
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "optax", "orbax-checkpoint")
-_FLAGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
+# Settings of JAX by which the same seed gives other random numbers, or the same numbers are of another type.
+OF_NUMBERS = (
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_random_seed_offset",
+    "jax_high_dynamic_range_gumbel",
+    "jax_accurate_erf_inv",
+)
+# Those by which a program is another one, or rounds in another way.
+_FLAGS = (
+    *OF_NUMBERS,
+    "jax_default_matmul_precision",
+    "jax_explicit_x64_dtypes",
+    "jax_allow_f16_reductions",
+    "jax_softmax_custom_jvp",
+    "jax_use_hlo_logistic_lowering",
+    "jax_use_shardy_partitioner",
+    "jax_optimization_level",
+    "jax_disable_most_optimizations",
+)
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 # What is written down of a program, and where; how many devices there are is compared as such.
 _HARMLESS = re.compile(
@@ -195,7 +215,10 @@ def _check_secret(secret: bytes) -> None:
 
 
 def program_facts() -> dict[str, str]:
-    """What must be the same in all processes of a program."""
+    """What must be the same in all processes of a program, and is kept with a run.
+
+    Of the settings of JAX it has those that this version of JAX knows.
+    """
     package = Path(__file__).parents[1]
     sources = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -204,7 +227,7 @@ def program_facts() -> dict[str, str]:
     return {
         "jaxpar": f"{version} (sources {sources.hexdigest()[:12]})",
         **{name: importlib.metadata.version(name) for name in PACKAGES},
-        **{name: str(getattr(jax.config, name)) for name in _FLAGS},
+        **{name: str(getattr(jax.config, name)) for name in _FLAGS if hasattr(jax.config, name)},
         **{f"{name} {flag}": value for name in _VARIABLES for flag, value in _flags_of(name)},
     }
 

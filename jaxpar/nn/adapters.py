@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH
+from jaxpar.base.keys import new_key
 from jaxpar.nn.hoisting import hoisted_scan
 from jaxpar.nn.resets import begin_anew, initial_of
 from jaxpar.sharding import dims_of, is_variable
@@ -33,7 +34,7 @@ class Recurrent(nnx.Module):
 
     def initial_carry(self, rows: int) -> Any:
         """The cell's own, zeros by Flax's default."""
-        return self.cell.initialize_carry((rows, self.cell.in_features), nnx.Rngs(0))
+        return self.cell.initialize_carry((rows, self.cell.in_features), nnx.Rngs(new_key(0)))
 
     def __call__(self, carry: Any, x_TBW: jax.Array, at: At) -> tuple[Any, jax.Array]:
         """The cell at every time step."""

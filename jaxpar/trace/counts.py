@@ -1,12 +1,14 @@
 """What a function computes and moves, from which inputs, by which operations: read from its jaxpr."""
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from jaxpar.trace.jaxprs import CHEAP, equations_in, inlined, programs_in, reads_of
@@ -122,6 +124,32 @@ def needed_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
         if needed.intersection(equation.outvars):
             needed |= {v for v in equation.invars if isinstance(v, core.Var)}
     return [v in needed for v in jaxpr.invars]
+
+
+def moving_inputs(function: Callable[..., Any], inputs: Any, *others: Any) -> list[bool]:
+    """For each float array of `inputs`, whether a small change of it may change what a function returns.
+
+    It may not where JAX knows that the derivative is zero: behind `stop_gradient`, `argmax`, `round` or a
+    comparison. In a function of its own, such as one under `jax.jit`, all inputs count as one.
+
+    Args:
+      function: (inputs, *others) -> arrays.
+    """
+    leaves, structure = jax.tree.flatten(inputs)
+    moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+    def change(changes: list[Any], leaves: list[Any], *others: Any) -> Any:
+        def run(floats: list[Any]) -> Any:
+            given = iter(floats)
+            whole = [
+                next(given) if is_float else a for is_float, a in zip(moves, leaves, strict=True)
+            ]
+            return function(jax.tree.unflatten(structure, whole), *others)
+
+        return jax.jvp(run, (list(itertools.compress(leaves, moves)),), (changes,))[1]
+
+    floats = list(itertools.compress(leaves, moves))
+    return needed_inputs(change, floats, leaves, *others)[: len(floats)]
 
 
 def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:

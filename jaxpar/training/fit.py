@@ -14,6 +14,7 @@ from jaxpar.base.files import make_folder
 from jaxpar.base.loading import guard_remedy
 from jaxpar.config import Parallel, TrainConfig
 from jaxpar.hosts.agree import agree, in_process_0, together
+from jaxpar.hosts.distributed import program_facts
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -163,6 +164,9 @@ def open_run(
       ValueError, OSError: as of `fit`.
     """
     # Whatever can be refused is refused here, before a file is written or a step compiled.
+    before, program = folder if resume else None, program_facts()
+    if before is not None:
+        before.record.check_program(program)
     task, train, target = setup.task, setup.train, abstract_state(setup)
     check_room(target, setup.mesh)
     if type(task).after_validation is not Task.after_validation and not train.eval_every:
@@ -171,24 +175,28 @@ def open_run(
             f"end; set eval_every, such as to an epoch's steps"
         )
     _ = setup.optimizer  # is there one?
+    setup.layout.facts.check_gradient()
     if setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units:
         setup.layout.facts.check_loops()
     check_rows_alone(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
     data = describe_data(setup)
-    before = folder if resume else None
     if before is not None:
         start = Start.from_json(before.record.read().get("start"))
     begins = before is None or before.checkpoints(setup).is_empty
     taken = find_weights(setup, start) if start is not None and begins else None
-    texts = texts_of(setup, {**data, "start": start and start.to_json()})  # and these?
+    known = {**data, "program": program, "start": start and start.to_json()}
+    texts = texts_of(setup, known)  # and these?
     batches = HashedBatches(setup, task.make_batches("train", train.seed), data["settings"])
     is_cut_alike = before is not None and before.record.check_data(data)
     told = [] if taken is None else taken.to_rows()
     found: dict[str, object] = {"start": told, TASK: checksum(texts.get(TASK, "").encode())}
     if setup.parallel.has_equal_shares:  # others say that devices differ
         found["devices"] = sorted({device.device_kind for device in jax.local_devices()})
-    agree(data, found, remedy="give all of them the same data, task and devices", last=True)
+    agree(
+        data, program, found,
+        remedy="give all of them the same data, task, settings and devices", last=True,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.push(lambda _, error, __: _hear_end(report, error))
         report.plan(setup, target)

@@ -1,14 +1,17 @@
 """data.json: what identifies the data of a run and the run itself, and how its other files are."""
 
 import collections
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import xxhash
 
 from jaxpar.base.checks import leaves_of, require
 from jaxpar.base.files import in_words
+from jaxpar.hosts.distributed import OF_NUMBERS
 from jaxpar.training.checksums import read_table, write_table
 
 REMEDY = "bring it back from a copy"  # what a run has written
@@ -16,6 +19,8 @@ _TYPES = {"data": dict, "files": dict[str, str], "settings": str, "batches": dic
 _TYPES |= {"run": str, "written": dict[str, str]}
 _OF_SETTINGS = ("settings", "batches")  # what depends on the settings
 _NAMED = 3  # differences that a message names
+
+_log = logging.getLogger(__name__)
 
 
 class Record:
@@ -73,6 +78,34 @@ class Record:
                 f"{self._path} is damaged: it is not what was written; {REMEDY} (a run of another "
                 f"version of jaxpar needs that version)"
             ) from error
+
+    def check_program(self, facts: Mapping[str, str]) -> None:
+        """Compares the program of the run with this one; warns where losses may differ in their last digits.
+
+        Args:
+          facts: as of `program_facts`.
+        Raises:
+          OSError: what the run has written cannot be read.
+          ValueError: settings of JAX are not as they were, by which the same seed gives other numbers.
+        """
+        was = self.read().get("program") or facts  # an older version has written none
+        folder = self._path.parent
+        known = [n for n in {**was, **facts} if not n.startswith("jax_") or n in was.keys() & facts]
+        changed = [name for name in known if was.get(name) != facts.get(name)]
+        for name in (name for name in changed if name in OF_NUMBERS):
+            raise ValueError(
+                f"{name} is {facts[name]}, and was {was[name]} when the run in {folder} began: the same seed "
+                f"gives other numbers. Fix: set {name.upper()}={was[name]}, or start another run"
+            )
+        if changed and jax.process_index() == 0:
+            told = [
+                f"{n} was {was.get(n, 'not set')}, is {facts.get(n, 'not set')}" for n in changed
+            ]
+            more = [f"{len(told) - _NAMED} more"] if len(told) > _NAMED else []
+            _log.warning(
+                "the program is another one than that of the run in %s, so losses may differ in their last "
+                "digits: %s", folder, "; ".join(told[:_NAMED] + more),
+            )  # fmt: skip
 
     def check_data(self, data: Mapping[str, Any]) -> bool:
         """Whether batches are cut as when the run began; its data and files are the same.

@@ -225,7 +225,7 @@ class Taken:
                     drawn = np.array(part[place])
                     drawn[into] = values
                     values = drawn
-                part = _put(part, np.int32(place), np.asarray(values, part.dtype))
+                part = _put(part, np.int32(place), np.array(values, part.dtype))
         return part
 
     def _places(self, name: str, index: tuple[slice, ...]) -> tuple[Any, Any]:

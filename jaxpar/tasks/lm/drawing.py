@@ -18,6 +18,7 @@ from jax import lax
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, STAGE
 from jaxpar.base.checks import require, require_instance
+from jaxpar.base.keys import new_key
 from jaxpar.base.trees import vary_like
 from jaxpar.data.order import check_at_least
 
@@ -76,7 +77,7 @@ def draw_tokens(logits_TBV: jax.Array, draw: Draw, at: At) -> jax.Array:
     is_limited = (draw.top_k > 0) | (draw.top_p < 1)
     limit = functools.partial(_limited, draw=draw)
     scores_TBV = lax.cond(is_limited, limit, lambda scores: scores, scores_TBV)
-    key = jax.random.key(draw.seed)
+    key = new_key(draw.seed)
 
     def noise(time: jax.Array, row: jax.Array) -> jax.Array:
         own = jax.random.fold_in(jax.random.fold_in(key, row), time)

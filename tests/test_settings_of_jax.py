@@ -1,0 +1,161 @@
+"""Settings of JAX that change random numbers: the mesh changes nothing under any, and a run keeps its own."""
+
+import ast
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from models import Regress
+
+import jaxpar
+from jaxpar import Parallel, PipelineConfig, Stack, TrainConfig, nn
+from jaxpar.hosts.distributed import OF_NUMBERS, PACKAGES, program_facts
+from jaxpar.mesh import MeshConfig
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import make_train_step
+from jaxpar.training.by_layer import by_layer
+from jaxpar.training.run_folder import RunFolder
+
+PACKAGE = Path(jaxpar.__file__).parent
+SETTINGS = {  # by which a model's own random numbers must not depend on the mesh
+    "rbg": lambda: jax.default_prng_impl("rbg"),
+    "not partitionable": lambda: jax.threefry_partitionable(False),
+}
+
+
+def losses(task, mesh):
+    setup = Setup.of(task, mesh)
+    state, step, batches = init_state(setup), make_train_step(setup), task.make_batches("train", 0)
+    found = []
+    for number in range(3):
+        state, metrics = step(state, batches.batch(number))
+        found.append(float(metrics.loss))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("rbg", "dp2"),
+        ("not partitionable", "pp2"),
+        pytest.param("rbg", "pp2", marks=pytest.mark.slow),
+        pytest.param("not partitionable", "dp2", marks=pytest.mark.slow),
+    ],
+)
+def test_random_numbers_do_not_depend_on_the_mesh(name, mesh):
+    own = Regress(("gru", "gru"))  # with dropout
+    with SETTINGS[name]():
+        expected = losses(own, "dp1")
+        np.testing.assert_allclose(losses(own, mesh), expected, rtol=1e-5)
+    # Keys of jaxpar have one implementation, whatever the default is.
+    assert (losses(own, "dp1") == expected) is (name == "rbg")
+
+
+class OwnKeys(nnx.Module):
+    """Its weights are drawn from keys of its own, not from those that it is given."""
+
+    def __init__(self, rngs):
+        del rngs
+        rngs = nnx.Rngs(3)
+        self.embed, self.out = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+        make = lambda rngs: nn.Stateless(nnx.Linear(8, 8, rngs=rngs))  # noqa: E731
+        self.layers = Stack([make] * 3, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.embed(batch["x"])
+
+    def last(self, y, batch, at):
+        return jaxpar.Sums(((self.out(y) - batch["x"]) ** 2).sum(), batch["weight"].sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOwnKeys(Regress):
+    def make_model(self, rngs) -> Any:
+        return OwnKeys(rngs)
+
+
+def test_layers_of_other_keys_are_the_same_on_any_mesh():
+    def layers(mesh):
+        setup = Setup.of(WithOwnKeys(), mesh)
+        arrays = by_layer(init_state(setup).params, setup.layout)
+        return {name: np.asarray(a) for name, a in arrays.items() if name.startswith("layers")}
+
+    with jax.default_prng_impl("rbg"):
+        uneven = Parallel(MeshConfig(stage=2), PipelineConfig(placement=(1, 2)))
+        expected, found = layers("dp1"), layers(uneven)
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])
+    drawn = expected["layers/stateless/module/kernel"].reshape(3, -1)
+    assert len(np.unique(drawn, axis=0)) == 3  # no two layers are equal
+
+
+def test_no_key_is_of_the_default_implementation():
+    """Outside of `base/keys.py` nothing makes a key."""
+    makers = {"key", "PRNGKey", "wrap_key_data"}
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in makers
+        and ast.unparse(node.value) in ("jax.random", "random")
+    ]
+    assert {place.partition(":")[0] for place in found} == {"base/keys.py"}
+
+
+# ---- a run keeps its settings ----
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    jaxpar.fit(Regress(("gru",)), "dp1", TrainConfig(num_steps=2, out_dir=str(folder)), quiet=True)
+    return folder
+
+
+def test_a_run_goes_on_under_its_own_settings_alone(run):
+    train = TrainConfig(num_steps=3, out_dir=str(run))
+    before = jax.config.jax_random_seed_offset  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_random_seed_offset", 5)
+    try:
+        with pytest.raises(ValueError, match="jax_random_seed_offset is 5, and was 0 when the run"):
+            jaxpar.fit(Regress(("gru",)), "dp1", train, quiet=True, resume=True)
+    finally:
+        jax.config.update("jax_random_seed_offset", before)
+
+
+@pytest.mark.parametrize("name", [name for name in OF_NUMBERS if name in program_facts()])
+def test_other_numbers_are_refused(run, name):
+    record, facts = RunFolder(run).record, program_facts()
+    record.check_program(facts)
+    message = (
+        f"{name} is other, and was {facts[name]} when .* Fix: set {name.upper()}={facts[name]}"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        record.check_program({**facts, name: "other"})
+    assert len(str(raised.value).split()) <= 40
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        *(({name: "9.9"}, f"{name} was .*, is 9.9") for name in ("jaxpar", *PACKAGES)),
+        ({"jax_default_matmul_precision": "highest"}, "precision was None, is highest"),
+        ({"XLA_FLAGS xla_a": "1"}, "XLA_FLAGS xla_a was not set, is 1"),
+        ({"jax_new_in_this_version": "True"}, ""),
+        ({}, ""),
+    ],
+)
+def test_another_program_is_told(run, change, told, caplog):
+    with caplog.at_level(logging.WARNING):
+        RunFolder(run).record.check_program({**program_facts(), **change})
+    assert len(caplog.messages) == bool(told)
+    assert re.search(told, "".join(caplog.messages))
