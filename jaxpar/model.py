@@ -52,6 +52,11 @@ class Sums(NamedTuple):
         return self._replace(metrics={**nothing, **self.metrics})
 
 
+def mean_loss(sums: Sums) -> jax.Array:
+    """The loss of a step; where nothing counts, the sum."""
+    return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
+
+
 def checked_sums(sums: Any, what: str) -> Sums:
     """What `last` of a model, or a layer, returned as sums; counts and plain numbers as float32.
 

@@ -25,7 +25,7 @@ from jaxpar.data.batches import check_numbers
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums, in_words
+from jaxpar.model import Sums, in_words, mean_loss
 from jaxpar.optimizer import HostOptimizer, Safe, all_finite, clip_scale, next_state, update
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
@@ -514,11 +514,6 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
 def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
     """Of a step's dropout masks; None for none."""
     return None if seed is None else jax.random.fold_in(jax.random.key(seed), state.step)
-
-
-def mean_loss(sums: Sums) -> jax.Array:
-    """The loss of a step; where nothing counts, the sum."""
-    return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
 
 
 def make_eval_step(
