@@ -21,6 +21,7 @@ from jaxpar.base.memory import device_memory
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.custom_backward import check_custom_backward
 from jaxpar.data.batches import check_numbers
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
@@ -101,6 +102,7 @@ class CompiledStep:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
                 check_rows_alone(self._layout)
+                check_custom_backward(self._layout)
             # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
             is_apart = parallel.mesh.stage > 1 or not parallel.has_equal_shares
             if parallel.mesh.tensor > 1 and is_apart:

@@ -126,7 +126,7 @@ class Pipeline(Spec):
         self._check(params, frozen, carry, batch, table)
         return self._run(params, frozen, carry, batch, table, key)[:3]
 
-    def _run(self, params, frozen, carry, batch, table, key, d_loss=None):
+    def _run(self, params, frozen, carry, batch, table, key, d_loss: Any = None) -> Any:
         with_gradients = d_loss is not None
         if self.remat and with_gradients:
             table = table.with_remat()

@@ -206,10 +206,10 @@ class Stage:
 
     def last_of_zeros(self, unit: Unit) -> Any:
         """What `last` gives of a unit if y and all variables are 0; the same on all stages."""
-        own = (zeros(self.of_end(1, parts)) for parts in (self.params, self.frozen))
+        params, frozen = (zeros(self.of_end(1, parts)) for parts in (self.params, self.frozen))
         y, is_shared = zeros(self.x_shape), self.spec.head == "sharded"
         y = jax.tree.map(lambda a: a.astype(jnp.float32), y) if is_shared else y
-        return self.spec.last(*own, y, self.at(unit, on_all=True))
+        return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
 
     @property
     def nothing_collected(self) -> Any:
