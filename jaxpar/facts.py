@@ -51,7 +51,7 @@ from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, moving_inputs, used_inputs
-from jaxpar.trace.jaxprs import equations_in, inlined, is_call
+from jaxpar.trace.jaxprs import equations_in, inlined, is_call, pruned
 from jaxpar.trace.mistakes import check_equations, why_refused
 from jaxpar.trace.places import place_of_error
 
@@ -392,6 +392,22 @@ class ModelFacts:
             f"gradient is zero. Fix: compute it without stop_gradient, argmax or rounding, or train other "
             f"parameters (Task.frozen)",
         )
+
+    @functools.cached_property
+    @in_bound(_own_axes)
+    def knows_weight(self) -> bool:
+        """Whether the weight of `last` depends on the batch alone: it is known before a backward pass."""
+        graphdef, state = nnx.split(self.model)
+
+        def weight(own, batch):
+            state, y = own
+            model = nnx.merge(graphdef, state)
+            return checked_sums(model.last(y, batch, self.at(batch)), "`last`").weight
+
+        own, batch = (state, self.traces.y), self.block
+        run = pruned(weight, own, batch)
+        used = used_inputs(run, *jax.tree.leaves((own, batch)))
+        return not any(used[: len(jax.tree.leaves(own))])
 
     def check_loops(self) -> None:
         """Checks loops and branches of the model's own as devices trace that have parts of a batch.

@@ -22,7 +22,7 @@ from jaxpar.base.parts import starts_of
 from jaxpar.base.trees import same_along, vary_like
 from jaxpar.config import Parallel
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import says, values, wrap_like
+from jaxpar.model import Sums, mean_loss, says, values, wrap_like
 from jaxpar.pipeline.engine import Pipeline
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.pipeline.schedules import make_schedule
@@ -335,11 +335,19 @@ def _run_in_units(
 
     block = layout.facts.to_block(jax.tree.map(lambda a: deal(a, 0) if jnp.ndim(a) else a, batch))
     carry = jax.tree.map(lambda a: deal(a, 1), carry)
-    run = pipeline.forward if predicts else pipeline.sums
+    run = pipeline.forward
+    if not predicts:
+        d_loss = _d_mean_loss if layout.facts.knows_weight else None
+        run = functools.partial(pipeline.sums, d_loss=d_loss)
     sums, carry, _ = run(parts(0, others), carry, block, table, frozen=parts(1), key=key)
     if predicts:
         sums = jax.tree.map(lambda a: gather(a, pipeline.rows_dim), sums)
     return jax.tree.map(lambda a: gather(a, 1), carry), sums
+
+
+def _d_mean_loss(sums: Sums) -> jax.Array:
+    """The cotangent of the sum of losses where the mean is differentiated."""
+    return mean_loss(sums._replace(loss=jnp.float32(1)))
 
 
 def _deal(layout: Layout, mesh: Mesh):

@@ -34,7 +34,8 @@ class Sums(NamedTuple):
 
     Attributes:
       loss: float32 scalar, what is differentiated.
-      weight: how much the block counts, such as its number of targets; float32 scalar.
+      weight: how much the block counts, such as its number of targets; float32 scalar. Compute it from the
+        batch alone where you can: then its total is known before the backward pass.
       metrics: further sums by name; what is reported is `metrics / weight`.
     """
 
@@ -51,6 +52,11 @@ class Sums(NamedTuple):
         """With metrics of these names, 0 where there was none."""
         nothing = {name: jnp.zeros((), jnp.float32) for name in names}
         return self._replace(metrics={**nothing, **self.metrics})
+
+
+def mean_loss(sums: Sums) -> jax.Array:
+    """The loss of a step; where nothing counts, the sum."""
+    return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
 
 
 def checked_sums(sums: Any, what: str) -> Sums:

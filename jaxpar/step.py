@@ -22,11 +22,12 @@ from jaxpar.base.memory import device_memory
 from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import device_bytes, whole_bytes
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.custom_backward import check_custom_backward
 from jaxpar.data.batches import check_numbers, owned
 from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
-from jaxpar.model import Sums, in_words
+from jaxpar.model import Sums, in_words, mean_loss
 from jaxpar.optimizer import HostOptimizer, Safe, all_finite, clip_scale, next_state, update
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
@@ -102,6 +103,7 @@ class CompiledStep:
             parallel = self._layout.parallel
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
                 check_rows_alone(self._layout)
+                check_custom_backward(self._layout)
             # Stages, and groups that take fewer rows, are not all in a unit's work at the same time.
             is_apart = parallel.mesh.stage > 1 or not parallel.has_equal_shares
             if parallel.mesh.tensor > 1 and is_apart:
@@ -516,11 +518,6 @@ def make_loss_and_grad(setup: Setup, *, seed: int | None = 0) -> Callable[..., A
 def dropout_key(seed: int | None, state: TrainState) -> jax.Array | None:
     """Of a step's dropout masks; None for none."""
     return None if seed is None else jax.random.fold_in(new_key(seed), state.step)
-
-
-def mean_loss(sums: Sums) -> jax.Array:
-    """The loss of a step; where nothing counts, the sum."""
-    return sums.loss / jnp.where(sums.weight == 0, 1.0, sums.weight)
 
 
 def make_eval_step(

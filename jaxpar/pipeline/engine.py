@@ -16,6 +16,8 @@ Legend: T time, B batch, t = T / K steps of a chunk, b rows of a microbatch.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import jax
@@ -24,14 +26,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.axes import DATA, STAGE
-from jaxpar.base.trees import add, axes_in, same_along, summed
+from jaxpar.base.trees import add, axes_in, same_along, summed, zeros
 from jaxpar.pipeline.kept import what_is_kept
 from jaxpar.pipeline.loop import BACKWARD, Loop, State, run_segments
 from jaxpar.pipeline.placement import Route, make_slots
 from jaxpar.pipeline.spec import PipelineParams, Spec
-from jaxpar.pipeline.stage import Stage
+from jaxpar.pipeline.stage import Stage, Unit
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.pipeline.walk import SlotArrays, stack
+from jaxpar.trace.counts import used_inputs
+from jaxpar.trace.jaxprs import pruned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Pipeline(Spec):
         *,
         frozen: PipelineParams | None = None,
         key: jax.Array | None = None,
+        d_loss: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, Any, jax.Array]:
         """What `last` gives, summed over all units; the loss is differentiable with respect to `params`.
 
@@ -66,6 +71,8 @@ class Pipeline(Spec):
           table: what runs when.
           frozen: as `params`, for which no gradient is wanted.
           key: of this step's dropout, for `At`.
+          d_loss: the sums -> the cotangent of the loss, with which the backward pass of each unit begins. Of
+            the sums it reads those that `last` computes from the batch alone. None begins with 1.
         Returns:
           the sums; the carry after the window; and what the loop counted while it ran: units that each stage
           did as forward, as W beside it, as backward, as W after it, int32 [data, ticks, 4, stage].
@@ -81,19 +88,20 @@ class Pipeline(Spec):
 
         @jax.custom_vjp
         def run(params):
-            return self._run(params, *rest, with_gradients=False)[:3]
+            return self._run(params, *rest)[:3]
 
         def run_forward(params):
             if not table.num_slots:
                 raise ValueError(
                     "gradients of a table without a backward pass; make its schedules with backward=True"
                 )
-            *out, grads = self._run(params, *rest, with_gradients=True)
-            return tuple(out), grads
+            *out, grads, begun = self._run(params, *rest, d_loss or (lambda _: jnp.float32(1)))
+            return tuple(out), (grads, begun)
 
-        def run_backward(grads, cotangents):
-            d_loss = jax.tree.leaves(cotangents[0])[0]
-            return (jax.tree.map(lambda g, dtype: (g * d_loss).astype(dtype), grads, dtypes),)
+        def run_backward(saved, cotangents):
+            grads, begun = saved
+            scale = jax.tree.leaves(cotangents[0])[0] / begun  # 1 if it is what `d_loss` said
+            return (jax.tree.map(lambda g, dtype: (g * scale).astype(dtype), grads, dtypes),)
 
         run.defvjp(run_forward, run_backward)
         return run(params)
@@ -116,9 +124,10 @@ class Pipeline(Spec):
         """
         frozen = frozen or self.nothing_frozen
         self._check(params, frozen, carry, batch, table)
-        return self._run(params, frozen, carry, batch, table, key, with_gradients=False)[:3]
+        return self._run(params, frozen, carry, batch, table, key)[:3]
 
-    def _run(self, params, frozen, carry, batch, table, key, *, with_gradients: bool):
+    def _run(self, params, frozen, carry, batch, table, key, d_loss: Any = None) -> Any:
+        with_gradients = d_loss is not None
         if self.remat and with_gradients:
             table = table.with_remat()
         parts = zip(self.first_specs, self.layer_specs, self.last_specs, strict=True)
@@ -142,22 +151,23 @@ class Pipeline(Spec):
 
         def run(params, frozen, carry, batch, slots, rows, starts, table, key):
             stage = Stage.of(self, params, frozen, batch, slots, rows, starts, table, key)
-            kept = None
+            kept = begin = None
             if with_gradients:
                 kept = what_is_kept(stage, carry, splits=bool(table.weights))
-            loop = Loop(stage, kept, table)
+                begin = self._known(stage, table, d_loss)
+            loop = Loop(stage, kept, table, begin)
             if self.num_segments > 1:
                 state = run_segments(loop, carry)
             else:
                 fixed = not with_gradients and known is not None
                 state = loop.run(loop.start(carry), known if fixed else table.num_ticks)
-            return self._results(state, specs)
+            return (*self._results(state, specs), *([begin] if with_gradients else []))
 
         results = (
             P() if self.collects == "sums" else self._spec_of_rows(),
             self.carry_specs,
             P(DATA, None, None, STAGE),
-            *([specs] if with_gradients else []),
+            *([specs, P()] if with_gradients else []),
         )
         return jax.shard_map(
             run,
@@ -169,6 +179,25 @@ class Pipeline(Spec):
             # over nothing.
             check_vma=self.has_axes,
         )(*(argument for argument, _ in arguments))
+
+    def _known(self, stage: Stage, table: TickTable, of_sums: Callable[[Any], Any]) -> jax.Array:
+        """What a function makes of sums over all units that depend on the batch alone.
+
+        Of a unit only what these sums need is computed; y and variables are zeros.
+        """
+        sums = zeros(stage.sums_shape)
+        used, (leaves, structure) = used_inputs(of_sums, sums), jax.tree.flatten(sums)
+
+        def of_unit(number: Any, segment: Any) -> list[Any]:
+            found = jax.tree.leaves(stage.last_of_zeros(Unit(number, segment)))
+            return [jnp.where(number >= 0, a, jnp.zeros_like(a)) for a in compress(found, used)]
+
+        units, segments = table.head.unit[0], jnp.arange(self.num_segments, dtype=jnp.int32)
+        over_units = jax.vmap(pruned(of_unit, units[0], segments[0]), (0, None))
+        parts = jax.vmap(over_units, (None, 0))(units, segments)
+        totals = iter(self._sum([jnp.sum(part) for part in parts], DATA, *self.own_axes))
+        leaves = [next(totals) if n else a for n, a in zip(used, leaves, strict=True)]
+        return of_sums(jax.tree.unflatten(structure, leaves))
 
     def _results(self, state: State, specs: PipelineParams) -> tuple[Any, ...]:
         """What all devices have made together: sums, carry, what was counted, and gradients."""

@@ -108,11 +108,13 @@ class Loop:
 
     Attributes:
       kept: of units between forward and backward; None in evaluation.
+      d_loss: cotangent of the loss of each unit; None in evaluation.
     """
 
     stage: Stage
     kept: Residuals | None
     table: TickTable
+    d_loss: Any = None
 
     @property
     def spec(self) -> Spec:
@@ -372,7 +374,7 @@ class Loop:
 
         def loss(params, y):
             sums = stage.last(params, y, unit)
-            return jax.tree.leaves(sums)[0], sums
+            return jax.tree.leaves(sums)[0] * self.d_loss, sums
 
         differentiate = jax.value_and_grad(loss, (0, 1), has_aux=True)
 
@@ -404,6 +406,13 @@ class Loop:
             grads=grads,
             head_dy=write(state.head_dy, dy, slot),
         )
+
+    @property
+    def _d_sums(self) -> Any:
+        """The cotangent of what layers have added: of the first, the loss; 0 of others."""
+        leaves, structure = jax.tree.flatten(self.stage.no_sums)
+        of_each = [a + self.d_loss if n == 0 else a for n, a in enumerate(leaves)]
+        return jax.tree.unflatten(structure, of_each)
 
     @jax.named_scope(BACKWARD)
     def _backward(
@@ -443,7 +452,7 @@ class Loop:
                     stage.of_group(d_carry, at.group),
                 )
             own, before, (dx, _), buffers = kept.backward(
-                buffers, slot, at.group, after, (dy, stage.d_sums), grads
+                buffers, slot, at.group, after, (dy, self._d_sums), grads
             )
             if in_segments:
                 d_carry = stage.write_carry(d_carry, before, at.group, m)

@@ -204,6 +204,13 @@ class Stage:
             return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
         return self.spec.last(params, frozen, vary_like(y, self.here), self.at(unit))
 
+    def last_of_zeros(self, unit: Unit) -> Any:
+        """What `last` gives of a unit if y and all variables are 0; the same on all stages."""
+        params, frozen = (zeros(self.of_end(1, parts)) for parts in (self.params, self.frozen))
+        y, is_shared = zeros(self.x_shape), self.spec.head == "sharded"
+        y = jax.tree.map(lambda a: a.astype(jnp.float32), y) if is_shared else y
+        return self.spec.last(params, frozen, y, self.at(unit, on_all=True))
+
     @property
     def nothing_collected(self) -> Any:
         """What `last` has given before the first unit: zeros, of rows all that the device has."""
@@ -237,13 +244,6 @@ class Stage:
     def no_sums(self) -> Any:
         """What layers have added before the first of them."""
         return vary_like(zeros(self.sums_shape), self.here) if self.spec.adds_sums else ()
-
-    @property
-    def d_sums(self) -> Any:
-        """The cotangent of what layers have added: 1 of the first, the loss."""
-        leaves, structure = jax.tree.flatten(self.no_sums)
-        ones = [a + 1 if n == 0 else a for n, a in enumerate(leaves)]
-        return jax.tree.unflatten(structure, ones)
 
     # ---- ends in pools ----
 

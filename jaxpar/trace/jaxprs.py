@@ -5,7 +5,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 # Done again, where that keeps less.
 CHEAP = {
@@ -167,6 +169,17 @@ def function_of(
     if not consts:
         program = program.replace(constvars=[])
     return jaxpr_as_fun(ClosedJaxpr(program, consts))
+
+
+def pruned(function: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
+    """A function of arrays like these, as a list of arrays, without all that its results don't need.
+
+    Calls and loops are looked into; what has an effect, such as printing, is left out.
+    """
+    whole = inlined(jax.make_jaxpr(function)(*args), is_call)
+    jaxpr, _ = dce_jaxpr(whole.jaxpr, [True] * len(whole.jaxpr.outvars), instantiate=True)
+    eqns = equations_for(jaxpr.eqns, jaxpr.outvars)
+    return function_of(jaxpr, jaxpr.invars, eqns, jaxpr.outvars, whole.consts)
 
 
 def cut(values: Sequence[Any], *sizes: int) -> list[list[Any]]:

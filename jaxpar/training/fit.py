@@ -13,6 +13,7 @@ from jaxpar.base.checks import require, require_instance
 from jaxpar.base.files import make_folder
 from jaxpar.base.loading import guard_remedy
 from jaxpar.config import Parallel, TrainConfig
+from jaxpar.custom_backward import check_custom_backward
 from jaxpar.hosts.agree import agree, in_process_0, together
 from jaxpar.hosts.distributed import program_facts
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
@@ -179,6 +180,7 @@ def open_run(
     if setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units:
         setup.layout.facts.check_loops()
     check_rows_alone(setup.layout)
+    check_custom_backward(setup.layout)
     abstract_by_layer(target, setup.layout)  # can it be stored?
     data = describe_data(setup)
     if before is not None:

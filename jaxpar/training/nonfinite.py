@@ -25,13 +25,14 @@ from jaxpar.base.parts import RATE, part_of
 from jaxpar.base.trees import vary_like
 from jaxpar.forward import full_table, make_forward
 from jaxpar.layout import Layout, Outer
+from jaxpar.model import mean_loss
 from jaxpar.optimizer import clip_scale, next_state
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
 from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState
-from jaxpar.step import CompiledStep, dropout_key, mean_loss
+from jaxpar.step import CompiledStep, dropout_key
 from jaxpar.training.by_layer import in_stacks, kind_of
 
 NEVER = 2**22  # a time step that no batch has; float32 tells all before it apart

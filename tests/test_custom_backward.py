@@ -1,0 +1,245 @@
+"""Functions with a backward pass of their own receive the gradient of the mean loss on every mesh."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from test_equivalence import RELATIVE_ERROR, assert_close, by_layer, make_settings, slow
+
+import jaxpar
+from jaxpar import At, OptimizerConfig, SeriesBatches, Stack, Sums
+from jaxpar.custom_backward import check_custom_backward
+from jaxpar.data.batches import put_batch
+from jaxpar.nn import GRU
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import batch_sharding, make_loss_and_grad, value_and_grad
+
+WIDTH = 8
+C = 1e-3  # of the size of the gradients
+
+
+def with_backward(change):
+    """The identity, whose gradient is changed."""
+
+    def backward(_, g):
+        return (change(g),)
+
+    function = jax.custom_vjp(lambda x: x)
+    function.defvjp(lambda x: (x, None), backward)
+    return function
+
+
+CHANGES = {
+    "clip": lambda g: jnp.clip(g, -C, C),
+    "sign": lambda g: C * jnp.sign(g),
+    "limit": lambda g: g / jnp.maximum(1, abs(g) / C),
+    "round": lambda g: C * jnp.round(4 * g / C) / 4,
+}
+FUNCTIONS = {name: with_backward(change) for name, change in CHANGES.items()}
+
+
+def changed(x):
+    """Each feature goes through one of the functions."""
+    number = jnp.arange(x.shape[-1]) % len(FUNCTIONS)
+    masks = [(number == n).astype(x.dtype)[None, None] for n in range(len(FUNCTIONS))]
+    return sum(f(x * mask) for f, mask in zip(FUNCTIONS.values(), masks, strict=True))
+
+
+class Changed(nnx.Module):
+    carry_dims = ("batch", "hidden")
+
+    def __init__(self, change, rngs):
+        self.gru, self.change = GRU(WIDTH, rngs=rngs), change
+
+    def initial_carry(self, rows):
+        return self.gru.initial_carry(rows)
+
+    def __call__(self, carry, x, at: At):
+        carry, y = self.gru(carry, self.change(x), at)
+        penalty = jnp.sum(y**2, -1) * at.batch["weight"]
+        return carry, y, Sums(jnp.sum(penalty) / 100, 0)
+
+
+class Net(nnx.Module):
+    """Its loss does not depend on the batch's weights, of which there may be none."""
+
+    def __init__(self, task, rngs):
+        make = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.embed, self.out, self.task = make(1, WIDTH), make(WIDTH, 2), task
+        self.layers = Stack([lambda rngs: Changed(task.in_layers, rngs)] * 4, rngs=rngs)
+
+    def first(self, batch, at):
+        return self.task.in_first(self.embed(batch["x"]))
+
+    def last(self, y, batch, at):
+        error = self.out(self.task.in_last(y)) - batch["y"]
+        return Sums(jnp.sum(error**2), self.task.weigh(y, batch))
+
+
+def same(x):
+    return x
+
+
+def known(y, batch):
+    return jnp.sum(batch["weight"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(jaxpar.Task):
+    in_first: object = same
+    in_layers: object = same
+    in_last: object = same
+    weigh: object = known
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def make_model(self, rngs):
+        return Net(self, rngs)
+
+    def make_batches(self, split, seed=None):
+        wave = np.sin(np.arange(601) / 5)[:, None].astype(np.float32)
+        arrays = {"x": wave[:-1], "y": np.concatenate([wave[1:], wave[:-1] ** 2], 1)}
+        return SeriesBatches(arrays, batch_size=8, seq_len=8, seed=seed)
+
+
+EVERYWHERE = Own(changed, changed, changed)
+
+
+def gradients(settings):
+    """Of batches with weights that differ from row to row and from step to step; and with none."""
+    setup, batch = Setup.of(*settings), settings.task.example_batch()
+    state, run = init_state(setup), jax.jit(make_loss_and_grad(setup))
+    weight = np.random.default_rng(0).integers(0, 5, batch["weight"].shape).astype(np.float32)
+    for own in (weight, 0 * weight):
+        placed = put_batch({**batch, "weight": own}, batch_sharding(setup))
+        (loss, (_, sums)), grads = run(state, placed)
+        yield float(loss), float(sums.weight), by_layer(grads, settings)
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    return [*gradients(make_settings(task=EVERYWHERE))]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(
+    ("mesh", "units", "options"),
+    [
+        ((1, 2, 1), (2, 2), {"zero_bubble": True, "head": "sharded"}),
+        ((2, 2, 1), (2, 2), {"head": "last"}),
+        slow((1, 2, 1), (2, 2), {"zero_bubble": True, "schedule": "interleaved", "num_groups": 2}),
+        slow((1, 1, 1), (2, 1), {}),
+        slow((2, 1, 1), (1, 1), {}),
+        slow((2, 1, 1), (2, 1), {"layout": {"shares": (1, 3)}}),
+        slow((1, 2, 2), (2, 2), {}),
+        slow((1, 2, 1), (2, 2), {"remat": True}),
+        slow((1, 2, 1), (1, 4), {"remat": True, "remat_keeps": "carries"}),
+        slow((1, 4, 1), (2, 2), {"schedule": "v", "head": "last"}),
+    ],
+)
+def test_the_gradient_is_that_of_the_mean_loss_on_every_mesh(on_one_device, mesh, units, options):
+    settings = make_settings(mesh, units, EVERYWHERE, **options)
+    for found, expected in zip(gradients(settings), on_one_device, strict=True):
+        np.testing.assert_allclose(found[:2], expected[:2], rtol=RELATIVE_ERROR)
+        assert_close(found[2], expected[2])
+
+
+def of_kept(y, batch):
+    """What counts depends on y, without a gradient."""
+    return jnp.sum(jnp.where(y[..., 0] > 0, batch["weight"], 0))
+
+
+def learned(y, batch):
+    return jnp.sum(batch["weight"] * jax.nn.sigmoid(y[..., 0]))
+
+
+def in_a_scan(y, batch):
+    """Counted in a loop, beside something else."""
+
+    def step(totals, inputs):
+        y, weight = inputs
+        return (totals[0] + jnp.sum(y), totals[1] + jnp.sum(weight)), None
+
+    start = jnp.sum(y) * 0, jnp.sum(batch["weight"]) * 0
+    return jax.lax.scan(step, start, (y, batch["weight"]))[0][1]
+
+
+@pytest.mark.parametrize(
+    ("weigh", "is_known"),
+    [
+        (known, True),
+        (in_a_scan, True),
+        (jax.jit(in_a_scan), True),
+        (of_kept, False),
+        (learned, False),
+    ],
+)
+def test_the_weight_is_known_where_it_depends_on_the_batch_alone(weigh, is_known):
+    assert Setup.of(Own(weigh=weigh)).layout.facts.knows_weight == is_known
+
+
+def by_norm(g):
+    return g / jnp.maximum(1, jnp.sqrt(jnp.sum(g**2)) / C)
+
+
+straight = with_backward(lambda g: 2 * g)
+by_norm = with_backward(by_norm)
+
+
+class OfParameter(Changed):
+    """Clips the gradient of its weights, of which each device has a part."""
+
+    def __call__(self, carry, x, at: At):
+        x = x * FUNCTIONS["clip"](self.gru.bias[...][0])[None, None]
+        return self.gru(carry, x, at)
+
+
+@pytest.mark.parametrize(
+    ("options", "mesh", "units", "match"),
+    [
+        ({"weigh": of_kept, "in_first": changed}, (1, 1, 1), (2, 1), "`first`: .*lambda.* not linear, and"),
+        ({"weigh": of_kept, "in_layers": changed}, (1, 2, 1), (1, 1), "layer changed: .* not linear"),
+        ({"weigh": of_kept, "in_last": changed}, (1, 1, 1), (2, 1), "`last`: .* not linear, and the weight"),
+        ({"weigh": learned}, (1, 1, 1), (2, 1), "weight of `last` has a gradient"),
+        ({"in_layers": by_norm}, (2, 1, 1), (1, 1), "layer changed: .* other gradients for two halves"),
+        ({"in_last": by_norm}, (1, 2, 1), (1, 2), "`last`: .* other gradients for (two halves|2 chunks)"),
+    ],
+)  # fmt: skip
+def test_what_would_depend_on_the_mesh_is_refused_by_name(options, mesh, units, match):
+    layout = Setup.of(*make_settings(mesh, units, Own(**options))[:2]).layout
+    with pytest.raises(ValueError, match=match) as told:
+        check_custom_backward(layout)
+    assert len(str(told.value).split()) <= 40
+    check_custom_backward(Setup.of(*make_settings(task=Own(**options))[:2]).layout)  # has it all
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weigh": of_kept, "in_layers": straight, "in_first": straight, "in_last": straight},
+        {"in_layers": changed, "in_first": changed, "in_last": changed},
+    ],
+)
+def test_what_does_not_passes(options):
+    check_custom_backward(Setup.of(*make_settings((2, 2, 1), (2, 2), Own(**options))[:2]).layout)
+
+
+class AnyLength(Own):
+    variable_length = True
+
+
+@pytest.mark.slow
+def test_a_shorter_batch_counts_what_it_has():
+    found = []
+    for mesh, units in [((1, 1, 1), (1, 1)), ((1, 2, 1), (2, 4))]:
+        settings = make_settings(mesh, units, AnyLength(changed, changed, changed))
+        batch = jax.tree.map(
+            lambda a: a[:, :4] if np.ndim(a) > 1 else a, settings.task.example_batch()
+        )
+        (loss, _), grads = value_and_grad(*settings)(init_state(*settings), batch)
+        found.append(by_layer(grads, settings) | {"loss": np.asarray(loss)})
+    assert_close(*found)
