@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jaxpar.base.parts import RESETS, part_of
+from jaxpar.base.parts import LENGTHS, RESETS, part_of
 
 
 def anywhere(x: Any, *_dims: str | None) -> Any:
@@ -25,7 +26,6 @@ class At(NamedTuple):
       batch: the block's part of the batch.
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
-      initial: a layer's state where `resets` says that a sequence begins; None is the layer's own.
       platform: of the devices that compute, as JAX calls it; None is that of JAX's default devices.
     """
 
@@ -36,7 +36,6 @@ class At(NamedTuple):
     batch: Any = None
     layout: Callable[..., Any] = anywhere
     time_major: bool = True
-    initial: Any = None
     platform: str | None = None
 
     @property
@@ -67,3 +66,18 @@ class At(NamedTuple):
         """
         resets = part_of(self.batch, RESETS)
         return None if resets is None else resets.astype(bool)
+
+    @property
+    def lengths(self) -> Any:
+        """How many steps of the block are real in each row: int32 [rows]; None if the batch does not say.
+
+        The steps after them are padding. A layer that reads later steps must leave padding out, so that what
+        it gives for real steps does not depend on it. It is the batch's field or key `lengths`, [rows], which
+        counts the real steps of the window; here it is cut to the block.
+        """
+        lengths = part_of(self.batch, LENGTHS)
+        if lengths is None:
+            return None
+        dim = 0 if self.time_major else 1
+        steps = max(leaf.shape[dim] for leaf in jax.tree.leaves(self.batch) if jnp.ndim(leaf) > 1)
+        return jnp.clip(lengths.astype(jnp.int32) - self.time, 0, steps)

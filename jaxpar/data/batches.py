@@ -36,7 +36,8 @@ class Batches(Protocol):
 
         Returns:
           a pytree of NumPy arrays [rows, ...] and scalars. A field or key `starts` says whether carried
-          state begins anew; without it, it does so with every batch.
+          state begins anew; without it, it does so with every batch. Where rows end with padding, `lengths`
+          [rows] gives the number of real time steps of each.
         """
         ...
 
