@@ -101,7 +101,8 @@ class MLSTMBlock(nnx.Module):
         """The block: q and k are of what the convolution gives, v is of what it is given."""
         T, B, _, N, D = *x_TBW.shape, *self.skip.shape
         dtype, (past, memory) = x_TBW.dtype, carry
-        up = product(self.norm(at.layout(x_TBW, None, "batch", None)), self.up)
+        x = at.layout(nn.mask_padding(x_TBW, at), None, "batch", None)
+        up = product(self.norm(x), self.up)
         u, gate = up[:, :, 0].astype(dtype), up[:, :, 1]
         past, c = self.conv(past, u, at)
         blocks = jnp.stack([c, c, u], 2).reshape(T, B, 3, N, -1, BLOCK)

@@ -1,22 +1,30 @@
-"""Whether each row of a batch stands alone: what a model makes of it must not depend on the others.
+"""Whether a model gives the same numbers however a batch is cut: its parts are run on few rows, and compared.
 
-A step gives each device, and each microbatch, some of the rows. What mixes rows, as a norm by the statistics
-of a batch or a loss that balances a batch do, would give another loss on every mesh, and no error. It is
-found before a run, on a few rows: where one of them is replaced, `first`, each kind of layer and `predict`
-must give the same bits for all others (a layer that says how many rows it mixes is called for so many); and
-what `last` gives for two halves must add up to what it gives for the whole.
+A step gives each device, and each microbatch, some of the rows, and each chunk of time some of the steps.
+Some models would give another loss on every mesh then, and no error: those that mix rows, as a norm by the
+statistics of a batch or a mean over the places that count, or that draw the same random numbers for every
+block. They are found before a run. `first`, each kind of layer, and `last` or `predict` are run by
+themselves, in two ways:
 
-Chunks of time are the same for time: where windows are cut into them, `first`, each kind of layer and `last`
-must give for all chunks, one after the other, what they give for the window.
+- Inputs are replaced or moved, and what must not depend on that is compared. Where a row is replaced, the
+  others must give the same bits. Where all rows move to other places, and `at.row` with them, they must give
+  the same numbers. A layer that says how many rows it mixes is left out.
+- Inputs are cut along a dim. The pieces, one after the other, must give what the whole gives, and their sums
+  must add up: halves of the rows, and where a run has them its chunks of time.
+
+Each is done with a key, as in training. Where something is wrong and without a key it is not, random numbers
+are to blame, and the error says so. Those that depend on how time is cut are looked for only in runs with
+chunks of time, also when a run is resumed with them: without chunks they are the same on any mesh.
 
 A layer whose state goes on where the batch says that another sequence begins (`resets`) is warned of.
 """
 
 import collections
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +32,23 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.at import At
-from jaxpar.base.parts import RESETS, part_of, with_part
+from jaxpar.base.parts import RATE, RESETS, STARTS, WEIGHT, part_of, with_part
 from jaxpar.base.trees import shape_of
+from jaxpar.data.batches import EndOfStreamError
 from jaxpar.facts import named
 from jaxpar.layout import Layout, Outer
-from jaxpar.model import Sums, checked_sums, made
+from jaxpar.model import checked_sums, made
+from jaxpar.task import Task
 
 _log = logging.getLogger(__name__)
 
 ROWS = 4  # two in each half
+BATCHES = 4  # from whose first rows they are taken
 
 # How far two halves of a sum may be from the whole, relative to their sizes: a million float32 numbers in
 # another order are off by a tenth of it. Sums in fewer digits may be off by a few units in the last.
 TOLERANCE, UNITS = 1e-5, 4
-# Random inputs on which the sums must be wrong. Once in thousands, two scores tie: then rounding decides
+# Random inputs on which pieces must be wrong. Once in thousands, two scores tie: then rounding decides
 # which is the largest, and whether a prediction counts as right.
 TRIES = 3
 
@@ -46,9 +56,18 @@ TRIES = 3
 # in another order, and a loop over time adds to that.
 OVER_TIME = 1e-3
 
-_NOWHERE = -1  # the dim of rows of an array that has none
+_NOWHERE = -1  # the dim of rows, or of time, of an array that has none
+_OURS = {
+    STARTS,
+    RESETS,
+    RATE,
+    WEIGHT,
+}  # parts of a batch that have a meaning: any number would not do
+_DRAW = "at.draw(jax.random.normal, x.shape)"
 
 _passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
+
+Tree = dict[str, Any]
 
 
 def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
@@ -60,24 +79,63 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     Args:
       predicts: whether the model's `predict` is looked at, instead of its `last`.
     Raises:
-      ValueError: `first`, a layer or `predict` mixes rows, or sums of `last` do not add up. Or, where the
-        layout cuts windows into chunks of time, one of them gives something else for these.
+      ValueError: `first`, a layer, `last` or `predict` mixes rows, its random numbers depend on how a batch
+        is cut, or its sums do not add up. Or, where the layout cuts windows into chunks of time, it gives
+        something else for these.
     """
-    batch = layout.task.example_batch()
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
-    batch = jax.tree.map(lambda a: np.array(a)[:num_rows] if np.ndim(a) else a, batch)
+    if not num_rows:
+        return
+    batch, special = _rows_of(layout.task, num_rows)
     graphdef, state = nnx.split(layout.facts.model)
     chunks = 1 if predicts else layout.parallel.num_chunks
     model = (predicts, chunks, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
-    if num_rows and model not in _passed:
-        trial = _Trial(layout, batch, num_rows, chunks, predicts=predicts)
+    if model not in _passed:
+        trial = _Trial(layout, batch, special, num_rows, chunks, predicts=predicts)
+        trial.check(trial.first)
         for kind in range(len(layout.facts.kinds)):
-            trial.check_layer(kind)
-        if predicts:
-            trial.check_predict()
-        else:
-            trial.check_last()
+            trial.check(trial.layer(kind))
+        trial.check(trial.predict() if predicts else trial.last())
         _passed.append(model)
+
+
+class _Part(NamedTuple):
+    """A part of the model, as a function of few rows.
+
+    Attributes:
+      what: its name in messages.
+      run: (inputs, row=0, time=0, key=None) -> outputs. Both are trees by name: inputs are "carry", "x" and
+        "batch", one of the outputs may be "sums".
+      draw: gives inputs.
+      dims: of rows ("row") and of time steps ("time") in inputs and outputs, trees by their names.
+      piece: as `run`, for a piece of the inputs; maybe with "sums" alone.
+      mixes: whether the layer says that it mixes rows.
+    """
+
+    what: str
+    run: Callable[..., Tree]
+    draw: Callable[[], Tree]
+    dims: dict[str, Tree]
+    piece: Callable[..., Tree]
+    mixes: bool = False
+
+    def map(self, along: str, change: Callable[..., Any], *trees: Tree) -> Tree:
+        """Inputs or outputs, but sums, with all arrays changed that have such a dim.
+
+        Args:
+          change: (dim, arrays, one of each tree) -> array. Of arrays without the dim, that of the last tree
+            is taken.
+        """
+
+        def of(dim: int, *arrays: Any) -> Any:
+            return arrays[-1] if dim == _NOWHERE else change(dim, *arrays)
+
+        names = [name for name in trees[0] if name != "sums"]
+        return {n: jax.tree.map(of, self.dims[along][n], *(own[n] for own in trees)) for n in names}
+
+    def take(self, along: str, start: int, stop: int, tree: Tree) -> Tree:
+        """Some of the rows, or time steps, of inputs or outputs."""
+        return self.map(along, lambda dim, a: np.take(a, range(start, stop), dim), tree)
 
 
 class _Trial:
@@ -85,37 +143,62 @@ class _Trial:
 
     Attributes:
       x: shapes of what goes through the layers.
-      in_batch, in_x: trees of the dim of rows in each of their arrays.
+      first: the part that gives it.
+      key: of random numbers in training; None for predictions.
     """
 
     def __init__(
-        self, layout: Layout, batch: Any, num_rows: int, num_chunks: int, *, predicts: bool
+        self,
+        layout: Layout,
+        batch: Any,
+        special: Any,
+        num_rows: int,
+        num_chunks: int,
+        *,
+        predicts: bool,
     ):
-        """Looks at `first`, which tells the shapes of x."""
-        self.layout, self.batch = layout, batch
+        """Looks at `first`, which tells the shapes of x.
+
+        Args:
+          special: see `_rows_of`.
+        """
+        self.layout, self.batch, self.special = layout, batch, special
         self.num_rows, self.num_chunks = num_rows, num_chunks
+        self.key = None if predicts else jax.random.key(0)
         self.outer = Outer(layout, layout.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)
-        self.in_batch = jax.tree.map(lambda leaf: 0 if np.ndim(leaf) else _NOWHERE, batch)
 
-        @self.quick_jit
-        def first(variables, batch, time=0):
+        def first(variables, batch, at):
             leaves, frozen = variables
-            return self.outer.run_first(leaves, frozen, self.at(batch, time=time))
+            return {"output": self.outer.run_first(leaves, frozen, at)}
 
-        variables = self.draw_outer(self.outer.first)
+        run = self.part_function(first, self.draw_outer(self.outer.first))
         twice = jax.tree.map(lambda a: np.concatenate([a, a]) if np.ndim(a) else a, batch)
-        sizes = (jax.eval_shape(first, variables, rows) for rows in (batch, twice))
-        self.x, x_of_twice = named("first", lambda: tuple(sizes))
-        self.in_x = jax.tree.map(_dim_of_rows, self.x, x_of_twice)
-        run = functools.partial(first, variables)
-        self.check_alone("first", run, (batch,), (self.in_batch,), {"output": self.in_x})
-        self.check_chunks("`first`", lambda _, *inputs: ((), run(*inputs), []), (), batch)
+        self.x, x_of_twice = (
+            named("first", lambda own=own: run({"batch": own}, by=jax.eval_shape)["output"])
+            for own in (batch, twice)
+        )
+        rows, steps = jax.tree.map(_dim_of_rows, self.x, x_of_twice), layout.facts.num_steps
 
-    def check_layer(self, kind: int) -> None:
-        """By what a layer of a kind returns, the state that it leaves, and the sums that it adds."""
-        name, number = self.layout.facts.kinds[kind], self.layout.facts.kind_of.index(kind)
-        maker = self.layout.facts.model.layers.maker(number)
+        def of_time(dim: int, a: Any) -> int:
+            return dim if steps and np.shape(a)[dim : dim + 1] == (steps,) else _NOWHERE
+
+        times = jax.tree.map(functools.partial(of_time, 0), self.x)
+        self.dims = {
+            "row": dict.fromkeys(("x", "output", "gradient"), rows)
+            | {"batch": jax.tree.map(lambda a: 0 if np.ndim(a) else _NOWHERE, batch)},
+            "time": dict.fromkeys(("x", "output", "gradient"), times)
+            | {"batch": jax.tree.map(functools.partial(of_time, 1), batch)},
+        }
+        self.first = _Part("`first`", run, lambda: {"batch": self.batch}, self.dims, run)
+
+    # ---- the parts ----
+
+    def layer(self, kind: int) -> _Part:
+        """A layer of a kind: what it returns, the state that it leaves, and the sums that it adds."""
+        facts = self.layout.facts
+        name, number = facts.kinds[kind], facts.kind_of.index(kind)
+        maker, like = facts.model.layers.maker(number), facts.traces.layers[kind][1][2]
 
         @self.quick_jit
         def draw():
@@ -123,244 +206,277 @@ class _Trial:
             begins = hasattr(layer, "initial_carry")
             return nnx.split(layer), layer.initial_carry(self.num_rows) if begins else ()
 
-        like = self.layout.facts.traces.layers[kind][1][2]
-
-        @self.quick_jit
-        def layer(variables, carry, x, batch, row=0, time=0):
+        def layer(variables, carry, x, batch, at):
             def run(_, __, *args):
                 return nnx.merge(*variables)(*args)
 
-            at = self.at(batch, row, time, layer=number)
-            after, y, *sums = self.layout.facts.run_padded(run, like, (), (), carry, x, at)
-            return (after, y), [checked_sums(own, f"layer {name}") for own in sums]
+            at = at._replace(layer=jnp.int32(number))
+            after, y, *sums = facts.run_padded(run, like, (), (), carry, x, at)
+            own = {"sums": checked_sums(sums[0], f"layer {name}")} if sums else {}
+            return {"output": y, "carry": after, **own}
 
         variables, start = draw()
+        run = self.part_function(layer, variables)
         # Not below where it starts: a state may be a divisor.
         carry = jax.tree.map(lambda a: a + abs(self.random(a)), jax.device_get(start))
-        in_carry, what = jax.tree.map(lambda _: 0, carry), f"layer {name}"
-        dims = in_carry, self.in_x, self.in_batch
+        in_carry = {"row": 0, "time": _NOWHERE}
+        dims = {
+            along: own | {"carry": jax.tree.map(lambda _, dim=in_carry[along]: dim, carry)}
+            for along, own in self.dims.items()
+        }
 
-        def run(*inputs: Any) -> Any:
-            return layer(variables, *inputs)[0]
+        def draw_inputs() -> Tree:
+            return {"carry": carry, "x": self.random_x(), "batch": self.batch}
 
-        def sums(*inputs: Any, row: int = 0) -> Any:
-            return layer(variables, *inputs, row)[1][0]
+        mixes = name in facts.rows_together
+        return _Part(f"layer {name}", run, draw_inputs, dims, run, mixes)
 
-        def chunk(carry: Any, batch: Any, time: int, x: Any) -> Any:
-            (after, y), sums = layer(variables, carry, x, batch, 0, time)
-            return after, y, sums
+    def last(self) -> _Part:
+        """By its sums; and by the gradients of the loss, in which no tolerance hides a mix."""
 
-        def draw_inputs() -> tuple[Any, ...]:
-            return carry, self.random_x(), self.batch
-
-        inputs = draw_inputs()
-        if name not in self.layout.facts.rows_together:  # those are called for their rows alone
-            self.check_alone(what, run, inputs, dims, {"carry": in_carry, "output": self.in_x})
-            if self.layout.facts.adds_sums and layer(variables, *inputs)[1]:
-                self.check_added(what, sums, sums, draw_inputs, dims)
-        self.check_chunks(what, chunk, carry, self.batch, inputs[1])
-        if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
-            self.look_at_resets(what, lambda *inputs: run(*inputs)[1], carry, inputs[1])
-
-    def check_last(self) -> None:
-        """By all sums; and by the gradients of the loss, in which no tolerance hides a mix."""
-
-        def last(variables, y, batch, row=0, time=0):
+        def last(variables, x, batch, at):
             leaves, frozen = variables
-            return self.outer.run_last(leaves, frozen, y, self.at(batch, row, time), is_part=False)
+            with jax.default_matmul_precision("float32"):  # whatever the size of a block
+                return {"sums": self.outer.run_last(leaves, frozen, x, at, is_part=False)}
 
-        def gradients_and_sums(variables, y, batch):
-            def loss(y):
-                sums = last(variables, y, batch)
-                return sums.loss, sums
+        def with_gradients(variables, x, batch, at):
+            def loss(x):
+                out = last(variables, x, batch, at)
+                return out["sums"].loss, out
 
-            found, sums = jax.grad(loss, has_aux=True)(y)
+            with jax.default_matmul_precision("float32"):
+                found, out = jax.grad(loss, has_aux=True)(x)
             # What has no rows is used by all: its gradient is a sum.
-            return jax.tree.map(
-                lambda d, dim: 0.0 if dim == _NOWHERE else d, found, self.in_x
-            ), sums
-
-        def draw_inputs() -> tuple[Any, ...]:
-            return self.random_x(), self.batch
-
-        variables, dims = self.draw_outer(self.outer.last), (self.in_x, self.in_batch)
-        of_half = functools.partial(self.quick_jit(last), variables)
-        of_whole = functools.partial(self.quick_jit(gradients_and_sums), variables)
-        with jax.default_matmul_precision("float32"):  # whatever the size of a block
-            self.check_added(
-                "`last`", lambda *inputs: of_whole(*inputs)[1], of_half, draw_inputs, dims
+            found = jax.tree.map(
+                lambda d, dim: 0.0 if dim == _NOWHERE else d, found, self.dims["row"]["x"]
             )
-            gradients = {"gradient": self.in_x}
-            self.check_alone(
-                "last", lambda *inputs: of_whole(*inputs)[0], draw_inputs(), dims, gradients
-            )
+            return {"gradient": found, **out}
 
-            def chunk(_: Any, batch: Any, time: int, y: Any) -> Any:
-                return (), (), [of_half(y, batch, 0, time)]
+        variables = self.draw_outer(self.outer.last)
+        run, piece = (self.part_function(each, variables) for each in (with_gradients, last))
+        return _Part("`last`", run, self.draw_y, self.dims, piece)
 
-            self.check_chunks("`last`", chunk, (), *draw_inputs()[::-1])
-
-    def check_predict(self) -> None:
+    def predict(self) -> _Part:
         """By all that it gives."""
-        facts = self.layout.facts
+        names = {f"output {name!r}": name for name in sorted(self.layout.facts.outputs)}
 
-        @self.quick_jit
-        def predict(variables, y, batch):
+        def predict(variables, x, batch, at):
             leaves, frozen = variables
-            return self.outer.run_last(leaves, frozen, y, self.at(batch), is_part=False)
+            outputs = self.outer.run_last(leaves, frozen, x, at, is_part=False)
+            return {shown: outputs[name] for shown, name in names.items()}
 
-        run = functools.partial(predict, self.draw_outer(self.outer.last))
-        dims = {f"output {name!r}": int(facts.time_major) for name in sorted(facts.outputs)}
-        inputs = self.random_x(), self.batch
-        self.check_alone("predict", run, inputs, (self.in_x, self.in_batch), dims)
+        run = self.part_function(predict, self.draw_outer(self.outer.last))
+        rows = dict.fromkeys(names, int(self.layout.facts.time_major))
+        dims = {"row": self.dims["row"] | rows}
+        return _Part("`predict`", run, self.draw_y, dims, run)
 
-    def check_added(
-        self,
-        what: str,
-        of_whole: Callable[..., Sums],
-        of_half: Callable[..., Sums],
-        draw: Callable[[], tuple[Any, ...]],
-        dims: tuple[Any, ...],
-    ) -> None:
-        """Compares sums of some rows with those of two halves of them, on inputs that are drawn.
+    def draw_y(self) -> Tree:
+        """What the last layer may give."""
+        return {"x": self.random_x(), "batch": self.batch}
 
-        Args:
-          of_whole: inputs -> the sums of all rows.
-          of_half: (inputs, row=number of the first row) -> those of a half.
-          dims: of rows, a tree as the inputs.
+    # ---- the experiments ----
+
+    def check(self, part: _Part) -> None:
+        """Does all of them.
+
         Raises:
-          ValueError: the halves' do not add up to the whole's.
+          ValueError: the part gives something else than it must.
         """
-        half, wrong = self.num_rows // 2, None
-        for _ in range(TRIES):
-            inputs = draw()
-            whole = named(what, lambda inputs=inputs: of_whole(*inputs))
-            halves = [of_half(*_cut(inputs, dims, row, row + half), row=row) for row in (0, half)]
-            words = "some rows", "the two halves of them"
-            wrong = _not_added(*jax.device_get([whole, *halves]), of=words)
-            if wrong is None:
-                return
-        raise ValueError(
-            f"the sums of {what} do not add up: its {wrong}, and a step adds up what it gives for "
-            f"the rows of each device and microbatch; let it return sums over rows, each computed "
-            f"from one row alone: no means, and times the weight what counts once, such as a penalty "
-            f"on parameters"
-        )
+        steps, carry = self.layout.facts.num_steps, part.draw().get("carry", ())
+        if not part.mixes:
+            self.check_sums(part)
+            self.check_rows(part)
+        if steps and self.num_chunks > 1:
+            self.check_chunks(part, steps // self.num_chunks)
+        if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
+            self.look_at_resets(part)
 
-    def check_chunks(
-        self, what: str, run: Callable[..., Any], carry: Any, batch: Any, *x: Any
-    ) -> None:
-        """Compares what a part gives for a window with what it gives for its chunks, if it has several.
+    def check_rows(self, part: _Part) -> None:
+        """Replaces a row of the inputs, by another one or NaN, and looks at the others; then moves all rows.
 
-        Args:
-          run: (carry, batch, its first step, *x) -> (carry, y, [sums]).
-        Raises:
-          ValueError: they are not the same.
-        """
-        steps = self.layout.facts.num_steps
-        if not steps or self.num_chunks == 1:
-            return
-        in_batch = jax.tree.map(lambda a: 1 if np.shape(a)[1:2] == (steps,) else _NOWHERE, batch)
-        in_x = jax.tree.map(lambda a: 0 if a.shape[:1] == (steps,) else _NOWHERE, self.x)
-        after, y, sums = jax.device_get(run(carry, batch, 0, *x))
-        ys, sums_of_chunks, length = [], [], steps // self.num_chunks
-        for start in range(0, steps, length):
-            stop = start + length
-            cut = (
-                _cut(batch, in_batch, start, stop),
-                start,
-                *(_cut(a, in_x, start, stop) for a in x),
-            )
-            carry, *of_chunk = jax.device_get(run(carry, *cut))
-            ys.append(of_chunk[0])
-            sums_of_chunks += of_chunk[1]
-
-        def join(dim: int, *parts: np.ndarray) -> np.ndarray:
-            return parts[0] if dim == _NOWHERE else np.concatenate(parts)
-
-        wrong = None
-        if not _near(y, jax.tree.map(join, in_x if jax.tree.leaves(y) else (), *ys)):
-            wrong = "its output is another one"
-        elif not _near(after, carry):
-            wrong = "the carry that it leaves is another one"
-        elif sums:
-            wrong = _not_added(sums[0], *sums_of_chunks, of=("the window", "its chunks"))
-        if wrong:
-            raise ValueError(
-                f"{what} gives something else where its window is cut into {self.num_chunks} chunks of "
-                f"time: {wrong}. What lasts from chunk to chunk is a layer's carry, at.time is the first "
-                f"step of a block, and sums are over steps; a layer that needs all steps at once says "
-                f"whole_window = True. Or use num_chunks=1"
-            )
-
-    def look_at_resets(self, what: str, run: Callable[..., Any], carry: Any, x: Any) -> None:
-        """Warns of a layer whose state goes on where the batch says that another sequence begins.
-
-        Args:
-          run: (carry, x, batch) -> the layer's output.
-        """
-        resets = np.array(part_of(self.batch, RESETS))
-        resets[:, 0] = 1
-        batch = with_part(self.batch, RESETS, resets)
-        other = jax.tree.map(lambda a: a + 1, carry)
-        found = (jax.device_get(run(own, x, batch)) for own in (carry, other))
-        if not _near(*found) and jax.process_index() == 0:
-            _log.warning(
-                "%s does not heed the batch's %r: its state goes on from sequence to sequence; let it begin "
-                "from its initial state where at.resets says so, or leave %r out of the batch",
-                *(what, RESETS, RESETS),
-            )
-
-    def check_alone(
-        self,
-        what: str,
-        run: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        dims: Any,
-        outputs: dict[str, Any],
-    ) -> None:
-        """Runs something with a row of its inputs replaced, by another one or NaN, and looks at the others.
-
-        Args:
-          dims: of rows, a tree as the inputs.
-          outputs: the dims of rows of what it returns, by the names of its parts.
         Raises:
           ValueError: they change.
         """
+        inputs, half, last = part.draw(), self.num_rows // 2, self.num_rows - 1
+        whole = self.run(part, inputs, self.key)
+        again = self.run(part, inputs, self.key)
+        if name := _unlike(whole, again, _near):
+            raise ValueError(
+                f"{part.what} gives other numbers each time it is called with the same inputs: its {name} "
+                f"differs. Fix: draw random numbers by {_DRAW}"
+            )
+        same = _near if _unlike(whole, again, _same) else _same
+        for row, by_nan in itertools.product((0, last), (False, True)):
+            others = functools.partial(
+                part.map, "row", lambda dim, a, row=row: np.delete(a, row, dim)
+            )
+            own = part.map("row", functools.partial(_replace, row=row, by_nan=by_nan), inputs)
+            found = self.run(part, self.with_special(own, row) if by_nan else own, self.key)
+            if name := _unlike(others(whole), others(found), same):
+                by = " (whole numbers by others seen, -1 and 0)" if by_nan else ""
+                raise ValueError(
+                    f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced{by}, "
+                    f"its {name} changes in others, too. Fix: {_ALONE[name == 'gradient']}"
+                )
 
-        def results(row: int | None = None, *, by_nan: bool = False) -> list[np.ndarray]:
-            replace = functools.partial(_replace, row=row, by_nan=by_nan)
-            return jax.tree.leaves(jax.device_get(run(*jax.tree.map(replace, inputs, dims))))
+        def moved(key: Any) -> str | None:
+            whole = self.run(part, inputs, key)
+            own = part.map("row", lambda dim, a: np.roll(a, -half, dim), inputs)
+            found = jax.device_get(part.run(own, row=half, key=key))
+            pair = part.take("row", half, 2 * half, whole), part.take("row", 0, half, found)
+            name = _unlike(*pair, _near)
+            return name and f"its {name} changes where its block begins with row {half}"
 
-        whole, last = named(what, results), self.num_rows - 1
-        parts = [(name, dim) for name, own in outputs.items() for dim in jax.tree.leaves(own)]
-        repeats = all(map(_same, whole, results()))  # else NaN alone tells what depends on what
-        for row, by_nan in [(0, False), (last, False), (0, True), (last, True)]:
-            found = results(row, by_nan=by_nan)
-            for (name, dim), *both in zip(parts, whole, found, strict=True):
-                others = [np.delete(a, row, dim) if dim != _NOWHERE else a for a in both]
-                if not _same(*(others if repeats else map(np.isnan, others))):
-                    raise ValueError(
-                        f"{what} mixes the rows of a batch: where row {row} of its input is replaced, its "
-                        f"{name} changes in others, too. A step gives each device and microbatch only some "
-                        f"rows, so the loss would depend on the mesh; compute each row from itself alone, "
-                        f"with a norm over features (nnx.LayerNorm, nnx.RMSNorm), not over the batch, or let "
-                        f"a layer say how many rows it mixes (rows_together = 8)"
-                    )
+        self.refuse(
+            part,
+            moved,
+            "{what} gives a row other numbers at another place in its block: {wrong}. Fix: count rows from "
+            f"at.row, or draw random numbers by {_DRAW}",
+        )
 
-    def at(self, batch: Any, row: Any = 0, time: Any = 0, layer: int = 0) -> At:
-        """Of a block of these rows, in training."""
-        facts = self.layout.facts
-        at = facts.at(facts.to_block(batch))
-        return at._replace(layer=jnp.int32(layer), row=jnp.int32(row), time=jnp.int32(time))
+    def check_sums(self, part: _Part) -> None:
+        """Compares sums of some rows with those of two halves of them; also where whole numbers are special.
+
+        Raises:
+          ValueError: the halves' do not add up to the whole's.
+        """
+        half, words = self.num_rows // 2, ("some rows", "the two halves of them")
+
+        def halves(key: Any, rows: Sequence[int] = ()) -> str | None:
+            inputs = functools.reduce(self.with_special, rows, part.draw())
+            whole = self.run(part, inputs, key)
+            if "sums" not in whole:
+                return None
+            pieces = self.pieces(part, inputs, "row", half, key)
+            return _not_added(whole, *pieces, of=words)
+
+        message = (
+            "the sums of {what} do not add up: {wrong}, and a step adds up what it gives for the rows of "
+            "each device and microbatch. Fix: return sums over rows, no means, or multiply what counts once, "
+            "such as a penalty on parameters, by the weight"
+        )
+        self.refuse(part, halves, message)
+        if any(special.size for special in jax.tree.leaves(self.special)):
+            self.refuse(part, functools.partial(halves, rows=range(half)), message)
+
+    def check_chunks(self, part: _Part, length: int) -> None:
+        """Compares what a part gives for a window with what it gives for its chunks.
+
+        Raises:
+          ValueError: they are not the same.
+        """
+
+        def chunks(key: Any) -> str | None:
+            inputs = part.draw()
+            whole = self.run(part, inputs, key)
+            pieces = self.pieces(part, inputs, "time", length, key)
+            joined = part.map("time", lambda dim, *of: np.concatenate(of, dim), *pieces)
+            if name := _unlike(joined, whole, _near):
+                return f"its {name} is another one"
+            if "sums" not in whole:
+                return None
+            return _not_added(whole, *pieces, of=("the window", "its chunks"))
+
+        self.refuse(
+            part,
+            chunks,
+            "{what} gives something else where its window is cut into "
+            f"{self.num_chunks} chunks of time: {{wrong}}. Fix: keep what lasts in a layer's carry, count "
+            "steps from at.time and return sums over steps; or use num_chunks=1, and whole_window = True in "
+            "a layer that needs all steps at once",
+        )
+
+    def look_at_resets(self, part: _Part) -> None:
+        """Warns of a layer whose state goes on where the batch says that another sequence begins."""
+        resets = np.array(part_of(self.batch, RESETS))
+        resets[:, 0] = 1
+        inputs = part.draw() | {"batch": with_part(self.batch, RESETS, resets)}
+        other = inputs | {"carry": jax.tree.map(lambda a: a + 1, inputs["carry"])}
+        one, two = ({"y": self.run(part, own, self.key)["output"]} for own in (inputs, other))
+        if _unlike(one, two, _near) and jax.process_index() == 0:
+            _log.warning(
+                "%s does not heed the batch's %r: its state goes on from sequence to sequence; let it begin "
+                "from its initial state where at.resets says so, or leave %r out of the batch",
+                *(part.what, RESETS, RESETS),
+            )
+
+    def run(self, part: _Part, inputs: Tree, key: Any) -> Tree:
+        """What a part gives for all rows."""
+        return named(part.what.strip("`"), lambda: jax.device_get(part.run(inputs, key=key)))
+
+    def pieces(self, part: _Part, inputs: Tree, along: str, size: int, key: Any) -> list[Tree]:
+        """What a part gives for so many rows, or time steps, after the other.
+
+        Args:
+          along: "row" or "time".
+        """
+        number = self.num_rows if along == "row" else self.layout.facts.num_steps
+        found = list[Tree]()
+        for start in range(0, number or 0, size):
+            own = part.take(along, start, start + size, inputs)
+            if along == "time" and "carry" in own and found:
+                own["carry"] = found[-1]["carry"]
+            found.append(jax.device_get(part.piece(own, key=key, **{along: start})))
+        return found
+
+    def refuse(self, part: _Part, find: Callable[[Any], str | None], message: str) -> None:
+        """Does an experiment with random numbers, and says what it has found.
+
+        Args:
+          find: key -> what is wrong, or None.
+          message: of an error, but for {what} and {wrong}.
+        Raises:
+          ValueError: something is wrong, each time that it is tried.
+        """
+        wrong = None
+        for _ in range(TRIES):
+            if (wrong := find(self.key)) is None:
+                return
+        if self.key is not None and find(None) is None:
+            message = (
+                "{what} draws random numbers that depend on how a batch is cut: {wrong}. Fix: "
+                f"{_DRAW} in place of jax.random.normal(at.key, x.shape)"
+            )
+        raise ValueError(message.format(what=part.what, wrong=wrong))
+
+    # ---- what they need ----
+
+    def part_function(self, function: Callable[..., Tree], variables: Any) -> Callable[..., Any]:
+        """A function (variables, at=..., and inputs by name) as that of a `_Part`."""
+
+        @self.quick_jit
+        def run(variables, inputs, row, time, key):
+            facts = self.layout.facts
+            at = facts.at(facts.to_block(inputs["batch"]), draws=False)
+            at = at._replace(row=jnp.int32(row), time=jnp.int32(time), key=key)
+            return function(variables, **inputs, at=at)
+
+        def part(
+            inputs: Tree, row: int = 0, time: int = 0, key: Any = None, by: Any = _call
+        ) -> Tree:
+            return by(run, variables, inputs, row, time, key)
+
+        return part
+
+    def with_special(self, inputs: Tree, row: int) -> Tree:
+        """Inputs with special whole numbers in a row of the batch, in another row with another one first."""
+
+        def fill(array: Any, special: np.ndarray) -> Any:
+            if not special.size:
+                return array
+            filled = np.array(array)
+            filled[row] = np.resize(np.roll(special, -row), filled[row].shape)
+            return filled
+
+        return inputs | {"batch": jax.tree.map(fill, inputs["batch"], self.special)}
 
     def quick_jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`jax.jit`, for what runs a few times: a CPU's code takes far longer to be made well."""
         if axes := self.layout.task.axes:  # which a layer may use by their names: of size 1
             mesh = jax.make_mesh((1,) * len(axes), axes, devices=jax.local_devices()[:1])
             of_one: Any = {"mesh": mesh, "in_specs": P(), "out_specs": P(), "check_vma": False}
-            plain = jax.shard_map(lambda args, options: inner(*args, **options), **of_one)
-            inner, function = function, lambda *args, **options: plain(args, options)
+            plain = jax.shard_map(lambda args: inner(*args), **of_one)
+            inner, function = function, lambda *args: plain(args)
         quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
         is_cpu = jax.default_backend() == "cpu"
         return jax.jit(function, compiler_options=quick if is_cpu else None)
@@ -373,7 +489,7 @@ class _Trial:
             means = [size if number in kept else 1 for number, size in enumerate(shape.shape)]
             return self.random(shape) + self.rng.standard_normal(means).astype(shape.dtype)
 
-        return jax.tree.map(draw, self.x, self.in_x)
+        return jax.tree.map(draw, self.x, self.dims["row"]["x"])
 
     def random(self, shape: Any) -> np.ndarray:
         """Normal numbers."""
@@ -391,19 +507,92 @@ class _Trial:
         return draw()
 
 
-def _replace(array: Any, dim: int, row: int | None, by_nan: bool) -> Any:
-    """With another row in place of one, if there is one; or NaN if it is of floating-point numbers."""
-    if row is None or dim == _NOWHERE:
-        return array
+# What to do where rows mix: in what a part gives, or in the gradient of the loss.
+_ALONE = (
+    "compute each row from itself alone, as nnx.LayerNorm does, or let a layer say how many rows it mixes "
+    "(rows_together = 8)",
+    "return sums over rows, each computed from one row alone, no means over the rows or places that count",
+)
+
+
+def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
+    """So many rows, one after the other from the first batches of training; and special whole numbers.
+
+    A task that makes its own example is not asked for its data.
+
+    Returns:
+      a batch; and a tree as that, of whole numbers that may say that a place does not count: -1, 0, and the
+      smallest and the largest that was seen. There are none of other arrays, and of those that jaxpar reads.
+    """
+    if type(task).example_batch is Task.example_batch:
+        found = [*_first_batches(task.make_batches("train", 0), num_rows)]
+    else:
+        found = [task.example_batch()]
+    shapes = [jax.tree.map(lambda a: np.shape(a)[1:], batch) for batch in found]
+    found = [own for own, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
+
+    def rows(*arrays: Any) -> Any:
+        if not np.ndim(arrays[0]):
+            return arrays[0]
+        return np.stack([arrays[row % len(arrays)][row] for row in range(num_rows)])
+
+    def special(path: Any, *arrays: Any) -> np.ndarray:
+        dtype, name = np.asarray(arrays[0]).dtype, jax.tree_util.keystr(path[-1:], simple=True)
+        if (
+            dtype.kind not in "iub"
+            or name in _OURS
+            or not (np.ndim(arrays[0]) and np.size(arrays[0]))
+        ):
+            return np.zeros(0, dtype)
+        ends = min(map(np.min, arrays)), max(map(np.max, arrays))
+        return np.array([*dict.fromkeys(([-1] if dtype.kind == "i" else []) + [0, *ends])], dtype)
+
+    return jax.tree.map(rows, *found), jax.tree.map_with_path(special, *found)
+
+
+def _first_batches(batches: Any, num_rows: int) -> Iterator[Any]:
+    """The first rows of the first batches, copied: a stream may use its arrays again."""
+    for step in range(min(BATCHES, batches.num_windows or BATCHES)):
+        try:
+            batch = batches.batch(step, slice(num_rows))
+        except EndOfStreamError:
+            return
+        yield jax.tree.map(np.array, batch)
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _replace(dim: int, array: Any, row: int, by_nan: bool) -> Any:
+    """With another row in place of one; or NaN if it is of floating-point numbers."""
     rows = np.moveaxis(np.array(array), dim, 0)
     is_nan = by_nan and jnp.issubdtype(rows.dtype, jnp.floating)
     rows[row] = np.nan if is_nan else rows[len(rows) - 1 - row]
     return np.moveaxis(rows, 0, dim)
 
 
+def _unlike(outputs: Tree, others: Tree, same: Callable[[Any, Any], bool]) -> str | None:
+    """The name of the first output, but sums, that is not the same in both; None if all are."""
+    for name in outputs:
+        both = jax.tree.leaves(outputs[name]), jax.tree.leaves(others[name])
+        if name != "sums" and not all(itertools.starmap(same, zip(*both, strict=True))):
+            return name
+    return None
+
+
 def _same(a: Any, b: Any) -> bool:
     """Whether all bits are the same."""
     return a.tobytes() == b.tobytes()
+
+
+def _near(a: Any, b: Any) -> bool:
+    """Whether arrays are the same up to rounding over time."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return _same(a, b)
+    tolerance = max(OVER_TIME, UNITS * float(jnp.finfo(a.dtype).eps))
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    return np.allclose(a, b, 0, tolerance * np.nanmax(abs(a), initial=0), True)
 
 
 def _dim_of_rows(shape: Any, of_twice: Any) -> int:
@@ -412,35 +601,16 @@ def _dim_of_rows(shape: Any, of_twice: Any) -> int:
     return next((dim for dim, (a, b) in sizes if a != b), _NOWHERE)
 
 
-def _cut(tree: Any, dims: Any, start: int, stop: int) -> Any:
-    """Some rows of a tree of arrays."""
-
-    def cut(leaf: Any, dim: int) -> Any:
-        return leaf if dim == _NOWHERE else np.take(leaf, range(start, stop), dim)
-
-    return jax.tree.map(cut, tree, dims)
-
-
-def _near(a: Any, b: Any) -> bool:
-    """Whether trees of arrays are the same up to rounding over time."""
-    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        tolerance = max(OVER_TIME, UNITS * float(jnp.finfo(one.dtype).eps))
-        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
-        if not np.allclose(one, other, 0, tolerance * np.nanmax(abs(one), initial=0), True):
-            return False
-    return True
-
-
-def _not_added(whole: Sums, *of_parts: Sums, of: tuple[str, str]) -> str | None:
-    """The first number of a whole that is not the sum of those of its parts, in words; None if all are.
+def _not_added(whole: Tree, *pieces: Tree, of: tuple[str, str]) -> str | None:
+    """The first of a whole's sums that is not the sum of those of its pieces, in words; None if all are.
 
     Args:
-      of: the words for the whole and for its parts.
+      of: the words for the whole and for its pieces.
     """
-    for name, number in whole.by_name.items():
-        parts = [float(part.by_name[name]) for part in of_parts]
+    for name, number in whole["sums"].by_name.items():
+        parts = [float(piece["sums"].by_name[name]) for piece in pieces]
         tolerance = max(TOLERANCE, UNITS * float(jnp.finfo(number.dtype).eps))
         if abs(float(number) - sum(parts)) > tolerance * sum(map(abs, parts)):
             each = " and ".join(f"{part:.6g}" for part in parts)
-            return f"{name} is {float(number):.6g} for {of[0]}, and {each} for {of[1]}"
+            return f"its {name} is {float(number):.6g} for {of[0]}, and {each} for {of[1]}"
     return None

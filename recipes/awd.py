@@ -190,6 +190,7 @@ class Window(NamedTuple):
     Attributes:
       padding: steps before the text.
       rate: what the learning rate is multiplied by.
+      state: of a layer before the text, for that layer alone.
     """
 
     inputs_BT: Any
@@ -198,6 +199,7 @@ class Window(NamedTuple):
     resets: Any = None
     padding: Any = 0
     rate: Any = 1.0
+    state: Any = None
 
 
 def late(batch: lm.Batch) -> Window:
@@ -318,8 +320,7 @@ def awd_layer(layer: Any, input_dropout: float, tar: float, last: int) -> Any:
     """A class of layers with held masks that begins late where the batch says so.
 
     Args:
-      layer: a class of `jaxpar.nn`; the first array of its carry is its last output, and it begins from
-        `at.initial`.
+      layer: a class of `jaxpar.nn`; the first array of its carry is its last output.
       input_dropout: rate of the first layer.
       tar: what the last layer adds to the loss, for the mean square of how much its outputs change.
       last: its number.
@@ -332,12 +333,16 @@ def awd_layer(layer: Any, input_dropout: float, tar: float, last: int) -> Any:
             super().__init__(width, **options)
             self.held = dropout
 
+        def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
+            state = getattr(at.batch, "state", None)
+            return super().begins_with(x_TBH, at) if state is None else state
+
         def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, ...]:
             (T, B, _), padding, inner = x_TBH.shape, getattr(at.batch, "padding", None), at
             begins_T = at.time + jnp.arange(T) == (0 if padding is None else padding)
             begins_TB = jnp.broadcast_to(begins_T[:, None], (T, B))
             if padding is not None:
-                inner = at._replace(batch=at.batch._replace(resets=begins_TB), initial=carry)
+                inner = at._replace(batch=at.batch._replace(resets=begins_TB, state=carry))
             rate = jnp.where(at.layer == 0, input_dropout, self.held)
             after, y_TBH = super().__call__(carry, held_dropout(x_TBH, rate, at), inner)
             if padding is not None:

@@ -577,7 +577,7 @@ REFUSED = {
     ),
     "rows that mix": (
         lambda self, y, batch, at: {"a": y, "p": jax.nn.softmax(y, axis=0)},
-        r"predict mixes the rows of a batch: .* its output 'p' changes in others",
+        r"`predict` mixes the rows of a batch: .* its output 'p' changes in others",
     ),
     "other arguments": (
         lambda self, y: {"y": y}, r"model Wrong: predict.*write predict\(self, y, batch, at\)",

@@ -181,11 +181,11 @@ MIXED = {
                 batch["x"] - batch["x"].mean(1, keepdims=True)
             )
         },
-        "^first mixes .* row 0 .* its output changes",
+        "^`first` mixes .* row 0 .* its output changes",
     ),
     "only whether there are resets": (
         {"first": lambda model, batch: model.inputs(batch["x"]) * jnp.sum(batch["resets"])},
-        "^first mixes",
+        "^`first` mixes",
     ),
     "a balanced loss": (
         {"last": last_with(balance)},
@@ -193,7 +193,7 @@ MIXED = {
     ),
     "a loss that is hardly balanced": (
         {"last": last_with(lambda *args: balance(*args, share=1e-6))},
-        "^last mixes .* its gradient changes",
+        "^`last` mixes .* its gradient changes",
     ),
     "a balanced metric": (
         {"last": last_with(lambda *args: plain_sums(*args, balance(*args).loss))},
@@ -257,10 +257,10 @@ def penalty(carry, x, at):
 
 CHUNKED = {
     "the future": ({"layer": lambda c, x, at: (c, x[::-1])}, "layer layer0 .*: its output is another"),
-    "a carry that is not read": ({"layer": lambda c, x, at: causal(0 * c, x, at)}, "its output is an"),
-    "a carry of the last step": ({"layer": lambda c, x, at: (c + x[-1], x)}, "the carry that it leaves"),
+    "a carry that is not read": ({"layer": lambda c, x, at: causal(0 * c, x, at)}, "its carry is an"),
+    "a carry of the last step": ({"layer": lambda c, x, at: (c + x[-1], x)}, "its carry is another"),
     "the place in a chunk": ({"layer": lambda c, x, at: causal(c, x, at._replace(time=0))}, "its output"),
-    "sums": ({"layer": penalty}, "layer layer0 .*: loss is .* for the window, and .* for its chunks"),
+    "sums": ({"layer": penalty}, "layer layer0 .*: its loss is .* for the window, and .* for its chunks"),
     "first": (
         {"layer": causal, "first": lambda model, batch: plain_first(model, batch)[::-1]},
         "^`first` gives something else where its window is cut .*: its output is another one",
@@ -472,4 +472,4 @@ def test_a_prediction_that_rounding_decides_is_no_mix():
         return sums._replace(metrics={"right": right})
 
     check_rows_alone(Setup.of(task_of(last=last_with(change)), ONE).layout)
-    assert len(calls) == 12  # three for each of two tries, then six for the gradients
+    assert len(calls) == 14  # three for each of two tries, then eight for the gradients

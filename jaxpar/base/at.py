@@ -1,11 +1,15 @@
 """Where a block of activations lies in the whole computation, and what is known there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from jaxpar.base.parts import RESETS, part_of
+from jaxpar.base.parts import LENGTHS, RESETS, part_of
+
+# Added to the number of a draw, so that no dropout has the same key.
+_DRAWS = 2**31 + 2**30
 
 
 def anywhere(x: Any, *_dims: str | None) -> Any:
@@ -21,11 +25,11 @@ class At(NamedTuple):
         that every place has dropout masks of its own.
       time: of the block's first time step, within the window; int32.
       row: of its first row, within the global batch; int32.
-      key: of this training step, for dropout; None in evaluation.
+      key: of this training step, the same for all layers and blocks; None in evaluation. Draw random numbers
+        by `draw`, or by `nn.dropout`.
       batch: the block's part of the batch.
       layout: lays activations out by the names of their dims, `at.layout(x, "batch", None, "heads")`.
       time_major: whether blocks are [time, rows, ...]; else [rows, ...].
-      initial: a layer's state where `resets` says that a sequence begins; None is the layer's own.
       platform: of the devices that compute, as JAX calls it; None is that of JAX's default devices.
     """
 
@@ -36,7 +40,6 @@ class At(NamedTuple):
     batch: Any = None
     layout: Callable[..., Any] = anywhere
     time_major: bool = True
-    initial: Any = None
     platform: str | None = None
 
     @property
@@ -67,3 +70,79 @@ class At(NamedTuple):
         """
         resets = part_of(self.batch, RESETS)
         return None if resets is None else resets.astype(bool)
+
+    @property
+    def lengths(self) -> Any:
+        """How many steps of the block are real in each row: int32 [rows]; None if the batch does not say.
+
+        The steps after them are padding. A layer that reads later steps must leave padding out, so that what
+        it gives for real steps does not depend on it. It is the batch's field or key `lengths`, [rows], which
+        counts the real steps of the window; here it is cut to the block.
+        """
+        lengths = part_of(self.batch, LENGTHS)
+        if lengths is None:
+            return None
+        dim = 0 if self.time_major else 1
+        steps = max(leaf.shape[dim] for leaf in jax.tree.leaves(self.batch) if jnp.ndim(leaf) > 1)
+        return jnp.clip(lengths.astype(jnp.int32) - self.time, 0, steps)
+
+    def draw(
+        self, sample: Callable[..., jax.Array], shape: Sequence[int], number: int = 0
+    ) -> jax.Array:
+        """Random numbers for the rows of the block: `x + 0.1 * at.draw(jax.random.normal, x.shape)`.
+
+        Those of a row at a time step depend on the run's seed, the training step, the layer, the row, the
+        time step and `number` alone: they are the same on any mesh, with any microbatches and time chunks.
+
+        Args:
+          sample: (key, shape) -> an array of that shape, such as `jax.random.normal`. Write other functions
+            as `lambda key, shape: jax.random.bernoulli(key, 0.9, shape)`. It is called for one row, and in a
+            model that has time for one time step.
+          shape: of the result: [time, rows, ...], or [rows, ...] in a model that is not `time_major`.
+          number: distinguishes several draws in one layer. Two with the same number have the same key.
+        Raises:
+          ValueError: there is no key, as in evaluation; or the shape has not the rows of the block.
+        """
+        if self.key is None:
+            raise ValueError(
+                "at.draw needs at.key, which is None in evaluation and prediction. Fix: draw only if at.key "
+                "is not None"
+            )
+        key = jax.random.fold_in(self.key, _DRAWS + number)
+        return draw_rows(key, self, sample, shape)
+
+
+def draw_rows(
+    key: jax.Array, at: At, sample: Callable[..., jax.Array], shape: Sequence[int]
+) -> jax.Array:
+    """As `At.draw`, of a key of the training step.
+
+    Raises:
+      ValueError: the shape has not the rows of the block.
+    """
+    _check_rows(shape, at)
+    dim, key = int(at.time_major), jax.random.fold_in(key, at.layer)
+    rows = at.row + jnp.arange(shape[dim], dtype=jnp.int32)
+
+    def of_rows(key: jax.Array) -> jax.Array:
+        return jax.vmap(lambda row: sample(jax.random.fold_in(key, row), shape[dim + 1 :]))(rows)
+
+    if not at.time_major:
+        return of_rows(key)
+    times = at.time + jnp.arange(shape[0], dtype=jnp.int32)
+    return jax.vmap(lambda time: of_rows(jax.random.fold_in(key, time)))(times)
+
+
+def _check_rows(shape: Sequence[int], at: At) -> None:
+    dim = int(at.time_major)
+    sized = [leaf for leaf in jax.tree.leaves(at.batch) if jnp.ndim(leaf)]
+    rows = {leaf.shape[dim if leaf.ndim > 1 else 0] for leaf in sized}
+    wanted = rows if len(rows) == 1 else {*shape[dim : dim + 1]}
+    if len(shape) <= dim or {shape[dim]} != wanted:
+        dims = "time, rows, ..." if at.time_major else "rows, ..."
+        with_rows = f", with the {rows.pop()} rows of the block" if len(rows) == 1 else ""
+        use = "draw for all time steps, and take one of the result, as in dropout(y, rate, at)[-1]"
+        raise ValueError(
+            f"random numbers of shape {list(shape)}: it must be [{dims}]{with_rows}. Fix: "
+            + (use if at.time_major else "give the shape of an array of the block, such as x.shape")
+        )

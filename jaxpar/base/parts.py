@@ -7,6 +7,7 @@ from typing import Any
 SPLITS = ("train", "valid", "test")  # of the data
 STARTS = "starts"  # the part that says whether carried state begins anew
 RESETS = "resets"  # in which rows and at which time steps it does within a window
+LENGTHS = "lengths"  # how many steps of each row are real; those after them are padding
 RATE = "rate"  # what the learning rate of its step is multiplied by
 WEIGHT = "weight"  # how much each place counts; 0 is padding
 

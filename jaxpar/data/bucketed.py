@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpar.base.checks import check_divides
-from jaxpar.base.parts import STARTS
+from jaxpar.base.parts import LENGTHS, STARTS
 from jaxpar.data.order import Places, check_at_least
 from jaxpar.data.sequences import SequenceBatches, check_lengths
 
@@ -165,9 +165,10 @@ class BucketedBatches(SequenceBatches):
         pieces_B = drawn[window]
         times = np.arange(self.edges[self._bucket_P[pieces_B.max()]])
         pieces_B = pieces_B[rows]
-        inside_BT = times < np.where(pieces_B < 0, 0, self._lengths_P[pieces_B])[:, None]
+        lengths_B = np.where(pieces_B < 0, 0, self._lengths_P[pieces_B]).astype(np.int32)
+        inside_BT = times < lengths_B[:, None]
         places_BT = np.where(inside_BT, self._starts_P[pieces_B, None] + times, 0)
-        return Places(places_BT, inside_BT, {STARTS: True})
+        return Places(places_BT, inside_BT, {STARTS: True, LENGTHS: lengths_B})
 
     def draw(self, epoch: int) -> np.ndarray:
         """The piece in each row of each batch of an epoch; -1 for none."""

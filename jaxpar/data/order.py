@@ -20,7 +20,7 @@ class Places(NamedTuple):
     Attributes:
       at: [B] or [B, T], the place of each row or step among all of the data; of padding any.
       inside: False for padding.
-      marks: other parts of the batch by their names, such as `starts` and `resets`.
+      marks: other parts of the batch by their names, such as `starts`, `resets` and `lengths`.
     """
 
     at: np.ndarray
@@ -56,7 +56,7 @@ class DrawnBatches:
         self._drawn = functools.lru_cache(maxsize=2)(self.draw)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
-        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or 0 for padding."""
+        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or 0 for padding. With time, also `lengths`."""
         at, inside, marks = self.places(step, rows)
         batch = {name: array[at] for name, array in self.arrays.items()}
         return {**batch, WEIGHT: inside.astype(np.float32), **marks}

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxpar.base.parts import RESETS, STARTS
+from jaxpar.base.parts import LENGTHS, RESETS, STARTS
 from jaxpar.data.order import Places, check_at_least
 from jaxpar.data.sequences import SequenceBatches
 
@@ -79,7 +79,10 @@ class PackedBatches(SequenceBatches):
         step_BT = at_BT - begins_S[which_BT]  # of the sequence
         inside_BT = (step_BT >= 0) & (step_BT < lengths_S[which_BT])
         place_BT = np.where(inside_BT, self.starts_S[ids_S[which_BT]] + step_BT, 0)
-        marks = {RESETS: inside_BT & (step_BT == 0), STARTS: window == 0}
+        # Padding is what is left at the end of a window.
+        lengths_B = np.count_nonzero(inside_BT, axis=1).astype(np.int32)
+        resets_BT = inside_BT & (step_BT == 0)
+        marks = {RESETS: resets_BT, STARTS: window == 0, LENGTHS: lengths_B}
         return Places(place_BT, inside_BT, marks)
 
     def to_text(self) -> str:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxpar.base.checks import require_instance
-from jaxpar.base.parts import STARTS
+from jaxpar.base.parts import LENGTHS, STARTS
 from jaxpar.data.order import DrawnBatches, Places, check_at_least
 
 
@@ -90,7 +90,10 @@ class SeriesBatches(DrawnBatches):
         """The same steps of every stream."""
         times_T = window * self.seq_len + np.arange(self.seq_len) - self.warmup
         at_BT = self._bounds[:-1][rows, None] + times_T
-        inside_BT = np.ones(at_BT.shape, bool)
+        is_real_BT = inside_BT = np.ones(at_BT.shape, bool)
         if self.seed is None:
-            inside_BT = (times_T >= 0) & (at_BT < self._bounds[1:][rows, None])
-        return Places((at_BT + drawn) % self.length, inside_BT, {STARTS: window == 0})
+            is_real_BT = at_BT < self._bounds[1:][rows, None]
+            inside_BT = is_real_BT & (times_T >= 0)
+        lengths_B = np.count_nonzero(is_real_BT, axis=1).astype(np.int32)
+        marks = {STARTS: window == 0, LENGTHS: lengths_B}
+        return Places((at_BT + drawn) % self.length, inside_BT, marks)

@@ -22,6 +22,7 @@ from jaxpar.nn.mingru import MinGRU as MinGRU
 from jaxpar.nn.mlstm import MLSTM as MLSTM
 from jaxpar.nn.mlstm import MLSTMCarry as MLSTMCarry
 from jaxpar.nn.param import named_param as named_param
+from jaxpar.nn.resets import mask_padding as mask_padding
 from jaxpar.nn.rglru import RGLRU as RGLRU
 from jaxpar.nn.slstm import SLSTM as SLSTM
 from jaxpar.nn.slstm import SLSTMCarry as SLSTMCarry

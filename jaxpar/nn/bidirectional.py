@@ -17,8 +17,9 @@ class Bidirectional(nnx.Module):
     """Two layers, one of which reads from the end: `Bidirectional(GRU(64, rngs=rngs), GRU(64, rngs=rngs))`.
 
     The state of the first is carried from window to window, as in any layer. The second begins at the last
-    step of every sequence, and of the window, with its initial carry. It needs the whole window at once, so
-    time is not cut into chunks.
+    step of every sequence, and of the window, with its initial carry. Where the batch says how many steps of
+    a row are real (`at.lengths`), it reads these first, and the padding after them. It needs the whole window
+    at once, so time is not cut into chunks.
 
     Attributes:
       first, second: layers that take the same inputs.
@@ -48,20 +49,33 @@ class Bidirectional(nnx.Module):
         """Both layers over the window."""
         carry, y = self.first(carry, x, at)
         num_rows = jax.tree.leaves(x)[0].shape[1]
-        _, z = self.second(self.second.initial_carry(num_rows), _flip(x), _reversed(at))
-        return carry, jax.tree.map(self.merge, y, _flip(z))
+        start, x = self.second.initial_carry(num_rows), _flip(x, at.lengths)
+        _, z = self.second(start, x, _reversed(at))
+        return carry, jax.tree.map(self.merge, y, _flip(z, at.lengths))
 
 
-def _flip(tree: Any) -> Any:
-    return jax.tree.map(lambda a: a[::-1], tree)
+def _flip(tree: Any, lengths_B: jax.Array | None) -> Any:
+    """Arrays [time, rows, ...] with the steps of each row in reverse order; done twice, as they were.
+
+    Args:
+      lengths_B: so many steps of each row are reversed, and so is what follows them; None means all.
+    """
+
+    def flip(a: jax.Array) -> jax.Array:
+        if lengths_B is None or len(a) == 1:
+            return a[::-1]
+        order_TB = (lengths_B[None] - 1 - jnp.arange(len(a))[:, None]) % len(a)
+        return jax.vmap(lambda a_T, order_T: a_T[order_T], 1, 1)(a, order_TB)
+
+    return jax.tree.map(flip, tree)
 
 
 def _reversed(at: At) -> At:
     """`at` of the window read from its end: a sequence begins with what was its last step."""
-    batch = jax.tree.map(lambda a: a[::-1] if jnp.ndim(a) > 1 else a, at.batch)
+    batch = jax.tree.map(lambda a: _flip(a, at.lengths) if jnp.ndim(a) > 1 else a, at.batch)
     if at.resets is not None:
         ends = jnp.concatenate([at.resets[1:], jnp.zeros_like(at.resets[:1])])
-        batch = with_part(batch, RESETS, ends[::-1])
+        batch = with_part(batch, RESETS, _flip(ends, at.lengths))
     # Other masks of dropout than those of the first layer.
     key = None if at.key is None else jax.random.fold_in(at.key, SECOND)
     return at._replace(batch=batch, key=key)

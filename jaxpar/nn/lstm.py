@@ -214,7 +214,7 @@ class LSTM(ForgetGate):
 
     def begins_with(self, x_TBH: jax.Array, at: At) -> Any:
         """As learned; None is zeros."""
-        return super().begins_with(x_TBH, at) if self.learn_initial else at.initial
+        return super().begins_with(x_TBH, at) if self.learn_initial else None
 
     def over_time(self, carry: Any, x_TBH: jax.Array, at: At, initial: Any):
         """See `lstm_layer`."""

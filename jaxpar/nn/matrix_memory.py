@@ -9,7 +9,7 @@ arXiv:2202.10447; Sun et al. 2023, arXiv:2307.08621). Only q, k, v and gates of 
 state before each chunk, are kept for the backward pass.
 
 A head reads nothing of the others, so that no device waits for another within the loop where `tensor` splits
-heads. What is not finite at a step is so in all of its chunk.
+heads. What is not finite at a step is so in all of its chunk; padding counts as zeros.
 
 Legend of the dim suffixes: T time steps of a window, or t and s those of a chunk, B batch, I input, N heads,
 K and V units of keys and values of a head (D if they are the same), H all of them.
@@ -24,12 +24,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxpar.base.at import At
 from jaxpar.base.axes import GATES, HEADS, INPUT
 from jaxpar.base.checks import require
 from jaxpar.base.trees import vary_like
 from jaxpar.nn.hidden import Recurrence
 from jaxpar.nn.linear import matmul, wide
 from jaxpar.nn.param import Initializer, kernel_param
+from jaxpar.nn.resets import mask_padding
 
 CHUNK = 64  # steps
 NOTHING = -1e30  # the logarithm of nothing: exp(NOTHING - anything) is 0
@@ -80,6 +82,10 @@ class MatrixMemory(Recurrence):
         shape = (self.inputs, self.num_vectors, num_heads, self.head_size)
         self.w = kernel_param(rngs, shape, (INPUT, GATES, HEADS, None), init)
         self.w_g = kernel_param(rngs, (self.inputs, 2, num_heads), (INPUT, GATES, HEADS), init)
+
+    def __call__(self, carry: Any, x_TBH: jax.Array, at: At) -> tuple[Any, jax.Array]:
+        """As of every `Recurrence`."""
+        return super().__call__(carry, mask_padding(x_TBH, at), at)
 
     def vectors(self, x_TBI: jax.Array) -> jax.Array:
         """x W of all heads: float32 [T, B, vectors, N, D]."""

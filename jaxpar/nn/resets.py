@@ -1,4 +1,4 @@
-"""Where sequences begin within a window."""
+"""Where sequences begin and end within a window."""
 
 from typing import Any
 
@@ -25,8 +25,17 @@ def begin_anew(is_new_B: jax.Array | None, initial: Any, carry: Any) -> Any:
     return jax.tree.map(choose, initial, carry)
 
 
+def mask_padding(x_TBH: jax.Array, at: At) -> jax.Array:
+    """`x` [time, rows, ...] with zeros in place of padding, where the batch says what is padding.
+
+    For layers in which a step reads later ones: 0 times a number that is not finite would not be 0.
+    """
+    if at.lengths is None:
+        return x_TBH
+    is_real_TB = jnp.arange(len(x_TBH))[:, None] < at.lengths[None]
+    return jnp.where(jnp.expand_dims(is_real_TB, range(2, x_TBH.ndim)), x_TBH, 0)
+
+
 def initial_of(layer: Any, x_TBH: jax.Array, at: At) -> Any:
     """The state that sequences within the block begin with; None if none begins there."""
-    if at.resets is None or at.initial is not None:
-        return at.initial
-    return layer.initial_carry(x_TBH.shape[1])
+    return None if at.resets is None else layer.initial_carry(x_TBH.shape[1])

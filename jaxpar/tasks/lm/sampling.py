@@ -98,7 +98,9 @@ def sample_tokens(
         prompt = prompts[min(row, len(prompts) - 1)]
         inputs_BT[row, : len(prompt)] = prompt
     resets_BT = np.zeros(inputs_BT.shape, bool) if sampling.packed else None
-    batch = Batch(inputs_BT, np.zeros_like(inputs_BT), starts=True, resets=resets_BT, draw=draw)
+    lengths_B = np.full(rows, num_steps, np.int32) if sampling.packed else None
+    parts = {"resets": resets_BT, "draw": draw, "lengths": lengths_B}
+    batch = Batch(inputs_BT, np.zeros_like(inputs_BT), starts=True, **parts)
     target = abstract_state(sampler)
     layers = {"params": state.params, "frozen": state.frozen}
     wanted = {"params": target.params, "frozen": target.frozen}

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
+from jaxpar.base.parts import STARTS
 from jaxpar.data.bucketed import BucketedBatches
-from jaxpar.data.order import DrawnBatches
+from jaxpar.data.order import DrawnBatches, Places
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
 from jaxpar.tasks.lm.vocabulary import check_tokens
@@ -47,6 +48,7 @@ class Batch(NamedTuple):
       starts: this is the first window of an epoch, and carried state must be reset.
       resets: bool [B, T], where a line begins, from the initial state; None if none does within the text.
       draw: how tokens are drawn that follow the inputs, where they are; see `drawing`.
+      lengths: int32 [B], how many steps of each row are not padding; None if the text is one long stream.
     """
 
     inputs_BT: np.ndarray | jax.Array
@@ -54,6 +56,7 @@ class Batch(NamedTuple):
     starts: bool
     resets: np.ndarray | jax.Array | None = None
     draw: Draw | None = None
+    lengths: np.ndarray | jax.Array | None = None
 
 
 class TextBatches(DrawnBatches):
@@ -104,6 +107,11 @@ class TokenStreams(TextBatches, SeriesBatches):
     ) -> None:
         tokens = check_text(tokens)
         super().__init__({TOKENS: tokens}, batch_size, seq_len, seed)
+
+    def window(self, drawn: int, window: int, rows: slice) -> Places:
+        """As of `SeriesBatches`, without `lengths`: a stream of text is predicted from what came before."""
+        places = super().window(drawn, window, rows)
+        return places._replace(marks={STARTS: places.marks[STARTS]})
 
 
 class PackedText(TextBatches, PackedBatches):

@@ -278,7 +278,10 @@ class LM(Task):
 
         high, shape = self.num_words or self.known_vocab_size, (self.batch_size, self.seq_len)
         inputs, targets = np.random.default_rng(0).integers(0, high, (2, *shape), dtype=np.int32)
-        return Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
+        batch = Batch(inputs, targets, starts=True, resets=inputs == 0 if self.packed else None)
+        if not self.reads_lines:
+            return batch
+        return batch._replace(lengths=np.full(self.batch_size, self.seq_len, np.int32))
 
     @functools.cached_property
     def _corpus(self) -> "Corpus":

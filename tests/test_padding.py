@@ -1,0 +1,439 @@
+"""Padding is inert: what is computed for the real steps of sequences depends neither on what pads them nor
+on how much of it there is."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import SGD
+from test_equivalence import MODEL, awd, by_layer, on_devices, slow
+from test_examples import FOLDER
+
+import jaxpar
+from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, Task, TrainConfig, nn
+from jaxpar.data.bucketed import BucketedBatches
+from jaxpar.data.packed import PackedBatches
+from jaxpar.data.streams import SeriesBatches
+from jaxpar.setup import Setup
+from jaxpar.state import init_state
+from jaxpar.step import make_loss_and_grad
+from jaxpar.task import Settings, find_task
+from jaxpar.tasks.lm.streams import IGNORE
+from jaxpar.training.evaluate import sum_batches
+from jaxpar.training.predict import predict
+from recipes.awd import Window
+
+WIDTH, ROWS, REAL, LONG = 8, 4, 7, 70  # a matrix memory takes 64 steps at once
+LENGTHS = np.array([5, 3, 0, 7], np.int32)  # of each row; the longest fills the shortest window
+# Relative to the largest number: products of other shapes are added up in another order.
+ROUNDING = 1e-5
+
+# ---- layers ----
+
+
+def xlstm(number):
+    """A block of the example: with an mLSTM, or with an sLSTM (the fourth)."""
+    task = find_task(f"{FOLDER}/xlstm.py:XLSTM")
+    task = task(num_layers=4, hidden_size=WIDTH, embed_size=WIDTH, num_heads=2, vocab_size=9)
+    return lambda rngs: task.make_model(rngs).layers.layer(number)
+
+
+def cell(make):
+    return lambda rngs: nn.Recurrent(make(WIDTH, WIDTH, rngs=rngs))
+
+
+def own(make, **options):
+    return lambda rngs: make(WIDTH, rngs=rngs, dropout=0.2, **options)
+
+
+def both(*makers):
+    return lambda rngs: nn.Bidirectional(*(make(rngs) for make in makers))
+
+
+ONE_WAY = {
+    "lstm": own(nn.LSTM),
+    "lstm with a learned start": own(nn.LSTM, learn_initial=True),
+    "lstm of heads": own(nn.LSTM, num_heads=2),
+    "gru": own(nn.GRU),
+    "slstm": own(nn.SLSTM),
+    "mlstm": own(nn.MLSTM, num_heads=2),
+    "gated_delta": own(nn.GatedDeltaNet, num_heads=2),
+    "mingru": own(nn.MinGRU),
+    "rglru": own(nn.RGLRU),
+    "Flax's LSTM": cell(nnx.OptimizedLSTMCell),
+    "Flax's GRU": cell(nnx.GRUCell),
+    "Flax's simple cell": cell(nnx.SimpleCell),
+    "stateless": lambda rngs: nn.Stateless(nnx.LayerNorm(WIDTH, rngs=rngs)),
+    "mLSTM block": xlstm(0),
+    "sLSTM block": xlstm(3),
+}
+WITH_STATE = [name for name in ONE_WAY if name != "stateless"]
+IN_TURN = dict(zip(WITH_STATE, (*WITH_STATE[1:], WITH_STATE[0]), strict=True))
+LAYERS = {
+    **ONE_WAY,
+    **{
+        f"{name}, both ways": both(ONE_WAY[name], ONE_WAY[second])
+        for name, second in IN_TURN.items()
+    },
+    "both ways, twice": both(own(nn.GRU), both(own(nn.LSTM), own(nn.MinGRU))),
+}
+QUICK = ("lstm, both ways", "gated_delta", "mlstm, both ways", "both ways, twice")
+
+
+def real(length):
+    """Which steps are real, [time, rows]."""
+    return np.arange(length)[:, None] < LENGTHS
+
+
+def padded(a, length, by):
+    """Steps [REAL, rows, ...] as a window of so many, whose padding is random times a number."""
+    noise = np.random.default_rng(length).normal(size=(length, *a.shape[1:])) * by
+    whole = np.concatenate([a, a[:1].repeat(length - REAL, 0)])
+    is_real = np.expand_dims(real(length), (*range(2, a.ndim),))
+    return np.where(is_real, whole, noise.astype(a.dtype))
+
+
+@functools.cache
+def steps(resets):
+    """Inputs of a layer, what its outputs are multiplied by, and where sequences begin."""
+    rng = np.random.default_rng(0)
+    x, dy = rng.normal(size=(2, REAL, ROWS, WIDTH)).astype(np.float32)
+    begins = (rng.random((REAL, ROWS)) < 0.4) & real(REAL)
+    return x, dy, begins if resets else None
+
+
+@functools.cache
+def compiled(name):
+    """(layer's state, inputs, batch) -> outputs, and the gradients of a sum that only real steps are in."""
+    graphdef, state = nnx.split(LAYERS[name](nnx.Rngs(0)))
+
+    def of_loss(given, dy, batch):
+        layer, at = nnx.merge(graphdef, given[0]), At(0, 0, 0, jax.random.key(0), batch)
+        start = layer.initial_carry(ROWS) if hasattr(layer, "initial_carry") else ()
+        y = layer(start, given[1], at)[1]
+        return jnp.sum(y * dy), y
+
+    return jax.jit(jax.value_and_grad(of_loss, has_aux=True)), state
+
+
+def run(name, length, by, *, resets):
+    """Outputs of real steps, and the gradients of parameters and of real inputs."""
+    x, dy, begins = steps(resets)
+    batch = {"lengths": LENGTHS, "x": padded(x, length, by)}
+    if resets:
+        batch["resets"] = padded(begins, length, 0)
+    of_loss, state = compiled(name)
+    (_, y), (d_state, dx) = of_loss((state, batch["x"]), padded(dy, length, 0), batch)
+    is_real = real(length)
+    return np.asarray(y)[is_real], (d_state, np.asarray(dx)[is_real])
+
+
+def assert_near(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=ROUNDING * np.nanmax(np.abs(b), initial=1e-30)
+        )
+
+
+@pytest.mark.parametrize("resets", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", [name if name in QUICK else slow(name) for name in LAYERS])
+def test_what_a_layer_gives_for_real_steps_is_independent_of_padding(name, resets):
+    y, grads = run(name, REAL, 0.0, resets=resets)
+    for length, by in ((REAL, 30.0), (LONG, 3.0)):
+        assert_near(run(name, length, by, resets=resets), (y, grads))
+    assert_near(run(name, LONG, np.nan, resets=resets)[0], y)
+
+
+# ---- batches ----
+
+LONGEST, FEATURES = 8, 3
+LENGTHS_S = [3, 5, 8, 2, 7, 1, 6]  # of sequences
+
+
+def make_batches(kind, length=LONGEST, seed=None, rows=2):
+    """Batches of a class that pads time."""
+    x = np.random.default_rng(0).normal(size=(sum(LENGTHS_S), FEATURES)).astype(np.float32)
+    if kind == "packed":
+        return PackedBatches({"x": x}, LENGTHS_S, rows, length, seed)
+    if kind == "series":
+        return SeriesBatches({"x": x}, rows, length, seed, warmup=3 if seed is None else 0)
+    edges = (4, length) if kind == "buckets" else (length,)
+    return BucketedBatches({"x": x}, LENGTHS_S, rows, edges, seed)
+
+
+def repadded(batches, by, *names):
+    """The same batches with other numbers, of about this size, in place of padding."""
+    batch_of = batches.batch
+
+    def other(a, is_padding):
+        noise = by * np.sin(1 + np.arange(a.shape[1], dtype=np.float32))[None]
+        dims = (*range(2, a.ndim),)
+        return np.where(np.expand_dims(is_padding, dims), np.expand_dims(noise, dims), a)
+
+    def batch(step, rows=slice(None)):
+        batch = batch_of(step, rows)
+        is_padding = np.arange(batch["weight"].shape[1]) >= batch["lengths"][:, None]
+        return {**batch, **{name: other(batch[name], is_padding) for name in names}}
+
+    batches.batch = batch
+    return batches
+
+
+class Model(nnx.Module):
+    def __init__(self, kinds, *, rngs):
+        def stacked(kind):
+            return lambda rngs: LAYERS[kind](rngs)
+
+        self.inputs = nnx.Linear(FEATURES, WIDTH, use_bias=False, rngs=rngs)
+        self.layers = Stack([stacked(kind) for kind in kinds], rngs=rngs)
+
+    def first(self, batch, at):
+        return self.inputs(batch["x"])
+
+    def last(self, y, batch, at):
+        total = jnp.sum(jnp.square(y).mean(-1) * batch["weight"])
+        return Sums(
+            total, jnp.sum(batch["weight"]), {"first": jnp.sum(y[..., 0] * batch["weight"])}
+        )
+
+    def predict(self, y, batch, at):
+        return {"y": y}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag(Task):
+    """A number for each step, of sequences in batches of a class."""
+
+    kind: str = "one bucket"
+    length: int = LONGEST
+    by: float = 0.0
+    kinds: tuple[str, ...] = ("gru, both ways", "mlstm")
+    batch_size: int = 4
+    optimizer: OptimizerConfig = SGD
+
+    @property
+    def variable_length(self):
+        return self.kind == "buckets"
+
+    def make_model(self, rngs):
+        return Model(self.kinds, rngs=rngs)
+
+    def make_batches(self, split, seed=None):
+        return repadded(make_batches(self.kind, self.length, seed, self.batch_size), self.by, "x")
+
+    def example_batch(self):
+        batches = self.make_batches("test")
+        return batches.batch(batches.num_windows - 1)  # the longest
+
+
+def everything(task, parallel, batches=None):
+    """Sums and predictions of all batches, and of one of them loss, gradients and the carry after it."""
+    setup = Setup.of(task, parallel)
+    state, batches = init_state(setup), batches or task.make_batches("test")
+    sums, found = sum_batches(setup, state, batches), predict(setup, state, batches, quiet=True)
+    loss, (_, grads) = loss_and_grads(setup, state, task.example_batch())
+    return {"sums": sums, "found": found, "loss": loss, "grads": grads}
+
+
+def loss_and_grads(setup, state, batch):
+    (loss, (carry, _)), grads = jax.jit(make_loss_and_grad(setup))(state, batch)
+    settings = Settings(setup.task, setup.parallel, TrainConfig())
+    return loss, (by_layer(carry, settings), by_layer(grads, settings))
+
+
+ONE = Parallel(on_devices((1, 1, 1)))
+ON_MESHES = [
+    ("buckets", (1, 1, 1), {}),
+    slow("one bucket", (2, 2, 1), {"num_microbatches": 2}),
+    slow("one bucket", (1, 1, 2), {}),
+    ("packed", (1, 2, 2), {"num_microbatches": 2}),
+    slow("packed", (1, 1, 1), {}),
+    slow("packed", (2, 1, 1), {}),
+    slow("series", (2, 2, 1), {}),
+    slow("series", (1, 1, 1), {}),
+]
+
+
+@pytest.mark.law
+@pytest.mark.parametrize(("kind", "mesh", "units"), ON_MESHES)
+def test_runs_are_independent_of_what_pads_sequences(kind, mesh, units):
+    parallel = Parallel(on_devices(mesh), PipelineConfig(**units))
+    expected = everything(Tag(kind), ONE)
+    assert_near(everything(Tag(kind, by=30.0), parallel), expected)
+    if kind != "series":  # whose windows are what a layer that looks ahead reads
+        more = everything(Tag(kind, 2 * LONGEST, by=30.0), parallel)
+        same = ("found", "sums") if kind == "packed" else expected.keys()
+        assert_near({name: more[name] for name in same}, {name: expected[name] for name in same})
+
+
+@pytest.mark.parametrize("kind", ["buckets", "one bucket", "packed", "series"])
+def test_batches_say_where_padding_begins(kind):
+    for seed in (None, 3):
+        batches = make_batches(kind, seed=seed, rows=3)
+        for step in range(2 * batches.num_windows):
+            batch = batches.batch(step)
+            is_real = np.arange(batch["weight"].shape[1]) < batch["lengths"][:, None]
+            assert batch["lengths"].dtype == np.int32
+            np.testing.assert_array_equal(
+                batches.batch(step, slice(1, 3))["lengths"], batch["lengths"][1:]
+            )
+            if kind == "series" and seed is None:  # which first reads steps that do not count
+                is_real &= (
+                    step % batches.num_windows * LONGEST + np.arange(LONGEST) >= batches.warmup
+                )
+            np.testing.assert_array_equal(batch["weight"], is_real)
+
+
+def test_at_tells_how_many_steps_of_a_block_are_real():
+    lengths = np.array([0, 3, 8, 6])
+    for time, expected in ((0, [0, 3, 4, 4]), (4, [0, 0, 4, 2])):
+        block = {"x": np.zeros((4, 4, 2)), "level": np.zeros((1, 4)), "lengths": lengths}
+        found = At(0, time, 0, batch=block).lengths
+        assert found.tolist() == expected
+        assert found.dtype == np.int32
+    block = {"x": np.zeros((4, 9, 2)), "lengths": lengths}
+    assert At(0, 0, 0, batch=block, time_major=False).lengths.tolist() == lengths.tolist()
+    assert At(0, 0, 0, batch={"x": np.zeros((4, 4))}).lengths is None
+
+
+class Marked(nnx.Module):
+    """Multiplies each real step by how many are real in its block and in all blocks before it."""
+
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, 1))
+
+    def __call__(self, carry, x, at):
+        carry = carry + at.lengths[:, None].astype(jnp.float32)
+        return carry, nn.mask_padding(x * carry[None], at)
+
+
+LAYERS["marked"] = lambda rngs: Marked()
+
+
+@pytest.mark.law
+def test_chunks_of_time_know_their_own_lengths():
+    task = Tag(kinds=("marked", "mlstm"), batch_size=4)
+    setups = [
+        Setup.of(task, parallel)
+        for parallel in (
+            Parallel(on_devices((2, 2, 1)), PipelineConfig(num_microbatches=2, num_chunks=2)),
+            Parallel(on_devices((1, 2, 1)), PipelineConfig(num_chunks=2)),
+        )
+    ]
+    found = [loss_and_grads(setup, init_state(setup), task.example_batch()) for setup in setups]
+    assert_near(*found)
+    lengths = task.example_batch()["lengths"]
+    np.testing.assert_array_equal(found[0][1][0]["['marked']"][0, :, 0], lengths)
+
+
+# ---- what is shipped, and pads ----
+
+
+def other_tokens(batches, by):
+    """The same text in lines, with other tokens in place of padding."""
+    batch_of = batches.batch
+
+    def batch(step, rows=slice(None)):
+        batch = batch_of(step, rows)
+        other = (np.arange(batch.inputs_BT.shape[1]) + by) % 9
+        is_padding = batch.targets_BT == IGNORE
+        return batch._replace(
+            inputs_BT=np.where(is_padding, other, batch.inputs_BT).astype(np.int32)
+        )
+
+    batches.batch = batch
+    return batches
+
+
+@pytest.mark.parametrize("more", [{"packed": True}, slow({"num_buckets": 2})])
+def test_lines_of_a_text_are_independent_of_padding(text, more):
+    task = jaxpar.lm.LM(
+        num_layers=2, hidden_size=8, embed_size=8, corpus=str(text), batch_size=4, seq_len=8, layer="mlstm",
+        num_heads=2, **more,
+    ).resolve()  # fmt: skip
+    setup = Setup.of(task, ONE)
+    state, found = init_state(setup), []
+    for by, wider in ((0, task), (5, task), (0, dataclasses.replace(task, seq_len=16))):
+        batches = other_tokens(wider.make_batches("valid"), by)
+        setup = Setup.of(wider, ONE)
+        batch = other_tokens(wider.make_batches("train"), by).batch(0)
+        of_step = loss_and_grads(setup, state, batch) if wider is task else ()
+        found.append(
+            (
+                predict(setup, state, batches, quiet=True),
+                sum_batches(setup, state, batches),
+                of_step,
+            )
+        )
+    assert_near(found[1], found[0])
+    assert_near(found[2][:2], found[0][:2])
+
+
+def late_batch(task, padding, token):
+    """A window of the recipe's whose text begins after so many steps, and what is carried into it."""
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.integers(0, 96, (2, task.batch_size, 5), dtype=np.int32)
+    before = np.full((task.batch_size, padding), token, np.int32)
+    arrays = (
+        np.concatenate([fill, a], 1)
+        for fill, a in ((before, inputs), (before * 0 + IGNORE, targets))
+    )
+    return Window(*arrays, starts=False, padding=padding, rate=1.0)
+
+
+@pytest.mark.parametrize(
+    ("layer", "mesh", "chunks"),
+    [("lstm", (1, 1, 1), 1), slow("gru", (1, 2, 1), 2), slow("slstm", (1, 1, 1), 1)],
+)
+def test_windows_that_begin_late_are_independent_of_padding(layer, mesh, chunks):
+    rates = {"ar": 1.0, "tar": 1.0, "drop_connect": 0.3, "word_dropout": 0.1, "window_mean": 5}
+    model = dataclasses.replace(MODEL, num_layers=2, batch_size=4, layer=layer)
+    found = []
+    for length, token in ((8, 0), (8, 7), (16, 3)):
+        task = awd(dataclasses.replace(model, seq_len=length), **rates)
+        setup = Setup.of(task, Parallel(on_devices(mesh), PipelineConfig(num_chunks=chunks)))
+        state = init_state(setup)
+        carried = jax.tree.map(lambda a: a + 0.5, state.carry)
+        state = dataclasses.replace(state, carry=carried)
+        found.append(loss_and_grads(setup, state, late_batch(task, length - 5, token)))
+    for other in found[1:]:
+        assert_near(other, found[0])
+
+
+@pytest.mark.slow
+def test_translations_are_independent_of_what_fills_sentences_up():
+    """Also of what is learned of the token that does."""
+    make = find_task(f"{FOLDER}/translation.py:Translate")
+    options = {"width": 8, "num_encoders": 2, "num_decoders": 2, "batch_size": 4, "optimizer": SGD}
+    found = []
+    for filled, max_tokens in ((0.0, 11), (30.0, 11), (30.0, 19)):
+        task = make(max_tokens=max_tokens, **options)
+        short = {
+            name: a[:5] for name, a in make(max_tokens=11, **options).sentences("test").items()
+        }
+        width = max_tokens + 1
+        arrays = {name: np.pad(a, ((0, 0), (0, width - a.shape[1]))) for name, a in short.items()}
+        batches = jaxpar.ArrayBatches(arrays, task.batch_size)
+        setup = Setup.of(task, ONE)
+        state = init_state(setup)
+        table = state.params["embed"]["embedding"]
+        table[...] = table[...].at[0].set(filled)
+        given = predict(setup, state, batches, quiet=True)
+        given = {name: a[:, 0] for name, a in given.items()}
+        loss, (_, grads) = loss_and_grads(setup, state, batches.batch(0))
+        found.append((given, sum_batches(setup, state, batches), loss, grads))
+    for other in found[1:]:
+        assert_near(other, found[0])
+
+
+@pytest.mark.slow
+def test_a_forecast_is_independent_of_what_follows_a_stream():
+    make = find_task(f"{FOLDER}/forecaster.py:Forecast")
+    task = make(num_layers=2, width=8, batch_size=4, seq_len=24)
+    setup, valid = Setup.of(task, ONE), task.make_batches("valid")
+    state, expected = init_state(setup), sum_batches(setup, init_state(setup), valid)
+    assert_near(sum_batches(setup, state, repadded(valid, 30.0, "seen", "next")), expected)
