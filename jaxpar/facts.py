@@ -45,10 +45,12 @@ from jaxpar.model import (
     made,
     run_layer,
     says,
+    traced_twice,
 )
 from jaxpar.pipeline.placement import PartCosts, Passes
 from jaxpar.sharding import dims_of, named_leaves
 from jaxpar.task import Task
+from jaxpar.trace.again import difference
 from jaxpar.trace.bound import in_bound
 from jaxpar.trace.counts import amount, moving_inputs, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, pruned
@@ -110,7 +112,8 @@ class ModelFacts:
         example = _example_of(task)
         self.batch = jax.tree.map(shape_of, example)
         self.rounded = _rounded(example)
-        self.model = _checked_model(task, lambda: nnx.eval_shape(lambda: self.make(0)))
+        what = f"the model of task {task.name}, a"
+        self.model = _checked_model(task, lambda: traced_twice(what, lambda: self.make(0))[0])
         check_variables(f"the model of task {task.name}", nnx.state(self.model))
         _check_frozen(task, self.model)
         _check_trained(task, self.params)
@@ -315,8 +318,9 @@ class ModelFacts:
     @functools.cached_property
     def _layers(self) -> list[Any]:
         """The first layer of each kind, of shapes."""
+        stack = self.model.layers
         numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
-        return [nnx.eval_shape(lambda n=n: self.make(0).layers.layer(n)) for n in numbers]
+        return [nnx.eval_shape(lambda stack, n=n: stack.layer(n), stack) for n in numbers]
 
     @functools.cached_property
     @in_bound(_own_axes)
@@ -350,6 +354,10 @@ class ModelFacts:
             return checked_sums(sums, f"`last` of {type(model).__name__}")
 
         sums = _traced_twice("last", last, self.model, shapes[-1], self.block)
+        if says(self.model, "draw"):
+            graphdef, state = nnx.split(self.model)
+            key = jax.random.key(0)
+            _program_of("draw", lambda own: nnx.state(nnx.merge(graphdef, own).draw(key)), state)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
@@ -810,8 +818,7 @@ def _traced(
         own = nnx.merge(graphdef, state)
         return call(own, *args), nnx.state(own)
 
-    trace = jax.make_jaxpr(run, return_shape=True)
-    program, (out, after) = named(what, lambda: trace(state, *args), has_key=has_key)
+    program, (out, after) = _program_of(what, run, state, *args, has_key=has_key)
     check_equations(what, equations_in(program.jaxpr))
     jaxpr = inlined(program, is_call).jaxpr
     names, names_after = (flatten(tree)[0] for tree in (state, after))
@@ -827,6 +834,30 @@ def _traced(
             f"the carry of a layer, and return what is to be looked at in the metrics of `last`"
         )
     return out, program
+
+
+def _program_of(
+    what: str, run: Callable[..., Any], *args: Any, has_key: bool = True
+) -> tuple[Any, Any]:
+    """The program of a function, and the shapes that it gives.
+
+    Raises:
+      ValueError: as of `named`; or it is another program when it is traced again.
+    """
+
+    def trace() -> tuple[Any, Any]:  # of another function each time, or JAX remembers
+        traced = jax.make_jaxpr(lambda *own: run(*own), return_shape=True)
+        return named(what, lambda: traced(*args), has_key=has_key)
+
+    program, out = trace()
+    if has_key and (found := difference(program, trace()[0])):
+        place = f" ({found.place})" if found.place else ""
+        raise ValueError(
+            f"{what}{place} computes with other numbers each time it is traced, as NumPy's random ones: "
+            f"all steps would have those of one trace. Fix: draw by at.draw(jax.random.normal, x.shape), and "
+            f"keep counts in a layer's carry"
+        )
+    return program, out
 
 
 def named(what: str, trace: Callable[[], Any], *, has_key: bool = True) -> Any:

@@ -14,14 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, LAYERS
 from jaxpar.base.checks import check_takes, require, require_instance
 from jaxpar.base.keys import new_key, same_under_vmap
 from jaxpar.pipeline.placement import Slots, make_slots
-from jaxpar.sharding import is_variable
-from jaxpar.trace.counts import FACTORIZATIONS, reductions
+from jaxpar.sharding import is_variable, named_leaves
+from jaxpar.trace.again import difference, same_value
+from jaxpar.trace.counts import FACTORIZATIONS
+from jaxpar.trace.jaxprs import equations_in
 
 KIND = "kind"  # metadata of a stacked variable: the kind of layer that it is of
 
@@ -225,6 +228,7 @@ class _Source:
 
     def __init__(self, makers: Sequence[Callable[[nnx.Rngs], Any]], key: jax.Array):
         self.makers, self.key = makers, key
+        self.looks = {id(maker): _look_at(maker) for maker in {id(m): m for m in makers}.values()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Source)
@@ -275,9 +279,10 @@ class Stack(nnx.Module):
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
         self._source, self.unroll = _Source(tuple(makers), same_under_vmap(rngs.params())), unroll
-        structures = [*map(_structure, makers)]
+        structures = [self._source.looks[id(maker)].structure for maker in makers]
         kinds = [kind for n, kind in enumerate(structures) if kind not in structures[:n]]
         self.kind_of = tuple(map(kinds.index, structures))
+        self.kinds, self.slots = (), NO_SLOTS  # names that are taken
         names = [kind.name for kind in kinds]
         self.kinds = tuple(
             f"{name}{names[:number].count(name)}"
@@ -380,7 +385,7 @@ class Stack(nnx.Module):
                 return jax.tree.map(lambda a: jnp.where(is_mine, a, jnp.zeros_like(a)), state)
 
             ids = jnp.asarray([max(layer, 0) for layer in rows], jnp.int32)
-            every = _one_by_one if _factorizes(maker) else jax.vmap
+            every = _one_by_one if source.looks[id(maker)].factorizes else jax.vmap
             drawn = every(draw)(ids, jnp.asarray(mine))
             stacked = drawn if stacked is None else jax.tree.map(jnp.add, stacked, drawn)
 
@@ -494,11 +499,82 @@ class _Kind(NamedTuple):
     shapes: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=256)
-def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
-    module = nnx.eval_shape(lambda: made(make, 0))
-    use = "an nnx.Module; return it from the function"
-    require_instance("what a maker of a Stack returns", module, nnx.Module, use)
+class _Look(NamedTuple):
+    """What a maker makes.
+
+    Attributes:
+      factorizes: whether LAPACK draws the layer: an orthogonal kernel is the Q of a QR decomposition.
+    """
+
+    structure: _Kind
+    factorizes: bool
+
+
+def _look_at(make: Callable[[nnx.Rngs], Any]) -> _Look:
+    """Traces it, twice; nothing is drawn."""
+
+    def layer() -> Any:
+        module, use = made(make, 0), "an nnx.Module; return it from the function"
+        require_instance("what a maker of a Stack returns", module, nnx.Module, use)
+        return module
+
+    module, program = traced_twice("layer", layer)
+    names = {eqn.primitive.name for eqn in equations_in(program.jaxpr)}
+    return _Look(_structure(module), any(n.startswith(FACTORIZATIONS) for n in names))
+
+
+def traced_twice(what: str, make: Callable[[], Any]) -> tuple[Any, ClosedJaxpr]:
+    """The module that a function makes, of shapes, and the program that gives its variables.
+
+    Args:
+      what: the module is, in messages.
+    Raises:
+      ValueError: the function makes something else when it is called again.
+    """
+
+    def trace() -> tuple[Any, dict[str, Any], ClosedJaxpr]:
+        graphdef: Any = None
+
+        def draw() -> Any:
+            nonlocal graphdef
+            graphdef, state = nnx.split(make())
+            return state
+
+        program, state = jax.make_jaxpr(draw, return_shape=True)()
+        shapes = {name: tuple(leaf.shape) for name, leaf in named_leaves(state)}
+        return nnx.merge(graphdef, state), shapes, program
+
+    (module, shapes, program), (again, other_shapes, other_program) = trace(), trace()
+    what = f"{what} {type(module).__name__}"
+    one, two = _attributes(module) | shapes, _attributes(again) | other_shapes
+    for name in {**one, **two}:
+        values = one.get(name), two.get(name)
+        if not same_value(*values):
+            raise ValueError(
+                f"{what} has {name}={values[0]!r:.40}, and {values[1]!r:.40} where the same function makes "
+                f"it again. Fix: make it of rngs and fixed numbers; for layers that differ give a function "
+                f"each, such as functools.partial(make, depth=1)"
+            )
+    if found := difference(program, other_program):
+        place = f" ({found.place})" if found.place else ""
+        raise ValueError(
+            f"{what}{place}: {[*shapes][found.outputs[0]]} begins with other numbers each time it is made of "
+            f"one seed. Fix: draw it from rngs, such as jax.random.normal(rngs.params(), shape), not by NumPy"
+        )
+    return module, program
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """All that a module and those within it have, by name."""
+    return {
+        ".".join(map(str, (*path, name))): value
+        for path, own in nnx.iter_modules(module)
+        for name, value in vars(own).items()
+        if not name.startswith("_pytree")
+    }
+
+
+def _structure(module: Any) -> _Kind:
     graphdef, state = nnx.split(module)
     name = getattr(module, "kind_name", None) or type(module).__name__
     check_variables(f"layer {name}", state)
@@ -519,13 +595,6 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
         (tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(state)
     )
     return _Kind(name.lower(), graphdef, shapes)
-
-
-@functools.lru_cache(maxsize=256)
-def _factorizes(make: Callable[[nnx.Rngs], Any]) -> bool:
-    """Whether LAPACK draws the layer: an orthogonal kernel is the Q of a QR decomposition."""
-    found = reductions(lambda: nnx.state(made(make, 0)))
-    return any(name.startswith(FACTORIZATIONS) for name in found)
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:

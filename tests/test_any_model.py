@@ -420,7 +420,7 @@ MISTAKES = {
     ),
     "a key made of that": (
         layer_that(lambda c, x, at: (c, x + jax.random.normal(jax.random.fold_in(at.key, 1)))),
-        rf"layer wrong \({HERE}\) needs at.key, .* or draw only if at.key is not None",
+        rf"layer wrong \({HERE}\) needs at.key, .* or at.draw.* only if at.key is not None",
     ),
     "another mistake where nothing is drawn": (
         layer_that(lambda c, x, at: (c, nn.dropout(x, 0.1, at)) if at.key is not None else x),

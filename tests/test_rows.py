@@ -13,7 +13,17 @@ from flax import nnx
 from models import MAKERS, WIDTH, Regress
 from test_equivalence import on_devices, slow
 
-from jaxpar import ArrayBatches, Parallel, PipelineConfig, Stack, Sums, Task, fit, rows
+from jaxpar import (
+    ArrayBatches,
+    IteratorBatches,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    Task,
+    fit,
+    rows,
+)
 from jaxpar.config import TrainConfig
 from jaxpar.data.batches import place_batch
 from jaxpar.nn import Stateless
@@ -303,6 +313,115 @@ def test_what_chunks_of_time_leave_as_it_is_passes():
     check_rows_alone(Setup.of(task_of(causal), TWO_CHUNKS).layout)
 
 
+class Tags(nnx.Module):
+    """Its loss is over the places that count, whichever way a test says which these are."""
+
+    def __init__(self, counts, last, rngs):
+        self.embed, self.out = nnx.Embed(8, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 8, rngs=rngs)
+        self.layers = Stack([lambda rngs: Layer(causal, rngs=rngs)] * 2, rngs=rngs)
+        self.counts, self.after = counts, last
+
+    def first(self, batch, at):
+        return self.embed(batch["id"])
+
+    def last(self, y, batch, at):
+        counts = self.counts(batch)
+        label = jnp.broadcast_to(batch["label"], counts.shape)
+        logits = self.out(y) if counts.ndim > 1 else self.out(y)[-1]
+        chance = jax.nn.log_softmax(logits)
+        nll = -jnp.take_along_axis(chance, jnp.where(counts, label, 0)[..., None], -1)[..., 0]
+        return self.after(nll, counts.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged(Task):
+    """Labels 1 to 7, but for 4. In some places of all batches but the first it is `later`."""
+
+    counts: str = "not negative"
+    last: str = "mean"
+    later: int | None = None
+    has_time: bool = True
+
+    def make_model(self, rngs):
+        return Tags(COUNTS[self.counts], LASTS[self.last], rngs)
+
+    def make_batches(self, split, seed=None):
+        rng = np.random.default_rng(0)
+        ids = rng.integers(0, 8, (64, 6)).astype(np.int32)
+        label = rng.choice([1, 2, 3, 5, 6, 7], (64, 6)[: 1 + self.has_time]).astype(np.int32)
+        if self.later is not None:
+            label[8:][rng.random(label[8:].shape) < 0.5] = self.later
+        lengths = rng.integers(1, 7, 64).astype(np.int32)
+        valid = np.ones(label.shape, bool)
+        return ArrayBatches({"id": ids, "label": label, "valid": valid, "lengths": lengths}, 8)
+
+
+COUNTS = {
+    "not negative": lambda batch: batch["label"] >= 0,
+    "positive": lambda batch: batch["label"] > 0,
+    "not 4": lambda batch: batch["label"] != 4,
+    "not -100": lambda batch: batch["label"] != -100,
+    "valid": lambda batch: batch["valid"],
+    "long": lambda batch: jnp.arange(len(batch["label"]))[:, None] < batch["lengths"][None],
+}
+LASTS = {
+    "mean": lambda nll, c: Sums(
+        jnp.sum(nll * c) / jnp.maximum(jnp.sum(c), 1) * c.size, jnp.float32(c.size)
+    ),
+    "sum": lambda nll, c: Sums(jnp.sum(nll * c), jnp.sum(c)),
+    "metric": lambda nll, c: Sums(
+        jnp.sum(nll * c),
+        jnp.float32(c.size),
+        {"most": jnp.sum(nll * c) / jnp.maximum(jnp.sum(c), 1) * c.size},
+    ),
+}
+MEANS = [
+    Tagged("not negative", later=-1),
+    Tagged("not negative"),
+    Tagged("positive"),
+    Tagged("not -100", later=-100),
+    Tagged("not 4", later=4),
+    Tagged("valid"),
+    slow(Tagged("long")),
+    Tagged("not negative", has_time=False),
+    slow(Tagged("positive", has_time=False)),
+    Tagged("not negative", "metric"),
+    slow(Tagged("valid", "metric")),
+]
+
+
+@pytest.mark.parametrize("task", MEANS, ids=str)
+def test_a_mean_over_the_places_that_count_is_refused(task):
+    units = Parallel("pp2", PipelineConfig(num_microbatches=2))
+    parallel = units if task.later == -1 else Parallel("dp2")
+    refused = r"`last` (do not add up: its|mixes .* its gradient)"
+    with pytest.raises(ValueError, match=refused):
+        check_rows_alone(Setup.of(task, parallel).layout)
+
+
+@pytest.mark.parametrize("counts", [c if c in ("positive", "long") else slow(c) for c in COUNTS])
+def test_a_sum_over_the_places_that_count_is_not(counts):
+    check_rows_alone(Setup.of(Tagged(counts, "sum", later=-1), ONE).layout)
+
+
+def test_rows_are_those_of_several_batches_and_a_short_stream_is_enough():
+    def read(num):
+        buffer = np.zeros((8, 3), np.int32)
+        for step in range(num):
+            buffer[:] = step
+            yield {"id": buffer}
+
+    for num, expected in ((9, [0, 1, 2, 3]), (2, [0, 1, 0, 1])):
+
+        class Streamed(Tagged):
+            def make_batches(self, split, seed=None, num=num):
+                return IteratorBatches(lambda: read(num), 8)
+
+        batch, special = rows._rows_of(Streamed(), 4)
+        np.testing.assert_array_equal(batch["id"][:, 0], expected)
+        np.testing.assert_array_equal(special["id"], [-1, 0, max(expected)])
+
+
 def test_what_adds_up_over_layers_beside_the_rows_is_found_in_the_layer():
     """A cost of all rows, handed from layer to layer in an array that has no rows."""
 
@@ -457,6 +576,15 @@ def test_a_layer_that_repeats_no_bits_is_judged_by_what_is_no_number():
     mixes = task_of(lambda carry, x, at: (carry, noise(batch_norm(x), np.float32(1e-7))))
     with pytest.raises(ValueError, match="layer layer0 mixes"):
         check_rows_alone(Setup.of(mixes, ONE).layout)
+
+
+def test_a_layer_that_gives_something_else_in_each_call_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^layer layer0 gives other numbers each time .*at\.draw\("
+    ):
+        check_rows_alone(
+            Setup.of(task_of(lambda carry, x, at: (carry, noise(x, np.float32(1)))), ONE).layout
+        )
 
 
 def test_a_prediction_that_rounding_decides_is_no_mix():

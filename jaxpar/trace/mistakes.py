@@ -70,8 +70,8 @@ def why_refused(what: str, error: Exception, *, has_key: bool) -> str | None:
     if not has_key and isinstance(error, TypeError | AttributeError):
         return (
             f"{where} needs at.key, and that is None where nothing is drawn, in evaluation and in "
-            f"predictions ({type(error).__name__}: {text}); use jaxpar.nn.dropout(x, rate, at), or draw only "
-            f"if at.key is not None"
+            f"predictions ({type(error).__name__}: {text}); use jaxpar.nn.dropout(x, rate, at), or "
+            f"at.draw(jax.random.normal, x.shape) only if at.key is not None"
         )
     return None
 

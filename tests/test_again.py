@@ -1,0 +1,188 @@
+"""What is another program, or another model, each time that it is traced or made is refused."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import WIDTH, Regress, Regression
+
+from jaxpar import Stack, Sums
+from jaxpar.facts import ModelFacts
+from jaxpar.trace.again import difference
+
+COUNT = itertools.count(1)
+TABLE = np.arange(3.0, dtype=np.float32)
+
+
+def traced(function):
+    return jax.make_jaxpr(lambda x: function(x))(jnp.ones(3))
+
+
+def random():
+    return np.random.normal(size=3).astype(np.float32)  # noqa: NPY002 - as users have it
+
+
+# A function, and which of its outputs differ.
+PROGRAMS = {
+    "arithmetic": (lambda x: (jnp.tanh(x) * TABLE, jnp.where(x > 0, x, 0.0)), []),
+    "draws": (lambda x: jax.random.normal(jax.random.key(0), x.shape), []),
+    "a loop": (lambda x: jax.lax.scan(lambda c, a: (c + a, jnp.sin(c)), x[0], x), []),
+    "functions with a gradient": (lambda x: (jax.nn.relu(x), jax.checkpoint(jnp.sin)(x)), []),
+    "a key": (lambda x: jax.random.key(3), []),
+    "nan": (lambda x: x * np.float32(np.nan), []),
+    "noise": (lambda x: (x * 2, jnp.tanh(x + random())), [1]),
+    "a number": (lambda x: (x * 2, x * float(random()[0])), [1]),
+    "a constant": (lambda x: (x, random()), [1]),
+    "noise in a loop": (lambda x: jax.lax.scan(lambda c, a: (c + a, c * random()[0]), x[0], x), [0, 1]),
+    "noise in a call": (lambda x: (x, jax.jit(lambda x: x + random())(x)), [1]),
+    "a count of steps": (lambda x: functools.reduce(jnp.add, [x] * next(COUNT)), [0]),
+    "a place": (lambda x: x[next(COUNT) % 2 :][:2], [0]),
+    "another order": (lambda x: (x - TABLE, TABLE - x)[next(COUNT) % 2], [0]),
+    "another key": (lambda x: jax.random.key(next(COUNT)), [0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_differs_when_it_is_traced_again_is_found(name):
+    function, outputs = PROGRAMS[name]
+    found = difference(traced(function), traced(function))
+    assert (found.outputs if found else []) == outputs
+    if "noise" in name:
+        assert found.place.startswith("test_again.py, line ")
+
+
+class Layer(nnx.Module):
+    def __init__(self, *, rngs, depth=0, scale=1.0, init=None):
+        self.depth, self.act = depth, lambda x: jnp.tanh(x)
+        self.w = nnx.Param(scale * (init or jax.random.normal)(rngs.params(), (WIDTH, WIDTH)))
+
+    def __call__(self, carry, x, at):
+        return carry, x + self.act(x @ self.w[...])
+
+
+def by_numpy(key, shape):
+    return np.random.normal(size=shape).astype(np.float32)  # noqa: NPY002
+
+
+def local_count(**options):
+    """A counter that begins anew with each model: two models are the same."""
+    count = itertools.count()
+    return [lambda rngs: Layer(rngs=rngs, **{key: next(count) for key in options})] * 3
+
+
+def local_class():
+    class Own(Layer):
+        pass
+
+    return [lambda rngs: Own(rngs=rngs)] * 2
+
+
+# Makers of layers, and what is said of them.
+MAKERS = {
+    "the same": (lambda: [lambda rngs: Layer(rngs=rngs)] * 3, None),
+    "their own": (lambda: [lambda rngs, d=d: Layer(rngs=rngs, depth=d) for d in (0, 1)], None),
+    "a class of their own": (local_class, None),
+    "NumPy": (
+        lambda: [lambda rngs: Layer(rngs=rngs, init=by_numpy)] * 3,
+        r"^layer Layer( \(test_again\.py, line \d+\))?: w begins with other numbers .*Fix: draw it from rngs",
+    ),
+    "a counter": (
+        lambda: [lambda rngs: Layer(rngs=rngs, depth=next(COUNT))] * 3,
+        r"^layer Layer has depth=\d+, and \d+ where the same .*\. Fix: .* such as functools\.partial\(make",
+    ),
+    "a counter for each model": (lambda: local_count(depth=0), "^layer Layer has depth=0, and 1 where"),
+    "a counter of initial values": (lambda: local_count(scale=0), "^layer Layer.*: w begins with other"),
+    "a counter in each": (
+        lambda: [lambda rngs: Layer(rngs=rngs, depth=next(COUNT)) for _ in range(2)],
+        "^layer Layer has depth=",
+    ),
+    "widths": (
+        lambda: [lambda rngs: Layer(rngs=rngs, init=lambda *_: jnp.ones((WIDTH, next(COUNT))))],
+        r"^layer Layer has w=\(16, \d+\), and \(16, \d+\) where",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_function_that_makes_other_layers_each_time_is_refused(name):
+    make, message = MAKERS[name]
+    if message is None:
+        Stack(make(), rngs=nnx.Rngs(0))
+        return
+    with pytest.raises(ValueError, match=message):
+        Stack(make(), rngs=nnx.Rngs(0))
+
+
+class Carried(Layer):
+    def initial_carry(self, rows):
+        return jnp.zeros((rows, WIDTH)) + jnp.asarray(by_numpy(None, (WIDTH,)))[None]
+
+
+class Noisy(Layer):
+    def __call__(self, carry, x, at):
+        return carry, x + by_numpy(None, x.shape)
+
+
+class Model(Regression):
+    """With noise of NumPy where a test wants it."""
+
+    def __init__(self, place, rngs):
+        super().__init__((), rngs=rngs)
+        layer = {"layer": Noisy, "initial_carry": Carried}.get(place, Layer)
+        self.layers = Stack([lambda rngs: layer(rngs=rngs)] * 2, rngs=rngs)
+        self.place, self.more = place, nnx.Param(jnp.zeros(WIDTH))
+        if place == "parameter":
+            self.more = nnx.Param(by_numpy(None, (WIDTH,)))
+        if place == "field":
+            self.made = next(COUNT)
+
+    def noise(self, place):
+        return by_numpy(None, (WIDTH,)) if self.place == place else np.zeros(WIDTH, np.float32)
+
+    def first(self, batch, at):
+        return super().first(batch, at) + self.noise("first")[None, None]
+
+    def last(self, y, batch, at):
+        sums = super().last(y + self.noise("last")[None, None], batch, at)
+        return sums._replace(loss=sums.loss + jnp.sum(self.more[...]))
+
+    def draw(self, key):
+        model = nnx.clone(self)
+        model.more[...] = model.more[...] + self.noise("draw")
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Regress):
+    place: str = ""
+
+    def make_model(self, rngs):
+        return Model(self.place, rngs)
+
+
+PLACES = {
+    "parameter": r"^the model of task Own, a Model.*: more begins with other numbers each time it is made",
+    "field": r"^the model of task Own, a Model has made=\d+, and \d+ where the same function makes it again",
+    "first": r"^first \(test_again\.py, line \d+\) computes with other numbers .*Fix: draw by at\.draw\(",
+    "layer": r"^layer noisy \(test_again\.py, line \d+\) computes with other numbers each time it is traced",
+    "last": r"^last \(test_again\.py, line \d+\) computes with",
+    "initial_carry": r"^layer carried \(test_again\.py, line \d+\) computes with",
+    "draw": r"^draw \(test_again\.py, line \d+\) computes with",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_numpys_random_numbers_in_a_model_are_refused_by_name(place):
+    with pytest.raises(ValueError, match=PLACES[place]):
+        _ = ModelFacts.of(Own(place=place)).traces
+
+
+def test_a_model_without_them_is_traced():
+    sums = ModelFacts.of(Own()).traces.sums
+    assert isinstance(sums, Sums)
+    assert sums.loss.shape == ()
