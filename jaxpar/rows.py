@@ -4,13 +4,14 @@ A step gives each device, and each microbatch, some of the rows, and each chunk 
 Some models would give another loss on every mesh then, and no error: those that mix rows, as a norm by the
 statistics of a batch or a mean over the places that count, or that draw the same random numbers for every
 block. They are found before a run. `first`, each kind of layer, and `last` or `predict` are run by
-themselves, in two ways:
+themselves, in three ways:
 
 - Inputs are replaced or moved, and what must not depend on that is compared. Where a row is replaced, the
   others must give the same bits. Where all rows move to other places, and `at.row` with them, they must give
   the same numbers. A layer that says how many rows it mixes is left out.
 - Inputs are cut along a dim. The pieces, one after the other, must give what the whole gives, and their sums
   must add up: halves of the rows, and where a run has them its chunks of time.
+- Padding is replaced, where a batch says what is padding (`lengths`). Real steps must give the same numbers.
 
 Each is done with a key, as in training. Where something is wrong and without a key it is not, random numbers
 are to blame, and the error says so. Those that depend on how time is cut are looked for only in runs with
@@ -32,7 +33,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.parts import RATE, RESETS, STARTS, WEIGHT, part_of, with_part
+from jaxpar.base.parts import LENGTHS, RATE, RESETS, STARTS, WEIGHT, part_of, with_part
 from jaxpar.base.trees import shape_of
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.facts import named
@@ -56,10 +57,13 @@ TRIES = 3
 # in another order, and a loop over time adds to that.
 OVER_TIME = 1e-3
 
+FAR = 10.0  # the size of numbers in place of padding: a mean over many steps must change by them
+
 _NOWHERE = -1  # the dim of rows, or of time, of an array that has none
 _OURS = {
     STARTS,
     RESETS,
+    LENGTHS,
     RATE,
     WEIGHT,
 }  # parts of a batch that have a meaning: any number would not do
@@ -80,8 +84,8 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
       predicts: whether the model's `predict` is looked at, instead of its `last`.
     Raises:
       ValueError: `first`, a layer, `last` or `predict` mixes rows, its random numbers depend on how a batch
-        is cut, or its sums do not add up. Or, where the layout cuts windows into chunks of time, it gives
-        something else for these.
+        is cut, or its sums do not add up. It reads padding. Or, where the layout cuts windows into chunks of
+        time, it gives something else for these.
     """
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     if not num_rows:
@@ -267,7 +271,8 @@ class _Trial:
 
         run = self.part_function(predict, self.draw_outer(self.outer.last))
         rows = dict.fromkeys(names, int(self.layout.facts.time_major))
-        dims = {"row": self.dims["row"] | rows}
+        times = dict.fromkeys(names, 0 if self.layout.facts.num_steps else _NOWHERE)
+        dims = {"row": self.dims["row"] | rows, "time": self.dims["time"] | times}
         return _Part("`predict`", run, self.draw_y, dims, run)
 
     def draw_y(self) -> Tree:
@@ -286,6 +291,9 @@ class _Trial:
         if not part.mixes:
             self.check_sums(part)
             self.check_rows(part)
+        lengths_B = part_of(self.batch, LENGTHS)
+        if steps and lengths_B is not None and (lengths_B < steps).any():
+            self.check_padding(part, np.arange(steps) < np.asarray(lengths_B)[:, None])
         if steps and self.num_chunks > 1:
             self.check_chunks(part, steps // self.num_chunks)
         if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
@@ -360,6 +368,48 @@ class _Trial:
         self.refuse(part, halves, message)
         if any(special.size for special in jax.tree.leaves(self.special)):
             self.refuse(part, functools.partial(halves, rows=range(half)), message)
+
+    def check_padding(self, part: _Part, is_real_BT: np.ndarray) -> None:
+        """Replaces padding: of the batch before the layers, of their inputs after it; looks at real steps.
+
+        In a batch, labels or a mask may say what is padding to those that come later.
+
+        Raises:
+          ValueError: these change.
+        """
+
+        def padded(tree: Tree, name: str, other: Callable[[Any], Any]) -> Any:
+            def of(path: Any, a: Any, row: int, time: int) -> Any:
+                has_meaning = name == "batch" and (_name_of(path) in _OURS or a.dtype == bool)
+                if _NOWHERE in (row, time) or has_meaning:
+                    return a
+                is_real = is_real_BT if row < time else is_real_BT.T
+                return np.where(np.expand_dims(is_real, (*range(2, np.ndim(a)),)), a, other(a))
+
+            dims = (part.dims[along][name] for along in ("row", "time"))
+            return jax.tree.map_with_path(of, tree[name], *dims)
+
+        def other(a: Any) -> Any:
+            if jnp.issubdtype(a.dtype, jnp.floating):
+                return (FAR * self.random(a)).astype(a.dtype)
+            return self.rng.choice(np.ravel(a), np.shape(a))
+
+        def finds(key: Any) -> str | None:
+            inputs, name = part.draw(), "x" if "x" in part.draw() else "batch"
+            own = inputs | {name: padded(inputs, name, other)}
+            both = [self.run(part, each, key) for each in (inputs, own)]
+            names = both[0].keys() - {"carry", "sums"}
+            one, two = ({n: padded(each, n, np.zeros_like) for n in names} for each in both)
+            if name := _unlike(one, two, _near):
+                return f"its {name} changes"
+            return _not_added(*both, of=("one padding", "another")) if "sums" in both[0] else None
+
+        self.refuse(
+            part,
+            finds,
+            "{what} gives real steps other numbers where padding is replaced: {wrong}. Fix: mask steps "
+            "from at.lengths on, by jaxpar.nn.mask_padding(x, at) or by a weight of 0",
+        )
 
     def check_chunks(self, part: _Part, length: int) -> None:
         """Compares what a part gives for a window with what it gives for its chunks.
@@ -530,6 +580,7 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
         found = [*_first_batches(task.make_batches("train", 0), num_rows)]
     else:
         found = [task.example_batch()]
+    found = [_padded_first(batch) for batch in found]
     shapes = [jax.tree.map(lambda a: np.shape(a)[1:], batch) for batch in found]
     found = [own for own, shape in zip(found, shapes, strict=True) if shape == shapes[0]]
 
@@ -539,7 +590,7 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
         return np.stack([arrays[row % len(arrays)][row] for row in range(num_rows)])
 
     def special(path: Any, *arrays: Any) -> np.ndarray:
-        dtype, name = np.asarray(arrays[0]).dtype, jax.tree_util.keystr(path[-1:], simple=True)
+        dtype, name = np.asarray(arrays[0]).dtype, _name_of(path)
         if (
             dtype.kind not in "iub"
             or name in _OURS
@@ -557,9 +608,27 @@ def _first_batches(batches: Any, num_rows: int) -> Iterator[Any]:
     for step in range(min(BATCHES, batches.num_windows or BATCHES)):
         try:
             batch = batches.batch(step, slice(num_rows))
+            if part_of(batch, LENGTHS) is not None:  # rows with padding may come later
+                batch = batches.batch(step)
         except EndOfStreamError:
             return
         yield jax.tree.map(np.array, batch)
+
+
+def _padded_first(batch: Any) -> Any:
+    """A batch whose first rows are those that end with padding, if it says which do."""
+    lengths_B = part_of(batch, LENGTHS)
+    if lengths_B is None:
+        return batch
+    lengths_B = np.asarray(lengths_B)
+    steps = max((a.shape[1] for a in jax.tree.leaves(batch) if np.ndim(a) > 1), default=0)
+    order = np.argsort((lengths_B == 0) | (lengths_B >= steps), kind="stable")
+    return jax.tree.map(lambda a: np.asarray(a)[order] if np.ndim(a) else a, batch)
+
+
+def _name_of(path: Any) -> str:
+    """The last name of a path."""
+    return jax.tree_util.keystr(path[-1:], simple=True)
 
 
 def _call(function: Callable[..., Any], *args: Any) -> Any:

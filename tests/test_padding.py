@@ -18,6 +18,7 @@ from jaxpar import At, OptimizerConfig, Parallel, PipelineConfig, Stack, Sums, T
 from jaxpar.data.bucketed import BucketedBatches
 from jaxpar.data.packed import PackedBatches
 from jaxpar.data.streams import SeriesBatches
+from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.state import init_state
 from jaxpar.step import make_loss_and_grad
@@ -437,3 +438,163 @@ def test_a_forecast_is_independent_of_what_follows_a_stream():
     setup, valid = Setup.of(task, ONE), task.make_batches("valid")
     state, expected = init_state(setup), sum_batches(setup, init_state(setup), valid)
     assert_near(sum_batches(setup, state, repadded(valid, 30.0, "seen", "next")), expected)
+
+
+# ---- the check before a run ----
+
+
+class Own(nnx.Module):
+    """A layer that a user might write; it reads later steps as a test says."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __call__(self, carry, x, at):
+        return carry, self.call(x, at)
+
+
+def attend(x, is_read_TB):
+    """Of each step to all steps of its row that are read."""
+    scores = jnp.einsum("tbw,sbw->tsb", x, x)
+    weights = nnx.softmax(jnp.where(is_read_TB[None], scores, -1e9), 1)
+    return jnp.einsum("tsb,sbw->tbw", weights, x)
+
+
+def real_TB(x, at):
+    return jnp.arange(len(x))[:, None] < at.lengths[None]
+
+
+def around(x):
+    """Of each step, and the ones before and after it."""
+    return x + jnp.pad(x[1:], ((0, 1), (0, 0), (0, 0))) + jnp.pad(x[:-1], ((1, 0), (0, 0), (0, 0)))
+
+
+def summed(y, weight):
+    return Sums(jnp.sum(jnp.square(y).sum(-1) * weight), jnp.sum(weight))
+
+
+def without(at):
+    return at._replace(batch={name: a for name, a in at.batch.items() if name != "lengths"})
+
+
+def of_rows(y):
+    """The mean of each row over time, as a prediction of every step."""
+    return {"y": jnp.broadcast_to(y.mean(0, keepdims=True), y.shape)}
+
+
+class Blind(nn.Bidirectional):
+    """As if the batch did not say where sequences end."""
+
+    def __call__(self, carry, x, at):
+        return super().__call__(carry, x, without(at))
+
+
+class Pooled(Own):
+    rows_together = 4
+
+
+INERT = {
+    "attention": ("layer", lambda x, at: attend(x, real_TB(x, at))),
+    "a convolution": ("layer", lambda x, at: around(nn.mask_padding(x, at))),
+    "both ways": (
+        "made",
+        lambda rngs: nn.Bidirectional(nn.GRU(WIDTH, rngs=rngs), nn.MinGRU(WIDTH, rngs=rngs)),
+    ),
+    "a norm of rows": ("together", lambda x, at: x - nn.mask_padding(x, at).mean(1, keepdims=True)),
+    "a mean over time": (
+        "first",
+        lambda x, at: (
+            x
+            - nn.mask_padding(x, at).sum(0, keepdims=True)
+            / (1 + at.lengths).astype(jnp.float32)[None, :, None]
+        ),
+    ),
+    "the loss": ("last", lambda y, batch, at: summed(y, batch["weight"])),
+    "the last step": (
+        "last",
+        lambda y, batch, at: summed(
+            y[at.lengths - 1, jnp.arange(y.shape[1])][None], batch["weight"][:1]
+        ),
+    ),
+    "a prediction": ("predict", lambda y, batch, at: of_rows(nn.mask_padding(y, at))),
+}
+READING = {
+    "attention": ("layer", lambda x, at: attend(x, jnp.ones(x.shape[:2], bool)), "layer own .*its output"),
+    "a convolution": ("layer", lambda x, at: around(x), "layer own .*its output"),
+    "both ways": ("made", lambda rngs: Blind(*(nn.GRU(WIDTH, rngs=rngs) for _ in "ab")), "layer blind .*put"),
+    "a norm of rows": ("together", lambda x, at: x - x.mean(1, keepdims=True), "layer pooled .*its output"),
+    "a mean over time": ("first", lambda x, at: x - x.mean(0, keepdims=True), "`first` .*its output"),
+    "the loss": ("last", lambda y, batch, at: summed(y, 0 * batch["weight"] + 1), "`last` .*its loss"),
+    "the last step": ("last", lambda y, batch, at: summed(y[-1:], batch["weight"][:1]), "`last` .*its loss"),
+    "a prediction": ("predict", lambda y, batch, at: of_rows(y), "`predict` .*its output 'y'"),
+}  # fmt: skip
+
+
+class Changed(Model):
+    """A model in which one part is a test's."""
+
+    def __init__(self, part, call, *, rngs):
+        super().__init__((), rngs=rngs)
+        makers = {
+            "layer": lambda rngs: Own(call),
+            "together": lambda rngs: Pooled(call),
+            "made": call,
+        }
+        make = makers.get(part, lambda rngs: nn.GRU(WIDTH, rngs=rngs))
+        self.layers, self.part, self.call = Stack([make], rngs=rngs), part, call
+
+    def first(self, batch, at):
+        x = super().first(batch, at)
+        return self.call(x, at) if self.part == "first" else x
+
+    def last(self, y, batch, at):
+        return (self.call if self.part == "last" else super().last)(y, batch, at)
+
+    def predict(self, y, batch, at):
+        return (self.call if self.part == "predict" else super().predict)(y, batch, at)
+
+
+def check(part, call, task=Tag):
+    class Changing(task):
+        def make_model(self, rngs):
+            return Changed(part, call, rngs=rngs)
+
+    check_rows_alone(Setup.of(Changing(), ONE).layout, predicts=part == "predict")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "a convolution" else slow(name) for name in INERT]
+)
+def test_parts_that_leave_padding_out_are_accepted(name):
+    check(*INERT[name])
+
+
+@pytest.mark.parametrize("name", READING)
+def test_parts_that_read_padding_are_refused_before_a_run(name):
+    part, call, message = READING[name]
+    with pytest.raises(ValueError, match=f"{message}.* Fix: mask steps from at.lengths on"):
+        check(part, call)
+
+
+class Late(jaxpar.ArrayBatches):
+    """Batches of a user's, in which one row is padded, and not among the first."""
+
+    def batch(self, step, rows=slice(None)):
+        batch = super().batch(step, rows)
+        is_real = np.arange(LONGEST) < batch["lengths"][:, None]
+        return {**batch, "weight": is_real.astype(np.float32)}
+
+
+class OfLate(Tag):
+    example_batch = Task.example_batch
+
+    def make_batches(self, split, seed=None):
+        x = np.random.default_rng(0).normal(size=(16, LONGEST, FEATURES)).astype(np.float32)
+        return Late({"x": x, "lengths": np.array([8] * 7 + [3] + [8] * 8)}, 8)
+
+
+def test_padding_is_found_in_later_rows_of_a_batch():
+    with pytest.raises(
+        ValueError, match="layer own gives real steps other numbers where padding is"
+    ):
+        check("layer", lambda x, at: around(x), OfLate)
