@@ -23,7 +23,7 @@ LAYERS = (
     "model task ends",  # what layers are part of; what is learned; ends in parts
     "facts config_file command",  # what a task's model is; options as files, and of every command
     "layout",  # how it lies on devices
-    "setup rows",  # all that a run is made from; whether rows stand apart
+    "setup rows stacking",  # all that a run is made from; whether rows, and stacked layers, stand apart
     "state forward",  # what a run changes; through a model
     "step",  # one step
     "training",  # many
