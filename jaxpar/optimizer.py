@@ -22,19 +22,14 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
-from jaxpar.base.axes import LAYERS
 from jaxpar.base.checks import require
 from jaxpar.config import OptimizerConfig
-from jaxpar.sharding import dims_of, is_variable
 
 HOST_MEMORY = "pinned_host"
 
 # Up to these nothing overflows that is finite: with a finite norm a gradient is below 2e19, and no optimizer
 # of `OptimizerConfig` makes more of it in any number of steps than 1e38 / MAX_SAFE_RATE.
 MAX_SAFE_RATE, MAX_SAFE_DECAY = 1e3, 1.0
-
-
-SMALL = 160  # numbers along a dim: more than those up to which Adafactor keeps a matrix whole
 
 
 class Safe(optax.GradientTransformation):
@@ -138,36 +133,6 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(
         jnp.logical_and, [jnp.isfinite(a).all() for a in leaves], jnp.bool_(True)
     )
-
-
-def heeds_empty_rows(optimizer: optax.GradientTransformation, params: Any) -> bool:
-    """Whether a row of zeros in each stack of layers changes the updates of others: tried on small arrays.
-
-    Args:
-      params: shapes, an `nnx.State` whose stacked variables have the dim `LAYERS` first.
-    """
-    rng = np.random.default_rng(0)
-
-    def small(variable: Any) -> Any:
-        lead = 2 if dims_of(variable)[:1] == (LAYERS,) else variable.shape[:1]
-        shape = *np.atleast_1d(lead), *(min(size, SMALL) for size in variable.shape[1:])
-        return variable.replace(rng.normal(size=shape).astype(variable.dtype))
-
-    def with_row(variable: Any) -> Any:
-        is_stack, a = dims_of(variable)[:1] == (LAYERS,), variable.get_value()
-        return variable.replace(np.concatenate([a, 0 * a[:1]])) if is_stack else variable
-
-    def updates(params: Any, grads: Any) -> list[np.ndarray]:
-        with jax.numpy_dtype_promotion("standard"):
-            found, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-        return [np.asarray(a) for a in jax.tree.leaves(found)]
-
-    def all_of(make: Callable[[Any], Any], tree: Any) -> Any:
-        return jax.tree.map(make, tree, is_leaf=is_variable)
-
-    trees = all_of(small, params), all_of(small, params)
-    pairs = zip(updates(*trees), updates(*(all_of(with_row, t) for t in trees)), strict=True)
-    return not all(np.allclose(a, b[: len(a)], 1e-4, 1e-7) for a, b in pairs)
 
 
 def next_state(

@@ -24,7 +24,7 @@ from jaxpar.config import Parallel, TrainConfig
 from jaxpar.ends import LAYERS_OF_MODEL
 from jaxpar.mesh import MeshConfig
 from jaxpar.model import Stack
-from jaxpar.optimizer import HOST_MEMORY, HostOptimizer, heeds_empty_rows
+from jaxpar.optimizer import HOST_MEMORY, HostOptimizer
 from jaxpar.setup import Setup
 from jaxpar.sharding import (
     Rules,
@@ -35,6 +35,7 @@ from jaxpar.sharding import (
     named_leaves,
     shardings,
 )
+from jaxpar.stacking import check_stacking, draws
 from jaxpar.task import Task
 from jaxpar.trace.counts import reductions
 
@@ -79,6 +80,16 @@ def abstract_state(setup: Setup) -> TrainState:
         cannot be laid out.
     """
     return setup.keep(_abstract_state, setup.train.num_steps)
+
+
+def check_optimizer(setup: Setup) -> None:
+    """Checks that an optimizer updates stacked layers as it would update single ones; see `stacking`.
+
+    Raises:
+      ValueError: it does not.
+    """
+    if setup.task.has_optimizer:
+        setup.keep(_check_stacking, setup.train.num_steps)
 
 
 def zero_carry(setup: Setup) -> dict[str, Any]:
@@ -140,6 +151,7 @@ def init_state(
     """
     setup = Setup.of(task, parallel, train, mesh)
     check_room(abstract_state(setup), setup.mesh)
+    check_optimizer(setup)
     make = setup.keep(_initializer, setup.train.num_steps)
     return _with_host_state(setup, make(_key_data(setup.train.seed if seed is None else seed)))
 
@@ -335,6 +347,10 @@ def audit(state: TrainState) -> None:
         )
 
 
+def _check_stacking(setup: Setup, _: int) -> None:
+    check_stacking(setup.layout, setup.optimizer)
+
+
 def _check_optimizer(setup: Setup, state: TrainState) -> None:
     """Raises where what it keeps for a parameter cannot be laid out, or not be updated in parts."""
     task = setup.task
@@ -345,25 +361,17 @@ def _check_optimizer(setup: Setup, state: TrainState) -> None:
                 f"the optimizer of task {task.name} keeps {name}, a {type(kept).__name__}, for one "
                 f"parameter; use one that keeps arrays, such as optax.adafactor"
             )
-    layout, on_host = setup.layout, setup.parallel.update == "host"
-    rows = zip(layout.facts.kinds, layout.slots.rows, strict=True)
-    with_empty = [kind for kind, layers in rows if -1 in layers and not layout.pools_layers]
-    if not (task.has_optimizer and (on_host or with_empty)):
+    if not (task.has_optimizer and setup.parallel.update == "host"):
         return
     with jax.numpy_dtype_promotion("standard"):
         found = reductions(setup.optimizer.update, state.params, state.opt_state, state.params)
-    looks = f"the optimizer of task {task.name} looks at more than one number at once"
-    if found and on_host:
+    why = f"looks at more than one number at once ({', '.join(sorted(found))})" if found else ""
+    if not found and draws(setup.optimizer, state.params):
+        why = "draws random numbers"
+    if why:
         raise ValueError(
-            f"update='host': devices update their parts of a parameter alone, and {looks} "
-            f"({', '.join(sorted(found))}); use update='sharded', or an optimizer such as optax.adam"
-        )
-    if found and heeds_empty_rows(setup.optimizer, state.params):
-        raise ValueError(
-            f"placement={layout.placement}: {looks} ({', '.join(sorted(found))}), and layers of a kind are "
-            f"stacked, with empty rows for stages that have fewer of {', '.join(with_empty)}, which change "
-            f"the others' updates; use a placement with as many of each kind on every stage, or an optimizer "
-            f"such as optax.adam"
+            f"update='host': devices update their parts of a parameter alone, and the optimizer of task "
+            f"{task.name} {why}; use update='sharded', or an optimizer such as optax.adam"
         )
 
 

@@ -33,7 +33,7 @@ from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 from jaxpar.sharding import constrain, shardings
-from jaxpar.state import TrainState, abstract_state, state_shardings
+from jaxpar.state import TrainState, abstract_state, check_optimizer, state_shardings
 from jaxpar.task import Task
 from jaxpar.trace.counts import reductions
 from jaxpar.trace.places import place_of_instruction
@@ -296,10 +296,11 @@ def make_train_step(
     Returns:
       (state, batch) -> (state, metrics); the batch lies on `batch_sharding` of their setup.
     Raises:
-      ValueError: sizes do not fit the mesh.
+      ValueError: sizes do not fit the mesh, or the optimizer does not update stacked layers as single ones.
     """
     setup = Setup.of(task, parallel, train, mesh)
     train = setup.train
+    check_optimizer(setup)
     return setup.keep(
         _make_train_step,
         train.num_steps,

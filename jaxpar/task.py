@@ -85,7 +85,17 @@ class Task:
     @property
     def has_optimizer(self) -> bool:
         """Whether it says how it is trained: `fit` and `make_train_step` need that."""
-        return hasattr(self, "optimizer") or type(self).make_optimizer is not Task.make_optimizer
+        return hasattr(self, "optimizer") or self.has_own_optimizer
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether it has a `make_optimizer` of its own, which need not use a field `optimizer`."""
+        return type(self).make_optimizer is not Task.make_optimizer
+
+    @property
+    def config_of_optimizer(self) -> Any:
+        """The `OptimizerConfig` that makes its optimizer; None if there is none, or a `make_optimizer`."""
+        return None if self.has_own_optimizer else getattr(self, "optimizer", None)
 
     @property
     def evaluates_others(self) -> bool:
@@ -109,14 +119,23 @@ class Task:
         """The optimizer of a run of that many steps; gradients are clipped before it (`train.clip_norm`)."""
         from jaxpar import optimizer
 
-        return optimizer.make_optimizer(self._optimizer(), num_steps)
+        if not hasattr(self, "optimizer"):
+            raise ValueError(
+                f"task {self.name} has neither make_optimizer(self, num_steps) nor a field "
+                f"optimizer: OptimizerConfig; write one"
+            )
+        config = getattr(self, "optimizer")  # noqa: B009 - a field of the user's
+        return optimizer.make_optimizer(config, num_steps)
 
     def learning_rate(self, num_steps: int) -> "optax.Schedule | None":
-        """Step -> learning rate; None if there is no single number."""
+        """Step -> learning rate, as it is reported; None if there is no single number.
+
+        A task with its own `make_optimizer` has none, unless it overrides this method too.
+        """
         from jaxpar import optimizer
 
-        has_one = hasattr(self, "optimizer")
-        return optimizer.learning_rate(self._optimizer(), num_steps) if has_one else None
+        config = self.config_of_optimizer
+        return None if config is None else optimizer.learning_rate(config, num_steps)
 
     def after_validation(self, opt_state: Any, losses: Mapping[int, float]) -> Any:
         """The optimizer's state to go on with after a validation; by default as it is.
@@ -201,14 +220,6 @@ class Task:
           ValueError: they are not for this task.
         """
         return weights
-
-    def _optimizer(self) -> Any:
-        if not hasattr(self, "optimizer"):
-            raise ValueError(
-                f"task {self.name} has neither make_optimizer(self, num_steps) nor a field "
-                f"optimizer: OptimizerConfig; write one"
-            )
-        return getattr(self, "optimizer")  # noqa: B009 - a field of the user's
 
 
 class Settings(NamedTuple):

@@ -26,6 +26,7 @@ from jax import lax
 
 from jaxpar import At, OptimizerConfig, Sums, TrainConfig, lm
 from jaxpar.base.checks import require, require_not_negative, require_rate
+from jaxpar.optimizer import learning_rate
 
 LEAST = 5  # steps of a window
 MATRICES = ("mlstm", "gated_delta")  # layers whose states are matrices
@@ -169,6 +170,10 @@ class AWD(lm.LM):
     def make_optimizer(self, num_steps: int) -> optax.GradientTransformation:
         """With room for the mean of the parameters."""
         return averaging(super().make_optimizer(num_steps))
+
+    def learning_rate(self, num_steps: int) -> optax.Schedule:
+        """That of the settings, which `make_optimizer` uses."""
+        return learning_rate(self.optimizer, num_steps)
 
     def after_validation(self, opt_state: "Averaged", losses: Mapping[int, float]) -> "Averaged":
         """The mean begins here, if it has not begun and validation has become worse."""

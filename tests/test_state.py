@@ -164,9 +164,11 @@ def test_a_split_update_compiles_to_an_eighth_of_the_moments_on_eight_devices():
 
 
 class OtherOptimizer(LM):
-    """The model with an optimizer of optax that is no option."""
+    """The model with an optimizer of optax that is no option: it factors matrices, as Adafactor does."""
 
-    optimizer_of_optax: ClassVar = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    optimizer_of_optax: ClassVar = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=9), optax.scale(-1e-2)
+    )
 
     def make_optimizer(self, num_steps):
         return self.optimizer_of_optax

@@ -485,7 +485,7 @@ def _describe(task: Task) -> dict[str, Any]:
         for field in dataclasses.fields(task)
         if not field.metadata.get(FREE) and field.name != "optimizer"
     }
-    optimizer = getattr(task, "optimizer", None)
+    optimizer = task.config_of_optimizer
     described = {
         "task": type(task).__name__,
         "fields": fields,
@@ -534,7 +534,8 @@ def _check_arrays(
             )
     was, is_now = optimizers
     of_optimizer = any(name.startswith("opt_state/") for name in differ)
-    if not of_model and (of_optimizer or was.get("name") != is_now.get("name")):
+    is_other = bool(was and is_now) and was.get("name") != is_now.get("name")
+    if not of_model and (of_optimizer or is_other):
         changed = [name for name in {**was, **is_now} if was.get(name) != is_now.get(name)]
         then, today = (
             ", ".join(f"{name}={each.get(name)!r}" for name in changed) or "other arrays"

@@ -19,7 +19,15 @@ from jaxpar.hosts.distributed import program_facts
 from jaxpar.mesh import ONE_DEVICE, MeshConfig
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
-from jaxpar.state import TrainState, abstract_state, audit, check_room, init_state, release
+from jaxpar.state import (
+    TrainState,
+    abstract_state,
+    audit,
+    check_optimizer,
+    check_room,
+    init_state,
+    release,
+)
 from jaxpar.task import Task, check_task
 from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
@@ -177,6 +185,7 @@ def open_run(
         )
     _ = setup.optimizer  # is there one?
     setup.layout.facts.check_gradient()
+    check_optimizer(setup)
     if setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units:
         setup.layout.facts.check_loops()
     check_rows_alone(setup.layout)

@@ -23,7 +23,7 @@ TOLERATED_IMBALANCE = 1.1
 def summarize(setup: Setup) -> list[tuple[str, str]]:
     """Devices, mesh, layers, what the task tells, optimizer: (what, in words)."""
     task, parallel, train = setup.settings
-    optimizer = getattr(task, "optimizer", None)
+    optimizer = task.config_of_optimizer
     rows = [
         *_describe_mesh(setup),
         *_describe_layers(setup.layout),

@@ -1,0 +1,62 @@
+"""A task with its own `make_optimizer` does not go by an `OptimizerConfig` that it has as well."""
+
+import dataclasses
+import json
+from typing import Any
+
+import optax
+import pytest
+
+from jaxpar import OptimizerConfig, TrainConfig, fit, lm
+from jaxpar.setup import Setup
+from jaxpar.training.run_folder import RunFolder
+from jaxpar.training.summary import summarize
+
+SMALL: Any = {"num_layers": 1, "hidden_size": 8, "embed_size": 8, "batch_size": 4, "seq_len": 4}
+# It would refuse any run of fewer steps.
+UNUSED = OptimizerConfig("sgd", warmup_steps=30)
+
+
+def rising(num_steps):
+    return optax.linear_schedule(0.0, 1.0, 8)
+
+
+class Own(lm.LM):
+    def make_optimizer(self, num_steps):
+        return optax.sgd(rising(num_steps))
+
+
+class Tells(Own):
+    def learning_rate(self, num_steps):
+        return rising(num_steps)
+
+
+def train(task, folder, num_steps=2, **options):
+    config = TrainConfig(num_steps=num_steps, log_every=1, out_dir=str(folder))
+    fit(task, "dp1", config, quiet=True, **options)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line.get("learning_rate") for line in lines if line["split"] == "train"]
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Own, [None, None]), (Tells, [0.0, 0.125])])
+def test_an_unused_config_is_neither_reported_nor_refuses_a_run(kind, told, text, tmp_path):
+    task = kind(corpus=str(text), optimizer=UNUSED, **SMALL)
+    assert train(task, tmp_path) == told
+    rows = dict(summarize(Setup.of(task, "dp1", TrainConfig(num_steps=2))))
+    assert "optimizer" not in rows
+    assert rows["training"] == "2 steps"
+
+
+def test_a_run_is_resumed_though_an_unused_config_has_changed(text, tmp_path):
+    task = Own(corpus=str(text), optimizer=UNUSED, **SMALL)
+    train(task, tmp_path, 1)
+    changed = dataclasses.replace(task, optimizer=OptimizerConfig("adam"))
+    assert len(train(changed, tmp_path, 2, resume=True)) == 2
+    assert RunFolder(tmp_path).restore()[1].step == 2
+
+
+def test_a_config_that_is_used_is_reported(text, tmp_path):
+    config = OptimizerConfig(learning_rate=0.5, warmup_steps=0, lr_schedule="constant")
+    task = lm.LM(corpus=str(text), optimizer=config, **SMALL)
+    assert train(task, tmp_path, 1) == [0.5]
+    assert "adam, learning rate 0.5" in dict(summarize(Setup.of(task, "dp1")))["optimizer"]
