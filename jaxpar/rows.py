@@ -321,7 +321,7 @@ class _Trial:
             own = part.map("row", functools.partial(_replace, row=row, by_nan=by_nan), inputs)
             found = self.run(part, self.with_special(own, row) if by_nan else own, self.key)
             if name := _unlike(others(whole), others(found), same):
-                by = " (whole numbers by others seen, -1 and 0)" if by_nan else ""
+                by = " (whole numbers by -1, 0 and others)" if by_nan else ""
                 raise ValueError(
                     f"{part.what} mixes the rows of a batch: where row {row} of its input is replaced{by}, "
                     f"its {name} changes in others, too. Fix: {_ALONE[name == 'gradient']}"
@@ -361,9 +361,8 @@ class _Trial:
             return _not_added(whole, *pieces, of=words)
 
         message = (
-            "the sums of {what} do not add up: {wrong}, and a step adds up what it gives for the rows of "
-            "each device and microbatch. Fix: return sums over rows, no means, or multiply what counts once, "
-            "such as a penalty on parameters, by the weight"
+            "the sums of {what} do not add up: {wrong}. Fix: return sums over rows, no means, or multiply "
+            "what counts once, such as a penalty on parameters, by the weight"
         )
         self.refuse(part, halves, message)
         if any(special.size for special in jax.tree.leaves(self.special)):
@@ -433,9 +432,8 @@ class _Trial:
             part,
             chunks,
             "{what} gives something else where its window is cut into "
-            f"{self.num_chunks} chunks of time: {{wrong}}. Fix: keep what lasts in a layer's carry, count "
-            "steps from at.time and return sums over steps; or use num_chunks=1, and whole_window = True in "
-            "a layer that needs all steps at once",
+            f"{self.num_chunks} chunks of time: {{wrong}}. Fix: keep what lasts in a layer's carry and "
+            "count steps from at.time, or use num_chunks=1, and say whole_window = True in the layer",
         )
 
     def look_at_resets(self, part: _Part) -> None:
@@ -561,9 +559,9 @@ class _Trial:
 
 # What to do where rows mix: in what a part gives, or in the gradient of the loss.
 _ALONE = (
-    "compute each row from itself alone, as nnx.LayerNorm does, or let a layer say how many rows it mixes "
+    "compute each row from itself alone, as nnx.LayerNorm does, or say how many rows a layer mixes "
     "(rows_together = 8)",
-    "return sums over rows, each computed from one row alone, no means over the rows or places that count",
+    "return sums over rows, no means over the rows or places that count",
 )
 
 
