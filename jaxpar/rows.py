@@ -148,6 +148,8 @@ class _Trial:
     Attributes:
       x: shapes of what goes through the layers.
       first: the part that gives it.
+      sizes: how many rows and time steps there are.
+      splits_time: whether axes of the task's own do.
       key: of random numbers in training; None for predictions.
     """
 
@@ -168,6 +170,9 @@ class _Trial:
         """
         self.layout, self.batch, self.special = layout, batch, special
         self.num_rows, self.num_chunks = num_rows, num_chunks
+        facts, sizes = layout.facts, layout.parallel.mesh.sizes
+        self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
+        self.splits_time = any(sizes[axis] > 1 for axis in facts.time_axes)
         self.key = None if predicts else jax.random.key(0)
         self.outer = Outer(layout, layout.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)
@@ -296,6 +301,11 @@ class _Trial:
             self.check_padding(part, np.arange(steps) < np.asarray(lengths_B)[:, None])
         if steps and self.num_chunks > 1:
             self.check_chunks(part, steps // self.num_chunks)
+        if self.splits_time and self.key is not None:
+            # What reads other steps changes in any case: only what is drawn can be judged.
+            moved = functools.partial(self.moved, part, part.draw(), "time", same=_same)
+            if moved(self.key) and not moved(None):
+                self.refuse(part, moved, "")
         if jax.tree.leaves(carry) and part_of(self.batch, RESETS) is not None:
             self.look_at_resets(part)
 
@@ -305,7 +315,7 @@ class _Trial:
         Raises:
           ValueError: they change.
         """
-        inputs, half, last = part.draw(), self.num_rows // 2, self.num_rows - 1
+        inputs, last = part.draw(), self.num_rows - 1
         whole = self.run(part, inputs, self.key)
         again = self.run(part, inputs, self.key)
         if name := _unlike(whole, again, _near):
@@ -327,14 +337,7 @@ class _Trial:
                     f"its {name} changes in others, too. Fix: {_ALONE[name == 'gradient']}"
                 )
 
-        def moved(key: Any, same: Callable[..., bool]) -> str | None:
-            whole = self.run(part, inputs, key)
-            own = part.map("row", lambda dim, a: np.roll(a, -half, dim), inputs)
-            found = jax.device_get(part.run(own, row=half, key=key))
-            pair = part.take("row", half, 2 * half, whole), part.take("row", 0, half, found)
-            name = _unlike(*pair, same)
-            return name and f"its {name} changes where its block begins with row {half}"
-
+        moved = functools.partial(self.moved, part, inputs, "row")
         if moved(self.key, _same):
             same = _near if moved(None, _same) else _same  # where rounding depends on the place
             self.refuse(
@@ -343,6 +346,20 @@ class _Trial:
                 "{what} gives a row other numbers at another place in its block: {wrong}. Fix: count rows "
                 f"from at.row, or draw random numbers by {_DRAW}",
             )
+
+    def moved(
+        self, part: _Part, inputs: Tree, along: str, key: Any, same: Callable[..., bool]
+    ) -> str | None:
+        """What changes where the first half of the rows, or time steps, follows the second, in words."""
+        half = self.sizes[along] // 2
+        own = part.map(along, lambda dim, a: np.roll(a, -half, dim), inputs)
+        found = jax.device_get(part.run(own, key=key, **{along: half}))
+        pair = (
+            part.take(along, half, 2 * half, self.run(part, inputs, key)),
+            part.take(along, 0, half, found),
+        )
+        name = _unlike(*pair, same)
+        return name and f"its {name} changes where its block begins with {along} {half}"
 
     def check_sums(self, part: _Part) -> None:
         """Compares sums of some rows with those of two halves of them; also where whole numbers are special.
@@ -460,9 +477,8 @@ class _Trial:
         Args:
           along: "row" or "time".
         """
-        number = self.num_rows if along == "row" else self.layout.facts.num_steps
         found = list[Tree]()
-        for start in range(0, number or 0, size):
+        for start in range(0, self.sizes[along], size):
             own = part.take(along, start, start + size, inputs)
             if along == "time" and "carry" in own and found:
                 own["carry"] = found[-1]["carry"]

@@ -11,7 +11,18 @@ from models import MAKERS, WIDTH, Regress, Regression
 from test_any_model import Calm, assert_same
 from test_equivalence import assert_same_as_plain, awd, make_settings, on_devices, slow
 
-from jaxpar import ArrayBatches, At, Parallel, PipelineConfig, Stack, Sums, Task, nn
+from jaxpar import (
+    RULES,
+    ArrayBatches,
+    At,
+    MeshConfig,
+    Parallel,
+    PipelineConfig,
+    Stack,
+    Sums,
+    Task,
+    nn,
+)
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
 
@@ -154,19 +165,20 @@ def test_a_blocks_draw_is_part_of_the_wholes(time_major):
 
 def test_draws_differ_by_step_layer_row_time_and_number_and_from_dropout():
     at, shape = At(3, 0, 0, jax.random.key(5)), (2, 2, 512)
-    whole = at.draw(jax.random.uniform, shape)
-    others = [
-        at._replace(key=jax.random.key(6)).draw(jax.random.uniform, shape),
-        at._replace(layer=4).draw(jax.random.uniform, shape),
-        at._replace(row=2).draw(jax.random.uniform, shape),
-        at._replace(time=2).draw(jax.random.uniform, shape),
-        at.draw(jax.random.uniform, shape, number=1),
-        *(nn.dropout(jnp.ones(shape), 0.5, at, number=n) for n in (0, 1)),
-        whole[::-1],
-        whole[:, ::-1],
+    first, second = (at.draw(jax.random.uniform, shape, number) for number in (0, 1))
+    pairs = [
+        (first, at._replace(key=jax.random.key(6)).draw(jax.random.uniform, shape)),
+        (first, at._replace(layer=4).draw(jax.random.uniform, shape)),
+        (first, at._replace(row=2).draw(jax.random.uniform, shape)),
+        (first, at._replace(time=2).draw(jax.random.uniform, shape)),
+        (first, first[::-1]),
+        (first, first[:, ::-1]),
+        (first, second),
+        (first, nn.dropout(jnp.ones(shape), 0.5, at)),
+        (second, nn.dropout(jnp.ones(shape), 0.5, at, number=1)),
     ]
-    for other in others:  # the correlation of 2,048 pairs has a standard deviation of 0.022
-        assert abs(np.corrcoef(np.ravel(whole), np.ravel(other))[0, 1]) < 0.1
+    for one, other in pairs:  # the correlation of 2,048 numbers has a standard deviation of 0.022
+        assert abs(np.corrcoef(np.ravel(one), np.ravel(other))[0, 1]) < 0.1
 
 
 @pytest.mark.parametrize(
@@ -304,3 +316,27 @@ def test_draws_that_depend_on_how_a_batch_is_cut_are_refused(place, noise, paral
 )
 def test_draws_that_do_not_are_not(place, noise, parallel):
     check_rows_alone(Setup.of(OfModel(place=place, noise=noise), parallel).layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(OfModel):
+    """Each device has a part of the time steps."""
+
+    axes = ("context",)
+
+    @property
+    def rules(self):
+        return RULES.replace({"time": "context"})
+
+    def make_model(self, rngs):
+        model = super().make_model(rngs)
+        model.layers = Stack([MAKERS["dense"]] * 2, rngs=rngs)
+        return model
+
+
+@pytest.mark.parametrize("place", ["first", slow("last")])
+def test_draws_of_a_whole_window_are_refused_where_an_axis_splits_time(place):
+    parallel = Parallel(MeshConfig.parse("dp1context2"))
+    check_rows_alone(Setup.of(Split(place=place, noise="right"), parallel).layout)
+    with pytest.raises(ValueError, match=f"^`{place}` {DRAWS}"):
+        check_rows_alone(Setup.of(Split(place=place, noise="by_rows_alone"), parallel).layout)
