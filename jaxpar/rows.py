@@ -431,6 +431,13 @@ def _near(a: Any, b: Any) -> bool:
     return True
 
 
+def _rounding(*numbers: float) -> float:
+    """The last digit, relative to its number, of the type of fewest digits that has all of these."""
+    types = jnp.bfloat16, jnp.float16, jnp.float32
+    fits = (t for t in types if all(float(np.asarray(n).astype(t)) == n for n in numbers))
+    return float(jnp.finfo(next(fits, jnp.float32)).eps)
+
+
 def _not_added(whole: Sums, *of_parts: Sums, of: tuple[str, str]) -> str | None:
     """The first number of a whole that is not the sum of those of its parts, in words; None if all are.
 
@@ -439,7 +446,7 @@ def _not_added(whole: Sums, *of_parts: Sums, of: tuple[str, str]) -> str | None:
     """
     for name, number in whole.by_name.items():
         parts = [float(part.by_name[name]) for part in of_parts]
-        tolerance = max(TOLERANCE, UNITS * float(jnp.finfo(number.dtype).eps))
+        tolerance = max(TOLERANCE, UNITS * _rounding(float(number), *parts))
         if abs(float(number) - sum(parts)) > tolerance * sum(map(abs, parts)):
             each = " and ".join(f"{part:.6g}" for part in parts)
             return f"{name} is {float(number):.6g} for {of[0]}, and {each} for {of[1]}"
