@@ -143,9 +143,7 @@ def _rows(size: int, call: Call, ids: jax.Array, **options: Any) -> jax.Array:
 
 def _columns(size: int, call: Call, x: jax.Array, **options: Any) -> jax.Array:
     """The outputs that this stage computes, in their place; the sum of all."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)  # in which the cotangents of x are summed
-    x = vary_over(x.astype(wide), frozenset([STAGE])).astype(x.dtype)
-    y = call(x, **options)
+    y = call(vary_over(x, frozenset([STAGE])), **options)
     start = (*[0] * (y.ndim - 1), lax.axis_index(STAGE) * y.shape[-1])
     whole = vary_like(jnp.zeros((*y.shape[:-1], size), y.dtype), y)
     return summed(lax.dynamic_update_slice(whole, y, start), STAGE)

@@ -63,7 +63,7 @@ def mean_loss(sums: Sums) -> jax.Array:
 
 
 def checked_sums(sums: Any, what: str) -> Sums:
-    """What `last` of a model, or a layer, returned as sums; counts and plain numbers as float32.
+    """What `last` of a model, or a layer, returned as sums, all of them as float32.
 
     Raises:
       ValueError: it is not a `Sums`, or has something that is not a single real number.
@@ -86,11 +86,8 @@ def checked_sums(sums: Any, what: str) -> Sums:
             f"jnp.real({key}), or jnp.abs({key})",
         )
 
-    def as_float(number: Any) -> jax.Array:
-        is_float = jnp.issubdtype(jnp.result_type(number), jnp.floating)
-        return jnp.asarray(number, None if is_float else jnp.float32)
-
-    return jax.tree.map(as_float, sums)
+    # Sums of fewer digits would not count far: of bfloat16, ones add up to 256.
+    return jax.tree.map(lambda number: jnp.asarray(number).astype(jnp.float32), sums)
 
 
 def in_words(value: Any) -> str:

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.base.checks import require
+from jaxpar.base.trees import in_float32
 from jaxpar.config import OptimizerConfig
 
 HOST_MEMORY = "pinned_host"
@@ -37,7 +38,9 @@ class Safe(optax.GradientTransformation):
 
 
 def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """The optimizer for a run of `num_steps` steps; gradients are clipped before it.
+    """The optimizer for a run of `num_steps` steps; gradients are clipped before it. Its state is float32.
+
+    So it is for parameters of fewer digits as well.
 
     Returns:
       one that is `Safe`, unless the learning rate is far beyond any useful one.
@@ -55,7 +58,25 @@ def make_optimizer(config: OptimizerConfig, num_steps: int) -> optax.GradientTra
         made = optax.chain(optax.add_decayed_weights(config.weight_decay), made)
     peak = config.learning_rate
     is_safe = peak <= MAX_SAFE_RATE and peak * config.weight_decay <= MAX_SAFE_DECAY
+    made = _precise(made)
     return Safe(*made) if is_safe else made
+
+
+def _precise(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with float32 state and updates at least: in bfloat16 a mean stops far from its value."""
+
+    def init(params: Any) -> optax.OptState:
+        return optimizer.init(in_float32(params))
+
+    def update(grads: Any, state: optax.OptState, params: Any = None) -> tuple[Any, optax.OptState]:
+        return optimizer.update(in_float32(grads), state, in_float32(params))
+
+    return optax.GradientTransformation(init, update)
+
+
+def global_norm(grads: Any) -> jax.Array:
+    """The norm of all numbers of a tree of arrays, summed in float32 at least."""
+    return optax.tree.norm(in_float32(grads))
 
 
 def learning_rate(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -144,13 +165,15 @@ def next_state(
     rate: jax.Array | None = None,
 ) -> tuple[Any, optax.OptState]:
     """Parameters and state after a step with gradients times `scale`, and the update times `rate`."""
-    if scale is not None:
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
+    def times(tree: Any, factor: jax.Array) -> Any:
+        return jax.tree.map(lambda a: (a * factor).astype(a.dtype), tree)
+
     with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
+        grads = grads if scale is None else times(grads, scale)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-    if rate is not None:
-        updates = jax.tree.map(lambda u: u * rate.astype(u.dtype), updates)
-    return optax.apply_updates(params, updates), opt_state
+        updates = updates if rate is None else times(updates, rate)
+        return optax.apply_updates(params, updates), opt_state
 
 
 class HostOptimizer:

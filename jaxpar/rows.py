@@ -686,6 +686,13 @@ def _dim_of_rows(shape: Any, of_twice: Any) -> int:
     return next((dim for dim, (a, b) in sizes if a != b), _NOWHERE)
 
 
+def _rounding(*numbers: float) -> float:
+    """The last digit, relative to its number, of the type of fewest digits that has all of these."""
+    types = jnp.bfloat16, jnp.float16, jnp.float32
+    fits = (t for t in types if all(float(np.asarray(n).astype(t)) == n for n in numbers))
+    return float(jnp.finfo(next(fits, jnp.float32)).eps)
+
+
 def _not_added(whole: Tree, *pieces: Tree, of: tuple[str, str]) -> str | None:
     """The first of a whole's sums that is not the sum of those of its pieces, in words; None if all are.
 
@@ -694,7 +701,7 @@ def _not_added(whole: Tree, *pieces: Tree, of: tuple[str, str]) -> str | None:
     """
     for name, number in whole["sums"].by_name.items():
         parts = [float(piece["sums"].by_name[name]) for piece in pieces]
-        tolerance = max(TOLERANCE, UNITS * float(jnp.finfo(number.dtype).eps))
+        tolerance = max(TOLERANCE, UNITS * _rounding(float(number), *parts))
         if abs(float(number) - sum(parts)) > tolerance * sum(map(abs, parts)):
             each = " and ".join(f"{part:.6g}" for part in parts)
             return f"its {name} is {float(number):.6g} for {of[0]}, and {each} for {of[1]}"

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -28,7 +27,15 @@ from jaxpar.forward import full_table, make_forward, table_of
 from jaxpar.layout import Layout
 from jaxpar.mesh import MeshConfig, release_freed_memory
 from jaxpar.model import Sums, in_words, mean_loss
-from jaxpar.optimizer import HostOptimizer, Safe, all_finite, clip_scale, next_state, update
+from jaxpar.optimizer import (
+    HostOptimizer,
+    Safe,
+    all_finite,
+    clip_scale,
+    global_norm,
+    next_state,
+    update,
+)
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.rows import check_rows_alone
 from jaxpar.setup import Setup
@@ -353,7 +360,7 @@ def _make_train_step(setup: Setup, *options: Any) -> CompiledStep:
         with jax.named_scope("update"):
             grads = constrain(grads, mesh, state.opt_rules)
             params = constrain(state.params, mesh, state.opt_rules)
-            norm = optax.tree.norm(grads)
+            norm = global_norm(grads)
             is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
             scale, rate = clip_scale(norm, train.clip_norm), part_of(batch, RATE)
             new = None

@@ -20,6 +20,17 @@ def add(totals: Any, parts: Any) -> Any:
     return jax.tree.map(lambda total, part: total + part.astype(total.dtype), totals, parts)
 
 
+def in_float32(tree: Any) -> Any:
+    """A tree with its floating-point arrays of fewer digits as float32; others as they are."""
+
+    def of(a: Any) -> Any:
+        dtype = jax.typeof(a).dtype
+        is_short = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return a.astype(jnp.float32) if is_short else a
+
+    return jax.tree.map(of, tree)
+
+
 def zeros(shapes: Any) -> Any:
     """Zeros of the shapes and dtypes of a tree."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -168,6 +179,12 @@ def same_along(axes: Sequence[str], tree: Any, specs: Any) -> Any:
 
 
 def vary_over(leaf: Any, axes: frozenset[str]) -> Any:
-    """An array, typed inside a `shard_map` as differing over these axes as well."""
+    """An array, typed inside a `shard_map` as differing over these axes as well.
+
+    Its gradient is summed over them, in float32 at least; XLA's CPU compiler aborts on a sum of bfloat16.
+    """
     missing = tuple(axes - jax.typeof(leaf).manual_axis_type.varying)
-    return lax.pcast(leaf, missing, to="varying") if missing else leaf
+    if not missing:
+        return leaf
+    own, cast = jax.typeof(leaf).dtype, lax.pcast(in_float32(leaf), missing, to="varying")
+    return cast if cast.dtype == own else cast.astype(own)

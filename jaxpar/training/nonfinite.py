@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +25,7 @@ from jaxpar.base.trees import vary_like
 from jaxpar.forward import full_table, make_forward
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import mean_loss
-from jaxpar.optimizer import clip_scale, next_state
+from jaxpar.optimizer import clip_scale, global_norm, next_state
 from jaxpar.pipeline.spec import Layer
 from jaxpar.pipeline.tables import TickTable
 from jaxpar.setup import Setup
@@ -122,7 +121,7 @@ def _make_look(setup: Setup, *_: Any) -> CompiledStep:
         # As in the norm that the step goes by, a square may overflow.
         squares = jax.tree.map(jnp.square, grads)
         bad = (_bad_arrays(state.params), _bad_arrays(squares))
-        norm, new = optax.tree.norm(grads), {}
+        norm, new = global_norm(grads), {}
         if setup.parallel.update != "host":
             scale = clip_scale(norm, train.clip_norm)
             rate = part_of(batch, RATE)
