@@ -181,8 +181,9 @@ def product(x, kernel, num_summed=1):
 class XLSTM(lm.LM):
     """A language model of xLSTM blocks; options as of `lm`, num_layers are blocks."""
 
-    layer: ClassVar[str] = "mlstm"  # neither this nor the next is an option
+    layer: ClassVar[str] = "mlstm"  # none of these three is an option
     forget_bias: ClassVar[float] = 1.0
+    has_blocks: ClassVar[bool] = False  # those of `lm`
     train: ClassVar[TrainConfig] = TrainConfig(num_steps=400, log_every=100)
     num_layers: int = 8
     hidden_size: int = 64

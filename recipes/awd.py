@@ -71,6 +71,8 @@ class AWD(lm.LM):
         340_500, clip_norm=0.25, log_every=100, eval_every=681, checkpoint_every=681
     )
 
+    has_blocks: ClassVar[bool] = False  # layers of any widths, one after the other
+
     num_layers: int = 3
     hidden_size: int = 1150
     embed_size: int = 400

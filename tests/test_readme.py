@@ -126,9 +126,12 @@ def test_the_states_of_layers_are_as_large_as_their_page_says(name):
 @pytest.mark.full
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_cost_and_send_what_their_page_says(name):
-    _, _, cost, sent, *_ = table_of_layers()[name]
+    _, _, cost, sent, _, block, *_ = table_of_layers()[name]
     task = LM(1, 32, 32, vocab_size=384, batch_size=2, seq_len=512, layer=name, dropout=0.0)
     [layer] = counts_of(task, 100, "cpu").unit(512, 2).kinds
+    assert task.has_blocks == (block.strip() != "no block")
+    if task.has_blocks:
+        cost += "+" + block
     assert layer.forward.flops == pytest.approx(2 * 1024 * of_sizes(cost, H=32, N=4, D=8, C=64))
     mesh = MeshConfig(1, 1, 2, devices=(0, 1))
     most = max(each.count for each in inspect_step(task, Parallel(mesh)).collectives)

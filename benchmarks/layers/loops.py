@@ -7,10 +7,11 @@ of its own; they take turns.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -27,11 +28,18 @@ SMALL, LARGE = (4, 512, 32, 64), (2, 1024, 64, 35)  # layers, width, rows, steps
 ROWS = (("lstm", SMALL), ("gru", SMALL), ("slstm", SMALL), ("lstm", LARGE))
 
 
+@dataclasses.dataclass(frozen=True)
+class Plain(LM):
+    """Layers of all kinds without blocks around them."""
+
+    has_blocks: ClassVar[bool] = False
+
+
 def serve_steps(layer: str, sizes: tuple[int, int, int, int], unroll: int) -> None:
     """A side."""
     At.unroll = unroll  # type: ignore[assignment]
     layers, width, rows, steps = sizes
-    task = LM(
+    task = Plain(
         layers, width, width, max_vocab=1024, dropout=0.0, batch_size=rows, seq_len=steps,
         layer=layer, num_heads=4 if layer == "slstm" else 1,
         optimizer=OptimizerConfig("sgd", warmup_steps=0),

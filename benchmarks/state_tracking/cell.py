@@ -47,12 +47,19 @@ class Attention(nnx.Module):
         return carry, self.attention(x, mask=nnx.make_causal_mask(x[..., 0])).swapaxes(0, 1)
 
 
+def mlstm(width, *, rngs):
+    """One whose input gates begin at exp(0), as here since the first results."""
+    layer = jaxpar.nn.MLSTM(width, rngs=rngs)
+    layer.b_g[...] = layer.b_g[...].at[0].set(0.0)
+    return layer
+
+
 # By the names that the command has for them.
 MIXERS = {
     "lstm": jaxpar.nn.LSTM,
     "gru": jaxpar.nn.GRU,
     "slstm": jaxpar.nn.SLSTM,
-    "mlstm": jaxpar.nn.MLSTM,
+    "mlstm": mlstm,
     "mingru": jaxpar.nn.MinGRU,
     "gated_delta": jaxpar.nn.GatedDeltaNet,
     "gated_delta_negative": functools.partial(jaxpar.nn.GatedDeltaNet, negative_eigenvalues=True),

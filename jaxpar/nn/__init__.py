@@ -6,6 +6,7 @@ from jaxpar.nn.bidirectional import Bidirectional as Bidirectional
 from jaxpar.nn.conv import Conv as Conv
 from jaxpar.nn.dropout import dropout as dropout
 from jaxpar.nn.embedding import Embedding as Embedding
+from jaxpar.nn.gated_block import GatedBlock as GatedBlock
 from jaxpar.nn.gated_delta import GatedDeltaNet as GatedDeltaNet
 from jaxpar.nn.gru import GRU as GRU
 from jaxpar.nn.gru import gru_layer as gru_layer

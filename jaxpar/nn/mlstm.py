@@ -27,8 +27,13 @@ from jaxpar.nn.matrix_memory import CHUNK, NOTHING, MatrixMemory, Steps, over_ch
 from jaxpar.nn.param import named_param
 from jaxpar.nn.resets import begin_anew
 
-# Biases of the forget gates, from the first head to the last (the authors' code, NX-AI/xlstm).
+# Biases of the forget gates, from the first head to the last, and of the input gates (the authors' code,
+# NX-AI/xlstm; Beck et al. 2025, arXiv:2503.13427, section 4). What enters a memory is small in the beginning.
 LEAST_FORGET_BIAS, MOST_FORGET_BIAS = 3.0, 6.0
+INPUT_BIAS = -10.0
+
+# Where q is 0 so is C^T q, and exp(-m) would be for a large m. exp(30) is finite, and so are gradients.
+MOST_M = 30.0
 
 
 class MLSTMCarry(NamedTuple):
@@ -84,7 +89,8 @@ def _chunk(before: MLSTMCarry, xs: Any, resets_Bt: jax.Array | None, initial: ML
     weights = new * dot("bntk,bnsk->bnts", q, k)
     n_read = old * n_read + jnp.sum(weights, -1)
     c_read = old[..., None] * c_read + dot("bnts,bnsv->bntv", weights, v)
-    h = c_read / jnp.maximum(jnp.abs(n_read), jnp.exp(-m))[..., None]
+    least = jnp.exp(-jnp.minimum(m, MOST_M))
+    h = c_read / jnp.maximum(jnp.abs(n_read), least)[..., None]
 
     is_new_B = None if resets_Bt is None else jnp.any(resets_Bt, -1)
     c, n, _ = begin_anew(is_new_B, initial, before)
@@ -109,14 +115,19 @@ class MLSTM(MatrixMemory):
     )
 
     def __init__(self, width: int, *, rngs: nnx.Rngs, **options: Any):
-        """As every `MatrixMemory`; biases are 0 but for those of the forget gates, from 3 to 6 over heads."""
+        """As every `MatrixMemory`; biases are 0 but for those of the gates.
+
+        Those of the forget gates are from 3 to 6 over heads, those of the input gates -10.
+        """
         super().__init__(width, rngs=rngs, **options)
         shape = (4, self.num_heads, self.head_size)
         self.b = named_param(jnp.zeros(shape, jnp.float32), (GATES, HEADS, None))
         forget_N = jnp.linspace(
             LEAST_FORGET_BIAS, MOST_FORGET_BIAS, self.num_heads, dtype=jnp.float32
         )
-        self.b_g = named_param(jnp.stack([jnp.zeros_like(forget_N), forget_N]), (GATES, HEADS))
+        self.b_g = named_param(
+            jnp.stack([jnp.full_like(forget_N, INPUT_BIAS), forget_N]), (GATES, HEADS)
+        )
 
     def initial_carry(self, rows: int) -> MLSTMCarry:
         """The state that nothing has entered yet, [rows, N, ...]."""

@@ -17,6 +17,7 @@ from jaxpar.base.axes import EMBED, INPUT, STAGE, TENSOR, TOKENS, VOCAB
 from jaxpar.model import Stack, Sums
 from jaxpar.nn.dropout import dropout
 from jaxpar.nn.embedding import UNIT_VARIANCE, Embedding
+from jaxpar.nn.gated_block import GatedBlock, rms_norm
 from jaxpar.nn.linear import Linear, matmul
 from jaxpar.nn.lstm import extend
 from jaxpar.nn.param import lecun_uniform, named_param, uniform
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 LOG_LIKELIHOOD = "log_likelihood"  # what is predicted
 
+# A head after a norm: logits begin small, with a standard deviation of 0.02 sqrt(H) (as in GPT-2).
+AFTER_NORM = uniform(0.02 * 3**0.5)
+
 
 class LanguageModel(nnx.Module):
     """Predicts the next token of every place of a text; its batches are `streams.Batch`."""
@@ -52,7 +56,9 @@ class LanguageModel(nnx.Module):
         self.width, self.vocab_size = task.widths[0], task.known_vocab_size
         self.num_words = self.vocab_size if task.num_words is None else task.num_words
         self.dropout, self.tie_embedding, self.dtype = task.dropout, task.tie_embedding, task.dtype
+        self.has_blocks = task.has_blocks
         init = uniform(task.init_range) if task.init_range else None
+        of_head = init or (AFTER_NORM if task.has_blocks else None)
         E, V = task.embed_size, self.vocab_size
         # A table that is the head as well is drawn and split like a head.
         tied = task.tie_embedding
@@ -60,7 +66,7 @@ class LanguageModel(nnx.Module):
             V,
             E,
             dims=(VOCAB, INPUT) if tied else (TOKENS, EMBED),
-            init=init or (lecun_uniform(E) if tied else UNIT_VARIANCE),
+            init=(of_head or lecun_uniform(E)) if tied else (init or UNIT_VARIANCE),
             rngs=rngs,
         )
         options: dict[str, Any] = {"init": init, "dropout": task.dropout}
@@ -71,14 +77,18 @@ class LanguageModel(nnx.Module):
 
         @functools.cache  # layers of one function are drawn at once
         def maker(inputs: int, width: int) -> Any:
-            return lambda rngs: task.layer_class(width, inputs=inputs, rngs=rngs, **options)
+            def make(rngs: nnx.Rngs) -> Any:
+                layer = task.layer_class(width, inputs=inputs, rngs=rngs, **options)
+                return GatedBlock(layer, rngs=rngs, init=init) if task.has_blocks else layer
+
+            return make
 
         makers = itertools.starmap(maker, itertools.pairwise(task.widths))
         self.layers = Stack([*makers], rngs=rngs, unroll=1)  # the smallest
         if tied:
             self.head_bias = named_param(jnp.zeros(V, jnp.float32), (VOCAB,))
         else:
-            self.head = Linear(task.widths[-1], V, dims=(INPUT, VOCAB), rngs=rngs, init=init)
+            self.head = Linear(task.widths[-1], V, dims=(INPUT, VOCAB), rngs=rngs, init=of_head)
 
     def prepare(self, sizes: Mapping[str, int]) -> "LanguageModel":
         """The model, its table zero-extended to the width of the layers where `tensor` splits it.
@@ -101,13 +111,13 @@ class LanguageModel(nnx.Module):
 
     def last(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """Negative log-likelihood of the targets, and how many there are."""
-        y_TBH, most = dropout(y_TBH, self.dropout, at), logits_at_once(at)
+        y_TBH, most = dropout(self._normed(y_TBH), self.dropout, at), logits_at_once(at)
         targets_TB = jnp.asarray(batch.targets_BT)
         return linear_cross_entropy(y_TBH, *self._head(), targets_TB, max_logits=most)
 
     def last_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> Sums:
         """`last` on every stage with its part of the vocabulary."""
-        logits_TBV = self._logits_part(dropout(y_TBH, self.dropout, at))
+        logits_TBV = self._logits_part(dropout(self._normed(y_TBH), self.dropout, at))
         return cross_entropy(logits_TBV, jnp.asarray(batch.targets_BT), manual_axis=STAGE)
 
     def predict(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
@@ -115,15 +125,22 @@ class LanguageModel(nnx.Module):
         if batch.draw is not None:
             return {TOKEN: draw_tokens(self.logits(y_TBH), batch.draw, at)}
         targets_TB, most = jnp.asarray(batch.targets_BT), logits_at_once(at)
-        found_TB = linear_log_likelihood(y_TBH, *self._head(), targets_TB, max_logits=most)
+        found_TB = linear_log_likelihood(
+            self._normed(y_TBH), *self._head(), targets_TB, max_logits=most
+        )
         return {LOG_LIKELIHOOD: found_TB}
 
     def predict_part(self, y_TBH: jax.Array, batch: Batch, at: At) -> dict[str, jax.Array]:
         """`predict` on every stage with its part of the vocabulary."""
-        logits_TBV, targets_TB = self._logits_part(y_TBH), jnp.asarray(batch.targets_BT)
+        logits_TBV = self._logits_part(self._normed(y_TBH))
+        targets_TB = jnp.asarray(batch.targets_BT)
         if batch.draw is not None:
             return {TOKEN: draw_tokens(whole_logits(logits_TBV), batch.draw, at)}
         return {LOG_LIKELIHOOD: log_likelihood(logits_TBV, targets_TB, manual_axis=STAGE)}
+
+    def _normed(self, y: jax.Array) -> jax.Array:
+        """y with a norm where it is a sum of what blocks add."""
+        return rms_norm(y) if self.has_blocks else y
 
     def _logits_part(self, y_TBH: jax.Array) -> jax.Array:
         """Those of this stage's part of the vocabulary."""
@@ -134,7 +151,7 @@ class LanguageModel(nnx.Module):
     def logits(self, y: jax.Array) -> jax.Array:
         """[..., H] -> float32 [..., V]; those of ids that are not words are hugely negative."""
         kernel_HV, bias_V = self._head()
-        return matmul(y, kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
+        return matmul(self._normed(y), kernel_HV) + jnp.expand_dims(bias_V, range(y.ndim - 1))
 
     def unroll(
         self, tokens_BT: jax.Array, carry: Any, resets_BT: jax.Array | None = None

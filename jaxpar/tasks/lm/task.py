@@ -54,6 +54,9 @@ LAYERS = {
 FORGETFUL = ("lstm", "slstm")
 HEADS = {"lstm": 1, "gru": 1, "slstm": 1, "mlstm": 4, "gated_delta": 4}
 
+# Layers that papers have in residual blocks, and that learn little without: `nn.GatedBlock` is around each.
+GATED = ("rglru", "slstm", "mlstm", "gated_delta")
+
 _FREE = {"free": True}  # may change between two runs of one state
 
 
@@ -75,7 +78,8 @@ class LM(Task):
         if vocab_size is given, all of its rows.
       dropout: rate on the embedding, between layers and before the head.
       layer: their kind: LSTM or GRU, the linear recurrences RG-LRU or minGRU, sLSTM, or mLSTM and gated
-        DeltaNet, whose states are matrices of heads; see `jaxpar.nn`.
+        DeltaNet, whose states are matrices of heads; see `jaxpar.nn`. RG-LRU, sLSTM, mLSTM and gated
+        DeltaNet are in residual blocks, `jaxpar.nn.GatedBlock`.
       num_heads: blocks of units in each layer; a unit sees the state of its own block alone, and `tensor`
         splits blocks, with nothing to send in a time step. None is 1, and 4 of mLSTM and gated DeltaNet.
       forget_bias: initial bias of the forget gates of an LSTM or sLSTM.
@@ -196,6 +200,11 @@ class LM(Task):
     def heads(self) -> int:
         """Of each layer."""
         return self.num_heads or HEADS.get(self.layer, 1)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether each layer is in a `nn.GatedBlock`, and a norm comes after the last one."""
+        return self.layer in GATED
 
     @property
     def known_vocab_size(self) -> int:
