@@ -96,6 +96,8 @@ class ModelFacts:
       model: of shapes, as the task makes it, its layers not yet in their slots.
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
       block: shapes of a batch as the model sees it.
+      looked_at: as the method; each answer is found once.
+      rows_checked: ways in which the model's rows were found to stand alone; see `rows`.
     """
 
     def __init__(self, task: Task, platform: str):
@@ -117,17 +119,19 @@ class ModelFacts:
         stack = self.model.layers
         self.kinds, self.kind_of, self.unroll = stack.kinds, stack.kind_of, stack.unroll
         self.block = jax.eval_shape(self.to_block, self.batch)
+        self.looked_at = functools.cache(self._looked_at)
+        self.rows_checked = set[tuple[Any, ...]]()
 
     @classmethod
     def of(cls, task: Task, platform: str | None = None) -> "ModelFacts":
-        """The facts of a task; the same object for equal arguments, of the last few.
+        """The facts of a task, traced now: an equal task may read something that has changed since.
 
         Args:
           platform: None is that of JAX's default devices.
         Raises:
           ValueError: as of the constructor.
         """
-        return _known(task, platform or jax.default_backend())
+        return cls(task, platform or jax.default_backend())
 
     def make(self, seed: int | jax.Array) -> Any:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
@@ -210,6 +214,25 @@ class ModelFacts:
         """Whether what layers carry at the start depends on variables of theirs."""
         graphdef, state = nnx.split(self.model.layers)
         return any(used_inputs(lambda own: nnx.merge(graphdef, own).initial_carry(1), state))
+
+    def _looked_at(self, name: str, sizes: tuple[tuple[str, int], ...] | None) -> frozenset[str]:
+        """The variables that `draw` of the model, or `prepare` for a mesh of sizes, changes or depends on."""
+        graphdef, *states = self.split(self.model)
+        paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
+        paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
+
+        def run(leaves: list[Any]) -> list[Any]:
+            model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
+            argument = jax.random.key(0) if sizes is None else dict(sizes)
+            return jax.tree.leaves(self.split(getattr(model, name)(argument))[1:])
+
+        jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
+        if len(jaxpr.outvars) != len(leaves):
+            return frozenset(paths)
+        pairs = zip(jaxpr.invars, jaxpr.outvars, strict=True)
+        changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
+        used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
+        return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
 
     @functools.cached_property
     def x_numbers(self) -> int:
@@ -313,8 +336,9 @@ class ModelFacts:
     @functools.cached_property
     def _layers(self) -> list[Any]:
         """The first layer of each kind, of shapes."""
+        stack = self.model.layers
         numbers = [self.kind_of.index(kind) for kind in range(len(self.kinds))]
-        return [nnx.eval_shape(lambda n=n: self.make(0).layers.layer(n)) for n in numbers]
+        return [nnx.eval_shape(lambda stack, n=n: stack.layer(n), stack) for n in numbers]
 
     @functools.cached_property
     @in_bound(_own_axes)
@@ -563,11 +587,6 @@ class ModelFacts:
             return call(nnx.merge(graphdef, state), *args)
 
         return run, (state, carry, x, self.block), y, sums[0] if sums else ()
-
-
-@functools.lru_cache(maxsize=8)
-def _known(task: Task, platform: str) -> ModelFacts:
-    return ModelFacts(task, platform)
 
 
 def _in(state: Any) -> Callable[..., bool]:

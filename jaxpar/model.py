@@ -20,7 +20,8 @@ from jaxpar.base.axes import BATCH, LAYERS
 from jaxpar.base.checks import check_takes, require_instance
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable
-from jaxpar.trace.counts import FACTORIZATIONS, reductions
+from jaxpar.trace.counts import FACTORIZATIONS
+from jaxpar.trace.jaxprs import equations_in
 
 KIND = "kind"  # metadata of a stacked variable: the kind of layer that it is of
 
@@ -213,6 +214,7 @@ class _Source:
 
     def __init__(self, makers: Sequence[Callable[[nnx.Rngs], Any]], key: jax.Array):
         self.makers, self.key = makers, key
+        self.looks = {id(maker): _look_at(maker) for maker in {id(m): m for m in makers}.values()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Source)
@@ -263,9 +265,10 @@ class Stack(nnx.Module):
             check_takes(maker, ("rngs",), "a maker of a Stack", f"use {use}")
         require_instance("rngs", rngs, nnx.Rngs, "nnx.Rngs(seed)")
         self._source, self.unroll = _Source(tuple(makers), rngs.params()), unroll
-        structures = [*map(_structure, makers)]
+        structures = [self._source.looks[id(maker)].structure for maker in makers]
         kinds = [kind for n, kind in enumerate(structures) if kind not in structures[:n]]
         self.kind_of = tuple(map(kinds.index, structures))
+        self.kinds, self.slots = (), NO_SLOTS  # names that are taken
         names = [kind.name for kind in kinds]
         self.kinds = tuple(
             f"{name}{names[:number].count(name)}"
@@ -368,7 +371,7 @@ class Stack(nnx.Module):
                 return jax.tree.map(lambda a: jnp.where(is_mine, a, jnp.zeros_like(a)), state)
 
             ids = jnp.asarray([max(layer, 0) for layer in rows], jnp.int32)
-            every = _one_by_one if _factorizes(maker) else jax.vmap
+            every = _one_by_one if source.looks[id(maker)].factorizes else jax.vmap
             drawn = every(draw)(ids, jnp.asarray(mine))
             stacked = drawn if stacked is None else jax.tree.map(jnp.add, stacked, drawn)
 
@@ -482,12 +485,35 @@ class _Kind(NamedTuple):
     shapes: tuple[Any, ...]
 
 
-@functools.lru_cache(maxsize=256)
-def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
-    module = nnx.eval_shape(lambda: made(make, 0))
-    use = "an nnx.Module; return it from the function"
-    require_instance("what a maker of a Stack returns", module, nnx.Module, use)
-    graphdef, state = nnx.split(module)
+class _Look(NamedTuple):
+    """What a maker makes.
+
+    Attributes:
+      factorizes: whether LAPACK draws the layer: an orthogonal kernel is the Q of a QR decomposition.
+    """
+
+    structure: _Kind
+    factorizes: bool
+
+
+def _look_at(make: Callable[[nnx.Rngs], Any]) -> _Look:
+    """Traces it; nothing is drawn."""
+    graphdef: Any = None
+
+    def draw() -> Any:
+        nonlocal graphdef
+        module, use = made(make, 0), "an nnx.Module; return it from the function"
+        require_instance("what a maker of a Stack returns", module, nnx.Module, use)
+        graphdef, state = nnx.split(module)
+        return state
+
+    program, state = jax.make_jaxpr(draw, return_shape=True)()
+    names = {eqn.primitive.name for eqn in equations_in(program.jaxpr)}
+    return _Look(_structure(graphdef, state), any(n.startswith(FACTORIZATIONS) for n in names))
+
+
+def _structure(graphdef: Any, state: Any) -> _Kind:
+    module = nnx.merge(graphdef, state)
     name = getattr(module, "kind_name", None) or type(module).__name__
     check_variables(f"layer {name}", state)
     size = getattr(module, "rows_together", None)
@@ -507,13 +533,6 @@ def _structure(make: Callable[[nnx.Rngs], Any]) -> _Kind:
         (tuple(leaf.shape), np.dtype(leaf.dtype).name) for leaf in jax.tree.leaves(state)
     )
     return _Kind(name.lower(), graphdef, shapes)
-
-
-@functools.lru_cache(maxsize=256)
-def _factorizes(make: Callable[[nnx.Rngs], Any]) -> bool:
-    """Whether LAPACK draws the layer: an orthogonal kernel is the Q of a QR decomposition."""
-    found = reductions(lambda: nnx.state(made(make, 0)))
-    return any(name.startswith(FACTORIZATIONS) for name in found)
 
 
 def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:

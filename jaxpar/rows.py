@@ -12,7 +12,6 @@ must give for all chunks, one after the other, what they give for the window.
 A layer whose state goes on where the batch says that another sequence begins (`resets`) is warned of.
 """
 
-import collections
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.at import At
 from jaxpar.base.parts import RESETS, part_of, with_part
-from jaxpar.base.trees import shape_of
 from jaxpar.facts import named
 from jaxpar.layout import Layout, Outer
 from jaxpar.model import Sums, checked_sums, made
@@ -48,14 +46,11 @@ OVER_TIME = 1e-3
 
 _NOWHERE = -1  # the dim of rows of an array that has none
 
-_passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
-
 
 def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     """Checks that no row of a batch depends on another, by running parts of the model on random numbers.
 
-    Each part is drawn and run by itself on one device, in its real size, on few rows; not again in a process
-    for an equal model.
+    Each part is drawn and run by itself on one device, in its real size, on few rows; once for these facts.
 
     Args:
       predicts: whether the model's `predict` is looked at, instead of its `last`.
@@ -66,10 +61,8 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     batch = layout.task.example_batch()
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
     batch = jax.tree.map(lambda a: np.asarray(a)[:num_rows] if np.ndim(a) else a, batch)
-    graphdef, state = nnx.split(layout.facts.model)
     chunks = 1 if predicts else layout.parallel.num_chunks
-    model = (predicts, chunks, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
-    if num_rows and model not in _passed:
+    if num_rows and (predicts, chunks) not in layout.facts.rows_checked:
         trial = _Trial(layout, batch, num_rows, chunks, predicts=predicts)
         for kind in range(len(layout.facts.kinds)):
             trial.check_layer(kind)
@@ -77,7 +70,7 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
             trial.check_predict()
         else:
             trial.check_last()
-        _passed.append(model)
+        layout.facts.rows_checked.add((predicts, chunks))
 
 
 class _Trial:

@@ -11,12 +11,14 @@ from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
 from jaxpar.base.parts import starts_of
+from jaxpar.config import Parallel
 from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model import Sums
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, zero_carry
 from jaxpar.step import batch_sharding, check_arrays, make_eval_step
+from jaxpar.task import Task
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
@@ -120,13 +122,17 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
     before = _shapes(setup)
-    setup = Setup.of(dataclasses.replace(task, **sizes), parallel, setup.train, setup.mesh)
+    setup = setup.keep(_setup_of, dataclasses.replace(task, **sizes), parallel)
     require(
         _shapes(setup) == before,
         f"{', '.join(f'{name}={size}' for name, size in sizes.items())} changes the parameters of the model; "
         f"use sizes by which data are read, such as batch_size",
     )
     return setup, dataclasses.replace(state, carry=zero_carry(setup))
+
+
+def _setup_of(setup: Setup, task: Task, parallel: Parallel) -> Setup:
+    return Setup.of(task, parallel, setup.train, setup.mesh)
 
 
 def _shapes(setup: Setup) -> dict[str, tuple[Any, Any]]:
