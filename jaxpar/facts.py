@@ -5,6 +5,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 """
 
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from jaxpar.base.axes import BATCH, DATA, MESH_AXES, STAGE, TIME
 from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.padding import Padding
-from jaxpar.base.parts import STARTS
+from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import (
     add,
     check_floats,
@@ -33,6 +34,7 @@ from jaxpar.base.trees import (
     zeros,
 )
 from jaxpar.data.batches import check_numbers
+from jaxpar.data.order import DrawnBatches
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import (
     Stack,
@@ -53,6 +55,8 @@ from jaxpar.trace.counts import amount, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call
 from jaxpar.trace.mistakes import check_equations, why_refused
 from jaxpar.trace.places import place_of_error
+
+_log = logging.getLogger(__name__)
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -97,6 +101,7 @@ class ModelFacts:
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
       block: shapes of a batch as the model sees it.
       looked_at: as the method; each answer is found once.
+      is_told: whether `warn_of_resets` has been called.
       rows_checked: ways in which the model's rows were found to stand alone; see `rows`.
     """
 
@@ -121,6 +126,7 @@ class ModelFacts:
         self.block = jax.eval_shape(self.to_block, self.batch)
         self.looked_at = functools.cache(self._looked_at)
         self.rows_checked = set[tuple[Any, ...]]()
+        self.is_told = False
 
     @classmethod
     def of(cls, task: Task, platform: str | None = None) -> "ModelFacts":
@@ -375,7 +381,25 @@ class ModelFacts:
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
+        what = f"the model of task {self.task.name}"
+        check_metrics(sums.metrics, self.task.unit, what)
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
+
+    def warn_of_resets(self) -> None:
+        """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
+        if self.is_told or not self.time_major or part_of(self.batch, STARTS) is not None:
+            return
+        self.is_told = True
+        pairs = zip(self.kinds, self.traces.layers, strict=True)
+        kinds = [name for name, (_, (_, carry, *_)) in pairs if jax.tree.leaves(carry)]
+        # Where jaxpar's own say nothing, each row is a whole sequence.
+        is_own = kinds and not isinstance(self.task.make_batches("train", 0), DrawnBatches)
+        if is_own and jax.process_index() == 0:
+            _log.warning(
+                "batches of task %s have no %r, so the state of layer %s begins anew in each. Fix: add a "
+                "scalar %r to each batch, False where its rows continue those of the batch before, else True",
+                *(self.task.name, STARTS, kinds[0], STARTS),
+            )
 
     def check_loops(self) -> None:
         """Checks loops and branches of the model's own as devices trace that have parts of a batch.
@@ -650,6 +674,7 @@ def _example_of(task: Task) -> Any:
                 f"numbers: classes and words as int32 ids"
             )
     check_numbers(batch)
+    check_parts(batch, f"of task {task.name}")
     return batch
 
 

@@ -35,7 +35,8 @@ class Sums(NamedTuple):
     Attributes:
       loss: float32 scalar, what is differentiated.
       weight: how much the block counts, such as its number of targets; float32 scalar.
-      metrics: further sums by name; what is reported is `metrics / weight`.
+      metrics: further sums by name; what is reported is `metrics / weight`. Names of other numbers of a run
+        (`base.parts.NUMBERS`) are taken.
     """
 
     loss: jax.Array

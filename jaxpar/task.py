@@ -162,13 +162,13 @@ class Task:
         """Raises a ValueError for values that would silently give a wrong number."""
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """What is reported, by name.
+        """What is reported, by name: "loss", if it is there, is the loss, and no other number of a run's own.
 
         Args:
           loss: the mean.
           means: the sums of `Sums.metrics` divided by that of the weight.
         """
-        return {"loss": loss, **means}
+        return {"loss": loss, **means} | {"loss": loss}
 
     def baseline(self, split: str) -> dict[str, float]:
         """What to compare an evaluation with, by name."""

@@ -35,8 +35,9 @@ class Batches(Protocol):
         """The batch of a step, counted from 0 over all epochs; only some of its rows, if asked.
 
         Returns:
-          a pytree of NumPy arrays [rows, ...] and scalars. A field or key `starts` says whether carried
-          state begins anew; without it, it does so with every batch.
+          a pytree of NumPy arrays [rows, ...] and scalars. Fields or keys of some names mean something
+          (`base.parts.PARTS`): `starts` says whether carried state begins anew; without it, it does so with
+          every batch.
         """
         ...
 
