@@ -5,6 +5,7 @@ How it lies on devices is a `Layout`, which is arithmetic on these facts.
 """
 
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from jaxpar.base.checks import check_takes, require
 from jaxpar.base.display import format_names
 from jaxpar.base.keys import new_key
 from jaxpar.base.padding import Padding
-from jaxpar.base.parts import STARTS
+from jaxpar.base.parts import STARTS, check_metrics, check_parts, part_of
 from jaxpar.base.trees import (
     add,
     check_floats,
@@ -34,6 +35,7 @@ from jaxpar.base.trees import (
     zeros,
 )
 from jaxpar.data.batches import check_numbers
+from jaxpar.data.order import DrawnBatches
 from jaxpar.ends import LAYERS_OF_MODEL, End, Uses, ends, modules, split_params, uses
 from jaxpar.model import (
     Stack,
@@ -56,6 +58,8 @@ from jaxpar.trace.counts import amount, moving_inputs, used_inputs
 from jaxpar.trace.jaxprs import equations_in, inlined, is_call, pruned
 from jaxpar.trace.mistakes import check_equations, why_refused
 from jaxpar.trace.places import place_of_error
+
+_log = logging.getLogger(__name__)
 
 WHY_SAME = (
     ", since both are layers of one kind; give those that are meant to differ a kind_name each"
@@ -99,6 +103,9 @@ class ModelFacts:
       model: of shapes, as the task makes it, its layers not yet in their slots.
       kinds: names of the kinds of layers; `kind_of` the number of each layer's kind; `unroll` of the stack.
       block: shapes of a batch as the model sees it.
+      looked_at: as the method; each answer is found once.
+      is_told: whether `warn_of_resets` has been called.
+      rows_checked: ways in which the model's rows were found to stand alone; see `rows`.
     """
 
     def __init__(self, task: Task, platform: str):
@@ -122,17 +129,20 @@ class ModelFacts:
         stack = self.model.layers
         self.kinds, self.kind_of, self.unroll = stack.kinds, stack.kind_of, stack.unroll
         self.block = jax.eval_shape(self.to_block, self.batch)
+        self.looked_at = functools.cache(self._looked_at)
+        self.rows_checked = set[tuple[Any, ...]]()
+        self.is_told = False
 
     @classmethod
     def of(cls, task: Task, platform: str | None = None) -> "ModelFacts":
-        """The facts of a task; the same object for equal arguments, of the last few.
+        """The facts of a task, traced now: an equal task may read something that has changed since.
 
         Args:
           platform: None is that of JAX's default devices.
         Raises:
           ValueError: as of the constructor.
         """
-        return _known(task, platform or jax.default_backend())
+        return cls(task, platform or jax.default_backend())
 
     def make(self, seed: int | jax.Array) -> Any:
         """The model with its values, of a seed or a key, its layers not in slots yet. Call under `jit`."""
@@ -215,6 +225,25 @@ class ModelFacts:
         """Whether what layers carry at the start depends on variables of theirs."""
         graphdef, state = nnx.split(self.model.layers)
         return any(used_inputs(lambda own: nnx.merge(graphdef, own).initial_carry(1), state))
+
+    def _looked_at(self, name: str, sizes: tuple[tuple[str, int], ...] | None) -> frozenset[str]:
+        """The variables that `draw` of the model, or `prepare` for a mesh of sizes, changes or depends on."""
+        graphdef, *states = self.split(self.model)
+        paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
+        paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
+
+        def run(leaves: list[Any]) -> list[Any]:
+            model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
+            argument = new_key(0) if sizes is None else dict(sizes)
+            return jax.tree.leaves(self.split(getattr(model, name)(argument))[1:])
+
+        jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
+        if len(jaxpr.outvars) != len(leaves):
+            return frozenset(paths)
+        pairs = zip(jaxpr.invars, jaxpr.outvars, strict=True)
+        changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
+        used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
+        return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
 
     @functools.cached_property
     def x_numbers(self) -> int:
@@ -361,6 +390,8 @@ class ModelFacts:
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}
             sums = sums._replace(metrics={**sums.metrics, **new})
+        what = f"the model of task {self.task.name}"
+        check_metrics(sums.metrics, self.task.unit, what)
         return _Traces(x, shapes[-1], padding, [each[:2] for each in layers], sums, any(of_layers))
 
     @in_bound(_own_axes)
@@ -416,6 +447,22 @@ class ModelFacts:
         run = pruned(weight, own, batch)
         used = used_inputs(run, *jax.tree.leaves((own, batch)))
         return not any(used[: len(jax.tree.leaves(own))])
+
+    def warn_of_resets(self) -> None:
+        """Warns, once, if batches of the user's let the state of layers begin anew in each, unsaid."""
+        if self.is_told or not self.time_major or part_of(self.batch, STARTS) is not None:
+            return
+        self.is_told = True
+        pairs = zip(self.kinds, self.traces.layers, strict=True)
+        kinds = [name for name, (_, (_, carry, *_)) in pairs if jax.tree.leaves(carry)]
+        # Where jaxpar's own say nothing, each row is a whole sequence.
+        is_own = kinds and not isinstance(self.task.make_batches("train", 0), DrawnBatches)
+        if is_own and jax.process_index() == 0:
+            _log.warning(
+                "batches of task %s have no %r, so the state of layer %s begins anew in each. Fix: add a "
+                "scalar %r to each batch, False where its rows continue those of the batch before, else True",
+                *(self.task.name, STARTS, kinds[0], STARTS),
+            )
 
     def check_loops(self) -> None:
         """Checks loops and branches of the model's own as devices trace that have parts of a batch.
@@ -629,11 +676,6 @@ class ModelFacts:
         return run, (state, carry, x, self.block), y, sums[0] if sums else ()
 
 
-@functools.lru_cache(maxsize=8)
-def _known(task: Task, platform: str) -> ModelFacts:
-    return ModelFacts(task, platform)
-
-
 def _in(state: Any) -> Callable[..., bool]:
     """A filter for the variables that have the path of one in a state."""
     paths = {path for path, _ in nnx.to_flat_state(nnx.State(state))}
@@ -695,6 +737,7 @@ def _example_of(task: Task) -> Any:
                 f"numbers: classes and words as int32 ids"
             )
     check_numbers(batch)
+    check_parts(batch, f"of task {task.name}")
     return batch
 
 

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, DATA, POOL_ROWS, STAGE, TENSOR
 from jaxpar.base.checks import check_divides
-from jaxpar.base.keys import new_key
 from jaxpar.base.trees import add, constants_told, shape_of, vary_like, vary_over, zeros
 from jaxpar.config import Parallel
 from jaxpar.ends import (
@@ -417,7 +416,7 @@ class Layout:
         asked = [("draw", None)] * says(model, "draw") + [("prepare", sizes)] * says(
             model, "prepare"
         )
-        return frozenset().union(*(_looked_at(self.facts, *each) for each in asked))
+        return frozenset().union(*(self.facts.looked_at(*each) for each in asked))
 
     @functools.cached_property
     def possible_pools(self) -> tuple[Pool, Pool] | None:
@@ -717,29 +716,6 @@ class Layout:
             own = params, frozen, carry, (facts.passed, facts.no_sums)
             split.append(SplitLayer(with_sums(function), *own, facts.at(batch), splits=True))
         return tuple(split)
-
-
-@functools.lru_cache(maxsize=256)
-def _looked_at(
-    facts: ModelFacts, name: str, sizes: tuple[tuple[str, int], ...] | None
-) -> frozenset[str]:
-    """The variables that `draw` of a model, or `prepare` for these sizes of a mesh, changes or depends on."""
-    graphdef, *states = facts.split(facts.model)
-    paths, leaves, structure = flatten(nnx.State({str(n): own for n, own in enumerate(states)}))
-    paths = [path.partition("/")[2].removesuffix("/value") for path in paths]
-
-    def run(leaves: list[Any]) -> list[Any]:
-        model = nnx.merge(graphdef, *jax.tree.unflatten(structure, leaves).values())
-        argument = new_key(0) if sizes is None else dict(sizes)
-        return jax.tree.leaves(facts.split(getattr(model, name)(argument))[1:])
-
-    jaxpr = jax.make_jaxpr(run)(leaves).jaxpr
-    if len(jaxpr.outvars) != len(leaves):
-        return frozenset(paths)
-    pairs = zip(jaxpr.invars, jaxpr.outvars, strict=True)
-    changed = [n for n, (before, after) in enumerate(pairs) if before is not after]
-    used = used_inputs(lambda own: [run(own)[n] for n in changed], leaves)
-    return frozenset(path for n, path in enumerate(paths) if n in changed or used[n])
 
 
 _OTHER = -1

@@ -39,7 +39,8 @@ class Sums(NamedTuple):
       loss: float32 scalar, what is differentiated.
       weight: how much the block counts, such as its number of targets; float32 scalar. Compute it from the
         batch alone where you can: then its total is known before the backward pass.
-      metrics: further sums by name; what is reported is `metrics / weight`.
+      metrics: further sums by name; what is reported is `metrics / weight`. Names of other numbers of a run
+        (`base.parts.NUMBERS`) are taken.
     """
 
     loss: jax.Array

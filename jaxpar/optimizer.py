@@ -193,7 +193,8 @@ class HostOptimizer:
                 f"update='host' runs on the CPU, of which JAX has none ({error}); add it, such as "
                 f"JAX_PLATFORMS=cuda,cpu, or use update='sharded'"
             ) from error
-        self._init = jax.jit(optimizer.init)
+        # JAX keeps what it traces by the function: one of the user's may read something that has changed.
+        self._init = jax.jit(lambda params: optimizer.init(params))
         self._gives_finite = jax.jit(functools.partial(gives_finite, optimizer))
         self._update = jax.jit(functools.partial(update, optimizer), donate_argnums=(0, 2))
 

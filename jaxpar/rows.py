@@ -20,7 +20,6 @@ chunks of time, also when a run is resumed with them: without chunks they are th
 A layer whose state goes on where the batch says that another sequence begins (`resets`) is warned of.
 """
 
-import collections
 import functools
 import itertools
 import logging
@@ -33,8 +32,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.base.parts import LENGTHS, RATE, RESETS, STARTS, WEIGHT, part_of, with_part
-from jaxpar.base.trees import shape_of
+from jaxpar.base.keys import new_key
+from jaxpar.base.parts import LENGTHS, PARTS, RESETS, part_of, with_part
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.facts import named
 from jaxpar.layout import Layout, Outer
@@ -60,16 +59,7 @@ OVER_TIME = 1e-3
 FAR = 10.0  # the size of numbers in place of padding: a mean over many steps must change by them
 
 _NOWHERE = -1  # the dim of rows, or of time, of an array that has none
-_OURS = {
-    STARTS,
-    RESETS,
-    LENGTHS,
-    RATE,
-    WEIGHT,
-}  # parts of a batch that have a meaning: any number would not do
 _DRAW = "at.draw(jax.random.normal, x.shape)"
-
-_passed: collections.deque[Any] = collections.deque(maxlen=32)  # models, and the shapes of rows
 
 Tree = dict[str, Any]
 
@@ -77,8 +67,7 @@ Tree = dict[str, Any]
 def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
     """Checks that no row of a batch depends on another, by running parts of the model on random numbers.
 
-    Each part is drawn and run by itself on one device, in its real size, on few rows; not again in a process
-    for an equal model.
+    Each part is drawn and run by itself on one device, in its real size, on few rows; once for these facts.
 
     Args:
       predicts: whether the model's `predict` is looked at, instead of its `last`.
@@ -88,19 +77,15 @@ def check_rows_alone(layout: Layout, *, predicts: bool = False) -> None:
         time, it gives something else for these.
     """
     num_rows = min(ROWS, layout.facts.batch_size) // 2 * 2
-    if not num_rows:
-        return
-    batch, special = _rows_of(layout.task, num_rows)
-    graphdef, state = nnx.split(layout.facts.model)
     chunks = 1 if predicts else layout.parallel.num_chunks
-    model = (predicts, chunks, graphdef, *map(shape_of, jax.tree.leaves((state, batch))))
-    if model not in _passed:
+    if num_rows and (predicts, chunks) not in layout.facts.rows_checked:
+        batch, special = _rows_of(layout.task, num_rows)
         trial = _Trial(layout, batch, special, num_rows, chunks, predicts=predicts)
         trial.check(trial.first)
         for kind in range(len(layout.facts.kinds)):
             trial.check(trial.layer(kind))
         trial.check(trial.predict() if predicts else trial.last())
-        _passed.append(model)
+        layout.facts.rows_checked.add((predicts, chunks))
 
 
 class _Part(NamedTuple):
@@ -173,7 +158,7 @@ class _Trial:
         facts, sizes = layout.facts, layout.parallel.mesh.sizes
         self.sizes = {"row": num_rows, "time": facts.num_steps or 0}
         self.splits_time = any(sizes[axis] > 1 for axis in facts.time_axes)
-        self.key = None if predicts else jax.random.key(0)
+        self.key = None if predicts else new_key(0)
         self.outer = Outer(layout, layout.abstract_model(), predicts=predicts)
         self.rng = np.random.default_rng(0)
 
@@ -396,7 +381,7 @@ class _Trial:
 
         def padded(tree: Tree, name: str, other: Callable[[Any], Any]) -> Any:
             def of(path: Any, a: Any, row: int, time: int) -> Any:
-                has_meaning = name == "batch" and (_name_of(path) in _OURS or a.dtype == bool)
+                has_meaning = name == "batch" and (_name_of(path) in PARTS or a.dtype == bool)
                 if _NOWHERE in (row, time) or has_meaning:
                     return a
                 is_real = is_real_BT if row < time else is_real_BT.T
@@ -607,7 +592,7 @@ def _rows_of(task: Task, num_rows: int) -> tuple[Any, Any]:
         dtype, name = np.asarray(arrays[0]).dtype, _name_of(path)
         if (
             dtype.kind not in "iub"
-            or name in _OURS
+            or name in PARTS
             or not (np.ndim(arrays[0]) and np.size(arrays[0]))
         ):
             return np.zeros(0, dtype)

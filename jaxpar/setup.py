@@ -24,7 +24,8 @@ Made = TypeVar("Made")
 class Setup:
     """A task, how devices share it, and these devices: everything that was left open is filled in.
 
-    Whatever takes a task, parallel, train and mesh takes a setup instead of all four.
+    Whatever takes a task, parallel, train and mesh takes a setup instead of all four. Each part of the model
+    is traced once for a setup: make another one after a change of the code, or of what it reads.
 
     Attributes:
       asked: how devices were to share it, as it was given.
@@ -39,7 +40,9 @@ class Setup:
     train: TrainConfig
     layout: Layout
     mesh: Mesh
-    _made: dict[Callable[..., Any], Any] = dataclasses.field(repr=False, compare=False)
+    _made: dict[Callable[..., Any], Any] = dataclasses.field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @classmethod
     def of(
@@ -48,6 +51,8 @@ class Setup:
         parallel: Parallel | MeshConfig | str | None = None,
         train: TrainConfig | None = None,
         mesh: Mesh | None = None,
+        *,
+        facts: ModelFacts | None = None,
     ) -> "Setup":
         """The setup of a task; one is taken as it is.
 
@@ -59,6 +64,7 @@ class Setup:
             task's own.
           train: None is the task's own.
           mesh: None builds that of `parallel`.
+          facts: of the task, from another setup of the same call; None traces its model now.
         Raises:
           ValueError: task, model, sizes and devices do not fit each other.
           OSError: the task's data cannot be read.
@@ -70,8 +76,8 @@ class Setup:
         require_instance("train", train, TrainConfig, "a TrainConfig")
         parallel = asked = Parallel.of(parallel, task.parallel)
         devices = find_devices() if mesh is None else mesh.devices.flat
-        task = task.resolve()
-        facts = ModelFacts.of(task, devices[0].platform)
+        task = facts.task if facts else task.resolve()
+        facts = facts or ModelFacts.of(task, devices[0].platform)
         own_axes = parallel.mesh.of_task(task.name, task.axes)
         parallel = dataclasses.replace(parallel, mesh=own_axes)
         if mesh is None:
@@ -85,8 +91,7 @@ class Setup:
                 f"the mesh has the sizes {dict(mesh.shape)}, parallel says {parallel.mesh}; use "
                 f"parallel.mesh.build(), or change parallel"
             )
-        layout, made = _known(Layout(facts, parallel), mesh)
-        return cls(asked, task, train, layout, mesh, made)
+        return cls(asked, task, train, Layout(facts, parallel), mesh)
 
     @property
     def parallel(self) -> Parallel:
@@ -118,7 +123,7 @@ class Setup:
         return dataclasses.replace(self, train=dataclasses.replace(self.train, **changes))
 
     def keep(self, make: Callable[..., Made], *args: Any) -> Made:
-        """What `make(setup, *args)` returns, made once for these arguments and equal setups.
+        """What `make(setup, *args)` returns, made once for these arguments by this setup and its copies.
 
         Args:
           make: what it returns depends on task, layout and mesh, and of `train` on `args` alone.
@@ -134,12 +139,6 @@ def _with_axes(mesh: Mesh, sizes: Mapping[str, int], axes: Sequence[str]) -> Mes
         return mesh
     devices = mesh.devices.reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
-@functools.lru_cache(maxsize=8)
-def _known(layout: Layout, mesh: Mesh) -> tuple[Layout, dict[Callable[..., Any], Any]]:
-    """The same objects for equal arguments, so that calls apart trace once."""
-    return layout, {}
 
 
 def _shared_by_rows(facts: ModelFacts, parallel: Parallel) -> Parallel:

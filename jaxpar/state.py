@@ -316,8 +316,9 @@ def evaluated(setup: Setup, state: TrainState) -> TrainState:
 
 
 def _evaluated_params(setup: Setup) -> Callable[..., nnx.State]:
-    where = _places(abstract_state(setup).params)
-    return jax.jit(setup.task.evaluated_params, out_shardings=where)
+    where, task = _places(abstract_state(setup).params), setup.task
+    # The method itself may be one that JAX has traced before.
+    return jax.jit(lambda *args: task.evaluated_params(*args), out_shardings=where)
 
 
 def audit(state: TrainState) -> None:

@@ -108,6 +108,8 @@ class CompiledStep:
         arguments = (state, *self._with_table(owned(batch)))
         if not self.num_programs:
             parallel = self._layout.parallel
+            if self._backward:
+                self._layout.facts.warn_of_resets()
             if self._backward and (parallel.mesh.data > 1 or parallel.runs_in_units):
                 check_rows_alone(self._layout)
                 check_custom_backward(self._layout)

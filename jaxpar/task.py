@@ -3,9 +3,9 @@
 Plain data: what needs JAX is imported where it is used.
 """
 
+import collections
 import dataclasses
 import difflib
-import functools
 import hashlib
 import importlib
 import importlib.util
@@ -181,13 +181,13 @@ class Task:
         """Raises a ValueError for values that would silently give a wrong number."""
 
     def metrics(self, loss: float, means: Mapping[str, float]) -> dict[str, float]:
-        """What is reported, by name.
+        """What is reported, by name: "loss", if it is there, is the loss, and no other number of a run's own.
 
         Args:
           loss: the mean.
           means: the sums of `Sums.metrics` divided by that of the weight.
         """
-        return {"loss": loss, **means}
+        return {"loss": loss, **means} | {"loss": loss}
 
     def baseline(self, split: str) -> dict[str, float]:
         """What to compare an evaluation with, by name."""
@@ -261,7 +261,7 @@ def find_task(spec: str) -> type[Task]:
     main, resolved = sys.modules["__main__"], path.resolve()
     main_path = getattr(main, "__file__", None)
     is_program = main_path is not None and Path(main_path).resolve() == resolved
-    module = main if is_program else _load(resolved, hashlib.sha256(source).hexdigest())
+    module = main if is_program else _load(resolved, source)
     tasks = [
         key
         for key, value in vars(module).items()
@@ -295,16 +295,36 @@ def spec_of(task: Task) -> str:
     return f"{file}:{type(task).__name__}" if file and Path(file).is_file() else task.name
 
 
-@functools.cache
-def _load(path: Path, sha256: str) -> Any:
-    """The module of a file; the same one as long as the file does not change."""
-    name = f"{FILE_OF_TASK}{path.stem}_{sha256[:8]}"
+class _Source(NamedTuple):
+    """A module of a user's folder, and the text of its file as it was loaded."""
+
+    module: Any
+    file: Path
+    text: bytes
+
+
+# By folder and name: those of tasks, and those beside them that they import.
+_LOADED = collections.defaultdict[Path, dict[str, _Source]](dict)
+
+
+def _load(path: Path, source: bytes) -> Any:
+    """The module of a file; the same one as long as nothing changes that was loaded from its folder."""
+    folder, known = path.parent, _LOADED[path.parent]
+    if any(not own.file.is_file() or own.file.read_bytes() != own.text for own in known.values()):
+        for name in known:
+            if not name.startswith(FILE_OF_TASK):
+                sys.modules.pop(name, None)
+        known.clear()
+    name = f"{FILE_OF_TASK}{path.stem}_{hashlib.sha256(source).hexdigest()[:8]}"
+    if name in known:
+        return known[name].module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    others = {*sys.modules} - {name}
     sys.modules[name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(path.parent))
+    sys.path.insert(0, str(folder))
     before = LOADED.set(path)
     try:
         spec.loader.exec_module(module)
@@ -313,5 +333,9 @@ def _load(path: Path, sha256: str) -> Any:
         raise ValueError(f"{path} fails when it is run: {type(error).__name__}: {error}") from error
     finally:
         LOADED.reset(before)
-        sys.path.remove(str(path.parent))
+        sys.path.remove(str(folder))
+    for name in {*sys.modules} - others:
+        file = Path(getattr(sys.modules[name], "__file__", None) or "")
+        if folder in file.parents and "site-packages" not in file.parts:
+            known[name] = _Source(sys.modules[name], file, file.read_bytes())
     return module

@@ -2,6 +2,8 @@
 
 import atexit
 import collections
+import dataclasses
+import functools
 import gc
 import os
 import shutil
@@ -82,6 +84,33 @@ def signals_reach_what_tests_start():
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def share_setups(request):
+    """Within a module, setups of equal tasks share what is traced and compiled.
+
+    Tests make the same setups again and again. Calls of users share nothing: `fresh` marks modules for that.
+    """
+    from jaxpar.facts import ModelFacts
+    from jaxpar.setup import Setup
+
+    facts_of, setup_of = functools.lru_cache(8)(ModelFacts.of), Setup.of
+    kept = functools.lru_cache(8)(lambda layout, mesh: (layout, {}))
+
+    def of(task, *args, **options):
+        setup = setup_of(task, *args, **options)
+        if setup is task:
+            return setup
+        layout, made = kept(setup.layout, setup.mesh)
+        return dataclasses.replace(setup, layout=layout, _made=made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.node.get_closest_marker("fresh"):
+            by = lambda task, platform=None: facts_of(task, platform or jax.default_backend())  # noqa: E731
+            patch.setattr(ModelFacts, "of", by)
+            patch.setattr(Setup, "of", of)
+        yield
 
 
 @pytest.fixture(scope="module")

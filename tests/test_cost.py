@@ -21,7 +21,7 @@ from jaxpar.mesh import MeshConfig, split_machine
 from jaxpar.pipeline.schedules import make_schedule
 from jaxpar.planning import Machine, estimate_step, find_machine
 from jaxpar.planning.cost import Step
-from jaxpar.planning.counts import Counts, counts_of
+from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import SHEETS, Link, sheet_of
 from jaxpar.setup import Setup
 from jaxpar.state import abstract_state
@@ -98,7 +98,7 @@ def sums_of(parts, axes):
 
 @pytest.mark.parametrize("name", [*NAMES, slow("mlstm")])
 def test_numbers_of_a_unit_follow_from_four_that_were_traced(name):
-    counts = Counts(task_of(name), 100, "cpu")
+    counts = counts_of(task_of(name), 100, "cpu")
     steps, rows = counts.facts.num_steps, counts.facts.batch_size
     t = steps and (steps // 4 if steps % 4 == 0 else 1)
     found, traced = counts.unit(t, rows // 8), counts._trace(t, rows // 8)

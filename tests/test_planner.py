@@ -196,7 +196,7 @@ def test_what_does_not_fit_by_the_compiler_falls_out(monkeypatch):
 
     waves = []
     monkeypatch.setattr(planner, "compile_steps", found)
-    monkeypatch.setattr(planner, "setup_on", lambda settings, machine: settings)
+    monkeypatch.setattr(planner, "setup_of", lambda cost: cost.settings)
     first, *_, last = planner.plan_in_steps(TASK, Parallel(), TASK.train, of(H100, 4), 4)
     assert [wave for wave in waves if wave] == [4, 2]
     refused = [describe(cost.parallel) for cost in first.fitting[:2]]

@@ -40,6 +40,8 @@ from jaxpar.tasks.images.task import Images
 from jaxpar.tasks.lm.task import LM
 from recipes.awd import AWD
 
+pytestmark = pytest.mark.fresh
+
 ONE = Parallel(on_devices((1, 1, 1))).resolve(8)
 
 
@@ -301,7 +303,6 @@ def heeds_resets(carry, x, at):
     [(causal, True), (heeds_resets, False), (lambda carry, x, at: (carry + x[-1], x), False)],
 )
 def test_a_layer_whose_state_goes_on_between_sequences_is_told(layer, is_told, caplog):
-    rows._passed.clear()
     check_rows_alone(Setup.of(task_of(layer), ONE).layout)
     said = (
         "layer layer0 does not heed the batch's 'resets': its state goes on .*at\\.resets says so"
@@ -498,9 +499,9 @@ SMALL = {
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_mixes_no_rows(task):
-    rows._passed.clear()
-    check_rows_alone(Setup.of(task, ONE).layout)
-    assert rows._passed
+    layout = Setup.of(task, ONE).layout
+    check_rows_alone(layout)
+    assert layout.facts.rows_checked
 
 
 @pytest.mark.parametrize(
@@ -517,9 +518,9 @@ def test_what_comes_with_jaxpar_mixes_no_rows(task):
     ids=lambda task: f"{task.name} {getattr(task, 'layer', getattr(task, 'kinds', ''))}",
 )
 def test_what_comes_with_jaxpar_is_the_same_in_chunks_of_time(task):
-    rows._passed.clear()
-    check_rows_alone(Setup.of(task, TWO_CHUNKS).layout)
-    assert rows._passed
+    layout = Setup.of(task, TWO_CHUNKS).layout
+    check_rows_alone(layout)
+    assert layout.facts.rows_checked
 
 
 def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
@@ -549,18 +550,22 @@ def test_a_norm_over_groups_of_channels_is_no_mix_where_rows_are_first():
     check_rows_alone(Setup.of(Grouped(), ONE).layout)
 
 
-def test_an_equal_model_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
-    rows._passed.clear()
-    check_rows_alone(Setup.of(Regress(), ONE).layout)
+def test_the_model_of_a_setup_is_looked_at_once_and_one_row_not_at_all(monkeypatch):
+    setup = Setup.of(Regress(), ONE)
+    check_rows_alone(setup.layout)
     monkeypatch.setattr(rows, "_Trial", None)
-    check_rows_alone(
-        Setup.of(Regress(batch_size=8), Parallel(on_devices((2, 2, 1))).resolve(8)).layout
-    )
+    check_rows_alone(setup.replace(num_steps=3).layout)
+    on_stages = Parallel(on_devices((1, 2, 1)))
+    check_rows_alone(Setup.of(setup.task, on_stages, facts=setup.layout.facts).layout)
     check_rows_alone(
         Setup.of(task_of(lambda carry, x, at: (carry, batch_norm(x)), batch_size=1), ONE).layout
     )
-    with pytest.raises(TypeError):
-        check_rows_alone(Setup.of(Regress(seq_len=4), ONE).layout)
+    for changed in (
+        Setup.of(Regress(), ONE),  # the task may read something that has changed
+        Setup.of(setup.task, TWO_CHUNKS, facts=setup.layout.facts),
+    ):
+        with pytest.raises(TypeError, match="NoneType"):
+            check_rows_alone(changed.layout)
 
 
 def noise(x, scale):

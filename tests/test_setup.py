@@ -19,6 +19,8 @@ from jaxpar.step import make_eval_step
 from jaxpar.tasks.lm import LM
 from jaxpar.tasks.lm.corpus import load_corpus
 
+pytestmark = pytest.mark.fresh
+
 SMALL = Regress(kinds=("gru", "gru"), batch_size=8, seq_len=4)
 RUNS = 20  # of one task in one process
 NOISE = 60  # objects that Python and JAX keep of each: names of files, lines of logs
@@ -36,19 +38,28 @@ class Counted(Regress):
 MADE = []
 
 
-def test_calls_apart_trace_once():
+def test_calls_that_take_a_setup_trace_its_model_once():
     task = Counted(kinds=("gru", "dense"), batch_size=8, seq_len=4)
-    state = jaxpar.init_state(task, "pp2")
+    setup = Setup.of(task, "pp2")
+    state = jaxpar.init_state(setup)
     before = len(MADE)
-    step, evaluate = jaxpar.make_train_step(task, "pp2"), make_eval_step(task, "pp2")
-    jaxpar.init_state(task, "pp2", seed=1)
-    batch = jaxpar.state.abstract_state(Setup.of(task, "pp2"))
+    step, evaluate = jaxpar.make_train_step(setup), make_eval_step(setup)
+    jaxpar.init_state(setup, seed=1)
+    batch = jaxpar.state.abstract_state(setup)
+    Setup.of(setup.task, "dp2", facts=setup.layout.facts)
     assert len(MADE) == before > 0
-    assert jaxpar.make_train_step(task, "pp2") is step
-    assert make_eval_step(task, "pp2") is evaluate
+    assert jaxpar.make_train_step(setup) is step
+    assert make_eval_step(setup) is evaluate
     assert jax.tree.structure(batch) == jax.tree.structure(state)
-    other = jaxpar.TrainConfig(seed=1)  # of dropout, too
-    assert jaxpar.make_train_step(task, "pp2", other) is not step
+    assert jaxpar.make_train_step(setup.replace(seed=1)) is not step  # the seed of dropout, too
+
+
+def test_calls_that_take_a_task_trace_its_model_each():
+    task = Counted(kinds=("gru",), batch_size=8, seq_len=4)
+    for call in (jaxpar.make_train_step, make_eval_step, Setup.of, ModelFacts.of):
+        before = len(MADE)
+        call(task)
+        assert len(MADE) > before, call
 
 
 def test_a_setup_is_taken_for_what_it_was_made_of():
@@ -56,7 +67,6 @@ def test_a_setup_is_taken_for_what_it_was_made_of():
     assert Setup.of(setup) is setup
     assert setup.asked.mesh == MeshConfig(data=-1, stage=2)
     assert setup.parallel.mesh == MeshConfig(data=4, stage=2)
-    assert jaxpar.make_train_step(setup) is jaxpar.make_train_step(SMALL, "dp-1pp2")
     assert jaxpar.inspect_step(setup).totals == jaxpar.inspect_step(SMALL, "dp-1pp2").totals
     assert setup.replace(num_steps=7).settings == (
         SMALL,

@@ -192,7 +192,9 @@ def inspect_function(
     Raises:
       ValueError: the mesh cannot be inferred from the arguments and results.
     """
-    jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
+    jitted: Any = function
+    if not hasattr(function, "lower"):  # what JAX has traced of it before may be of other globals
+        jitted = jax.jit(lambda *args, **kwargs: function(*args, **kwargs))
     return inspect_compiled(jitted.lower(*args, **kwargs).compile(), mesh)
 
 

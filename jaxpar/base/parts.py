@@ -1,8 +1,13 @@
-"""What a batch may say besides what its model reads: parts with names, as fields or keys."""
+"""Names that mean something to jaxpar: parts of a batch, as fields or keys, and numbers of a run.
+
+A user's arrays and metrics must not have them by chance: `check_parts` and `check_metrics` look.
+"""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 SPLITS = ("train", "valid", "test")  # of the data
 STARTS = "starts"  # the part that says whether carried state begins anew
@@ -10,6 +15,85 @@ RESETS = "resets"  # in which rows and at which time steps it does within a wind
 LENGTHS = "lengths"  # how many steps of each row are real; those after them are padding
 RATE = "rate"  # what the learning rate of its step is multiplied by
 WEIGHT = "weight"  # how much each place counts; 0 is padding
+
+
+class Part(NamedTuple):
+    """What a part of a batch must be.
+
+    Attributes:
+      dims: how many it may have.
+      is_whole: whether its numbers are whole ones or bools; else any numbers will do.
+    """
+
+    dims: tuple[int, ...]
+    is_whole: bool
+    meaning: str
+
+
+PARTS = {
+    STARTS: Part((0,), True, "one bool: whether carried state begins anew with the batch"),
+    RESETS: Part((2,), False, "numbers [rows, time], not 0 where a sequence begins"),
+    RATE: Part((0,), False, "one number, which multiplies the learning rate of the step"),
+    WEIGHT: Part((1, 2), False, "numbers [rows] or [rows, time]: how much each place counts"),
+    LENGTHS: Part(
+        (1,), True, "whole numbers [rows]: how many time steps of each row are no padding"
+    ),
+}
+LOSS = "loss"
+# Names in the lines of a run's metrics, besides what is counted in a second.
+NUMBERS = (
+    "split", "step", LOSS, "weight", "grad_norm", "learning_rate", "seconds", "mfu", "skipped",
+)  # fmt: skip
+
+
+def check_part(name: str, dims: int, dtype: Any, what: str) -> None:
+    """Checks an array of a batch whose name means something to jaxpar.
+
+    Args:
+      dims: how many it has.
+      what: the array in words, such as "batch['rate'] of task Own".
+    Raises:
+      ValueError: it is something else under that name.
+    """
+    part, kind = PARTS[name], np.dtype(dtype).kind
+    if dims not in part.dims or kind in "OSUMmc" or (part.is_whole and kind not in "biu"):
+        raise ValueError(
+            f"{what} is {np.dtype(dtype)} with {dims} dims, and {name!r} means {part.meaning}. "
+            f"Fix: rename your array."
+        )
+
+
+def check_parts(batch: Any, of: str) -> None:
+    """Checks all parts of a batch whose names mean something to jaxpar.
+
+    Args:
+      of: whose batch it is, such as "of task Own".
+    Raises:
+      ValueError: as of `check_part`.
+    """
+    for name in PARTS:
+        if (leaf := part_of(batch, name)) is not None:
+            dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+            check_part(name, np.ndim(leaf), dtype, f"batch[{name!r}] {of}")
+
+
+def check_metrics(names: Iterable[str], unit: str, what: str) -> None:
+    """Checks names of metrics, which stand beside a run's own numbers; a space counts as an underscore there.
+
+    Args:
+      unit: of the task.
+      what: gives them, such as "`last` of Model".
+    Raises:
+      ValueError: one of them is a number of jaxpar's own, or two are the same.
+    """
+    taken = {*NUMBERS, f"{unit}_per_second"}
+    for name in names:
+        if (plain := str(name).replace(" ", "_")) in taken:
+            raise ValueError(
+                f"{what} gives a metric {name!r}, and another number of a run has that name. Fix: rename the "
+                f"metric; {', '.join(NUMBERS)} and {unit}_per_second are taken."
+            )
+        taken.add(plain)
 
 
 def check_split(split: str) -> None:

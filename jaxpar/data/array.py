@@ -11,19 +11,21 @@ HELD = 2**22  # rows whose order is drawn at once and held: 32 MiB
 
 
 class ArrayBatches(DrawnBatches):
-    """Rows of arrays in memory, in batches.
+    """Rows of arrays in memory, in batches; each row is a whole example, or sequence.
 
     With a seed, for training: every epoch has a different order, drawn from (seed, epoch), and all batches
     are full; rows that do not fill one are left to other epochs. Without a seed, for evaluation: plain order,
     every row once, the last batch padded with copies of row 0 whose weight is 0.
 
     Args:
-      arrays: [N, ...] each.
+      arrays: [N, ...] each. A `weight` [N] or [N, T] of yours multiplies that of the batch.
       batch_size: B.
       seed: None for evaluation.
     Raises:
       ValueError: a number is out of range, arrays differ in their rows, or there are too few of them.
     """
+
+    place_dims = 1
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None = None):
         super().__init__(arrays, batch_size, seed)

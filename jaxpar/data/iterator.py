@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.base.checks import require
-from jaxpar.base.parts import WEIGHT
+from jaxpar.base.parts import WEIGHT, check_parts
 from jaxpar.data.batches import EndOfStreamError
 from jaxpar.data.order import check_at_least
 
@@ -34,7 +34,8 @@ class IteratorBatches:
 
     In training the stream has as many batches as there are steps; in an evaluation it is read to its end,
     where the last batch may be smaller: it is padded with copies of its first row whose weight is 0. A
-    `weight` float32 [B] of ones is added to batches without one. Each batch is copied before the next one is
+    `weight` float32 [B] of ones is added to batches without one. Where rows continue those of the batch
+    before, batches need a scalar `starts`, which is False then. Each batch is copied before the next one is
     read, so the iterator may fill the same arrays again.
 
     A resumed run goes on from the position that the source saves: by `get_state` and `set_state` of the
@@ -167,6 +168,7 @@ class IteratorBatches:
                 f"batch[{name!r}] of the stream is of type {array.dtype}; leave out what is no array of "
                 f"numbers",
             )
+        check_parts(arrays, "of the stream")
         sizes = {len(array) for array in arrays.values() if array.ndim}
         if len(sizes) != 1 or not 0 < (size := max(sizes)) <= B:
             raise ValueError(

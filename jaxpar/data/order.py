@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from jaxpar.base.checks import require_instance
-from jaxpar.base.parts import WEIGHT
+from jaxpar.base.parts import PARTS, RESETS, WEIGHT, check_part
 
 
 class Places(NamedTuple):
@@ -37,18 +37,25 @@ class DrawnBatches:
       seed: of what is drawn; None for evaluation, in plain order.
       num_windows: batches in an epoch.
       lookahead: steps after its own that a step reads, 0 or 1: so many at the end are read by others alone.
+      place_dims: of `Places.at`: 1 where arrays are of rows, 2 where they are of steps.
     """
 
     lookahead: ClassVar[int] = 0
+    place_dims: ClassVar[int] = 2
     num_windows: int
 
     def __init__(self, arrays: Mapping[str, np.ndarray], batch_size: int, seed: int | None):
         """Takes them; lists become arrays.
 
         Raises:
-          ValueError: a number is out of range, or arrays differ in their length, or rows in theirs.
+          ValueError: a number is out of range, or arrays differ in their length, or rows in theirs; or one
+            has a name that means something else in a batch (`base.parts`).
         """
         self.arrays = checked_arrays(arrays)
+        for name in PARTS.keys() & self.arrays.keys():
+            array = self.arrays[name]
+            dims = self.place_dims + np.ndim(array) - 1
+            check_part(name, dims, array.dtype, f"arrays[{name!r}], in a batch,")
         self.length = len(next(iter(self.arrays.values())))
         check_at_least(1, batch_size=batch_size)
         check_at_least(0, seed=0 if seed is None else seed)
@@ -56,10 +63,17 @@ class DrawnBatches:
         self._drawn = functools.lru_cache(maxsize=2)(self.draw)
 
     def batch(self, step: int, rows: slice = slice(None)) -> Any:
-        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or 0 for padding. With time, also `lengths`."""
+        """See `Batches`; `weight` float32 [B] or [B, T] is 1, or what the arrays say, and 0 for padding.
+
+        With time, a batch also has `lengths`.
+        """
         at, inside, marks = self.places(step, rows)
         batch = {name: array[at] for name, array in self.arrays.items()}
-        return {**batch, WEIGHT: inside.astype(np.float32), **marks}
+        weight = np.asarray(batch.get(WEIGHT, inside), np.float32)
+        counts = inside.reshape(*inside.shape, *[1] * (weight.ndim - inside.ndim))
+        if RESETS in marks and RESETS in batch:  # sequences begin within sequences
+            marks = {**marks, RESETS: marks[RESETS] | (inside & (batch[RESETS] != 0))}
+        return {**batch, WEIGHT: np.where(counts, weight, np.float32(0)), **marks}
 
     def places(self, step: int, rows: slice = slice(None)) -> Places:
         """What lies in the batch of a step, counted from 0 over all epochs; in some of its rows, if asked.

@@ -174,7 +174,8 @@ def read_step(
     step: Callable[..., Any], params: Any, carry: Any, x: Any
 ) -> tuple[StepProgram, list[Any], Any]:
     """The program of `step(params, carry, x)`, what is given to it, and the shapes of its results."""
-    closed, shapes = jax.make_jaxpr(step, return_shape=True)(params, carry, x)
+    # What JAX has traced of the step itself before may be of other globals.
+    closed, shapes = jax.make_jaxpr(lambda *args: step(*args), return_shape=True)(params, carry, x)
     whole = inlined(closed)
     given = [*whole.consts, *jax.tree.leaves(params)]
     return StepProgram(whole.jaxpr, len(given), len(jax.tree.leaves(carry))), given, shapes

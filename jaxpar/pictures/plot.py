@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from jaxpar.analysis.measured import measure_step
-from jaxpar.analysis.program import inspect_step
+from jaxpar.analysis.program import ProgramReport, inspect_step
 from jaxpar.base.files import check_output, whole_file
 from jaxpar.facts import ModelFacts
 from jaxpar.forward import step_schedule
@@ -19,6 +19,7 @@ from jaxpar.pictures.strategies import show_strategies
 from jaxpar.pictures.timeline import show_schedule
 from jaxpar.pipeline.lanes import Schedule
 from jaxpar.planning.ways import strategies
+from jaxpar.setup import Setup
 from jaxpar.task import Settings
 from jaxpar.training.run_folder import RunFolder
 
@@ -77,10 +78,10 @@ def plot_step(
     meshes = meshes or {str(parallel.mesh): parallel.mesh}
     if kind == "bytes" and all(shape.build().size == 1 for shape in meshes.values()):
         raise ValueError("one device sends nothing; give a mesh of several, such as dp2tp2")
-    reports = {
-        name: inspect_step(task, dataclasses.replace(parallel, mesh=shape), train)
-        for name, shape in meshes.items()
-    }
+    facts, reports = ModelFacts.of(task.resolve()), dict[str, ProgramReport]()
+    for name, shape in meshes.items():
+        layout = dataclasses.replace(parallel, mesh=shape)
+        reports[name] = inspect_step(Setup.of(task, layout, train, facts=facts))
     figure = (figures.draw_memory if kind == "memory" else figures.draw_bytes)(reports)
     return figures.save_figure(figure, path)
 

@@ -18,7 +18,9 @@ import jax
 
 from jaxpar.analysis.program import ProgramReport, inspect_lowered, lower_step
 from jaxpar.base.files import cache_folder, whole_file
+from jaxpar.facts import ModelFacts
 from jaxpar.mesh import described_devices
+from jaxpar.planning.cost import StepCost
 from jaxpar.planning.machine import Machine
 from jaxpar.planning.running import batch_of_run
 from jaxpar.setup import Setup
@@ -30,15 +32,23 @@ _PACKAGES = ("jaxpar", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plug
 _log = logging.getLogger(__name__)
 
 
-def setup_on(settings: Settings, machine: Machine) -> Setup:
+def setup_on(settings: Settings, machine: Machine, facts: ModelFacts | None = None) -> Setup:
     """The setup of a step on a machine's devices.
 
+    Args:
+      facts: of the task; None traces its model now.
     Raises:
       ValueError: there is no compiler for it, or sizes do not fit each other.
     """
-    if machine.is_here:
-        return Setup.of(*settings)
-    return Setup.of(*settings, settings.parallel.mesh.build(described_devices(machine.name)))
+    mesh = None
+    if not machine.is_here:
+        mesh = settings.parallel.mesh.build(described_devices(machine.name))
+    return Setup.of(*settings, mesh, facts=facts)
+
+
+def setup_of(cost: StepCost) -> Setup:
+    """The setup of a step whose cost is known; raises as `setup_on`."""
+    return setup_on(cost.settings, cost.machine, cost.counts.facts)
 
 
 def compile_step(setup: Setup, machine: Machine) -> ProgramReport | str:

@@ -69,6 +69,7 @@ class StepCost(Printed):
     """What a step costs each device; `print` it, or read its attributes.
 
     Attributes:
+      counts: of the task.
       settings: the task, `parallel` and `train` of the step.
       machine: what it is for.
       sent: the collectives of 1 kB and more.
@@ -85,6 +86,7 @@ class StepCost(Printed):
       measured: seconds of a step in each round; () if none ran.
     """
 
+    counts: Counts
     settings: Settings
     machine: Machine
     sent: tuple[Sent, ...]
@@ -104,8 +106,7 @@ class StepCost(Printed):
     @property
     def layout(self) -> Layout:
         """Of the task's model on these devices."""
-        task, parallel, train = self.settings
-        return Layout(counts_of(task, train.num_steps, self.machine.platform).facts, parallel)
+        return Layout(self.counts.facts, self.parallel)
 
     @property
     def sent_along(self) -> dict[tuple[str, ...], int]:
@@ -191,6 +192,7 @@ def estimate(counts: Counts, parallel: Parallel, train: TrainConfig, machine: Ma
     sent, schedule = tuple(step.sent()), step.schedule
     sending = sum(each.seconds(machine, step.sizes) for each in sent)
     return StepCost(
+        counts=counts,
         settings=Settings(counts.facts.task, parallel, train),
         machine=machine,
         sent=sent,

@@ -126,16 +126,15 @@ class Counts:
       batch_bytes: of a whole batch.
     """
 
-    def __init__(self, task: Task, num_steps: int, platform: str):
+    def __init__(self, facts: ModelFacts, num_steps: int):
         """Traces shapes; no array is made.
 
         Args:
           num_steps: of the run that the optimizer is made for.
-          platform: that computes.
         Raises:
           ValueError: the task's model is not valid; see `layout.Layout`.
         """
-        self.facts = facts = ModelFacts.of(task.resolve(), platform)
+        self.facts = facts
         self._layout = layout = Layout(facts, Parallel(MeshConfig()))
         optimizer = facts.task.make_optimizer(num_steps)
         self.params, self.frozen, self.opt_state, self.carry = (
@@ -143,7 +142,7 @@ class Counts:
             for tree in (
                 layout.params,
                 layout.frozen,
-                jax.eval_shape(optimizer.init, layout.params),
+                jax.eval_shape(lambda params: optimizer.init(params), layout.params),
                 jax.eval_shape(layout.initial_carry, layout.params, layout.frozen),
             )
         )
@@ -333,7 +332,13 @@ def _between(low: Unit, high: Unit, start: int, end: int, at: int) -> Unit:
     return jax.tree.map(lambda a, b: max(a + (b - a) * share, 0.0), low, high)
 
 
-@functools.lru_cache(maxsize=8)
 def counts_of(task: Task, num_steps: int, platform: str) -> Counts:
-    """The counts of a task; the same object for equal arguments, of the last few."""
-    return Counts(task, num_steps, platform)
+    """The counts of a task, traced now.
+
+    Args:
+      num_steps: of the run that the optimizer is made for.
+      platform: that computes.
+    Raises:
+      ValueError: the task's model is not valid; see `layout.Layout`.
+    """
+    return Counts(ModelFacts.of(task.resolve(), platform), num_steps)

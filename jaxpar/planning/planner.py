@@ -19,9 +19,8 @@ from jaxpar.config_file import option_words
 from jaxpar.data.order import check_at_least
 from jaxpar.mesh import short_name
 from jaxpar.pipeline.placement import PartCosts, balance, tick_cost
-from jaxpar.planning.compiled import compile_step, compile_steps, setup_on
+from jaxpar.planning.compiled import compile_step, compile_steps, setup_of
 from jaxpar.planning.cost import Step, StepCost, estimate
-from jaxpar.planning.counts import counts_of
 from jaxpar.planning.machine import Machine, find_machine
 from jaxpar.planning.running import check_alone, time_steps
 from jaxpar.planning.search import describe, rank
@@ -79,8 +78,7 @@ class Ranking(Printed):
         Raises:
           ValueError: none fits.
         """
-        best, (task, parallel, train) = self.best, self.best.settings
-        counts = counts_of(task, train.num_steps, self.machine.platform)
+        best, counts, (task, parallel, _) = self.best, self.best.counts, self.best.settings
         parts = {**best.parts, "sending": best.waiting}
         names = sorted(parts, key=parts.__getitem__, reverse=True)
         shares = (f"{name} {parts[name] / sum(parts.values()):.0%}" for name in names)
@@ -158,7 +156,7 @@ def plan_in_steps(
     setups = dict[int, Setup]()
     for _ in range(_MOST_TRIED):
         wanted = num_finalists - sum(cost.program is not None and cost.fits for cost in costs)
-        wave = {n: setup_on(costs[n].settings, machine) for n in itertools.islice(likely, wanted)}
+        wave = {n: setup_of(costs[n]) for n in itertools.islice(likely, wanted)}
         if wave:
             tell(f"compiling 1 of {format_count(len(wave), 'config')}")
         for count, (place, found) in enumerate(compile_steps([*wave.values()], machine), 2):
@@ -185,7 +183,7 @@ def compare(cost: StepCost) -> StepCost:
     Raises:
       ValueError: there is no compiler for the machine.
     """
-    setup = setup_on(cost.settings, cost.machine)
+    setup = setup_of(cost)
     cost = cost.known(compile_step(setup, cost.machine))
     if cost.refusal or not cost.machine.is_here:
         return cost
@@ -208,8 +206,7 @@ def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, 
     """
     if by not in ("time", "memory"):
         raise ValueError(f'by={by!r}: use "time" or "memory"')
-    (task, parallel, train), machine = cost.settings, cost.machine
-    counts = counts_of(task, train.num_steps, machine.platform)
+    (_, parallel, train), machine, counts = cost.settings, cost.machine, cost.counts
     kind_of, step = counts.facts.kind_of, Step(counts, parallel, train)
     if parallel.mesh.stage == 1:
         return (len(kind_of),)
@@ -240,7 +237,7 @@ def place(cost: StepCost, by: Literal["time", "memory"] = "time") -> tuple[int, 
         return placements[smallest]
     fitting = [n for n, each in enumerate(steps) if each.fits] or [smallest]
     if machine.is_here and len(fitting) > 1:
-        setups = [setup_on(steps[n].settings, machine) for n in fitting[:_BEST]]
+        setups = [setup_of(steps[n]) for n in fitting[:_BEST]]
         medians = [statistics.median(seconds) for seconds in time_steps(setups, _ROUNDS)]
         return placements[fitting[medians.index(min(medians))]]
     return placements[fitting[0]]
@@ -257,7 +254,7 @@ def check_fits(cost: StepCost) -> StepCost:
     """
     machine, mesh, room = cost.machine, cost.parallel.mesh, cost.machine.memory_bytes
     if cost.fits:  # by what must be there
-        cost = cost.known(compile_step(setup_on(cost.settings, machine), machine))
+        cost = cost.known(compile_step(setup_of(cost), machine))
     if cost.fits:
         return cost
     why = f"a step needs {cost.memory_text} on a device, {machine.name} has {format_bytes(room)}"
@@ -266,9 +263,10 @@ def check_fits(cost: StepCost) -> StepCost:
     # Estimates err alike.
     scale = cost.memory_bytes / sum(cost.held.values())
     devices = dataclasses.replace(machine, num_devices=mesh.num_devices)
-    likely = [each for each in rank(*cost.settings, devices) if each.memory_bytes * scale <= room]
+    costs = rank(*cost.settings, devices, counts=cost.counts)
+    likely = [each for each in costs if each.memory_bytes * scale <= room]
     tried = sorted(likely, key=lambda each: each.parallel.mesh != mesh)[: 2 * _MOST_TRIED]
-    setups = [setup_on(each.settings, machine) for each in tried]
+    setups = [setup_of(each) for each in tried]
     for number, found in compile_steps(setups, machine):
         tried[number] = tried[number].known(found)
     texts = [

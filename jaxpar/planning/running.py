@@ -125,7 +125,8 @@ def measure_groups(
         ids = tuple(jax.devices().index(device) for device in devices)
         own_mesh = dataclasses.replace(parallel.mesh, data=1, devices=ids)
         alone = dataclasses.replace(parallel, mesh=own_mesh, pipeline=pipeline, shares=None)
-        [measured] = take_turns([make_stepper(setup.task, alone, setup.train)], num_steps)
+        of_group = Setup.of(setup.task, alone, setup.train, facts=setup.layout.facts)
+        [measured] = take_turns([make_stepper(of_group)], num_steps)
         seconds.append(statistics.median(measured))
     return seconds
 

@@ -80,7 +80,7 @@ def amount(function: Callable[..., Any], *args: Any) -> Amount:
     Args:
       args: arrays or their shapes.
     """
-    return _amount(jax.make_jaxpr(function)(*args).jaxpr)
+    return _amount(_traced(function, args))
 
 
 def amount_and_sent(function: Callable[..., Any], *args: Any) -> tuple[Amount, Collectives]:
@@ -88,8 +88,13 @@ def amount_and_sent(function: Callable[..., Any], *args: Any) -> tuple[Amount, C
 
     Bytes are of what each run takes; loops count by their length, and of a conditional all branches.
     """
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    jaxpr = _traced(function, args)
     return _amount(jaxpr), _collectives(jaxpr)
+
+
+def _traced(function: Callable[..., Any], args: tuple[Any, ...]) -> core.Jaxpr:
+    """The program of a function, traced now: JAX knows a function that it has traced, not what that reads."""
+    return jax.make_jaxpr(lambda *args: function(*args))(*args).jaxpr
 
 
 def _collectives(jaxpr: core.Jaxpr) -> Collectives:
@@ -111,14 +116,14 @@ def _collectives(jaxpr: core.Jaxpr) -> Collectives:
 
 def used_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     """For each array among the arguments of a function, whether anything is computed from it."""
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    jaxpr = _traced(function, args)
     used = reads_of(jaxpr.eqns, jaxpr.outvars)
     return [v in used for v in jaxpr.invars]
 
 
 def needed_inputs(function: Callable[..., Any], *args: Any) -> list[bool]:
     """For each array among the arguments of a function, whether what it returns depends on it."""
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    jaxpr = _traced(function, args)
     needed = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
     for equation in reversed(jaxpr.eqns):
         if needed.intersection(equation.outvars):
@@ -161,7 +166,7 @@ def reductions(function: Callable[..., Any], *args: Any) -> dict[str, float]:
       of all operations of a name.
     """
     found: dict[str, float] = {}
-    for equation in equations_in(jax.make_jaxpr(function)(*args).jaxpr):
+    for equation in equations_in(_traced(function, args)):
         name = equation.primitive.name
         if not name.startswith(_REDUCING) or name == "reduce_precision":
             continue

@@ -2,21 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpar.base.checks import require
-from jaxpar.base.parts import starts_of
+from jaxpar.base.parts import LOSS, check_metrics, starts_of
+from jaxpar.config import Parallel
 from jaxpar.data.batches import Batches, place_batch, windows
 from jaxpar.model import Sums
 from jaxpar.setup import Setup
 from jaxpar.sharding import named_leaves
 from jaxpar.state import TrainState, zero_carry
 from jaxpar.step import batch_sharding, check_arrays, make_eval_step
+from jaxpar.task import Task
 from jaxpar.training.progress import Evaluation
 
 # From a state and a batch to the state for the next batch, and the sums of this one.
@@ -40,7 +43,8 @@ def evaluate(
       step: how a batch is counted, for an evaluation of your own; None counts it as `make_eval_step` does,
         and carries the state of layers to the next.
     Raises:
-      ValueError: its batches differ in size from those of training, or nothing in it counts.
+      ValueError: its batches differ in size from those of training, or nothing in it counts; or as of
+        `check_reported`.
     """
     task = setup.task
     sums = sum_batches(setup, state, task.make_batches(split), before_batch, step)
@@ -49,7 +53,9 @@ def evaluate(
             f"nothing in the split {split!r} counts: the sum of its weights is {sums.weight}"
         )
     loss, means = mean_of(sums)
-    return Evaluation(split, loss, task.metrics(loss, means), task.baseline(split))
+    metrics, baseline = task.metrics(loss, means), task.baseline(split)
+    check_reported(task, loss, metrics, baseline)
+    return Evaluation(split, loss, metrics, baseline)
 
 
 def sum_batches(
@@ -120,13 +126,17 @@ def in_batches(setup: Setup, state: TrainState, **sizes: int) -> tuple[Setup, Tr
         pipeline = dataclasses.replace(parallel.pipeline, num_microbatches=1, num_chunks=1)
         parallel = dataclasses.replace(parallel, pipeline=pipeline)
     before = _shapes(setup)
-    setup = Setup.of(dataclasses.replace(task, **sizes), parallel, setup.train, setup.mesh)
+    setup = setup.keep(_setup_of, dataclasses.replace(task, **sizes), parallel)
     require(
         _shapes(setup) == before,
         f"{', '.join(f'{name}={size}' for name, size in sizes.items())} changes the parameters of the model; "
         f"use sizes by which data are read, such as batch_size",
     )
     return setup, dataclasses.replace(state, carry=zero_carry(setup))
+
+
+def _setup_of(setup: Setup, task: Task, parallel: Parallel) -> Setup:
+    return Setup.of(task, parallel, setup.train, setup.mesh)
 
 
 def _shapes(setup: Setup) -> dict[str, tuple[Any, Any]]:
@@ -139,6 +149,23 @@ def mean_of(sums: Sums) -> tuple[float, dict[str, float]]:
     """Loss and metrics for each unit of weight; with a weight of 0, the sums."""
     weight = float(sums.weight) or 1.0
     return float(sums.loss) / weight, {k: float(v) / weight for k, v in sums.metrics.items()}
+
+
+def check_reported(
+    task: Task, loss: float, metrics: Mapping[str, float], baseline: Iterable[str] = ()
+) -> None:
+    """Checks what a task reports of a loss.
+
+    Raises:
+      ValueError: another number of a run has one of the names, or it is another loss.
+    """
+    names = [name for name in metrics if name != LOSS]
+    check_metrics([*names, *baseline], task.unit, f"task {task.name}")
+    if not np.array_equal(metrics.get(LOSS, loss), loss, equal_nan=True):
+        raise ValueError(
+            f"metrics of task {task.name} returns {metrics[LOSS]:.6g} as {LOSS!r}, and the loss is "
+            f"{loss:.6g}. Fix: use another name for that metric."
+        )
 
 
 class CheckedBatches:

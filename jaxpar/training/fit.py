@@ -33,7 +33,7 @@ from jaxpar.training import profiler
 from jaxpar.training.by_layer import abstract_by_layer
 from jaxpar.training.checksums import checksum
 from jaxpar.training.console import ConsoleReport
-from jaxpar.training.evaluate import evaluate, in_batches
+from jaxpar.training.evaluate import check_reported, evaluate, in_batches
 from jaxpar.training.fingerprint import HashedBatches, describe_data
 from jaxpar.training.loop import Run
 from jaxpar.training.progress import Evaluation
@@ -190,6 +190,8 @@ def open_run(
         setup.layout.facts.check_loops()
     check_rows_alone(setup.layout)
     check_custom_backward(setup.layout)
+    setup.layout.facts.warn_of_resets()
+    _check_metrics(setup)
     abstract_by_layer(target, setup.layout)  # can it be stored?
     data = describe_data(setup)
     if before is not None:
@@ -233,6 +235,16 @@ def open_run(
             state = init_state(setup) if taken is None else taken.state()
         audit(state)
         yield Run(setup, batches, folder, checkpoints, report, texts, state, profile)
+
+
+def _check_metrics(setup: Setup) -> None:
+    """Raises a ValueError if the task would report a number under the name of another one."""
+    loss, names = 0.5, setup.layout.facts.traces.sums.metrics
+    try:
+        metrics = setup.task.metrics(loss, dict.fromkeys(names, loss))
+    except (ArithmeticError, ValueError):  # it makes no sense of these numbers
+        return
+    check_reported(setup.task, loss, metrics)
 
 
 def _hear_end(report: Reports, error: BaseException | None) -> None:

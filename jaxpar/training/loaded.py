@@ -34,6 +34,8 @@ _OF_OTHERS = {".bin", ".ckpt", ".h5", ".npy", ".npz", ".onnx", ".pkl", ".pt", ".
 class LoadedRun:
     """A run from its folder, on devices.
 
+    Its programs are those of the task's code as it was at their first use: load the run again after a change.
+
     Attributes:
       folder: of the run.
       setup: task, layout, mesh and settings; what the task left open is filled in.

@@ -20,7 +20,12 @@ from jaxpar.setup import Setup
 from jaxpar.state import TrainState, evaluated, release
 from jaxpar.step import Metrics, batch_sharding, make_train_step
 from jaxpar.training.checkpoint import Checkpoints, best_of
-from jaxpar.training.evaluate import do_not_run_ahead, evaluate, mean_of
+from jaxpar.training.evaluate import (
+    check_reported,
+    do_not_run_ahead,
+    evaluate,
+    mean_of,
+)
 from jaxpar.training.fingerprint import HashedBatches
 from jaxpar.training.nonfinite import find_origin
 from jaxpar.training.profiler import StepTracer
@@ -314,10 +319,12 @@ class Run:
             with jax.numpy_dtype_promotion("standard"):  # optax mixes integer counts and floats
                 rate = np.asarray(self.rate(np.int32(step - 1))).item()
         loss = float(metrics.loss)
+        reported = self.task.metrics(loss, mean_of(metrics.sums)[1])
+        check_reported(self.task, loss, reported)
         progress = Progress(
             step=step,
             loss=loss,
-            metrics=self.task.metrics(loss, mean_of(metrics.sums)[1]),
+            metrics=reported,
             grad_norm=float(metrics.grad_norm),
             learning_rate=rate,
             unit=self.task.unit,

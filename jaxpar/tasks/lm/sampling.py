@@ -91,7 +91,7 @@ def sample_tokens(
     fields = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     fields |= {"batch_size": rows, "seq_len": num_steps, "num_buckets": 0, "bucket_multiple": 1}
     sampling = _sampling(type(task))(**fields | {"packed": int(draw.separator) != NOWHERE})
-    sampler = Setup.of(sampling, parallel, setup.train, setup.mesh)
+    sampler = setup.keep(_setup_of, sampling, parallel)
     tell(describe_groups(sampler.parallel, len(prompts), rows))
     inputs_BT = np.full((rows, num_steps), TO_DRAW, np.int32)
     for row in range(rows):
@@ -112,6 +112,10 @@ def sample_tokens(
     return np.stack(
         [found_TB[len(prompt) - 1 :, row][:length] for row, prompt in enumerate(prompts)]
     )
+
+
+def _setup_of(setup: Setup, task: LM, parallel: Parallel) -> Setup:
+    return Setup.of(task, parallel, setup.train, setup.mesh)
 
 
 def in_groups(layout: Layout, num_prompts: int, num_steps: int) -> tuple[Parallel, int]:
