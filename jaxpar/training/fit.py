@@ -38,6 +38,7 @@ from jaxpar.training.run_folder import (
     texts_of,
 )
 from jaxpar.training.start import Start, find_weights
+from jaxpar.training.writing import check_storable
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +180,7 @@ def open_run(
     if setup.parallel.mesh.data > 1 or setup.parallel.runs_in_units:
         setup.layout.facts.check_loops()
     check_rows_alone(setup.layout)
-    abstract_by_layer(target, setup.layout)  # can it be stored?
+    check_storable(abstract_by_layer(target, setup.layout))
     data = describe_data(setup)
     if before is not None:
         start = Start.from_json(before.record.read().get("start"))
