@@ -385,7 +385,7 @@ class ModelFacts:
         sums = _traced_twice("last", last, self.model, shapes[-1], self.block)
         if says(self.model, "draw"):
             graphdef, state = nnx.split(self.model)
-            key = jax.random.key(0)
+            key = new_key(0)
             _program_of("draw", lambda own: nnx.state(nnx.merge(graphdef, own).draw(key)), state)
         for own in filter(None, of_layers):
             new = {name: shape for name, shape in own.metrics.items() if name not in sums.metrics}

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxpar.base.at import At
 from jaxpar.base.axes import BATCH, LAYERS
 from jaxpar.base.checks import check_takes, require, require_instance
-from jaxpar.base.keys import new_key, same_under_vmap
+from jaxpar.base.keys import is_key, new_key, same_under_vmap
 from jaxpar.pipeline.placement import Slots, make_slots
 from jaxpar.sharding import is_variable, named_leaves
 from jaxpar.trace.again import difference, same_value
@@ -111,6 +111,11 @@ def check_variables(what: str, state: nnx.State) -> None:
                 f"nnx.LayerNorm or nnx.RMSNorm, instead of one that remembers batches, or a layer that takes "
                 f"the statistics of some neighbouring rows (rows_together)"
             )
+        require(
+            not is_variable(leaf) or leaf.get_value() is not None,
+            f"{what} has {'.'.join(map(str, path))}, a {type(leaf).__name__} of None. Fix: let the attribute "
+            f"itself be None",
+        )
 
 
 class Layer(nnx.Module):
@@ -576,6 +581,12 @@ def _structure(module: Any) -> _Kind:
     graphdef, state = nnx.split(module)
     name = getattr(module, "kind_name", None) or type(module).__name__
     check_variables(f"layer {name}", state)
+    for path, leaf in nnx.to_flat_state(state):
+        require(
+            not is_key(leaf),
+            f"layer {name} has {'.'.join(map(str, path))}, a random key, which would be the same in every "
+            f"step. Fix: draw from at.key, or make the key in the call: jax.random.key(0)",
+        )
     size = getattr(module, "rows_together", None)
     if size is not None and not (isinstance(size, int) and size > 0):
         raise ValueError(

@@ -4,7 +4,10 @@ Each row of a batch, and each layer, draws from a key of its own under `jax.vmap
 numbers as alone. `rbg` does not: what it draws would depend on the mesh.
 """
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 IMPLEMENTATION = "threefry2x32"
 
@@ -17,6 +20,26 @@ def new_key(seed: int | jax.Array) -> jax.Array:
 def key_of(data: jax.Array) -> jax.Array:
     """The key that `jax.random.key_data` gave as numbers."""
     return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, or the shape of one, is of random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def data_of(leaf: Any) -> Any:
+    """The numbers of random keys, of any implementation; of a shape, theirs."""
+    if isinstance(leaf, jax.Array):
+        return jax.random.key_data(leaf)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def key_as(like: Any, data: jax.Array) -> jax.Array:
+    """Keys with these numbers, of the implementation of another, or of its shape."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(data, impl=found[0])
 
 
 def same_under_vmap(key: jax.Array) -> jax.Array:

@@ -4,7 +4,8 @@
     0  -  |  1  2       -->     0  1  2     -->     0  1  2
 
 The names are as `params/layers/gru/w_x`; stacked arrays are `[layers of the kind, ...]`, without the empty
-rows that a placement needs. Layers that a state has in pools are taken out one array at a time: first each
+rows that a placement needs. Random keys are stored as their numbers, and arrays without elements are not
+stored. Layers that a state has in pools are taken out one array at a time: first each
 stage's own into slots of a stack, which sends nothing.
 """
 
@@ -21,6 +22,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxpar.base.axes import DATA, LAYERS
+from jaxpar.base.checks import require
+from jaxpar.base.keys import data_of, is_key, key_as
 from jaxpar.layout import POOLS, Layout
 from jaxpar.pipeline.pool import stack_of, with_stack
 from jaxpar.sharding import (
@@ -52,7 +55,9 @@ def by_layer(state: Any, layout: Layout) -> dict[str, jax.Array]:
     arrays = {}
 
     def take(name: str, leaf: Any, rows: Rows | None) -> None:
-        array = array_of(leaf)
+        array = _numbers(array_of(leaf))
+        if not array.size:
+            return  # it needs no storage
         if rows is not None:
             order = tuple(rows.index(layer) for layer in sorted(rows) if layer >= 0)
             array = jax.device_put(array, array.sharding.with_memory_kind("device"))
@@ -64,15 +69,22 @@ def by_layer(state: Any, layout: Layout) -> dict[str, jax.Array]:
 
 
 def abstract_by_layer(target: Any, layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
-    """What to read for a state, or a part of it: the arrays of `by_layer`, sharded over its mesh."""
+    """What to read for a state, or a part of it: the arrays of `by_layer`, sharded over its mesh.
+
+    Raises:
+      ValueError: two arrays have one name, or as of `by_layer`.
+    """
     arrays = {}
 
     def take(name: str, leaf: Any, rows: Rows | None) -> None:
-        array = array_of(leaf)
+        array = _numbers(array_of(leaf))
+        if not array.size:
+            return  # it needs no storage
         if rows is not None:
             shape = (sum(layer >= 0 for layer in rows), *array.shape[1:])
             sharding = _without_layers(array)
             array = jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
+        require(name not in arrays, f"two arrays are called {name}. Fix: use keys without '/'")
         arrays[name] = array
 
     _each(target, layout, take)
@@ -83,13 +95,19 @@ def from_layers(target: Tree, layout: Layout, arrays: Mapping[str, jax.Array]) -
     """A state, or a part of it, with these values, as `abstract_by_layer` describes them."""
 
     def give(name: str, leaf: Any, rows: Rows | None) -> jax.Array:
-        value = arrays[name]
-        if rows is not None:
+        wanted = array_of(leaf)
+        value = arrays[name] if wanted.size else _on_device(_numbers(wanted))
+        if rows is not None and wanted.size:
             value = _take_layers(value, _places_in_order(rows), value.sharding)
-            value = jax.device_put(value, array_of(leaf).sharding)
-        return value
+        value = jax.device_put(value, wanted.sharding)
+        return key_as(wanted, value) if is_key(wanted) else value
 
     return _each(target, layout, give)
+
+
+def _numbers(leaf: Any) -> Any:
+    """An array, or the shape of one, as it is stored."""
+    return data_of(leaf) if is_key(leaf) else leaf
 
 
 def with_parameters(

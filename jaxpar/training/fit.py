@@ -47,6 +47,7 @@ from jaxpar.training.run_folder import (
     texts_of,
 )
 from jaxpar.training.start import Start, find_weights
+from jaxpar.training.writing import check_storable
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ def open_run(
     check_custom_backward(setup.layout)
     setup.layout.facts.warn_of_resets()
     _check_metrics(setup)
-    abstract_by_layer(target, setup.layout)  # can it be stored?
+    check_storable(abstract_by_layer(target, setup.layout))
     data = describe_data(setup)
     if before is not None:
         start = Start.from_json(before.record.read().get("start"))

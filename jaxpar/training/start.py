@@ -24,12 +24,13 @@ from jaxpar.base.bucket import BucketPath, as_path
 from jaxpar.base.checks import check_fields, require, require_instance
 from jaxpar.base.display import format_names, format_shape
 from jaxpar.base.files import check_path
+from jaxpar.base.keys import is_key
 from jaxpar.base.output import PROGRAM
 from jaxpar.hosts.agree import together
 from jaxpar.mesh import release_freed_memory
 from jaxpar.model import made
 from jaxpar.setup import Setup
-from jaxpar.sharding import array_of
+from jaxpar.sharding import array_of, named_leaves
 from jaxpar.state import TrainState, abstract_state, draw_variables, state_of
 from jaxpar.training.by_layer import each_by_name, kind_of
 from jaxpar.training.run_folder import RunFolder
@@ -279,7 +280,7 @@ def find_weights(setup: Setup, start: Start) -> Taken:
         weights, tensors={n: weights.tensors[n] for n in variables if n in weights.tensors}
     )
     sources = {new: name for new, name in renamed.items() if new != name}
-    new = tuple(name for name in variables if name not in weights.tensors)
+    new = tuple(n for n, one in variables.items() if one.size and n not in weights.tensors)
     return Taken(setup, weights, sources, new, left, variables)
 
 
@@ -300,10 +301,14 @@ def _open_run(setup: Setup, folder: RunFolder) -> Weights:
             f"file ({PROGRAM} export {folder} -o model.safetensors), and start from that"
         )
     step, arrays = folder.checkpoints(setup).stored()
-    stack = nnx.eval_shape(lambda: made(task.make_model, 0)).layers
+    model = nnx.eval_shape(lambda: made(task.make_model, 0))
+    stack, variables = model.layers, dict(named_leaves(nnx.state(model), "/"))
     tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
         first, *rest = name.split("/")[1:]
+        own = variables.get("/".join((first, *rest)))
+        if own is not None and is_key(array_of(own)):
+            continue
         is_layer = first == "layers" and rest[0] in stack.kinds
 
         def read(

@@ -33,6 +33,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.base.files import check_file, in_words, read_file, read_json, whole_file
+from jaxpar.base.keys import is_key
 from jaxpar.hosts.agree import in_process_0, together
 from jaxpar.layout import Layout
 from jaxpar.sharding import array_of, axes_of_spec, to_spec
@@ -47,6 +48,7 @@ _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64,
     "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
@@ -54,7 +56,8 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """The names and variables of a model's state, each with the names of its tensors.
 
-    Of one that stacks layers there is a name for each row, "" for an empty one; of others one name.
+    Of one that stacks layers there is a name for each row, "" for an empty one; of others one name. Random
+    keys are no weights, and are left out.
 
     Args:
       tree: parameters, or other variables, in the slots of the layout.
@@ -62,7 +65,8 @@ def named_rows(tree: Any, layout: Layout) -> Iterator[tuple[str, Any, tuple[str,
     found: list[tuple[str, Any]] = []
     each_by_name(tree, layout, lambda *each: found.append(each), ".")
     for name, leaf in found:
-        yield name, leaf, names_of_rows(name, leaf, layout)
+        if not is_key(array_of(leaf)):
+            yield name, leaf, names_of_rows(name, leaf, layout)
 
 
 def names_of_rows(name: str, leaf: Any, layout: Layout) -> tuple[str, ...]:

@@ -25,8 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxpar.base.bucket import BucketPath
+from jaxpar.base.checks import require
 from jaxpar.base.files import remove_folder
 from jaxpar.hosts.agree import SharedError, Together
 
@@ -193,6 +195,43 @@ class Writing:
             return reason
         inner = Path(path).is_relative_to(self._partial)
         return f"{reason} ({Path(path).relative_to(self._partial) if inner else path})"
+
+
+def check_storable(arrays: Mapping[str, Any]) -> None:
+    """Checks that a checkpoint can hold arrays: one number of each type is written and read, in memory.
+
+    Args:
+      arrays: by names with slashes; their shapes and types will do.
+    Raises:
+      ValueError: the type of one is unknown to TensorStore, or its name is taken for that of another.
+    """
+    import tensorstore
+
+    paths: dict[str, str] = {}
+    for name in arrays:
+        other = paths.setdefault(name.replace("/", "."), name)
+        inside = [
+            part for part in itertools.accumulate(name.split("/"), "{}/{}".format) if part in arrays
+        ]
+        if {other, *inside} != {name}:
+            both = " and ".join(sorted({name, other, *inside}))
+            raise ValueError(
+                f"a checkpoint cannot tell {both} apart. Fix: use keys without '/' and '.'"
+            )
+    memory: Any = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "create": True}
+    for dtype, name in {np.dtype(leaf.dtype): name for name, leaf in arrays.items()}.items():
+        one = np.ones(1, dtype)
+        try:
+            stored = tensorstore.open(memory, dtype=dtype, shape=[1]).result()
+            stored.write(one).result()
+            is_same = stored.read().result().tobytes() == one.tobytes()
+        except (TypeError, ValueError):
+            is_same = False
+        require(
+            is_same,
+            f"{name} is {dtype}{list(arrays[name].shape)}, and checkpoints cannot hold {dtype}. Fix: keep it "
+            f"in another type, such as float32 or int32",
+        )
 
 
 def is_half_written(path: Path) -> bool:
