@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxpar.trace.jaxprs import cut, function_of, reads_of
+from jaxpar.trace.jaxprs import function_of, reads_of
 
 _CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call"}
 
@@ -45,8 +45,6 @@ def _run(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return evaluate(params.get("jaxpr", params.get("call_jaxpr")), inputs)
     if name == "cond":
         return evaluate(params["branches"][int(inputs[0])], inputs[1:])
-    if name == "scan":
-        return _scan(inputs, params)
     if _is_key(aval):
         return None
     if name in _OF_NUMBERS:
@@ -54,18 +52,6 @@ def _run(eqn: Any, inputs: list[Any]) -> list[Any] | None:
     if name in _OF_SHAPES:
         return [np.asarray(_OF_SHAPES[name](inputs[0], aval, params), aval.dtype)]
     return None
-
-
-def _scan(inputs: list[Any], params: Mapping[str, Any]) -> list[Any]:
-    num_carried = params["num_carry"]
-    consts, carry, xs = cut(inputs, params["num_consts"], num_carried)
-    turns, made = range(params["length"]), []
-    for turn in reversed(turns) if params["reverse"] else turns:
-        out = evaluate(params["jaxpr"], [*consts, *carry, *(x[turn] for x in xs)])
-        carry = out[:num_carried]
-        made.append(out[num_carried:])
-    ys = made[::-1] if params["reverse"] else made
-    return [*carry, *map(np.stack, zip(*ys, strict=True))]
 
 
 def _is_key(a: Any) -> bool:
